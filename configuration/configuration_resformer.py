@@ -1,0 +1,367 @@
+"""`ResFormerConfig`: a Llama-style decoder and the cross-layer connections that it has."""
+
+import difflib
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import field, fields
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+from transformers.utils.type_validators import interval, positive_int_field
+
+from resformer.configuration.methods import method_fields
+
+__all__ = ["ResFormerConfig"]
+
+#: Keys that a Llama-family `config.json` or a caller may hold and that Transformers itself takes care of.
+_KNOWN_EXTRA_KEYS = frozenset(
+    "attn_implementation experts_implementation name_or_path num_labels output_attentions rope_scaling rope_theta "
+    "torch_dtype model_type auto_map".split()
+)
+
+#: Run once, before the first configuration is made. `resformer/__init__.py` puts the registration of the model classes
+#: here, so that `import resformer` costs nothing and AutoModel still knows the model of every configuration there is.
+before_first_use: list[Callable[[], None]] = []
+
+
+@strict
+class ResFormerConfig(PreTrainedConfig):
+    r"""Configuration of a Llama-style decoder with cross-layer connections.
+
+    With nothing set it is plain Llama, bit for bit. The backbone fields bear Llama's names and defaults; with the few
+    fields of its relatives they also describe Mistral, Qwen2, Qwen3 and SmolLM3. Layers are counted from 0.
+
+    Args:
+        vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
+        hidden_act, max_position_embeddings, initializer_range, rms_norm_eps, use_cache, pad_token_id, bos_token_id,
+        eos_token_id, pretraining_tp, tie_word_embeddings, rope_parameters, attention_bias, attention_dropout, mlp_bias,
+        head_dim:
+            As in [`~transformers.LlamaConfig`]. `num_key_value_heads` below `num_attention_heads` is grouped-query
+            attention (arXiv 2305.13245) and combines with everything below. `hidden_size` need not be a multiple of
+            `num_attention_heads` when `head_dim` is given.
+        attention_out_bias (`bool`, *optional*):
+            Whether `o_proj` has a bias; `None` means as `attention_bias`. Qwen2 has biases on q, k and v only.
+        qk_norm (`bool`, defaults to `False`):
+            RMSNorm over each head's queries and keys before the rotary embedding (Qwen3).
+        sliding_window (`int`, *optional*):
+            Tokens that a `"sliding_attention"` layer sees, itself included.
+        layer_types (`list[str]`, *optional*):
+            `"full_attention"` or `"sliding_attention"` for each layer. Default: sliding everywhere if `sliding_window`
+            is set (Mistral), else full everywhere.
+        no_rope_layers (`list[int]`, *optional*):
+            SmolLM3's list: 1 where a layer uses the rotary embedding, 0 where it has none. Default: all 1.
+        value_residual (`str`, defaults to `"none"`):
+            How the values V'_n of a mixing layer are made from the raw ones, V'_n = l1 V_0 + l2 V_n
+            (ResFormer, arXiv 2410.17897): `"identity"` l1 = l2 = 0.5; `"constant"` both fixed; `"learnable"` both free
+            per layer; `"learnable_plus"` l1_n = s softmax(z)_n over the mixing layers, l2_n free; `"dense"` every
+            earlier layer's values, all coefficients free; `"gated"` l1 = a + tanh(W_n h) per token and key/value
+            head, l2_n free.
+        value_residual_init (`list[float]`, defaults to `[0.5, 0.5]`):
+            (l1, l2): the values of `"constant"`, the start of the learned modes; `"identity"` ignores it. (0, 1) starts
+            as plain Llama.
+        value_residual_layers (`list[int]`, *optional*):
+            The layers that mix, from 1 to `num_hidden_layers - 1`, ascending (Sparse-ResFormer). Default: every layer
+            but 0 that has values of its own.
+        neutreno_lambda (`float`, defaults to 0.0):
+            NeuTRENO's term l (V_0 - V'_n), added to the attention output of every layer but 0 (arXiv 2312.00751,
+            0.4 in its language models). Finite and not negative.
+        value_sources (`list[int]`, *optional*):
+            Layer n attends to the values of layer `value_sources[n]` and has no `v_proj` unless that is n itself.
+            `[0] * N` is SVFormer (arXiv 2410.17897, section 3.3).
+        key_sources (`list[int]`, *optional*):
+            The same for keys and `k_proj`. `[0, 0, 2, 2, ...]` in both is CLA2 (arXiv 2405.12981).
+        dwa (`bool`, defaults to `False`):
+            Depth-weighted averaging of all earlier layers' outputs (DenseFormer, arXiv 2402.02622).
+        dwa_dilation, dwa_period (`int`, default to 1):
+            DenseFormer's k x p: average after every p-th block, over every k-th earlier output.
+
+    Raises:
+        huggingface_hub.errors.StrictDataclassError: a field, or two fields together, do not fit; the message names
+            them, their values and what is allowed.
+
+    ```python
+    >>> from resformer import ResFormerConfig, ResFormerForCausalLM
+
+    >>> config = ResFormerConfig.for_method("resformer", num_hidden_layers=12, hidden_size=768, num_attention_heads=12)
+    >>> model = ResFormerForCausalLM(config)
+    ```"""
+
+    model_type = "resformer"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_tp_plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+        # Each rank mixes the values of its own heads only, so the coefficients' gradients are partial sums.
+        "value_residual": "replicated_with_grad_allreduce",
+    }
+    # No pipeline plan: V_0, shared keys and values, and DWA's history do not cross a pipeline stage.
+
+    vocab_size: int = positive_int_field(default=32000)
+    hidden_size: int = positive_int_field(default=4096)
+    intermediate_size: int = positive_int_field(default=11008)
+    num_hidden_layers: int = positive_int_field(default=32)
+    num_attention_heads: int = positive_int_field(default=32)
+    num_key_value_heads: int | None = positive_int_field(default=None)
+    hidden_act: str = "silu"
+    max_position_embeddings: int = positive_int_field(default=2048)
+    initializer_range: float = interval(min=0.0, max=1.0)(default=0.02)
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    pretraining_tp: int | None = 1
+    tie_word_embeddings: bool = False
+    rope_parameters: RopeParameters | dict | None = None
+    attention_bias: bool = False
+    attention_dropout: int | float | None = 0.0
+    mlp_bias: bool = False
+    head_dim: int | None = positive_int_field(default=None)
+
+    attention_out_bias: bool | None = None
+    qk_norm: bool = False
+    sliding_window: int | None = positive_int_field(default=None)
+    layer_types: list[str] | None = None
+    no_rope_layers: list[int] | None = None
+
+    value_residual: Literal[
+        "none", "identity", "constant", "learnable", "learnable_plus", "dense", "gated"
+    ] = "none"
+    value_residual_init: list[int | float] | tuple[int | float, ...] = field(default_factory=lambda: [0.5, 0.5])
+    value_residual_layers: list[int] | None = None
+    neutreno_lambda: int | float = 0.0
+    value_sources: list[int] | None = None
+    key_sources: list[int] | None = None
+    dwa: bool = False
+    dwa_dilation: int = positive_int_field(default=1)
+    dwa_period: int = positive_int_field(default=1)
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        while before_first_use:
+            before_first_use.pop()()
+        # A Llama checkpoint read as a ResFormerConfig would otherwise call the instance "llama".
+        kwargs.pop("model_type", None)
+        self._warn_of_misspelt_fields(kwargs)
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"`hidden_size` ({self.hidden_size}) is not a multiple of `num_attention_heads` "
+                    f"({self.num_attention_heads}): change one of them, or give `head_dim`."
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.layer_types is None:
+            kind = "full_attention" if self.sliding_window is None else "sliding_attention"
+            self.layer_types = [kind] * self.num_hidden_layers
+        if self.rope_parameters is not None:
+            # Transformers fills the dict in place; the caller's must stay as it is.
+            self.rope_parameters = dict(self.rope_parameters)
+        self.value_residual_init = [float(value) for value in self.value_residual_init]
+        self.neutreno_lambda = float(self.neutreno_lambda)
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def for_method(cls, method: str, **kwargs: Any) -> "ResFormerConfig":
+        """A configuration of the named method, one of `resformer.configuration.METHODS`; `kwargs` go on top of it.
+
+        ```python
+        >>> ResFormerConfig.for_method("svformer", num_hidden_layers=24).value_sources[-1]
+        0
+        ```"""
+        num_hidden_layers = kwargs.get("num_hidden_layers", cls.num_hidden_layers)
+        return cls(**{**method_fields(method, num_hidden_layers), **kwargs})
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As the base class, but own fields given as keyword arguments replace the file's before anything is derived
+        from them or validated, so that `from_pretrained(path, num_hidden_layers=2)` is a consistent configuration."""
+        own = {f.name for f in fields(cls)} - {f.name for f in fields(PreTrainedConfig)}
+        overrides = {key: kwargs.pop(key) for key in own & kwargs.keys()}
+        config_dict = {**config_dict, **overrides}
+        if "num_hidden_layers" in overrides and "layer_types" not in overrides:
+            if len(set(config_dict.get("layer_types") or ())) == 1:
+                del config_dict["layer_types"]
+        return super().from_dict(config_dict, **kwargs)
+
+    # What the model, the cache and the converter read. All of it follows from the fields.
+
+    @property
+    def all_value_sources(self) -> list[int]:
+        """`value_sources` with the default filled in: entry n is the layer whose values layer n attends to."""
+        return list(range(self.num_hidden_layers)) if self.value_sources is None else self.value_sources
+
+    @property
+    def all_key_sources(self) -> list[int]:
+        """`key_sources` with the default filled in: entry n is the layer whose keys layer n attends to."""
+        return list(range(self.num_hidden_layers)) if self.key_sources is None else self.key_sources
+
+    @property
+    def mixing_layers(self) -> list[int]:
+        """The layers whose values are mixed with earlier layers', ascending."""
+        if self.value_residual == "none":
+            return []
+        if self.value_residual_layers is not None:
+            return self.value_residual_layers
+        sources = self.all_value_sources
+        return [layer for layer in range(1, self.num_hidden_layers) if sources[layer] == layer]
+
+    @property
+    def kv_sharing_modes(self) -> list[str] | None:
+        """`"reuse"` for a layer that stores neither keys nor values; Transformers' caches read it."""
+        if self.value_sources is None or self.key_sources is None:
+            return None
+        pairs = zip(self.all_key_sources, self.all_value_sources, strict=True)
+        return ["reuse" if key != n and value != n else "store" for n, (key, value) in enumerate(pairs)]
+
+    # Every method named validate_* runs when a configuration is made or saved, and when a model is built from it.
+
+    def validate_architecture(self) -> None:
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads % groups:
+            raise ValueError(
+                f"`num_attention_heads` ({heads}) is not a multiple of `num_key_value_heads` ({groups}): every "
+                "key/value head must serve the same number of query heads."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` ({self.head_dim}) is odd: the rotary embedding turns pairs of channels.")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` {self.hidden_act!r} is unknown: expected one of {', '.join(ACT2FN)}.")
+
+    def validate_layers(self) -> None:
+        for name in ("layer_types", "no_rope_layers"):
+            entries = getattr(self, name)
+            if entries is not None and len(entries) != self.num_hidden_layers:
+                raise ValueError(
+                    f"`{name}` has {len(entries)} entries, but `num_hidden_layers` is {self.num_hidden_layers}."
+                )
+        kinds = ("full_attention", "sliding_attention")
+        for layer, kind in enumerate(self.layer_types):
+            if kind not in kinds:
+                raise ValueError(f"`layer_types`[{layer}] is {kind!r}: expected one of {', '.join(kinds)}.")
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            raise ValueError("`layer_types` holds 'sliding_attention', but `sliding_window` is None: set its length.")
+        for layer, flag in enumerate(self.no_rope_layers or ()):
+            if flag not in (0, 1):
+                raise ValueError(f"`no_rope_layers`[{layer}] is {flag}: expected 1 (rotary embedding) or 0 (none).")
+
+    def validate_rope_type(self) -> None:
+        rope = self.rope_parameters or {}
+        if self.nested_rope_parameter_keys(rope):
+            raise ValueError("`rope_parameters` differ between layer types: only one set for all layers is supported.")
+        allowed = ("default", *ROPE_INIT_FUNCTIONS)
+        if rope.get("rope_type", "default") not in allowed:
+            raise ValueError(
+                f"`rope_parameters`['rope_type'] is {rope['rope_type']!r}: expected one of {', '.join(allowed)}."
+            )
+        if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise ValueError(
+                f"`rope_parameters`['partial_rotary_factor'] is {rope['partial_rotary_factor']}: only whole heads are "
+                "rotated (1.0)."
+            )
+
+    def validate_mixing_and_sharing(self) -> None:
+        # One validator, since each step relies on the one before it.
+        self._check_value_residual()
+        for name in ("key_sources", "value_sources"):
+            self._check_sources(name, getattr(self, name))
+        sources = self.all_value_sources
+        for layer in self.value_residual_layers or ():
+            if sources[layer] != layer:
+                raise ValueError(
+                    f"`value_residual_layers` holds {layer}, but `value_sources`[{layer}] is {sources[layer]}: that layer "
+                    "has no values of its own to mix."
+                )
+        self._warn_of_settings_without_effect()
+
+    def _check_value_residual(self) -> None:
+        init = self.value_residual_init
+        if len(init) != 2 or not all(math.isfinite(value) for value in init):
+            raise ValueError(f"`value_residual_init` is {init}: expected two finite numbers (on V_0, on V_n).")
+        if not (math.isfinite(self.neutreno_lambda) and self.neutreno_lambda >= 0):
+            raise ValueError(f"`neutreno_lambda` is {self.neutreno_lambda}: expected a finite number from 0 up.")
+        layers = self.value_residual_layers
+        if layers is not None:
+            if layers != sorted(set(layers)):
+                raise ValueError(f"`value_residual_layers` is {layers}: expected ascending layers, each once.")
+            for layer in layers:
+                if not 1 <= layer < self.num_hidden_layers:
+                    raise ValueError(
+                        f"`value_residual_layers` holds {layer}: expected layers from 1 to {self.num_hidden_layers - 1} "
+                        "(`num_hidden_layers` - 1). Layer 0 has no earlier values to mix in."
+                    )
+
+    def _check_sources(self, name: str, sources: list[int] | None) -> None:
+        if sources is None:
+            return
+        if len(sources) != self.num_hidden_layers:
+            raise ValueError(
+                f"`{name}` has {len(sources)} entries, but `num_hidden_layers` is {self.num_hidden_layers}."
+            )
+        for reader, source in enumerate(sources):
+            where = f"`{name}`[{reader}] is {source}"
+            if not 0 <= source <= reader:
+                raise ValueError(f"{where}: a source comes no later than its reader, expected 0 to {reader}.")
+            if sources[source] != source:
+                raise ValueError(
+                    f"{where}, but `{name}`[{source}] is {sources[source]}: a source must be its own source."
+                )
+            if self.layer_types[source] != self.layer_types[reader]:
+                raise ValueError(
+                    f"{where}, but `layer_types` differ: {self.layer_types[source]!r} in layer {source}, "
+                    f"{self.layer_types[reader]!r} in layer {reader}. Share within one layer type."
+                )
+            rope = self.no_rope_layers
+            if name == "key_sources" and rope is not None and rope[source] != rope[reader]:
+                raise ValueError(
+                    f"{where}, but `no_rope_layers` differ: {rope[source]} in layer {source}, {rope[reader]} in layer "
+                    f"{reader}. Rotated queries need rotated keys."
+                )
+
+    def _warn_of_settings_without_effect(self) -> None:
+        if self.value_residual_layers is not None and self.value_residual == "none":
+            warnings.warn(
+                f"`value_residual_layers`={self.value_residual_layers} does nothing while `value_residual` is 'none'.",
+                stacklevel=2,
+            )
+        if self.value_residual != "none" and not self.mixing_layers:
+            warnings.warn(
+                f"`value_residual`={self.value_residual!r} does nothing: no layer after 0 has values of its own to mix "
+                f"(`value_sources`={self.value_sources}, `value_residual_layers`={self.value_residual_layers}).",
+                stacklevel=2,
+            )
+        if not self.dwa and (self.dwa_dilation, self.dwa_period) != (1, 1):
+            warnings.warn(
+                f"`dwa_dilation`={self.dwa_dilation} and `dwa_period`={self.dwa_period} do nothing while `dwa` is False.",
+                stacklevel=2,
+            )
+        if self.dwa and self.dwa_period > self.num_hidden_layers:
+            warnings.warn(
+                f"`dwa`=True does nothing: `dwa_period` ({self.dwa_period}) is above `num_hidden_layers` "
+                f"({self.num_hidden_layers}).",
+                stacklevel=2,
+            )
+
+    def _warn_of_misspelt_fields(self, extra: dict[str, Any]) -> None:
+        # Not an error: old config files carry keys that nothing reads any more.
+        names = [f.name for f in fields(self)]
+        for key in extra:
+            if key.startswith("_") or key in _KNOWN_EXTRA_KEYS:
+                continue
+            if match := difflib.get_close_matches(key, names, n=1, cutoff=0.75):
+                warnings.warn(
+                    f"ResFormerConfig has no field `{key}`; did you mean `{match[0]}`? It is kept as an attribute that "
+                    "nothing reads.",
+                    stacklevel=4,
+                )

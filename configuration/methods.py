@@ -1,0 +1,65 @@
+"""The named methods: one line each, from a method's name to the `ResFormerConfig` fields it sets.
+
+Equations, values and published results of each are in the model cards; `ResFormerConfig.for_method` builds a
+configuration from a name. A new method is one more line here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["METHODS", "method_fields"]
+
+
+def _last_third(num_layers: int) -> list[int]:
+    """The layers that Sparse-ResFormer mixes: the last three of eight, generalised to the last third, never layer 0."""
+    return list(range(max(1, num_layers - -(-num_layers // 3)), num_layers))
+
+
+def _pairs(num_layers: int) -> list[int]:
+    """CLA2: layers 2i and 2i + 1 use the keys or values of layer 2i."""
+    return [layer - layer % 2 for layer in range(num_layers)]
+
+
+def _second_half(num_layers: int, source: int) -> list[int]:
+    """FusedKV-Lite: layers from N // 2 on use the keys or values of layer `source`."""
+    half = max(1, num_layers // 2)
+    return [*range(half), *[min(source, half - 1)] * (num_layers - half)]
+
+
+#: Method name -> the configuration fields it sets for a given number of layers.
+METHODS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "transformer": lambda n: {},
+    "resformer": lambda n: {"value_residual": "learnable"},
+    "resformer-identity": lambda n: {"value_residual": "identity"},
+    "resformer-constant": lambda n: {"value_residual": "constant", "value_residual_init": [2.0, 1.0]},
+    "resformer-plus": lambda n: {"value_residual": "learnable_plus"},
+    "resformer-sparse": lambda n: {
+        "value_residual": "constant",
+        "value_residual_init": [5.0, 1.0],
+        "value_residual_layers": _last_third(n),
+    },
+    "resformer-dense": lambda n: {"value_residual": "dense"},
+    "resformer-gated": lambda n: {"value_residual": "gated"},
+    "neutreno": lambda n: {"neutreno_lambda": 0.4},
+    "resformer-neutreno": lambda n: {"value_residual": "identity", "neutreno_lambda": 0.2},
+    "svformer": lambda n: {"value_sources": [0] * n},
+    "denseformer": lambda n: {"dwa": True},
+    "denseformer-4x5": lambda n: {"dwa": True, "dwa_dilation": 4, "dwa_period": 5},
+    "cla2": lambda n: {"key_sources": _pairs(n), "value_sources": _pairs(n)},
+    "fusedkv-lite": lambda n: {
+        "key_sources": _second_half(n, max(1, n // 2) - 1),
+        "value_sources": _second_half(n, 0),
+    },
+    "resformer-denseformer": lambda n: {"value_residual": "learnable", "dwa": True},
+}
+
+
+def method_fields(method: str, num_hidden_layers: int) -> dict[str, Any]:
+    """The configuration fields that `method` sets for a model of `num_hidden_layers` layers.
+
+    Raises:
+        ValueError: `method` is not one of `METHODS`; the message lists them.
+    """
+    if method not in METHODS:
+        raise ValueError(f"Unknown method {method!r}: expected one of {', '.join(METHODS)}.")
+    return METHODS[method](num_hidden_layers)

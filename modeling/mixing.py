@@ -1,0 +1,75 @@
+"""What value residuals and depth-weighted averaging share: weighted sums over earlier layers."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+__all__ = ["FreeRows", "MixingRows", "weighted_sum"]
+
+
+def weighted_sum(states: Sequence[torch.Tensor], weights: torch.Tensor | Sequence[float]) -> torch.Tensor:
+    """Returns sum_k weights[k] states[k], in the dtype of the states.
+
+    A weight of exactly 0 adds nothing and a weight of exactly 1 changes nothing, bit for bit, for finite states.
+
+    Args:
+        states: K >= 1 tensors of one shape and dtype.
+        weights: `(K,)` tensor of any floating dtype, which gets gradients, or K numbers.
+    """
+    if isinstance(weights, torch.Tensor):
+        first, *others = weights.to(states[0]).unbind()
+        total = states[0] * first
+        for state, weight in zip(states[1:], others, strict=True):
+            total = torch.addcmul(total, state, weight)
+        return total
+    total = states[0] * weights[0]
+    for state, number in zip(states[1:], weights[1:], strict=True):
+        total = torch.add(total, state, alpha=number)
+    return total
+
+
+class MixingRows(nn.Module):
+    """The rows of a mixing matrix that are not the identity's: row n mixes the states `columns[n]`.
+
+    `forward()` returns the weights of every row. The parameters' names hold `bias`, which the stock Trainer exempts from
+    weight decay: decay would pull a retrofit's ones to zero. They are how far each row leans towards each state.
+
+    Subclasses say where the weights come from and set their start in `reset_parameters`.
+    """
+
+    def __init__(self, columns: dict[int, list[int]]):
+        super().__init__()
+        self.columns = columns
+
+    def forward(self) -> dict[int, torch.Tensor | Sequence[float]]:
+        """Row n -> its weights, in the order of `columns[n]`: a `(len(columns[n]),)` tensor or numbers."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Sets the start. Called by `_init_weights`: `from_pretrained` discards what `__init__` sets."""
+
+    @torch.no_grad()
+    def fill(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Writes the rows into `matrix`, on the CPU, and returns it."""
+        for row, weights in self().items():
+            matrix[row] = 0.0
+            for column, weight in zip(self.columns[row], weights, strict=True):
+                matrix[row, column] = float(weight)
+        return matrix
+
+
+class FreeRows(MixingRows):
+    """Rows whose weights are parameters: one flat vector `bias`, row after row."""
+
+    def __init__(self, columns: dict[int, list[int]]):
+        super().__init__(columns)
+        self.sizes = [len(row) for row in columns.values()]
+        self.bias = nn.Parameter(torch.empty(sum(self.sizes)))
+
+    def forward(self) -> dict[int, torch.Tensor]:
+        return dict(zip(self.columns, self.bias.split(self.sizes), strict=True))
+
+    def start_at(self, rows: list[list[float]]) -> None:
+        init.copy_(self.bias, torch.tensor([weight for row in rows for weight in row]))

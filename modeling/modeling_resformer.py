@@ -1,0 +1,450 @@
+"""The decoder: Llama's, with what crosses between layers wired in.
+
+Tensors that cross layers go in as positional arguments and come out as a tuple: reentrant gradient checkpointing sees
+no others, and device hooks move them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from resformer.configuration import ResFormerConfig
+from resformer.modeling.depth_average import DepthAverage
+from resformer.modeling.mixing import MixingRows, weighted_sum
+from resformer.modeling.neutreno import neutreno_term
+from resformer.modeling.sharing import update_cache
+from resformer.modeling.value_residual import ValueGate, value_residual
+from resformer.modeling.wiring import wire
+
+__all__ = [
+    "ResFormerForCausalLM",
+    "ResFormerForQuestionAnswering",
+    "ResFormerForSequenceClassification",
+    "ResFormerForTokenClassification",
+    "ResFormerModel",
+    "ResFormerPreTrainedModel",
+]
+
+MASKS: dict[str, Callable[..., Any]] = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+}
+
+
+class ResFormerAttention(nn.Module):
+    """Multi-head attention over own or shared keys and own, mixed or shared values.
+
+    A layer that reads another's keys has no `k_proj`, one that reads another's values no `v_proj`.
+    """
+
+    def __init__(self, config: ResFormerConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.wiring = wire(config)[layer_idx]
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        self.use_rope = config.no_rope_layers is None or bool(config.no_rope_layers[layer_idx])
+        sliding = config.layer_types[layer_idx] == "sliding_attention"
+        self.sliding_window = config.sliding_window if sliding else None
+
+        query_width = config.num_attention_heads * self.head_dim
+        key_value_width = config.num_key_value_heads * self.head_dim
+        out_bias = config.attention_bias if config.attention_out_bias is None else config.attention_out_bias
+        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.attention_bias)
+        if config.qk_norm:
+            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        if self.wiring.key_source == layer_idx:
+            self.k_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
+            if config.qk_norm:
+                self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        if self.wiring.value_source == layer_idx:
+            self.v_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
+        if config.value_residual == "gated" and self.wiring.mixes:
+            self.value_residual = ValueGate(config)
+        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=out_bias)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        mixing_weights: torch.Tensor | tuple[float, ...] | None = None,
+        first_values: torch.Tensor | None = None,
+        shared_keys: torch.Tensor | None = None,
+        shared_values: torch.Tensor | None = None,
+        current_shared_values: torch.Tensor | None = None,
+        *earlier_values: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Returns (output, attention weights, V_n, V'_n, keys, values), the last four `None` where no layer reads them.
+
+        Args:
+            hidden_states: H_n, `(batch, tokens, hidden_size)`.
+            mixing_weights: the row of this layer in the value mixing matrix, if it mixes.
+            first_values: V_0 of the current tokens, `(batch, key/value heads, tokens, head_dim)`, for NeuTRENO.
+            shared_keys, shared_values: another layer's, past tokens included, where this layer has none.
+            current_shared_values: `shared_values` of the current tokens, for NeuTRENO.
+            earlier_values: V_m of the current tokens for the earlier layers m that this one mixes.
+        """
+        wiring = self.wiring
+        input_shape = hidden_states.shape[:-1]
+        head_shape = (*input_shape, -1, self.head_dim)
+
+        query_states = self.q_proj(hidden_states).view(head_shape)
+        if self.config.qk_norm:
+            query_states = self.q_norm(query_states)
+        query_states = query_states.transpose(1, 2)
+
+        key_states = None
+        if wiring.key_source == self.layer_idx:
+            key_states = self.k_proj(hidden_states).view(head_shape)
+            if self.config.qk_norm:
+                key_states = self.k_norm(key_states)
+            key_states = key_states.transpose(1, 2)
+
+        raw_values = value_states = None
+        if wiring.value_source == self.layer_idx:
+            raw_values = value_states = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
+            if wiring.mixes and self.config.value_residual == "gated":
+                value_states = self.value_residual(hidden_states, *earlier_values, raw_values, mixing_weights)
+            elif wiring.mixes:
+                value_states = weighted_sum([*earlier_values, raw_values], mixing_weights)
+        current_values = current_shared_values if value_states is None else value_states
+
+        if self.use_rope:
+            cos, sin = position_embeddings
+            if key_states is None:
+                query_states, _ = apply_rotary_pos_emb(query_states, query_states[:, :1], cos, sin)
+            else:
+                query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+
+        keys, values = update_cache(
+            past_key_values, self.layer_idx, (key_states, value_states), (shared_keys, shared_values)
+        )
+
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attn_output, attn_weights = attention_interface(
+            self,
+            query_states,
+            keys,
+            values,
+            attention_mask,
+            dropout=0.0 if not self.training else self.attention_dropout,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        if wiring.takes_first_values:
+            attn_output = neutreno_term(
+                attn_output.reshape(head_shape), first_values, current_values, self.config.neutreno_lambda
+            )
+        attn_output = self.o_proj(attn_output.reshape(*input_shape, -1).contiguous())
+        return (
+            attn_output,
+            attn_weights,
+            raw_values if wiring.gives_raw_values else None,
+            value_states if wiring.gives_values else None,
+            keys if wiring.gives_keys_and_values else None,
+            values if wiring.gives_keys_and_values else None,
+        )
+
+
+class ResFormerDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: ResFormerConfig, layer_idx: int):
+        super().__init__()
+        self.hidden_size = config.hidden_size
+        self.self_attn = ResFormerAttention(config=config, layer_idx=layer_idx)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *crossing: Any,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Returns X_{n+1} and what crosses to later layers; `crossing` and the rest are `ResFormerAttention`'s."""
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states, _, *given = self.self_attn(
+            hidden_states,
+            *crossing,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        hidden_states = residual + hidden_states
+
+        residual = hidden_states
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = residual + hidden_states
+        return hidden_states, *given
+
+
+class ResFormerPreTrainedModel(PreTrainedModel):
+    config: ResFormerConfig
+    config_class = ResFormerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["ResFormerDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+    _can_record_outputs = {
+        "hidden_states": ResFormerDecoderLayer,
+        "attentions": ResFormerAttention,
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, (MixingRows, ValueGate)):
+            module.reset_parameters()
+
+
+class ResFormerModel(ResFormerPreTrainedModel):
+    """The decoder without a head.
+
+    `hidden_states` asked for with `output_hidden_states=True` are the raw X_0 .. X_{N-1}, before depth-weighted
+    averaging, and the normed output last.
+    """
+
+    def __init__(self, config: ResFormerConfig):
+        config.validate()  # fields may have been assigned since it was made
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(
+            [ResFormerDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
+        )
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.value_residual = value_residual(config)
+        self.depth_average = DepthAverage(config) if config.dwa else None
+        self.wiring = wire(config)
+        self.gradient_checkpointing = False
+
+        self.post_init()
+
+    @torch.no_grad()
+    def value_mixing_matrix(self) -> torch.Tensor:
+        """M, `(N, N)`: layer n attends to V' = sum_m M[n, m] V_m of the raw values V_m.
+
+        float32, detached, on the CPU; lower triangular; the identity for plain Llama. The row of a layer that shares
+        values is its source's. NaN where the mix depends on the token (`"gated"`).
+        """
+        matrix = torch.eye(self.config.num_hidden_layers)
+        if self.value_residual is not None:
+            self.value_residual.fill(matrix)
+        return matrix[self.config.all_value_sources]
+
+    @torch.no_grad()
+    def depth_mixing_matrix(self) -> torch.Tensor:
+        """D, `(N, N + 1)`: block n + 1, or the final norm, reads Y_n = sum_j D[n, j] X_j.
+
+        X_0 are the embeddings, X_{j+1} the raw output of block j. float32, detached, on the CPU; D[n, n+1] = 1 and 0
+        elsewhere for plain Llama.
+        """
+        matrix = torch.eye(self.config.num_hidden_layers, self.config.num_hidden_layers + 1).roll(1, dims=1)
+        return matrix if self.depth_average is None else self.depth_average.fill(matrix)
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        """As [`~transformers.LlamaModel`]. `position_ids` that start again at 0 are packed sequences, kept apart."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+
+        # Masks are made before a cache is: Transformers looks for packed sequences only where there is none, and a new
+        # cache adds no past. Positions made here are not packed, so only the caller's are looked at.
+        masks = attention_mask
+        if not isinstance(masks, dict):
+            masks = {
+                kind: MASKS[kind](
+                    config=self.config,
+                    inputs_embeds=inputs_embeds,
+                    attention_mask=attention_mask,
+                    past_key_values=past_key_values,
+                    position_ids=position_ids,
+                )
+                for kind in dict.fromkeys(self.config.layer_types)
+            }
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
+            position_ids = position_ids.unsqueeze(0)
+
+        hidden_states = inputs_embeds
+        position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
+        mixing_weights = {} if self.value_residual is None else self.value_residual()
+        depth_weights = {} if self.depth_average is None else self.depth_average()
+        outputs = {0: hidden_states}
+        raw_values: dict[int, torch.Tensor] = {}  # V_m
+        current_values: dict[int, torch.Tensor] = {}  # V'_m of the current tokens
+        keys: dict[int, torch.Tensor] = {}
+        values: dict[int, torch.Tensor] = {}
+
+        for n, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+            wiring = self.wiring[n]
+            hidden_states, raw_values[n], current_values[n], keys[n], values[n] = layer(
+                hidden_states,
+                mixing_weights.get(n),
+                raw_values[0] if wiring.takes_first_values else None,
+                keys[wiring.key_source] if wiring.key_source != n else None,
+                values[wiring.value_source] if wiring.value_source != n else None,
+                current_values[wiring.value_source] if wiring.value_source != n else None,
+                *[raw_values[earlier] for earlier in wiring.mixes],
+                attention_mask=masks[self.config.layer_types[n]],
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+            if self.depth_average is not None:
+                outputs[n + 1] = hidden_states
+                hidden_states = self.depth_average.average(n, outputs, depth_weights)
+
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states),
+            past_key_values=past_key_values if use_cache else None,
+        )
+
+
+class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
+    """The decoder with a language modelling head.
+
+    ```python
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> import resformer
+
+    >>> model = AutoModelForCausalLM.from_pretrained("path/to/a-resformer-checkpoint")
+    ```"""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: ResFormerConfig):
+        super().__init__(config)
+        self.model = ResFormerModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        """As [`~transformers.LlamaForCausalLM`]."""
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        logits = self.lm_head(hidden_states)
+
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _get_static_cache_init_shape(self) -> tuple[int | list[int], int | list[int]] | None:
+        # Allocating every layer beforehand would give the sharing ones what they do not need.
+        if self.config.key_sources is not None or self.config.value_sources is not None:
+            return None
+        return super()._get_static_cache_init_shape()
+
+
+class ResFormerForSequenceClassification(GenericForSequenceClassification, ResFormerPreTrainedModel):
+    """The decoder with a classifier on the last token that is not padding."""
+
+
+class ResFormerForTokenClassification(GenericForTokenClassification, ResFormerPreTrainedModel):
+    """The decoder with a classifier on every token."""
+
+
+class ResFormerForQuestionAnswering(GenericForQuestionAnswering, ResFormerPreTrainedModel):
+    """The decoder with start and end logits on every token."""

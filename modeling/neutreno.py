@@ -1,0 +1,26 @@
+r"""NeuTRENO, arXiv 2312.00751: a pull of every layer's attention output back to the first layer's values.
+
+    U_n = A_n V'_{s(n)} + l (V_0 - V'_{s(n)}),  n >= 1
+
+s(n) is the layer whose values layer n attends to, itself unless values are shared. The term is added before `o_proj` and
+needs the current tokens only.
+"""
+
+import torch
+
+__all__ = ["neutreno_term"]
+
+
+def neutreno_term(
+    attention_output: torch.Tensor, first_values: torch.Tensor, values: torch.Tensor, strength: float
+) -> torch.Tensor:
+    """Returns the attention output plus strength (V_0 - V'), the values repeated for their query heads.
+
+    Args:
+        attention_output: A V', `(batch, tokens, query heads, head_dim)`.
+        first_values, values: V_0 and V' of the same tokens, `(batch, key/value heads, tokens, head_dim)`.
+        strength: l.
+    """
+    difference = (first_values - values).transpose(1, 2)
+    groups = attention_output.shape[2] // difference.shape[2]
+    return torch.add(attention_output, difference.repeat_interleave(groups, dim=2), alpha=strength)

@@ -1,0 +1,147 @@
+r"""Value residuals: ResFormer, arXiv 2410.17897.
+
+    V'_n = l1_n V_0 + l2_n V_n              for the mixing layers n; V'_n = V_n elsewhere
+    V'_n = sum_{m <= n} l_{n,m} V_m         in mode "dense"
+
+V_n is the raw `v_proj` output of layer n, without rotary embedding. Values are mixed before they are cached, so decoding
+needs nothing of past tokens but V'. V_0 keeps its gradient.
+
+| mode | coefficients | parameters | start, for `value_residual_init` = (a, b) |
+|---|---|---|---|
+| identity | 0.5, 0.5 | 0 | |
+| constant | a, b | 0 | |
+| learnable | l1_n, l2_n free | 2 per layer | a, b |
+| learnable_plus | l1_n = s softmax(z)_n over the L mixing layers, l2_n free | 2 per layer, and s | z = 0, s = a L, l2_n = b |
+| dense | l_{n,m} free | N(N+1)/2 - 1 | a on V_0, b on V_n, 0 between |
+| gated | l1_n = a + tanh(W_n h) per token and key/value head, l2_n free | heads x width + 1 per layer | W = 0, l2_n = b |
+"""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from resformer.configuration import ResFormerConfig
+from resformer.modeling.mixing import FreeRows, MixingRows
+
+__all__ = ["ValueGate", "mixed_layers", "value_residual"]
+
+
+def mixed_layers(config: ResFormerConfig) -> dict[int, list[int]]:
+    """Mixing layer n -> the layers whose raw values V'_n is made of, ascending, n last."""
+    if config.value_residual != "dense":
+        return {layer: [0, layer] for layer in config.mixing_layers}
+    with_values = [layer for layer, source in enumerate(config.all_value_sources) if layer == source]
+    return {layer: [earlier for earlier in with_values if earlier <= layer] for layer in config.mixing_layers}
+
+
+def value_residual(config: ResFormerConfig) -> MixingRows | None:
+    """The module that holds the coefficients of the configured mode; `None` if no layer mixes."""
+    columns, start = mixed_layers(config), tuple(config.value_residual_init)
+    if not columns:
+        return None
+    match config.value_residual:
+        case "identity":
+            return FixedValueResidual(columns, (0.5, 0.5))
+        case "constant":
+            return FixedValueResidual(columns, start)
+        case "learnable" | "dense":
+            return FreeValueResidual(columns, start)
+        case "learnable_plus":
+            return SoftmaxValueResidual(columns, start)
+        case "gated":
+            return GatedValueResidual(columns, start)
+    raise ValueError(f"Unknown `value_residual` {config.value_residual!r}.")
+
+
+class FixedValueResidual(MixingRows):
+    """identity, constant: the same two numbers in every mixing layer."""
+
+    def __init__(self, columns: dict[int, list[int]], weights: tuple[float, float]):
+        super().__init__(columns)
+        self.weights = weights
+
+    def forward(self) -> dict[int, tuple[float, float]]:
+        return dict.fromkeys(self.columns, self.weights)
+
+
+class FreeValueResidual(FreeRows):
+    """learnable, dense: every coefficient is a parameter."""
+
+    def __init__(self, columns: dict[int, list[int]], start: tuple[float, float]):
+        super().__init__(columns)
+        self.start = start
+
+    def reset_parameters(self) -> None:
+        a, b = self.start
+        self.start_at([[a, *[0.0] * (size - 2), b] for size in self.sizes])
+
+
+class SoftmaxValueResidual(MixingRows):
+    """learnable_plus: the layers compete for V_0 through a softmax over depth."""
+
+    def __init__(self, columns: dict[int, list[int]], start: tuple[float, float]):
+        super().__init__(columns)
+        self.start = start
+        layers = len(columns)
+        self.bias_score = nn.Parameter(torch.empty(layers))  # z
+        self.bias_scale = nn.Parameter(torch.empty(1))  # s
+        self.bias_own = nn.Parameter(torch.empty(layers))  # l2
+
+    def forward(self) -> dict[int, torch.Tensor]:
+        first = self.bias_scale * self.bias_score.softmax(dim=0)
+        return dict(zip(self.columns, torch.stack((first, self.bias_own), dim=1).unbind(), strict=True))
+
+    def reset_parameters(self) -> None:
+        a, b = self.start
+        init.zeros_(self.bias_score)
+        init.constant_(self.bias_scale, a * len(self.columns))
+        init.constant_(self.bias_own, b)
+
+
+class GatedValueResidual(MixingRows):
+    """gated: the coefficients of the layers' own values; those of V_0 come from each layer's `ValueGate`."""
+
+    def __init__(self, columns: dict[int, list[int]], start: tuple[float, float]):
+        super().__init__(columns)
+        self.start = start
+        self.bias_own = nn.Parameter(torch.empty(len(columns)))  # l2
+
+    def forward(self) -> dict[int, torch.Tensor]:
+        return dict(zip(self.columns, self.bias_own.split(1), strict=True))
+
+    def reset_parameters(self) -> None:
+        init.constant_(self.bias_own, self.start[1])
+
+    @torch.no_grad()
+    def fill(self, matrix: torch.Tensor) -> torch.Tensor:
+        for layer, own in self().items():
+            matrix[layer] = 0.0
+            matrix[layer, 0] = float("nan")  # depends on the token
+            matrix[layer, layer] = float(own)
+        return matrix
+
+
+class ValueGate(nn.Module):
+    """l1(t, h) = a + tanh(W x_t)_h: how much of V_0 each token takes, per key/value head (after RWKV-7)."""
+
+    def __init__(self, config: ResFormerConfig):
+        super().__init__()
+        self.offset = config.value_residual_init[0]
+        self.bias_gate = nn.Parameter(torch.empty(config.num_key_value_heads, config.hidden_size))  # W
+
+    def forward(
+        self, hidden_states: torch.Tensor, first: torch.Tensor, own: torch.Tensor, own_weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns l1 V_0 + l2 V_n.
+
+        Args:
+            hidden_states: the layer's normed input, `(batch, tokens, hidden_size)`.
+            first, own: V_0 and V_n, `(batch, heads, tokens, head_dim)`.
+            own_weight: l2, `(1,)`.
+        """
+        weight = self.bias_gate.to(hidden_states.dtype)
+        gate = self.offset + torch.tanh(nn.functional.linear(hidden_states, weight)).to(own.dtype)
+        return torch.addcmul(first * gate.transpose(1, 2).unsqueeze(-1), own, own_weight.to(own.dtype))
+
+    def reset_parameters(self) -> None:
+        init.zeros_(self.bias_gate)

@@ -1,0 +1,62 @@
+"""Cross-layer connections for Hugging Face Transformers: ResFormer, SVFormer, DenseFormer, NeuTRENO, CLA.
+
+`import resformer` is all that `AutoModelForCausalLM.from_pretrained` and the other Auto classes need. It imports neither
+torch nor Transformers: names are loaded when they are first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from resformer.registration import register_on_demand
+from resformer.version import __version__
+
+if TYPE_CHECKING:
+    from resformer.configuration import METHODS, ResFormerConfig
+    from resformer.convert import retrofit
+    from resformer.modeling import (
+        ResFormerForCausalLM,
+        ResFormerForQuestionAnswering,
+        ResFormerForSequenceClassification,
+        ResFormerForTokenClassification,
+        ResFormerModel,
+        ResFormerPreTrainedModel,
+    )
+
+_HOMES = {
+    "METHODS": "resformer.configuration",
+    "ResFormerConfig": "resformer.configuration",
+    "ResFormerForCausalLM": "resformer.modeling",
+    "ResFormerForQuestionAnswering": "resformer.modeling",
+    "ResFormerForSequenceClassification": "resformer.modeling",
+    "ResFormerForTokenClassification": "resformer.modeling",
+    "ResFormerModel": "resformer.modeling",
+    "ResFormerPreTrainedModel": "resformer.modeling",
+    "retrofit": "resformer.convert",
+}
+
+__all__ = [
+    "METHODS",
+    "ResFormerConfig",
+    "ResFormerForCausalLM",
+    "ResFormerForQuestionAnswering",
+    "ResFormerForSequenceClassification",
+    "ResFormerForTokenClassification",
+    "ResFormerModel",
+    "ResFormerPreTrainedModel",
+    "__version__",
+    "retrofit",
+]
+
+register_on_demand()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
