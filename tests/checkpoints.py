@@ -1,0 +1,97 @@
+"""Small checkpoints of every family, made on the spot."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+
+#: Family -> (configuration class, model class, what it sets beside SIZES).
+FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "llama-biases": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+    "llama3": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 8, "head_dim": 12}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen2-windows": (Qwen2Config, Qwen2ForCausalLM, _WINDOWS),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 12}),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {}),
+}
+
+
+def family_model(family: str, **fields: Any) -> PreTrainedModel:
+    """A model of the family with random parameters, biases and norms among them."""
+    config_class, model_class, own = FAMILIES[family]
+    model = model_class(config_class(**{**SIZES, **own, **fields}))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + ("norm" in name))
+    return model.eval()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, from 1 on, and `<end>` = 0: reads any text with `SIZES["vocab_size"]` ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<end>": 0, **{character: index for index, character in enumerate(alphabet, start=1)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    from tokenizers.decoders import ByteLevel
+
+    tokenizer.decoder = ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>", chat_template="{{ messages[0].content }}"
+    )
+
+
+def save_checkpoint(
+    folder: Path, family: str = "llama", *, dtype: torch.dtype = torch.float32, shards: bool = False, **fields: Any
+) -> PreTrainedModel:
+    """Saves a checkpoint with its tokenizer and returns the model."""
+    model = family_model(family, **fields).to(dtype)
+    model.generation_config.temperature = 0.7
+    model.generation_config.do_sample = True
+    model.save_pretrained(folder, max_shard_size="20KB" if shards else "1GB")
+    byte_tokenizer().save_pretrained(folder)
+    return model

@@ -1,0 +1,385 @@
+"""A retrofit is a ResFormer checkpoint that computes what its source does, or it is refused and leaves nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import FAMILIES, byte_tokenizer, family_model, save_checkpoint
+from huggingface_hub import ModelCard
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, LlamaForCausalLM
+
+import resformer.convert.retrofitting as retrofitting
+from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, retrofit
+from resformer.convert import CheckpointError, VerificationError
+from resformer.convert.retrofitting import CONNECTION_FIELDS, losses
+from resformer.convert.verification import compare_logits
+
+EXACT = (
+    "transformer resformer resformer-plus resformer-dense resformer-gated denseformer denseformer-4x5 "
+    "resformer-denseformer"
+).split()
+LOSSY = [name for name in METHODS if name not in EXACT]
+PROMPT = torch.arange(1, 61).view(2, 30)
+
+
+def same_logits(source: Any, folder: Path, dtype: torch.dtype = torch.float32) -> bool:
+    for attention in ("sdpa", "eager"):
+        source.set_attn_implementation(attention)
+        converted = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+        assert isinstance(converted, ResFormerForCausalLM)
+        with torch.no_grad():
+            if not torch.equal(source(PROMPT).logits, converted(PROMPT).logits):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("method", EXACT)
+def test_exact_methods_leave_logits_bit_exact(method: str, tmp_path: Path) -> None:
+    source = save_checkpoint(tmp_path / "llama")
+    report = retrofit(tmp_path / "llama", tmp_path / "out", method)
+    assert report.exact
+    assert report.verification is not None
+    assert report.verification.identical
+    assert same_logits(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_family_is_bit_exact(family: str, tied: bool, tmp_path: Path) -> None:
+    source = save_checkpoint(tmp_path / "source", family, tie_word_embeddings=tied)
+    report = retrofit(tmp_path / "source", tmp_path / "out", "resformer-denseformer")
+    assert report.family == source.config.model_type
+    assert report.dropped == []
+    assert same_logits(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shards", [False, True])
+def test_tensors_keep_their_bytes_in_every_dtype(dtype: torch.dtype, shards: bool, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama", dtype=dtype, shards=shards)
+    # Loaded, not cast: `.to(dtype)` would round the rotary frequencies too.
+    source = AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval()
+    assert shards == (tmp_path / "llama" / "model.safetensors.index.json").exists()
+    report = retrofit(tmp_path / "llama", tmp_path / "out", "resformer-denseformer")
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert converted.dtype == dtype
+    ours = converted.state_dict()
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(ours.pop(name), tensor), name
+    assert sorted(ours) == sorted(report.added)
+    assert same_logits(source, tmp_path / "out", dtype)
+
+
+def test_dtype_converts_the_weights(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama")
+    retrofit(tmp_path / "llama", tmp_path / "out", dtype="bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_added_parameters_are_in_the_checkpoint_at_the_identity(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama")
+    for method in EXACT:
+        retrofit(tmp_path / "llama", tmp_path / method, method)
+        model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / method, output_loading_info=True)
+        assert not loading["missing_keys"]
+        assert not loading["unexpected_keys"]
+        identity = torch.eye(4)
+        if method == "resformer-gated":
+            identity[1:, 0] = float("nan")
+        assert torch.equal(model.model.value_mixing_matrix().nan_to_num(), identity.nan_to_num())
+        assert torch.equal(model.model.depth_mixing_matrix(), torch.eye(4, 5).roll(1, dims=1))
+
+
+@pytest.mark.parametrize("method", LOSSY)
+def test_lossy_methods_are_refused_unless_allowed_and_say_what_they_lose(method: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama")
+    with pytest.raises(CheckpointError, match="--lossy"):
+        retrofit(tmp_path / "llama", tmp_path / "out", method)
+    assert not (tmp_path / "out").exists()
+    report = retrofit(tmp_path / "llama", tmp_path / "out", method, lossy=True)
+    assert report.losses
+    assert report.verification is not None
+    assert not report.verification.identical
+    assert report.verification.mean_kl > 0
+    _, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+
+
+def test_sharing_methods_keep_the_sources_projections(tmp_path: Path) -> None:
+    source = save_checkpoint(tmp_path / "llama").state_dict()
+    report = retrofit(tmp_path / "llama", tmp_path / "out", "cla2", lossy=True)
+    names = [f"model.layers.{layer}.self_attn.{kind}_proj.weight" for layer in (1, 3) for kind in "kv"]
+    assert sorted(report.dropped) == sorted(names)
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert {name: True for name in converted} == {name: torch.equal(source[name], converted[name]) for name in converted}
+
+
+@pytest.mark.parametrize(
+    ("fields", "needle"),
+    [
+        ({"value_residual": "learnable", "value_residual_init": [0.5, 0.5]}, "value_residual_init"),
+        ({"value_residual": "constant", "value_residual_init": [1.0, 1.0]}, "'constant'"),
+        ({"value_residual": "identity"}, "'identity'"),
+        ({"neutreno_lambda": 0.1}, "neutreno_lambda"),
+        ({"value_sources": [0, 0, 2, 2]}, "`value_sources` drops the projections of 2 of 4 layers"),
+        ({"key_sources": [0, 0, 0, 0]}, "`key_sources` drops the projections of 3 of 4 layers"),
+    ],
+)
+def test_losses_name_the_field(fields: dict[str, Any], needle: str) -> None:
+    config = ResFormerConfig(num_hidden_layers=4, **fields)
+    assert len(losses(config)) == 1
+    assert needle in losses(config)[0]
+
+
+def test_losses_are_none_where_nothing_is_lost() -> None:
+    for fields in (
+        {"value_residual": "constant", "value_residual_init": [0.0, 1.0]},
+        {"value_residual": "gated", "value_residual_init": [0.0, 1.0], "dwa": True, "dwa_period": 2},
+        {"value_sources": [0, 1, 2, 3]},
+    ):
+        assert losses(ResFormerConfig(num_hidden_layers=4, **fields)) == []
+
+
+def test_fields_go_on_top_of_the_methods(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama")
+    report = retrofit(tmp_path / "llama", tmp_path / "out", "resformer", dwa=True, value_residual_layers=[2, 3])
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.dwa, config.value_residual_layers, config.value_residual_init) == (True, [2, 3], [0.0, 1.0])
+    assert report.added == {"model.value_residual.bias": 4, "model.depth_average.bias": 14}
+
+
+def test_tokenizer_chat_template_and_generation_config_go_along(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama")
+    (tmp_path / "llama" / "optimizer.bin").write_bytes(b"pickle")
+    (tmp_path / "llama" / "modeling_x.py").write_text("raise SystemExit")
+    report = retrofit(tmp_path / "llama", tmp_path / "out")
+    assert report.warnings == []
+    ours = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "def f(x):\n    return x"
+    assert ours.decode(ours(text)["input_ids"]) == text
+    assert ours.chat_template == byte_tokenizer().chat_template
+    assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.7
+    written = {file.name for file in (tmp_path / "out").iterdir()}
+    assert written.isdisjoint({"optimizer.bin", "modeling_x.py"})
+
+
+def test_a_missing_tokenizer_is_a_warning(tmp_path: Path) -> None:
+    family_model("llama").save_pretrained(tmp_path / "llama")
+    assert "no tokenizer that can be read" in retrofit(tmp_path / "llama", tmp_path / "out").warnings[0]
+
+
+def test_two_runs_write_the_same_bytes_and_no_path_of_this_machine(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama")
+    for name in ("one", "two"):
+        retrofit(tmp_path / "llama", tmp_path / name / "out", "resformer-denseformer")
+    one, two = ({f.name: f.read_bytes() for f in (tmp_path / name / "out").iterdir()} for name in ("one", "two"))
+    assert one == two
+    assert not [name for name, content in one.items() if str(tmp_path).encode() in content]
+
+
+def test_the_record_and_the_card_say_what_was_done(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama")
+    report = retrofit(tmp_path / "llama", tmp_path / "out", "resformer")
+    record = json.loads((tmp_path / "out" / "resformer_conversion.json").read_text())
+    assert record["source"] == "llama"
+    assert record["added"] == report.added
+    assert record["verification"]["identical"] is True
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.library_name == "transformers"
+    assert "identical to the source's to the bit on 128 tokens" in card.text
+
+
+def test_dry_run_reports_and_writes_nothing(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama")
+    report = retrofit(tmp_path / "llama", tmp_path / "out", "denseformer", dry_run=True)
+    assert report.added == {"model.depth_average.bias": 14}
+    assert report.verification is None
+    assert [path.name for path in tmp_path.iterdir()] == ["llama"]
+
+
+def test_output_that_is_in_the_way_is_kept(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("keep")
+    with pytest.raises(CheckpointError, match="not empty.*--force"):
+        retrofit(tmp_path / "llama", tmp_path / "out")
+    assert (tmp_path / "out" / "mine").read_text() == "keep"
+    retrofit(tmp_path / "llama", tmp_path / "out", force=True)
+    assert not (tmp_path / "out" / "mine").exists()
+    for output, words in (
+        (tmp_path / "llama", "holds the source"),
+        (tmp_path, "holds the source"),
+        (tmp_path / "llama" / "out", "lies in the source folder"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            retrofit(tmp_path / "llama", output, force=True)
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "llama").config.num_hidden_layers == 4
+
+
+def test_a_failing_conversion_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path / "llama")
+    retrofit(tmp_path / "llama", tmp_path / "out")
+    before = {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()}
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(retrofitting, "compare_logits", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        retrofit(tmp_path / "llama", tmp_path / "out", force=True)
+    assert {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama", "out"]
+
+
+def test_a_wrong_result_is_caught_and_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: one coefficient off by 1e-3."""
+    save_checkpoint(tmp_path / "llama")
+    build = retrofitting._build
+
+    def off(*arguments: Any) -> ResFormerForCausalLM:
+        model = build(*arguments)
+        with torch.no_grad():
+            model.model.value_residual.bias[0] += 1e-3
+        return model
+
+    monkeypatch.setattr(retrofitting, "_build", off)
+    with pytest.raises(VerificationError, match="not exact"):
+        retrofit(tmp_path / "llama", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["llama"]
+
+
+def test_comparison_measures_kl_and_agreement() -> None:
+    one, two = family_model("llama"), family_model("llama")
+    assert compare_logits(one, two).identical
+    with torch.no_grad():
+        two.lm_head.weight.mul_(-1)
+    comparison = compare_logits(one, two)
+    assert not comparison.identical
+    assert comparison.mean_kl > 0.01
+    assert comparison.top1_agreement < 0.5
+
+
+class TestRefusals:
+    """Each names the file or field and the way out, and writes nothing."""
+
+    def refuse(self, source: Path | str, tmp_path: Path, match: str, **arguments: Any) -> None:
+        with pytest.raises(CheckpointError, match=match):
+            retrofit(source, tmp_path / "out", **arguments)
+        assert not (tmp_path / "out").exists()
+        assert not list(tmp_path.glob(".*partial*"))
+
+    def test_of_other_families(self, tmp_path: Path) -> None:
+        AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=10)).save_pretrained(
+            tmp_path / "gpt2"
+        )
+        self.refuse(tmp_path / "gpt2", tmp_path, "'gpt2'.*llama, mistral, qwen2, qwen3, smollm3")
+
+    def test_of_folders_without_a_checkpoint(self, tmp_path: Path) -> None:
+        (tmp_path / "empty").mkdir()
+        self.refuse(tmp_path / "empty", tmp_path, r"empty: has no config\.json")
+        (tmp_path / "empty" / "x.gguf").touch()
+        self.refuse(tmp_path / "empty", tmp_path, r"x\.gguf: name that file")
+
+    def test_of_pickles(self, tmp_path: Path) -> None:
+        save_checkpoint(tmp_path / "llama")
+        (tmp_path / "llama" / "model.safetensors").rename(tmp_path / "llama" / "pytorch_model.bin")
+        self.refuse(tmp_path / "llama", tmp_path, r"pytorch_model\.bin would have to be unpickled")
+
+    def test_of_files_that_are_not_gguf(self, tmp_path: Path) -> None:
+        save_checkpoint(tmp_path / "llama")
+        self.refuse(tmp_path / "llama" / "model.safetensors", tmp_path, "expected a checkpoint folder")
+
+    def test_of_what_is_nowhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        self.refuse("nobody/nothing", tmp_path, "nobody/nothing: is neither a local folder")
+        self.refuse(tmp_path / "absent", tmp_path, "absent: is neither a local folder")
+
+    def test_of_revisions_of_local_folders(self, tmp_path: Path) -> None:
+        save_checkpoint(tmp_path / "llama")
+        self.refuse(tmp_path / "llama", tmp_path, "--revision main is for Hub ids", revision="main")
+
+    def test_of_truncated_weights(self, tmp_path: Path) -> None:
+        save_checkpoint(tmp_path / "llama")
+        weights = tmp_path / "llama" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+        self.refuse(tmp_path / "llama", tmp_path, "llama: cannot be loaded")
+
+    def test_of_missing_tensors(self, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        save_checkpoint(tmp_path / "llama")
+        weights = tmp_path / "llama" / "model.safetensors"
+        tensors = load_file(weights)
+        del tensors["model.layers.2.self_attn.q_proj.weight"]
+        save_file(tensors, weights, metadata={"format": "pt"})
+        self.refuse(tmp_path / "llama", tmp_path, r"missing keys: model\.layers\.2\.self_attn\.q_proj\.weight")
+
+    def test_of_quantised_checkpoints(self, tmp_path: Path) -> None:
+        save_checkpoint(tmp_path / "llama")
+        config = json.loads((tmp_path / "llama" / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+        (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
+        self.refuse(tmp_path / "llama", tmp_path, "quantised")
+
+    def test_of_broken_configurations(self, tmp_path: Path) -> None:
+        save_checkpoint(tmp_path / "llama")
+        (tmp_path / "llama" / "config.json").write_text("{")
+        self.refuse(tmp_path / "llama", tmp_path, r"config\.json: cannot be read")
+
+    def test_of_unknown_methods_and_foreign_fields(self, tmp_path: Path) -> None:
+        save_checkpoint(tmp_path / "llama")
+        with pytest.raises(ValueError, match="'svformr'.*svformer"):
+            retrofit(tmp_path / "llama", tmp_path / "out", "svformr")
+        with pytest.raises(ValueError, match=f"`hidden_size`.*{CONNECTION_FIELDS[0]}"):
+            retrofit(tmp_path / "llama", tmp_path / "out", hidden_size=4)
+
+
+def test_gguf_files_are_dequantised(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    source = family_model("llama", vocab_size=258)
+    write_gguf(gguf, source, tmp_path / "model.gguf")
+    report = retrofit(tmp_path / "model.gguf", tmp_path / "out", "resformer-denseformer")
+    assert report.exact
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        torch.testing.assert_close(converted(PROMPT).logits, source(PROMPT).logits)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").tokenize("cab") == ["c", "ab"]
+
+
+def write_gguf(gguf: Any, model: Any, path: Path) -> None:
+    """What llama.cpp's own converter writes of a Llama: its names, and q and k permuted to its rotary layout."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    vocabulary = [token for token, _ in sorted(byte_tokenizer().get_vocab().items(), key=lambda item: item[1])]
+    vocabulary.append("ab")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(vocabulary)
+    writer.add_token_types([gguf.TokenType.CONTROL] + [gguf.TokenType.NORMAL] * (len(vocabulary) - 1))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = tensor.shape[0] // config.head_dim
+            pairs = tensor.view(heads, 2, config.head_dim // 2, -1)
+            tensor = pairs.transpose(1, 2).reshape(tensor.shape)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,34 @@
+"""Optimizer groups: the added connections learn at a rate of their own, and are never decayed."""
+
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+
+__all__ = ["is_connection", "parameter_groups"]
+
+
+def is_connection(parameter_name: str) -> bool:
+    """Whether the parameter belongs to an added connection: it lies under `value_residual` or `depth_average`."""
+    return not {"value_residual", "depth_average"}.isdisjoint(parameter_name.split("."))
+
+
+def parameter_groups(
+    model: nn.Module, *, learning_rate: float, connection_learning_rate: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Groups for `torch.optim`: decayed weights, norms and biases, and the connections, in this order; none is empty.
+
+    The stock Trainer's own rule says what is decayed, and exempts the connections too.
+    """
+    decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    groups: dict[str, list[nn.Parameter]] = {"decayed": [], "plain": [], "connections": []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = "connections" if is_connection(name) else "decayed" if name in decayed else "plain"
+            groups[kind].append(parameter)
+    settings = {
+        "decayed": {"lr": learning_rate, "weight_decay": weight_decay},
+        "plain": {"lr": learning_rate, "weight_decay": 0.0},
+        "connections": {"lr": connection_learning_rate, "weight_decay": 0.0},
+    }
+    return [{"params": parameters, **settings[kind]} for kind, parameters in groups.items() if parameters]
