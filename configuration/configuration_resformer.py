@@ -1,7 +1,9 @@
 """`ResFormerConfig`: a Llama-style decoder and the cross-layer connections that it has."""
 
+import copy
 import difflib
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import field, fields
@@ -17,11 +19,13 @@ from resformer.configuration.methods import method_fields
 
 __all__ = ["ResFormerConfig"]
 
-#: Keys that a Llama-family `config.json` or a caller may hold and that Transformers itself takes care of.
+#: Keys of `config.json` files and callers that are no fields of ours, but not misspelt either.
 _KNOWN_EXTRA_KEYS = frozenset(
     "attn_implementation experts_implementation name_or_path num_labels output_attentions rope_scaling rope_theta "
-    "torch_dtype model_type auto_map".split()
+    "torch_dtype auto_map max_window_layers no_rope_layer_interval".split()
 )
+#: Families whose `config.json` means the same here. The others' is translated by the converter.
+_SAME_MEANING = ("resformer", "llama", "mistral")
 
 #: Run once, before the first configuration is made. `resformer/__init__.py` puts the registration of the model classes
 #: here, so that `import resformer` costs nothing and AutoModel still knows the model of every configuration there is.
@@ -151,8 +155,21 @@ class ResFormerConfig(PreTrainedConfig):
         while before_first_use:
             before_first_use.pop()()
         # A Llama checkpoint read as a ResFormerConfig would otherwise call the instance "llama".
-        kwargs.pop("model_type", None)
-        self._warn_of_misspelt_fields(kwargs)
+        family = kwargs.pop("model_type", self.model_type)
+        if family not in _SAME_MEANING:
+            _warn(
+                f"A configuration of model_type {family!r} is read as a ResFormerConfig, which takes over the fields that "
+                "bear the same name and nothing else. `resformer convert` (resformer.retrofit) translates all of it."
+            )
+        if kwargs.pop("use_sliding_window", None) is False:  # Qwen2's switch
+            self.sliding_window = None
+        _warn_of_misspelt_fields(kwargs)
+        # Transformers fills the rope dicts in place, and a caller may go on using his lists.
+        for f in fields(ResFormerConfig):
+            if isinstance(getattr(self, f.name), (dict, list)):
+                setattr(self, f.name, copy.deepcopy(getattr(self, f.name)))
+        if kwargs.get("rope_scaling") is not None:
+            kwargs["rope_scaling"] = copy.deepcopy(kwargs["rope_scaling"])
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -165,9 +182,6 @@ class ResFormerConfig(PreTrainedConfig):
         if self.layer_types is None:
             kind = "full_attention" if self.sliding_window is None else "sliding_attention"
             self.layer_types = [kind] * self.num_hidden_layers
-        if self.rope_parameters is not None:
-            # Transformers fills the dict in place; the caller's must stay as it is.
-            self.rope_parameters = dict(self.rope_parameters)
         self.value_residual_init = [float(value) for value in self.value_residual_init]
         self.neutreno_lambda = float(self.neutreno_lambda)
         super().__post_init__(**kwargs)
@@ -189,6 +203,7 @@ class ResFormerConfig(PreTrainedConfig):
         from them or validated, so that `from_pretrained(path, num_hidden_layers=2)` is a consistent configuration."""
         own = {f.name for f in fields(cls)} - {f.name for f in fields(PreTrainedConfig)}
         overrides = {key: kwargs.pop(key) for key in own & kwargs.keys()}
+        _warn_of_misspelt_fields(kwargs)
         config_dict = {**config_dict, **overrides}
         if "num_hidden_layers" in overrides and "layer_types" not in overrides:
             if len(set(config_dict.get("layer_types") or ())) == 1:
@@ -228,6 +243,9 @@ class ResFormerConfig(PreTrainedConfig):
     # Every method named validate_* runs when a configuration is made or saved, and when a model is built from it.
 
     def validate_architecture(self) -> None:
+        for name in ("num_key_value_heads", "head_dim", "layer_types"):  # filled in when the configuration was made
+            if getattr(self, name) is None:
+                raise ValueError(f"`{name}` is None: give it a value, or make a new configuration without it.")
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         if heads % groups:
             raise ValueError(
@@ -239,7 +257,8 @@ class ResFormerConfig(PreTrainedConfig):
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` {self.hidden_act!r} is unknown: expected one of {', '.join(ACT2FN)}.")
 
-    def validate_layers(self) -> None:
+    def validate_layer_type(self) -> None:
+        # In place of the base class's, which would offer types that this decoder has not.
         for name in ("layer_types", "no_rope_layers"):
             entries = getattr(self, name)
             if entries is not None and len(entries) != self.num_hidden_layers:
@@ -256,7 +275,7 @@ class ResFormerConfig(PreTrainedConfig):
             if flag not in (0, 1):
                 raise ValueError(f"`no_rope_layers`[{layer}] is {flag}: expected 1 (rotary embedding) or 0 (none).")
 
-    def validate_rope_type(self) -> None:
+    def validate_rope(self) -> None:
         rope = self.rope_parameters or {}
         if self.nested_rope_parameter_keys(rope):
             raise ValueError("`rope_parameters` differ between layer types: only one set for all layers is supported.")
@@ -270,6 +289,10 @@ class ResFormerConfig(PreTrainedConfig):
                 f"`rope_parameters`['partial_rotary_factor'] is {rope['partial_rotary_factor']}: only whole heads are "
                 "rotated (1.0)."
             )
+        try:
+            super().validate_rope()
+        except KeyError as error:  # a key that the type needs is not there
+            raise ValueError(error.args[0]) from error
 
     def validate_mixing_and_sharing(self) -> None:
         # One validator, since each step relies on the one before it.
@@ -331,37 +354,41 @@ class ResFormerConfig(PreTrainedConfig):
 
     def _warn_of_settings_without_effect(self) -> None:
         if self.value_residual_layers is not None and self.value_residual == "none":
-            warnings.warn(
-                f"`value_residual_layers`={self.value_residual_layers} does nothing while `value_residual` is 'none'.",
-                stacklevel=2,
+            _warn(
+                f"`value_residual_layers`={self.value_residual_layers} does nothing while `value_residual` is 'none'."
             )
         if self.value_residual != "none" and not self.mixing_layers:
-            warnings.warn(
+            _warn(
                 f"`value_residual`={self.value_residual!r} does nothing: no layer after 0 has values of its own to mix "
-                f"(`value_sources`={self.value_sources}, `value_residual_layers`={self.value_residual_layers}).",
-                stacklevel=2,
+                f"(`value_sources`={self.value_sources}, `value_residual_layers`={self.value_residual_layers})."
             )
         if not self.dwa and (self.dwa_dilation, self.dwa_period) != (1, 1):
-            warnings.warn(
-                f"`dwa_dilation`={self.dwa_dilation} and `dwa_period`={self.dwa_period} do nothing while `dwa` is False.",
-                stacklevel=2,
+            _warn(
+                f"`dwa_dilation`={self.dwa_dilation} and `dwa_period`={self.dwa_period} do nothing while `dwa` is False."
             )
         if self.dwa and self.dwa_period > self.num_hidden_layers:
-            warnings.warn(
+            _warn(
                 f"`dwa`=True does nothing: `dwa_period` ({self.dwa_period}) is above `num_hidden_layers` "
-                f"({self.num_hidden_layers}).",
-                stacklevel=2,
+                f"({self.num_hidden_layers})."
             )
 
-    def _warn_of_misspelt_fields(self, extra: dict[str, Any]) -> None:
-        # Not an error: old config files carry keys that nothing reads any more.
-        names = [f.name for f in fields(self)]
-        for key in extra:
-            if key.startswith("_") or key in _KNOWN_EXTRA_KEYS:
-                continue
-            if match := difflib.get_close_matches(key, names, n=1, cutoff=0.75):
-                warnings.warn(
-                    f"ResFormerConfig has no field `{key}`; did you mean `{match[0]}`? It is kept as an attribute that "
-                    "nothing reads.",
-                    stacklevel=4,
-                )
+
+def _warn_of_misspelt_fields(extra: dict[str, Any]) -> None:
+    # Not an error: old config files carry keys that nothing reads any more.
+    names = [f.name for f in fields(ResFormerConfig)]
+    for key in extra:
+        if key.startswith("_") or key in _KNOWN_EXTRA_KEYS or key in names:
+            continue
+        if match := difflib.get_close_matches(key, names, n=1, cutoff=0.75):
+            _warn(f"ResFormerConfig has no field `{key}`; did you mean `{match[0]}`? Nothing reads it.")
+
+
+def _warn(message: str) -> None:
+    """Warns at the line that made the configuration, however many wrappers lie between."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in _INSIDE:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+_INSIDE = ("resformer", "transformers", "huggingface_hub")

@@ -58,8 +58,10 @@ def method_fields(method: str, num_hidden_layers: int) -> dict[str, Any]:
     """The configuration fields that `method` sets for a model of `num_hidden_layers` layers.
 
     Raises:
-        ValueError: `method` is not one of `METHODS`; the message lists them.
+        ValueError: `method` is not one of `METHODS`; the message lists them. Or the number of layers is none.
     """
+    if not isinstance(num_hidden_layers, int) or num_hidden_layers < 1:
+        raise ValueError(f"`num_hidden_layers` is {num_hidden_layers!r}: expected an integer from 1 up.")
     if method not in METHODS:
         raise ValueError(f"Unknown method {method!r}: expected one of {', '.join(METHODS)}.")
     return METHODS[method](num_hidden_layers)

@@ -280,7 +280,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
         float32, detached, on the CPU; lower triangular; the identity for plain Llama. The row of a layer that shares
         values is its source's. NaN where the mix depends on the token (`"gated"`).
         """
-        matrix = torch.eye(self.config.num_hidden_layers)
+        matrix = torch.eye(self.config.num_hidden_layers, dtype=torch.float32)
         if self.value_residual is not None:
             self.value_residual.fill(matrix)
         return matrix[self.config.all_value_sources]
@@ -292,7 +292,8 @@ class ResFormerModel(ResFormerPreTrainedModel):
         X_0 are the embeddings, X_{j+1} the raw output of block j. float32, detached, on the CPU; D[n, n+1] = 1 and 0
         elsewhere for plain Llama.
         """
-        matrix = torch.eye(self.config.num_hidden_layers, self.config.num_hidden_layers + 1).roll(1, dims=1)
+        layers = self.config.num_hidden_layers
+        matrix = torch.eye(layers, layers + 1, dtype=torch.float32).roll(1, dims=1)
         return matrix if self.depth_average is None else self.depth_average.fill(matrix)
 
     @merge_with_config_defaults

@@ -80,8 +80,8 @@ def finetune(
     name: str,
     steps: int,
     batch: int,
-    learning_rate: float = 1e-4,
-    connection_learning_rate: float = 1e-2,
+    learning_rate: float = 5e-5,
+    connection_learning_rate: float = 3e-4,
     seed: int = 0,
 ) -> FinetuneResult:
     """Trains `model` in place for `steps` steps and measures its held-out perplexity before and after.

@@ -1,0 +1,44 @@
+# Two commands on a fresh machine with Python's pip and venv: `make demo` and `make test`.
+#   make demo ARGS="--help"            make test ARGS="-k configuration"          make test PYTHON=python3.12
+PYTHON ?= python3.11
+WORKERS ?= 2
+ARGS ?=
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+
+.PHONY: demo test lint types clean
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+demo: .venv/demo
+	$(BIN)/resformer demo $(ARGS)
+
+test: .venv/test
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+lint: .venv/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/test
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A changed setup.cfg or constraints.txt makes the environment anew, so that nothing old stays in it.
+.venv/made: setup.cfg pyproject.toml constraints.txt
+	rm -rf .venv
+	$(PYTHON) -m venv .venv
+	touch $@
+
+.venv/demo: .venv/made
+	@echo "Installing resformer into .venv; the first time takes some minutes."
+	$(INSTALL) --editable '.[demo]'
+	touch $@
+
+.venv/test: .venv/made
+	@echo "Installing resformer and what its tests need into .venv; the first time takes some minutes."
+	$(INSTALL) --editable '.[test,demo]'
+	touch $@

@@ -1,0 +1,141 @@
+"""Tiny models with random parameters, the same in every test file."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+
+#: One model small enough for a core and a second: 6 layers, 4 query and 2 key/value heads of width 8.
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+_TYPES = ["full_attention", "sliding_attention"] * 3
+
+#: What the named methods leave out: half-sharing layers, anchors, and everything at once.
+COMBINATIONS: dict[str, dict[str, Any]] = {
+    "svformer-anchors": {"value_sources": [0, 0, 0, 3, 3, 3]},
+    "shared-keys": {"key_sources": [0, 0, 0, 3, 3, 3]},
+    "crossed-sharing": {"key_sources": [0, 0, 2, 2, 4, 4], "value_sources": [0, 1, 1, 1, 0, 5]},
+    "kitchen-sink": {
+        "value_residual": "dense",
+        "neutreno_lambda": 0.3,
+        "value_sources": [0, 1, 0, 3, 4, 3],
+        "key_sources": [0, 1, 2, 1, 2, 5],
+        "dwa": True,
+        "dwa_dilation": 2,
+        "dwa_period": 2,
+        "qk_norm": True,
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "mlp_bias": True,
+        "sliding_window": 4,
+        "layer_types": _TYPES,
+        "no_rope_layers": [1, 1, 0, 1, 0, 1],
+        "head_dim": 12,
+        "tie_word_embeddings": True,
+    },
+    "gated-sink": {
+        "value_residual": "gated",
+        "neutreno_lambda": 0.3,
+        "value_sources": [0, 1, 1, 3, 3, 5],
+        "key_sources": [0, 1, 2, 2, 4, 4],
+        "dwa": True,
+        "num_key_value_heads": 1,
+    },
+}
+
+VARIANTS = [*METHODS, *COMBINATIONS]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes several seconds; deselect with -m 'not slow'")
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers_for_every_test() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=list(METHODS))
+def method(request: pytest.FixtureRequest) -> str:
+    """Every named method in turn."""
+    return request.param
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> str:
+    """Every named method and every combination in turn; `indirect=True` narrows the choice."""
+    return request.param
+
+
+@pytest.fixture
+def tiny_config() -> Callable[..., ResFormerConfig]:
+    """`tiny_config("svformer", hidden_size=64)`: the configuration of a method or combination, fields on top."""
+
+    def build(variant: str = "transformer", **fields: Any) -> ResFormerConfig:
+        if variant in COMBINATIONS:
+            return ResFormerConfig(**{**TINY, **COMBINATIONS[variant], **fields})
+        return ResFormerConfig.for_method(variant, **{**TINY, **fields})
+
+    return build
+
+
+@pytest.fixture
+def randomise() -> Callable[..., PreTrainedModel]:
+    """Draws every parameter anew, the mixing ones too, from numbers that float32 holds exactly."""
+
+    def draw(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            mixing = "value_residual" in name or "depth_average" in name
+            noise = torch.randn(parameter.shape, generator=generator) * (0.5 if mixing else 0.3)
+            parameter.data.copy_(noise + 1.0 if "norm" in name else noise)
+        return model
+
+    return draw
+
+
+@pytest.fixture
+def tiny_model(
+    tiny_config: Callable[..., ResFormerConfig], randomise: Callable[..., PreTrainedModel]
+) -> Callable[..., PreTrainedModel]:
+    """`tiny_model("svformer", dtype=torch.float64)`: a model of a variant with random parameters, in eval mode."""
+
+    def build(
+        variant: str = "transformer",
+        *,
+        model_class: type[PreTrainedModel] = ResFormerForCausalLM,
+        dtype: torch.dtype = torch.float32,
+        attention: str = "sdpa",
+        seed: int = 0,
+        **fields: Any,
+    ) -> PreTrainedModel:
+        config = tiny_config(variant, **fields)
+        config._attn_implementation = attention
+        return randomise(model_class(config), seed).to(dtype).eval()
+
+    return build
+
+
+@pytest.fixture
+def ragged() -> dict[str, torch.Tensor]:
+    """Three prompts of 11, 6 and 8 tokens, padded on the left."""
+    mask = torch.ones(3, 11, dtype=torch.long)
+    mask[1, :5] = 0
+    mask[2, :3] = 0
+    ids = torch.randint(3, 97, (3, 11), generator=torch.Generator().manual_seed(1)) * mask
+    return {"input_ids": ids, "attention_mask": mask}

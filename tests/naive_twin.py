@@ -1,0 +1,161 @@
+"""The decoder once more: float64, one sequence, one head and one sum at a time, straight from the equations.
+
+    V'_n = sum_{m<=n} M[n, m] V_m
+    Y_n  = sum_{j<=n+1} D[n, j] X_j
+    U_n  = A_n V'_{s(n)} + l (V_0 - V'_{s(n)})
+
+It reads a state dict by Llama's names and the two matrices, and shares no code with `resformer.modeling`. Gradients go
+through it, to the weights and to both matrices.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from resformer import ResFormerConfig
+
+Weights = Mapping[str, torch.Tensor]
+
+
+def naive_logits(
+    config: ResFormerConfig,
+    weights: Weights,
+    value_mixing: torch.Tensor,
+    depth_mixing: torch.Tensor,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Returns the logits of each sequence's real tokens, `(real tokens, vocab_size)`, padding left out.
+
+    Args:
+        weights: the state dict of a `ResFormerForCausalLM`, in float64.
+        value_mixing: M, `(N, N)`, in float64.
+        depth_mixing: D, `(N, N + 1)`, in float64.
+        input_ids, attention_mask: `(batch, tokens)`; 0 in the mask is padding, on either side.
+    """
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    logits = []
+    for ids, mask in zip(input_ids, attention_mask, strict=True):
+        hidden = naive_hidden_states(config, weights, value_mixing, depth_mixing, ids[mask.bool()].tolist())
+        logits.append(hidden @ head.T)
+    return logits
+
+
+def naive_hidden_states(
+    config: ResFormerConfig,
+    weights: Weights,
+    value_mixing: torch.Tensor,
+    depth_mixing: torch.Tensor,
+    tokens: Sequence[int],
+) -> torch.Tensor:
+    """Returns the normed output, `(tokens, hidden_size)`, for one sequence without padding."""
+    number_of_layers = config.num_hidden_layers
+    value_source = config.value_sources or list(range(number_of_layers))
+    key_source = config.key_sources or list(range(number_of_layers))
+    query_heads, groups = config.num_attention_heads, config.num_key_value_heads
+    epsilon = config.rms_norm_eps
+
+    blocks = [weights["model.embed_tokens.weight"][list(tokens)]]  # X_j
+    stream = blocks[0]  # Y_{n-1}
+    keys: dict[int, list[torch.Tensor]] = {}  # layer -> one (tokens, head_dim) per key/value head
+    raw: dict[int, list[torch.Tensor]] = {}  # V_m, likewise
+    mixed: dict[int, list[torch.Tensor]] = {}  # V'_m, likewise
+
+    for n in range(number_of_layers):
+        layer = f"model.layers.{n}"
+        rotates = config.no_rope_layers is None or config.no_rope_layers[n] == 1
+        normed = rms_norm(stream, weights[f"{layer}.input_layernorm.weight"], epsilon)  # H_n
+
+        queries = heads(linear(normed, weights, f"{layer}.self_attn.q_proj"), query_heads)
+        if config.qk_norm:
+            queries = [rms_norm(query, weights[f"{layer}.self_attn.q_norm.weight"], epsilon) for query in queries]
+        if rotates:
+            queries = [rotate(query, config.rope_parameters["rope_theta"]) for query in queries]
+
+        if key_source[n] == n:
+            own = heads(linear(normed, weights, f"{layer}.self_attn.k_proj"), groups)
+            if config.qk_norm:
+                own = [rms_norm(key, weights[f"{layer}.self_attn.k_norm.weight"], epsilon) for key in own]
+            keys[n] = [rotate(key, config.rope_parameters["rope_theta"]) for key in own] if rotates else own
+
+        if value_source[n] == n:
+            raw[n] = heads(linear(normed, weights, f"{layer}.self_attn.v_proj"), groups)
+            mixed[n] = [torch.zeros_like(value) for value in raw[n]]
+            for m in range(n + 1):
+                if m not in raw:
+                    assert value_mixing[n, m] == 0, f"M[{n}, {m}] is not 0, but layer {m} has no values"
+                    continue
+                for head in range(groups):
+                    weight = value_mixing[n, m]
+                    if weight.isnan():
+                        assert config.value_residual == "gated" and m == 0
+                        gate = weights[f"{layer}.self_attn.value_residual.bias_gate"][head]
+                        weight = (config.value_residual_init[0] + torch.tanh(normed @ gate))[:, None]  # one per token
+                    mixed[n][head] = mixed[n][head] + weight * raw[m][head]
+
+        outputs = []
+        for head in range(query_heads):
+            group = head // (query_heads // groups)
+            value = mixed[value_source[n]][group]
+            output = attend(queries[head], keys[key_source[n]][group], value, window(config, n))
+            if n >= 1:
+                output = output + config.neutreno_lambda * (raw[0][group] - value)
+            outputs.append(output)
+        stream = stream + linear(torch.cat(outputs, dim=-1), weights, f"{layer}.self_attn.o_proj")
+
+        normed = rms_norm(stream, weights[f"{layer}.post_attention_layernorm.weight"], epsilon)
+        gate = linear(normed, weights, f"{layer}.mlp.gate_proj")
+        inner = gate * torch.sigmoid(gate) * linear(normed, weights, f"{layer}.mlp.up_proj")
+        blocks.append(stream + linear(inner, weights, f"{layer}.mlp.down_proj"))
+
+        stream = torch.zeros_like(blocks[0])
+        for j in range(n + 2):
+            stream = stream + depth_mixing[n, j] * blocks[j]
+
+    return rms_norm(stream, weights["model.norm.weight"], epsilon)
+
+
+def linear(states: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
+    output = states @ weights[f"{name}.weight"].T
+    bias = weights.get(f"{name}.bias")
+    return output if bias is None else output + bias
+
+
+def heads(states: torch.Tensor, number: int) -> list[torch.Tensor]:
+    return list(states.chunk(number, dim=-1))
+
+
+def rms_norm(states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return weight * states / (states.pow(2).mean(dim=-1, keepdim=True) + epsilon).sqrt()
+
+
+def rotate(states: torch.Tensor, theta: float) -> torch.Tensor:
+    """Turns channel pairs (i, i + d/2) of the token at position p by the angle p theta^(-2i/d)."""
+    half = states.shape[-1] // 2
+    rows = []
+    for position, row in enumerate(states):
+        angles = torch.tensor([position * theta ** (-i / half) for i in range(half)], dtype=torch.float64)
+        first, second = row[:half], row[half:]
+        rows.append(
+            torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()))
+        )
+    return torch.stack(rows)
+
+
+def window(config: ResFormerConfig, n: int) -> int | None:
+    sliding = config.layer_types is not None and config.layer_types[n] == "sliding_attention"
+    return config.sliding_window if sliding else None
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: int | None) -> torch.Tensor:
+    """One head: each token sees itself and what came before it, the last `visible` of them in all if that is set."""
+    rows = []
+    for t in range(len(query)):
+        first = 0 if visible is None else max(0, t - visible + 1)
+        scores = key[first : t + 1] @ query[t] / math.sqrt(query.shape[-1])
+        exponentials = torch.exp(scores - scores.max())
+        rows.append(exponentials / exponentials.sum() @ value[first : t + 1])
+    return torch.stack(rows)

@@ -1,0 +1,852 @@
+"""What `ResFormerConfig` promises: Llama by default, every method by name, and an error that helps for every misuse."""
+
+import copy
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, LlamaConfig
+
+from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+
+#: Small enough to build a model from.
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+}
+#: The connections' own fields, as DESIGN.md lists them, with their defaults.
+CONNECTIONS: dict[str, Any] = {
+    "value_residual": "none",
+    "value_residual_init": [0.5, 0.5],
+    "value_residual_layers": None,
+    "neutreno_lambda": 0.0,
+    "value_sources": None,
+    "key_sources": None,
+    "dwa": False,
+    "dwa_dilation": 1,
+    "dwa_period": 1,
+}
+MODES = ["none", "identity", "constant", "learnable", "learnable_plus", "dense", "gated"]
+ALTERNATING = ["full_attention", "sliding_attention"] * 4
+FIELD_NAMES = [field.name for field in fields(ResFormerConfig)]
+
+
+def small(**config_fields: Any) -> ResFormerConfig:
+    return ResFormerConfig(**{**SMALL, **config_fields})
+
+
+@contextmanager
+def refused(*words: str) -> Iterator[None]:
+    """Expects a configuration error that contains each of `words`."""
+    with pytest.raises((StrictDataclassError, ValueError)) as caught:
+        yield
+    message = str(caught.value)
+    missing = [word for word in words if word not in message]
+    assert not missing, f"the error does not say {missing}: {message}"
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@contextmanager
+def ignoring_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# Plain Llama by default
+
+
+def test_every_llama_field_is_here_with_llamas_default() -> None:
+    ours, llamas = ResFormerConfig(), LlamaConfig()
+    assert {field.name for field in fields(LlamaConfig)} <= set(FIELD_NAMES)
+    assert {field.name: getattr(ours, field.name) for field in fields(LlamaConfig)} == {
+        field.name: getattr(llamas, field.name) for field in fields(LlamaConfig)
+    }
+
+
+def test_default_has_no_connection() -> None:
+    config = ResFormerConfig()
+    assert {name: getattr(config, name) for name in CONNECTIONS} == CONNECTIONS
+    assert config.mixing_layers == []
+    assert config.all_value_sources == config.all_key_sources == list(range(32))
+    assert config.kv_sharing_modes is None
+    assert config.layer_types == ["full_attention"] * 32
+    assert (config.qk_norm, config.attention_out_bias, config.sliding_window, config.no_rope_layers) == (
+        False,
+        None,
+        None,
+        None,
+    )
+
+
+def test_every_field_is_documented() -> None:
+    own = set(FIELD_NAMES) - {field.name for field in fields(LlamaConfig)}
+    assert [name for name in sorted(own) if name not in (ResFormerConfig.__doc__ or "")] == []
+
+
+def test_sliding_window_alone_means_sliding_everywhere() -> None:
+    assert small(sliding_window=16).layer_types == ["sliding_attention"] * 8
+
+
+def test_head_width_and_groups_follow_from_the_heads() -> None:
+    config = small()
+    assert (config.head_dim, config.num_key_value_heads) == (16, 4)
+    assert small(hidden_size=66, head_dim=16).head_dim == 16
+
+
+# The named methods
+
+
+def _pairs(n: int) -> list[int]:
+    return [layer // 2 * 2 for layer in range(n)]
+
+
+EXPECTED_METHODS: dict[str, dict[int, dict[str, Any]]] = {
+    "transformer": {8: {}, 24: {}},
+    "resformer": dict.fromkeys((8, 24), {"value_residual": "learnable"}),
+    "resformer-identity": dict.fromkeys((8, 24), {"value_residual": "identity"}),
+    "resformer-constant": dict.fromkeys((8, 24), {"value_residual": "constant", "value_residual_init": [2.0, 1.0]}),
+    "resformer-plus": dict.fromkeys((8, 24), {"value_residual": "learnable_plus"}),
+    "resformer-sparse": {
+        n: {"value_residual": "constant", "value_residual_init": [5.0, 1.0], "value_residual_layers": layers}
+        for n, layers in {8: [5, 6, 7], 24: [16, 17, 18, 19, 20, 21, 22, 23]}.items()
+    },
+    "resformer-dense": dict.fromkeys((8, 24), {"value_residual": "dense"}),
+    "resformer-gated": dict.fromkeys((8, 24), {"value_residual": "gated"}),
+    "neutreno": dict.fromkeys((8, 24), {"neutreno_lambda": 0.4}),
+    "resformer-neutreno": dict.fromkeys((8, 24), {"value_residual": "identity", "neutreno_lambda": 0.2}),
+    "svformer": {n: {"value_sources": [0] * n} for n in (8, 24)},
+    "denseformer": dict.fromkeys((8, 24), {"dwa": True}),
+    "denseformer-4x5": dict.fromkeys((8, 24), {"dwa": True, "dwa_dilation": 4, "dwa_period": 5}),
+    "cla2": {
+        8: {"key_sources": [0, 0, 2, 2, 4, 4, 6, 6], "value_sources": [0, 0, 2, 2, 4, 4, 6, 6]},
+        24: {"key_sources": _pairs(24), "value_sources": _pairs(24)},
+    },
+    "fusedkv-lite": {
+        8: {"key_sources": [0, 1, 2, 3, 3, 3, 3, 3], "value_sources": [0, 1, 2, 3, 0, 0, 0, 0]},
+        24: {"key_sources": [*range(12), *[11] * 12], "value_sources": [*range(12), *[0] * 12]},
+    },
+    "resformer-denseformer": dict.fromkeys((8, 24), {"value_residual": "learnable", "dwa": True}),
+}
+
+
+def test_methods_are_those_of_the_design() -> None:
+    assert list(METHODS) == list(EXPECTED_METHODS)
+
+
+@pytest.mark.parametrize("num_layers", [8, 24])
+@pytest.mark.parametrize("method", METHODS)
+def test_method_sets_its_published_fields_and_no_others(method: str, num_layers: int) -> None:
+    expected = {**CONNECTIONS, **EXPECTED_METHODS[method][num_layers]}
+    with no_warnings():
+        config = ResFormerConfig.for_method(method, **{**SMALL, "num_hidden_layers": num_layers})
+    assert {name: getattr(config, name) for name in CONNECTIONS} == expected
+    plain = small(num_hidden_layers=num_layers)
+    assert {k: v for k, v in config.to_dict().items() if k not in CONNECTIONS} == {
+        k: v for k, v in plain.to_dict().items() if k not in CONNECTIONS
+    }
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_method_without_a_size_has_the_default_one(method: str) -> None:
+    config = ResFormerConfig.for_method(method)
+    assert config.num_hidden_layers == ResFormerConfig().num_hidden_layers
+    assert config.to_dict() == ResFormerConfig.for_method(method, num_hidden_layers=32).to_dict()
+
+
+def test_arguments_go_on_top_of_a_methods_fields() -> None:
+    config = ResFormerConfig.for_method("resformer-constant", **SMALL, value_residual_init=[5, 1], dwa=True)
+    assert (config.value_residual, config.value_residual_init, config.dwa) == ("constant", [5.0, 1.0], True)
+
+
+@pytest.mark.parametrize(
+    ("method", "share"),
+    [("transformer", 1), ("resformer", 1), ("svformer", 25 / 48), ("cla2", 1 / 2), ("fusedkv-lite", 1 / 2)],
+)
+def test_method_leaves_the_designs_share_of_the_cache(method: str, share: float) -> None:
+    config = ResFormerConfig.for_method(method, num_hidden_layers=24)
+    assert (len(set(config.all_key_sources)) + len(set(config.all_value_sources))) / 48 == share
+
+
+@pytest.mark.parametrize("name", ["resfomer", "", "ResFormer", "value_residual"])
+def test_unknown_method_is_refused_with_the_list(name: str) -> None:
+    with refused(repr(name), *METHODS):
+        ResFormerConfig.for_method(name)
+
+
+@pytest.mark.parametrize("num_layers", [0, -1, 2.0, "8", None])
+@pytest.mark.parametrize("method", METHODS)
+def test_method_refuses_a_bad_number_of_layers_by_name(method: str, num_layers: Any) -> None:
+    with refused("num_hidden_layers", str(num_layers)):
+        ResFormerConfig.for_method(method, num_hidden_layers=num_layers)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_method_survives_json_at_every_depth(method: str) -> None:
+    for num_layers in range(1, 49):
+        with ignoring_warnings():  # a method may have nothing to do in very few layers, and says so
+            config = ResFormerConfig.for_method(method, **{**SMALL, "num_hidden_layers": num_layers})
+            again = ResFormerConfig.from_dict(json.loads(config.to_json_string()))
+        assert again.to_dict() == config.to_dict()
+        assert {name: getattr(again, name) for name in CONNECTIONS} == {
+            name: getattr(config, name) for name in CONNECTIONS
+        }
+
+
+@pytest.mark.parametrize("use_diff", [True, False], ids=["differences", "everything"])
+def test_every_field_survives_json(use_diff: bool) -> None:
+    config = small(
+        num_key_value_heads=2,
+        head_dim=32,
+        hidden_act="gelu",
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "linear", "factor": 2.5, "rope_theta": 5e5},
+        attention_bias=True,
+        attention_out_bias=False,
+        mlp_bias=True,
+        qk_norm=True,
+        sliding_window=16,
+        layer_types=ALTERNATING,
+        no_rope_layers=[1, 0] * 4,
+        value_residual="constant",
+        value_residual_init=[1 / 3, 0.1 + 0.2],
+        value_residual_layers=[2, 6],
+        neutreno_lambda=0.4,
+        value_sources=[0, 1, 2, 3, 4, 5, 6, 3],
+        key_sources=[0, 1, 0, 1, 0, 1, 0, 1],
+        dwa=True,
+        dwa_dilation=2,
+        dwa_period=3,
+        eos_token_id=[2, 3],
+        tie_word_embeddings=True,
+    )
+    again = ResFormerConfig.from_dict(json.loads(config.to_json_string(use_diff=use_diff)))
+    assert again.to_dict() == config.to_dict()
+    assert again.value_residual_init == [1 / 3, 0.1 + 0.2]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_saved_configuration_comes_back(method: str, tmp_path: Path) -> None:
+    config = ResFormerConfig.for_method(method, **SMALL)
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["model_type"] == "resformer"
+    for again in (ResFormerConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path)):
+        assert type(again) is ResFormerConfig
+        assert {**again.to_dict(), "_name_or_path": ""} == config.to_dict()
+
+
+# What the model, the cache and the converter read
+
+
+@pytest.mark.parametrize(
+    ("config_fields", "expected"),
+    [
+        ({}, []),
+        ({"value_residual": "learnable"}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"value_residual": "dense", "value_residual_layers": [3, 7]}, [3, 7]),
+        ({"value_residual": "identity", "value_sources": [0, 0, 2, 2, 4, 4, 6, 6]}, [2, 4, 6]),
+    ],
+    ids=["none", "all but the first", "listed", "only layers with values of their own"],
+)
+def test_mixing_layers(config_fields: dict[str, Any], expected: list[int]) -> None:
+    assert small(**config_fields).mixing_layers == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("transformer", None),
+        ("svformer", None),
+        ("cla2", ["store", "reuse"] * 4),
+        ("fusedkv-lite", ["store"] * 4 + ["reuse"] * 4),
+    ],
+)
+def test_cache_is_told_which_layers_store_nothing(method: str, expected: list[str] | None) -> None:
+    assert ResFormerConfig.for_method(method, **SMALL).kv_sharing_modes == expected
+
+
+def test_layer_that_shares_keys_alone_or_values_alone_still_stores() -> None:
+    config = small(key_sources=[0, 0, 2, 3, 4, 5, 6, 7], value_sources=[0, 1, 0, 3, 4, 5, 6, 7])
+    assert config.kv_sharing_modes == ["store"] * 8
+
+
+# What combines
+
+COMBINATIONS: dict[str, dict[str, Any]] = {
+    "anchored values, mixed": {"value_residual": "learnable", "value_sources": [0, 0, 0, 3, 3, 3, 6, 6]},
+    "keys shared where values are not": {"key_sources": [0, 0, 2, 2, 4, 4, 6, 6]},
+    "grouped queries with all of it": {
+        "num_key_value_heads": 2,
+        "value_residual": "dense",
+        "key_sources": [0, 0, 2, 2, 4, 4, 6, 6],
+        "dwa": True,
+        "neutreno_lambda": 0.4,
+    },
+    "values shared across rotated and unrotated layers": {"no_rope_layers": [1, 0] * 4, "value_sources": [0] * 8},
+    "keys shared among unrotated layers": {"no_rope_layers": [1, 0] * 4, "key_sources": [0, 1, 0, 1, 0, 1, 0, 1]},
+    "sharing within each layer type": {
+        "layer_types": ALTERNATING,
+        "sliding_window": 16,
+        "value_sources": [0, 1, 0, 1, 0, 1, 0, 1],
+        "key_sources": [0, 1, 0, 1, 0, 1, 0, 1],
+    },
+    "a listed layer that is an anchor": {
+        "value_residual": "constant",
+        "value_residual_layers": [4],
+        "value_sources": [0, 0, 0, 0, 4, 4, 4, 4],
+    },
+    "query/key norm and Qwen2's biases": {"qk_norm": True, "attention_bias": True, "attention_out_bias": False},
+}
+
+
+@pytest.mark.parametrize("config_fields", COMBINATIONS.values(), ids=COMBINATIONS)
+def test_combination_is_accepted(config_fields: dict[str, Any]) -> None:
+    with no_warnings():
+        ResFormerForCausalLM(small(**config_fields))
+
+
+# Misuse: one row is (what is wrong, the fields, what the message must say)
+
+SIZES = [
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "max_position_embeddings", "head_dim", "sliding_window", "dwa_dilation", "dwa_period"),
+]
+NESTED_ROPE = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
+MISUSES: list[tuple[str, dict[str, Any], list[str]]] = [
+    *[
+        row
+        for name in ("value_sources", "key_sources")
+        for row in [
+            (f"{name} after its reader", {name: [0, 2, 2, 3, 4, 5, 6, 7]}, [f"`{name}`[1] is 2", "0 to 1"]),
+            (f"{name} negative", {name: [0, 1, -1, 3, 4, 5, 6, 7]}, [f"`{name}`[2] is -1", "0 to 2"]),
+            (f"{name} beyond the model", {name: [0, 1, 2, 3, 4, 5, 6, 8]}, [f"`{name}`[7] is 8", "0 to 7"]),
+            (f"{name} first not itself", {name: [1, 1, 2, 3, 4, 5, 6, 7]}, [f"`{name}`[0] is 1", "0 to 0"]),
+            (
+                f"{name} of a layer that has none",
+                {name: [0, 0, 1, 3, 4, 5, 6, 7]},
+                [f"`{name}`[2] is 1", f"`{name}`[1] is 0", "its own source"],
+            ),
+            (f"{name} too short", {name: [0] * 7}, [f"`{name}` has 7", "`num_hidden_layers` is 8"]),
+            (f"{name} too long", {name: [0] * 9}, [f"`{name}` has 9", "`num_hidden_layers` is 8"]),
+            (f"{name} empty", {name: []}, [f"`{name}` has 0", "`num_hidden_layers` is 8"]),
+            (f"{name} of strings", {name: ["0"] * 8}, [name, "['0', '0', "]),
+            (f"{name} of floats", {name: [0.0] * 8}, [name, "[0.0, 0.0, "]),
+            (f"{name} one number", {name: 0}, [name, "0"]),
+            (
+                f"{name} across layer types",
+                {name: [0] * 8, "layer_types": ALTERNATING, "sliding_window": 16},
+                [f"`{name}`[1] is 0", "`layer_types`", "'full_attention' in layer 0", "'sliding_attention' in layer 1"],
+            ),
+        ]
+    ],
+    (
+        "keys shared from a rotated to an unrotated layer",
+        {"key_sources": [0] * 8, "no_rope_layers": [1, 0] * 4},
+        ["`key_sources`[1] is 0", "`no_rope_layers`", "1 in layer 0", "0 in layer 1"],
+    ),
+    ("unknown mode", {"value_residual": "learnt"}, ["value_residual", "learnt", *MODES]),
+    ("no mode", {"value_residual": None}, ["value_residual", "None", *MODES]),
+    ("one initial value", {"value_residual_init": [0.5]}, ["`value_residual_init` is [0.5]", "two finite numbers"]),
+    ("three initial values", {"value_residual_init": [1, 2, 3]}, ["`value_residual_init` is [1.0, 2.0, 3.0]", "two"]),
+    ("no initial values", {"value_residual_init": []}, ["`value_residual_init` is []", "two"]),
+    ("infinite initial value", {"value_residual_init": [float("inf"), 1]}, ["`value_residual_init` is [inf, ", "finite"]),
+    ("nan initial value", {"value_residual_init": [0, float("nan")]}, ["`value_residual_init` is [0.0, nan]", "finite"]),
+    ("initial values in words", {"value_residual_init": ["a", "b"]}, ["value_residual_init", "['a', 'b']", "float"]),
+    ("initial values in one word", {"value_residual_init": "ab"}, ["value_residual_init", "'ab'", "list"]),
+    ("one bare initial value", {"value_residual_init": 0.5}, ["value_residual_init", "0.5", "list"]),
+    *[
+        (
+            f"mixing layers {layers}",
+            {"value_residual": "learnable", "value_residual_layers": layers},
+            [f"`value_residual_layers` holds {layer}", "1 to 7", "`num_hidden_layers`"],
+        )
+        for layers, layer in [([0], 0), ([0, 3], 0), ([8], 8), ([1, 100], 100), ([-1, 2], -1)]
+    ],
+    *[
+        (
+            f"mixing layers {layers}",
+            {"value_residual": "learnable", "value_residual_layers": layers},
+            [f"`value_residual_layers` is {layers}", "ascending", "once"],
+        )
+        for layers in ([1, 1], [3, 2], [2, 2, 3])
+    ],
+    (
+        "mixing layer without values of its own",
+        {"value_residual": "learnable", "value_residual_layers": [2, 3], "value_sources": [0, 0, 2, 2, 4, 4, 6, 6]},
+        ["`value_residual_layers` holds 3", "`value_sources`[3] is 2"],
+    ),
+    ("mixing layers of floats", {"value_residual_layers": [1.0]}, ["value_residual_layers", "[1.0]"]),
+    ("negative NeuTRENO", {"neutreno_lambda": -0.1}, ["`neutreno_lambda` is -0.1", "from 0 up"]),
+    ("nan NeuTRENO", {"neutreno_lambda": float("nan")}, ["`neutreno_lambda` is nan", "finite"]),
+    ("infinite NeuTRENO", {"neutreno_lambda": float("inf")}, ["`neutreno_lambda` is inf", "finite"]),
+    ("NeuTRENO in words", {"neutreno_lambda": "0.4"}, ["neutreno_lambda", "'0.4'", "float"]),
+    ("dwa in words", {"dwa": "yes"}, ["dwa", "'yes'", "bool"]),
+    ("fractional period", {"dwa": True, "dwa_period": 1.5}, ["dwa_period", "1.5", "int"]),
+    ("heads over groups", {"num_attention_heads": 7, "num_key_value_heads": 3, "head_dim": 8}, ["(7)", "(3)"]),
+    ("more groups than heads", {"num_key_value_heads": 8}, ["`num_attention_heads` (4)", "`num_key_value_heads` (8)"]),
+    ("width over heads", {"hidden_size": 66}, ["`hidden_size` (66)", "`num_attention_heads` (4)", "`head_dim`"]),
+    ("odd head width", {"head_dim": 15}, ["`head_dim` (15)", "odd"]),
+    ("odd head width that follows", {"hidden_size": 60}, ["`head_dim` (15)", "odd"]),
+    ("unknown activation", {"hidden_act": "swoosh"}, ["`hidden_act` 'swoosh'", "silu", "gelu"]),
+    (
+        "unknown rotary embedding",
+        {"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}},
+        ["`rope_parameters`", "'foo'", "default", "linear", "yarn", "llama3"],
+    ),
+    ("unknown legacy rotary embedding", {"rope_scaling": {"type": "foo", "factor": 2.0}}, ["'foo'", "default", "linear"]),
+    (
+        "rotary embedding without its factor",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+        ["rope_parameters", "linear", "factor"],
+    ),
+    (
+        "partial rotary embedding",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        ["`rope_parameters`", "partial_rotary_factor", "0.5", "1.0"],
+    ),
+    ("legacy partial rotary embedding", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5", "1.0"]),
+    ("rotary embedding by layer type", {"rope_parameters": NESTED_ROPE}, ["`rope_parameters`", "one set for all"]),
+    ("rotary embedding a number", {"rope_parameters": 3}, ["rope_parameters", "3", "dict"]),
+    ("too few layer types", {"layer_types": ["full_attention"] * 7}, ["layer_types", "7", "num_hidden_layers", "8"]),
+    ("no layer types", {"layer_types": []}, ["layer_types", "0", "num_hidden_layers", "8"]),
+    *[
+        (
+            f"unknown layer type {kind}",
+            {"layer_types": ["full_attention", kind] * 4, "sliding_window": 16},
+            ["layer_types", repr(kind), "full_attention", "sliding_attention"],
+        )
+        for kind in ("svformer", "chunked_attention")
+    ],
+    ("sliding layers without a window", {"layer_types": ALTERNATING}, ["`layer_types`", "`sliding_window` is None"]),
+    ("too many rope flags", {"no_rope_layers": [1] * 9}, ["`no_rope_layers` has 9", "`num_hidden_layers` is 8"]),
+    ("rope flag of 2", {"no_rope_layers": [1, 2] * 4}, ["`no_rope_layers`[1] is 2", "1 ", "0 "]),
+    ("rope flag of -1", {"no_rope_layers": [-1] * 8}, ["`no_rope_layers`[0] is -1", "1 ", "0 "]),
+    *[(f"{name} {size}", {name: size}, [name, str(size), "positive"]) for name in SIZES for size in (0, -1)],
+    *[(f"{name} fractional", {name: 2.5}, [name, "2.5", "int"]) for name in SIZES],
+]
+
+
+@pytest.mark.parametrize(
+    ("config_fields", "words"), [row[1:] for row in MISUSES], ids=[row[0].replace(" ", "-") for row in MISUSES]
+)
+def test_misuse_is_refused_by_name(config_fields: dict[str, Any], words: list[str]) -> None:
+    with ignoring_warnings(), refused(*words):
+        small(**config_fields)
+
+
+def test_unknown_layer_type_is_not_told_of_types_that_do_not_work() -> None:
+    with pytest.raises(StrictDataclassError) as caught:
+        small(layer_types=["svformer"] * 8)
+    assert "linear_attention" not in str(caught.value)
+    assert "chunked_attention" not in str(caught.value)
+
+
+# Settings that fit, but do nothing
+
+USELESS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "mixing layers without a mode": ({"value_residual_layers": [2]}, ["`value_residual_layers`=[2]", "'none'"]),
+    "mode with all values shared": (
+        {"value_residual": "learnable", "value_sources": [0] * 8},
+        ["`value_residual`='learnable'", "`value_sources`"],
+    ),
+    "mode with no mixing layers": (
+        {"value_residual": "identity", "value_residual_layers": []},
+        ["`value_residual`='identity'", "`value_residual_layers`=[]"],
+    ),
+    "mode in one layer": ({"value_residual": "dense", "num_hidden_layers": 1}, ["`value_residual`='dense'"]),
+    "dilation without dwa": ({"dwa_dilation": 4}, ["`dwa_dilation`=4", "`dwa` is False"]),
+    "period without dwa": ({"dwa_period": 5}, ["`dwa_period`=5", "`dwa` is False"]),
+    "period beyond the model": ({"dwa": True, "dwa_period": 9}, ["`dwa_period` (9)", "`num_hidden_layers` (8)"]),
+}
+
+
+@pytest.mark.parametrize(("config_fields", "words"), USELESS.values(), ids=USELESS)
+def test_setting_without_effect_warns(config_fields: dict[str, Any], words: list[str]) -> None:
+    with pytest.warns(UserWarning, match=r"do(es)? nothing") as caught:
+        small(**config_fields)
+    assert len(caught) == 1
+    assert [word for word in words if word not in str(caught[0].message)] == []
+
+
+# Misspelt fields
+
+TYPOS = {
+    "value_residul": "value_residual",
+    "value_residuals": "value_residual",
+    "value_residual_layer": "value_residual_layers",
+    "value_residual_inits": "value_residual_init",
+    "value_source": "value_sources",
+    "key_source": "key_sources",
+    "neutreno_lamda": "neutreno_lambda",
+    "dwa_dilatation": "dwa_dilation",
+    "dwa_periods": "dwa_period",
+    "num_hidden_layer": "num_hidden_layers",
+    "num_attention_head": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "hiden_size": "hidden_size",
+    "layer_type": "layer_types",
+    "slidng_window": "sliding_window",
+    "no_rope_layer": "no_rope_layers",
+    "rope_parameter": "rope_parameters",
+    "tie_word_embedding": "tie_word_embeddings",
+}
+
+
+@pytest.mark.parametrize(("typo", "name"), TYPOS.items(), ids=TYPOS)
+def test_misspelt_field_is_pointed_out(typo: str, name: str) -> None:
+    with pytest.warns(UserWarning, match=f"`{typo}`; did you mean `{name}`") as caught:
+        small(**{typo: None})
+    assert [Path(warning.filename) for warning in caught] == [Path(__file__)], "it should point at the caller's line"
+
+
+def test_field_misspelt_in_a_file_or_an_override_is_pointed_out(tmp_path: Path) -> None:
+    small().save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="`value_residul`; did you mean `value_residual`"):
+        ResFormerConfig.from_pretrained(tmp_path, value_residul="identity")
+    config_file = tmp_path / "config.json"
+    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "value_source": [0] * 8}))
+    with pytest.warns(UserWarning, match="`value_source`; did you mean `value_sources`"):
+        ResFormerConfig.from_pretrained(tmp_path)
+
+
+#: What published config.json files of these families hold, sizes aside.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama 1": {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_sequence_length": 2048,
+        "model_type": "llama",
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-06,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "transformers_version": "4.28.1",
+        "use_cache": True,
+    },
+    "Llama 2": {
+        "_name_or_path": "meta-llama/Llama-2-7b-hf",
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "pretraining_tp": 1,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "temperature": 0.9,
+        "top_p": 0.6,
+        "do_sample": True,
+        "torch_dtype": "float16",
+        "quantization_config": {"bits": 4, "group_size": 128, "quant_method": "gptq"},
+    },
+    "Llama 3.1": {
+        "attention_dropout": 0.0,
+        "eos_token_id": [128001, 128008, 128009],
+        "head_dim": 16,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "rope_scaling": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.42.3",
+        "unsloth_fixed": True,
+    },
+    "Llama of Transformers 5": {
+        "dtype": "bfloat16",
+        "model_type": "llama",
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "transformers_version": "5.23.0",
+    },
+    "SmolLM2": {
+        "model_type": "llama",
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "rope_theta": 100000,
+        "transformers.js_config": {"dtype": "q4", "kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+    },
+    "SmolLM3": {
+        "model_type": "smollm3",
+        "layer_types": ["full_attention"] * 8,
+        "max_window_layers": 28,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0, 1, 1, 1, 0],
+        "pretraining_tp": 2,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "Mistral": {"model_type": "mistral", "sliding_window": 4096, "rope_theta": 10000.0},
+    "Mistral Nemo": {"model_type": "mistral", "head_dim": 32, "sliding_window": None, "rope_theta": 1000000.0},
+    "Qwen2.5": {
+        "model_type": "qwen2",
+        "attention_dropout": 0.0,
+        "max_window_layers": 28,
+        "sliding_window": 131072,
+        "use_mrope": False,
+        "use_sliding_window": False,
+    },
+    "Qwen3": {
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": 32,
+        "max_window_layers": 28,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+}
+
+
+@pytest.mark.parametrize("published", PUBLISHED.values(), ids=PUBLISHED)
+def test_published_config_file_is_read_without_a_warning_where_it_means_the_same(published: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **published}))
+    if published["model_type"] in ("llama", "mistral"):
+        with no_warnings():
+            config = ResFormerConfig.from_pretrained(tmp_path)
+    else:
+        with pytest.warns(UserWarning, match=f"{published['model_type']!r}.*resformer convert") as caught:
+            config = ResFormerConfig.from_pretrained(tmp_path)
+        assert len(caught) == 1
+        assert set(config.layer_types) == {"full_attention"}
+    assert config.model_type == "resformer"
+
+
+# Arguments, files and overrides
+
+
+def test_callers_arguments_are_left_alone(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {
+        **SMALL,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+        "layer_types": ["full_attention"] * 8,
+        "no_rope_layers": [1] * 8,
+        "value_residual": "learnable",
+        "value_residual_init": [0, 1],
+        "value_residual_layers": [2, 4],
+        "value_sources": [0, 0, 2, 2, 4, 4, 6, 6],
+        "key_sources": [0, 0, 2, 2, 4, 4, 6, 6],
+        "id2label": {"0": "no", "1": "yes"},
+    }
+    before = copy.deepcopy(arguments)
+    config = ResFormerConfig(**arguments)
+    ResFormerForCausalLM(config)
+    config.save_pretrained(tmp_path)
+    assert arguments == before
+    ResFormerConfig.from_dict(arguments, num_hidden_layers=8)
+    assert arguments == before
+
+
+def test_callers_legacy_rope_dict_is_left_alone() -> None:
+    scaling = {"type": "linear", "factor": 2.0}
+    small(rope_scaling=scaling, rope_theta=5e5)
+    assert scaling == {"type": "linear", "factor": 2.0}
+
+
+def test_list_changed_after_the_call_changes_no_configuration() -> None:
+    sources = [0] * 8
+    config = small(value_sources=sources)
+    sources[7] = 7
+    assert config.value_sources == [0] * 8
+
+
+def test_default_list_is_not_shared_between_configurations() -> None:
+    first = small()
+    first.value_residual_init[0] = 9.0  # type: ignore[index]
+    assert small().value_residual_init == [0.5, 0.5]
+
+
+def test_tuples_and_whole_numbers_are_welcome() -> None:
+    config = small(value_residual="constant", value_residual_init=(2, 1), neutreno_lambda=1)
+    assert config.value_residual_init == [2.0, 1.0]
+    assert config.neutreno_lambda == 1.0
+    assert isinstance(config.neutreno_lambda, float)
+
+
+def test_llama_checkpoint_read_as_resformer_is_a_resformer(tmp_path: Path) -> None:
+    llama = LlamaConfig(**SMALL, num_key_value_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    llama.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
+    config = ResFormerConfig.from_pretrained(tmp_path, value_residual="learnable", value_residual_init=[0, 1])
+    assert config.model_type == "resformer"
+    assert "model_type" not in vars(config)
+    assert json.loads(config.to_json_string())["model_type"] == "resformer"
+    assert (config.value_residual, config.value_residual_init) == ("learnable", [0.0, 1.0])
+    names = {field.name for field in fields(LlamaConfig)} - {"transformers_version"}
+    assert {name: getattr(config, name) for name in names} == {name: getattr(llama, name) for name in names}
+
+
+def test_depth_can_be_overridden_while_reading(tmp_path: Path) -> None:
+    small(sliding_window=16).save_pretrained(tmp_path)
+    config = ResFormerConfig.from_pretrained(tmp_path, num_hidden_layers=3)
+    assert (config.num_hidden_layers, config.layer_types) == (3, ["sliding_attention"] * 3)
+    config, unused = ResFormerConfig.from_pretrained(
+        tmp_path, num_hidden_layers=3, value_sources=[0] * 3, return_unused_kwargs=True, something_else=1
+    )
+    assert config.value_sources == [0] * 3
+    assert unused == {"something_else": 1}
+
+
+def test_depth_override_that_contradicts_the_file_is_refused_by_name(tmp_path: Path) -> None:
+    small(value_sources=[0] * 8).save_pretrained(tmp_path)
+    with refused("`value_sources` has 8", "`num_hidden_layers` is 3"):
+        ResFormerConfig.from_pretrained(tmp_path, num_hidden_layers=3)
+
+
+def test_override_in_auto_config(tmp_path: Path) -> None:
+    small().save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=3, dwa=True)
+    assert (type(config), config.num_hidden_layers, config.dwa) == (ResFormerConfig, 3, True)
+    assert config.layer_types == ["full_attention"] * 3
+
+
+def test_copy_is_equal_and_independent() -> None:
+    config = small(value_sources=[0] * 8)
+    other = copy.deepcopy(config)
+    assert other.to_dict() == config.to_dict()
+    other.value_sources = list(range(8))
+    assert config.value_sources == [0] * 8
+
+
+# Values assigned later
+
+LATE: dict[str, tuple[str, Any, list[str]]] = {
+    "heads": ("num_attention_heads", 7, ["`num_attention_heads` (7)", "`num_key_value_heads` (4)"]),
+    "groups": ("num_key_value_heads", 3, ["`num_attention_heads` (4)", "`num_key_value_heads` (3)"]),
+    "depth": ("num_hidden_layers", 4, ["num_hidden_layers", "4", "8"]),
+    "head width": ("head_dim", 15, ["`head_dim` (15)"]),
+    "activation": ("hidden_act", "swoosh", ["`hidden_act` 'swoosh'"]),
+    "values": ("value_sources", [0, 2, 2, 3, 4, 5, 6, 7], ["`value_sources`[1] is 2"]),
+    "keys": ("key_sources", [0] * 7, ["`key_sources` has 7"]),
+    "mixing layers": ("value_residual_layers", [8], ["`value_residual_layers` holds 8"]),
+    "initial values": ("value_residual_init", [1.0], ["`value_residual_init` is [1.0]"]),
+    "NeuTRENO": ("neutreno_lambda", -1.0, ["`neutreno_lambda` is -1.0"]),
+    "layer types": ("layer_types", ALTERNATING, ["`layer_types`", "`sliding_window` is None"]),
+    "rope": ("rope_parameters", {"rope_type": "foo", "rope_theta": 1e4}, ["`rope_parameters`", "'foo'"]),
+    "no groups": ("num_key_value_heads", None, ["num_key_value_heads", "None"]),
+    "no head width": ("head_dim", None, ["head_dim", "None"]),
+    "no layer types": ("layer_types", None, ["layer_types", "None"]),
+}
+
+
+@pytest.mark.parametrize("use", ["build", "save"])
+@pytest.mark.parametrize(("name", "value", "words"), LATE.values(), ids=LATE)
+def test_bad_late_value_is_refused_when_used(name: str, value: Any, words: list[str], use: str, tmp_path: Path) -> None:
+    config = small()
+    with refused(*words):
+        setattr(config, name, value)
+        if use == "build":
+            ResFormerForCausalLM(config)
+        else:
+            config.save_pretrained(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("value_residual", "learnt"), ("dwa_period", 0), ("value_sources", "0000"), ("value_residual_init", None)],
+)
+def test_late_value_of_a_wrong_kind_is_refused_at_once(name: str, value: Any) -> None:
+    config = small()
+    with refused(name, str(value)):
+        setattr(config, name, value)
+
+
+def test_good_late_values_are_used(tmp_path: Path) -> None:
+    config = small()
+    config.value_residual = "constant"
+    config.value_residual_init = [2, 1]
+    config.value_sources = [0, 0, 2, 2, 4, 4, 6, 6]
+    model = ResFormerForCausalLM(config)
+    assert model.model.value_mixing_matrix()[3].tolist() == [2.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    config.save_pretrained(tmp_path)
+    assert ResFormerConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+
+
+# Any list of sources at all
+
+
+@st.composite
+def valid_sources(draw: st.DrawFn) -> list[int]:
+    owners: list[int] = []
+    sources = []
+    for layer in range(draw(st.integers(1, 12))):
+        source = draw(st.sampled_from([*owners, layer]))
+        if source == layer:
+            owners.append(layer)
+        sources.append(source)
+    return sources
+
+
+@st.composite
+def invalid_sources(draw: st.DrawFn) -> tuple[list[int], int]:
+    """A list with one wrong entry, and the number of layers it is meant for."""
+    sources = draw(valid_sources())
+    layers = len(sources)
+    readers = [n for n, source in enumerate(sources) if source != n]
+    kind = draw(st.sampled_from(["length", "later", "negative", *(["second hand"] if readers else [])]))
+    if kind == "length":
+        return draw(st.sampled_from([sources[:-1], [*sources, 0], sources * 2])), layers
+    if kind == "second hand":
+        return [*sources, draw(st.sampled_from(readers))], layers + 1
+    n = draw(st.integers(0, layers - 1))
+    sources[n] = draw(st.integers(n + 1, n + 20) if kind == "later" else st.integers(-20, -1))
+    return sources, layers
+
+
+def _with_depth(num_layers: int, name: str, sources: list[int]) -> ResFormerConfig:
+    return small(**{"num_hidden_layers": num_layers, name: sources})
+
+
+@pytest.mark.parametrize("name", ["value_sources", "key_sources"])
+@given(sources=valid_sources())
+@settings(deadline=None)
+def test_valid_sources_are_accepted(name: str, sources: list[int]) -> None:
+    with no_warnings():
+        config = _with_depth(len(sources), name, sources)
+    assert getattr(config, f"all_{name}") == sources
+
+
+@pytest.mark.parametrize("name", ["value_sources", "key_sources"])
+@given(case=invalid_sources())
+@settings(deadline=None)
+def test_invalid_sources_are_refused_by_name(name: str, case: tuple[list[int], int]) -> None:
+    sources, num_layers = case
+    with refused(f"`{name}`"):
+        _with_depth(num_layers, name, sources)
+
+
+@given(st.lists(st.integers(-2, 8), max_size=9))
+@settings(deadline=None)
+def test_mixing_layers_are_accepted_exactly_if_ascending_and_in_range(layers: list[int]) -> None:
+    if layers == sorted(set(layers)) and all(1 <= layer < 8 for layer in layers):
+        with ignoring_warnings():
+            assert small(value_residual="learnable", value_residual_layers=layers).mixing_layers == layers
+    else:
+        with refused("`value_residual_layers`"):
+            small(value_residual="learnable", value_residual_layers=layers)

@@ -1,0 +1,446 @@
+"""Every method's logits and gradients are those of the equations, at random parameters."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from naive_twin import naive_logits
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, repeat_kv
+
+from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+from resformer.modeling.mixing import weighted_sum
+from resformer.modeling.neutreno import neutreno_term
+
+TinyModel = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture
+def float64_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama's norm and rotary embedding round to float32 within; here they do not, so that 1e-9 can be asked for."""
+
+    def norm(self: LlamaRMSNorm, hidden_states: torch.Tensor) -> torch.Tensor:
+        assert hidden_states.dtype == torch.float64
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
+
+    def rotary(
+        self: LlamaRotaryEmbedding, x: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.rope_type == "default"
+        width = self.config.head_dim
+        exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
+        angles = position_ids[..., None].double() * self.config.rope_parameters["rope_theta"] ** -exponents
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", norm)
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", rotary)
+
+
+def exact_matrices(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """M and D in float64. The public methods give float32, which holds every parameter of `randomise` exactly, but not
+    the products of learnable_plus: those are worked out again."""
+    value_mixing = model.model.value_mixing_matrix()
+    depth_mixing = model.model.depth_mixing_matrix()
+    exact = value_mixing.double()
+    if model.config.value_residual == "learnable_plus" and model.config.mixing_layers:
+        state = model.state_dict()
+        first = state["model.value_residual.bias_scale"] * state["model.value_residual.bias_score"].softmax(dim=0)
+        for layer, weight in zip(model.config.mixing_layers, first.double(), strict=True):
+            exact[layer, 0] = weight
+        exact = exact[model.config.all_value_sources]
+    torch.testing.assert_close(exact, value_mixing.double(), rtol=1e-6, atol=1e-7, equal_nan=True)
+    return exact, depth_mixing.double()
+
+
+def assert_logits_equal_the_twin(
+    model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, tolerance: float
+) -> None:
+    weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        expected = naive_logits(model.config, weights, *exact_matrices(model), input_ids, attention_mask)
+        logits = model(input_ids, attention_mask=attention_mask).logits
+    for row, naive in enumerate(expected):
+        real = logits[row] if attention_mask is None else logits[row, attention_mask[row].bool()]
+        assert naive.abs().max() > 0.1  # something to tell apart
+        assert (real.double() - naive).abs().max() < tolerance * naive.abs().max()
+
+
+def test_logits_equal_the_twin(
+    tiny_model: TinyModel, variant: str, ragged: dict[str, torch.Tensor], float64_throughout: None
+) -> None:
+    model = tiny_model(variant, dtype=torch.float64)
+    assert_logits_equal_the_twin(model, ragged["input_ids"][:2, 5:], None, 1e-10)
+    assert_logits_equal_the_twin(model, **ragged, tolerance=1e-10)
+    assert_logits_equal_the_twin(model, ragged["input_ids"].flip(1), ragged["attention_mask"].flip(1), 1e-10)
+
+
+def test_logits_equal_the_twin_without_help(
+    tiny_model: TinyModel, variant: str, ragged: dict[str, torch.Tensor]
+) -> None:
+    model = tiny_model(variant, dtype=torch.float64)
+    assert_logits_equal_the_twin(model, **ragged, tolerance=1e-5)
+    model = tiny_model(variant, dtype=torch.float64, attention="eager")
+    assert_logits_equal_the_twin(model, ragged["input_ids"][:1], None, tolerance=1e-5)
+
+
+def random_fields(seed: int) -> dict[str, Any]:
+    """One of endlessly many valid configurations; every seventh seed has the same mode. Floats are exact in float32."""
+    draw = random.Random(seed)
+    layers = draw.choice([3, 5, 6])
+    fields: dict[str, Any] = {"num_hidden_layers": layers}
+    modes = ["none", "identity", "constant", "learnable", "learnable_plus", "dense", "gated"]
+    fields["value_residual"] = modes[seed % len(modes)]
+    fields["value_residual_init"] = [draw.randint(-8, 16) / 8, draw.randint(-8, 16) / 8]
+    fields["num_key_value_heads"] = draw.choice([1, 2, 4])
+    fields["head_dim"] = draw.choice([None, 6, 12])
+    fields["qk_norm"] = draw.random() < 0.4
+    fields["attention_bias"] = draw.random() < 0.5
+    fields["attention_out_bias"] = draw.choice([None, False, True])
+    fields["mlp_bias"] = draw.random() < 0.3
+    fields["tie_word_embeddings"] = draw.random() < 0.5
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": draw.choice([100.0, 10000.0])}
+    fields["sliding_window"] = draw.choice([None, 2, 4])
+    if fields["sliding_window"] is not None and draw.random() < 0.6:
+        fields["layer_types"] = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    if draw.random() < 0.4:
+        fields["no_rope_layers"] = [draw.choice([0, 1]) for _ in range(layers)]
+    fields["neutreno_lambda"] = draw.choice([0.0, 0.375, 1.5])
+    if draw.random() < 0.5:
+        fields.update(dwa=True, dwa_dilation=draw.choice([1, 2, 3]), dwa_period=draw.choice([1, 1, 2]))
+
+    types = fields.get("layer_types", ["same"] * layers)
+    rope = fields.get("no_rope_layers", [1] * layers)
+
+    def sources(alike: Callable[[int, int], bool]) -> list[int] | None:
+        if draw.random() < 0.35:
+            return None
+        chosen: list[int] = []
+        for n in range(layers):
+            chosen.append(draw.choice([n, *[m for m in range(n) if chosen[m] == m and alike(m, n)]]))
+        return chosen
+
+    fields["value_sources"] = sources(lambda m, n: types[m] == types[n])
+    fields["key_sources"] = sources(lambda m, n: types[m] == types[n] and rope[m] == rope[n])
+    owners = [n for n in range(1, layers) if fields["value_sources"] is None or fields["value_sources"][n] == n]
+    if owners and draw.random() < 0.4:
+        fields["value_residual_layers"] = sorted(draw.sample(owners, draw.randint(1, len(owners))))
+    return fields
+
+
+@pytest.mark.filterwarnings("ignore:.*do(es)? nothing")
+@pytest.mark.parametrize("seed", range(42))
+def test_random_combinations_equal_the_twin_also_when_reloaded(
+    tiny_model: TinyModel, seed: int, ragged: dict[str, torch.Tensor], float64_throughout: None, tmp_path: Any
+) -> None:
+    model = tiny_model(dtype=torch.float64, seed=seed, **random_fields(seed))
+    assert_logits_equal_the_twin(model, **ragged, tolerance=1e-10)
+
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(again) is ResFormerForCausalLM and again.dtype == torch.float64
+    assert_logits_equal_the_twin(again, **ragged, tolerance=1e-10)
+    state = model.state_dict()
+    assert again.state_dict().keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items())
+    with torch.no_grad():
+        # Not equal: matrix products depend on how the weights lie in memory, and these lie as they lay in the file.
+        assert (again(**ragged).logits - model(**ragged).logits).abs().max() < 1e-12
+
+
+def test_the_random_combinations_cover_every_field() -> None:
+    drawn = [random_fields(seed) for seed in range(42)]
+    for field in random_fields(0):
+        assert len({repr(fields.get(field)) for fields in drawn}) > 1, f"`{field}` is the same in all of them"
+    for mode in {fields["value_residual"] for fields in drawn}:
+        same = [fields for fields in drawn if fields["value_residual"] == mode]
+        for field in ("value_sources", "key_sources", "dwa", "neutreno_lambda", "no_rope_layers", "layer_types"):
+            assert any(fields.get(field) for fields in same), f"`{field}` never comes with {mode}"
+
+
+def test_every_entry_of_the_matrices_counts(
+    tiny_model: TinyModel, ragged: dict[str, torch.Tensor], float64_throughout: None
+) -> None:
+    # The control: the comparison above would notice a coefficient that is wrong by a millionth.
+    model = tiny_model("resformer-denseformer", value_residual="dense", dtype=torch.float64)
+    value_mixing, depth_mixing = exact_matrices(model)
+    tokens = ragged["input_ids"][:1]
+    expected = naive_logits(model.config, model.state_dict(), value_mixing, depth_mixing, tokens)[0]
+    for matrix in (value_mixing, depth_mixing):
+        for entry in matrix.nonzero().tolist():
+            if matrix is value_mixing and entry == [0, 0]:
+                continue  # layer 0 never mixes
+            matrix[*entry] += 1e-6
+            wrong = naive_logits(model.config, model.state_dict(), value_mixing, depth_mixing, tokens)[0]
+            matrix[*entry] -= 1e-6
+            assert (wrong - expected).abs().max() > 1e-8, entry
+
+
+def loss_of(logits: list[torch.Tensor], labels: list[torch.Tensor]) -> torch.Tensor:
+    return sum(nn.functional.cross_entropy(row[:-1], ids[1:], reduction="sum") for row, ids in zip(logits, labels))
+
+
+def model_loss(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids, attention_mask=attention_mask).logits
+    real = attention_mask.bool()
+    return loss_of([row[mask] for row, mask in zip(logits, real)], [row[mask] for row, mask in zip(input_ids, real)])
+
+
+def is_mixing(name: str) -> bool:
+    return "model.value_residual." in name or "model.depth_average." in name
+
+
+def test_gradients_equal_the_twin(
+    tiny_model: TinyModel, variant: str, ragged: dict[str, torch.Tensor], float64_throughout: None
+) -> None:
+    model = tiny_model(variant, dtype=torch.float64).train()
+    model_loss(model, **ragged).backward()
+
+    weights = {
+        name: parameter.detach().clone().requires_grad_(not is_mixing(name))
+        for name, parameter in model.named_parameters()
+    }
+    logits = naive_logits(model.config, weights, *exact_matrices(model), **ragged)
+    real = ragged["attention_mask"].bool()
+    loss_of(logits, [row[mask] for row, mask in zip(ragged["input_ids"], real)]).backward()
+
+    for name, parameter in model.named_parameters():
+        if is_mixing(name):
+            continue
+        assert parameter.grad is not None and weights[name].grad is not None, name
+        assert (parameter.grad - weights[name].grad).abs().max() < 1e-9, name
+        assert parameter.grad.abs().max() > 1e-6, f"{name} gets no gradient to compare"
+
+
+def test_mixing_gradients_equal_finite_differences(
+    tiny_model: TinyModel, variant: str, ragged: dict[str, torch.Tensor], float64_throughout: None
+) -> None:
+    model = tiny_model(variant, dtype=torch.float64)
+    mixing = {n: p for n, p in model.named_parameters() if "value_residual" in n or "depth_average" in n}
+    if not mixing:
+        pytest.skip("nothing is learned")
+    model_loss(model, **ragged).backward()
+    step = 1e-6
+    with torch.no_grad():
+        for name, parameter in mixing.items():
+            # The gates are checked against the twin; a few random directions suffice for a matrix.
+            directions = torch.eye(parameter.numel(), dtype=torch.float64) if parameter.dim() == 1 else None
+            if directions is None:
+                directions = torch.randn(3, parameter.numel(), dtype=torch.float64)
+            for direction in directions:
+                change = step * direction.view_as(parameter)
+                above = (parameter.add_(change), model_loss(model, **ragged))[1]
+                below = (parameter.sub_(2 * change), model_loss(model, **ragged))[1]
+                parameter.add_(change)
+                expected = (above - below) / (2 * step)
+                torch.testing.assert_close((parameter.grad.flatten() @ direction), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_twin_gives_the_gradients_of_free_mixing_weights(
+    tiny_model: TinyModel, ragged: dict[str, torch.Tensor], float64_throughout: None
+) -> None:
+    model = tiny_model("resformer-denseformer", value_residual="dense", dtype=torch.float64)
+    model_loss(model, **ragged).backward()
+    matrices = [matrix.requires_grad_() for matrix in exact_matrices(model)]
+    real = ragged["attention_mask"].bool()
+    logits = naive_logits(model.config, model.state_dict(), *matrices, **ragged)
+    loss_of(logits, [row[mask] for row, mask in zip(ragged["input_ids"], real)]).backward()
+    layers = range(model.config.num_hidden_layers)
+    expected = torch.stack([matrices[0].grad[n, m] for n in layers if n for m in range(n + 1)])
+    assert (model.model.value_residual.bias.grad - expected).abs().max() < 1e-9
+    expected = torch.stack([matrices[1].grad[n, j] for n in layers for j in range(n + 2)])
+    assert (model.model.depth_average.bias.grad - expected).abs().max() < 1e-9
+
+
+# The matrices
+
+
+def test_matrices_are_plain_float32_on_the_cpu(tiny_model: TinyModel, variant: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model(variant, dtype=dtype)
+        layers = model.config.num_hidden_layers
+        value_mixing, depth_mixing = model.model.value_mixing_matrix(), model.model.depth_mixing_matrix()
+        for matrix, shape in ((value_mixing, (layers, layers)), (depth_mixing, (layers, layers + 1))):
+            assert matrix.shape == shape and matrix.dtype == torch.float32
+            assert matrix.device.type == "cpu" and not matrix.requires_grad
+        assert not value_mixing.triu(1).any() and not depth_mixing.triu(2).any()
+        nan = value_mixing.isnan()
+        assert nan.any() == (model.config.value_residual == "gated")
+        assert torch.equal(nan[:, 0], nan.any(dim=1))
+
+
+def test_matrices_of_plain_llama_are_the_identity_and_the_shift(tiny_model: TinyModel) -> None:
+    model = tiny_model().model
+    assert torch.equal(model.value_mixing_matrix(), torch.eye(6))
+    assert torch.equal(model.depth_mixing_matrix(), torch.eye(7)[1:])
+
+
+def test_matrices_are_float32_whatever_the_default_dtype(tiny_model: TinyModel) -> None:
+    model = tiny_model("resformer-denseformer").model
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        matrices = model.value_mixing_matrix(), model.depth_mixing_matrix()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [matrix.dtype for matrix in matrices] == [torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("start", [[0.0, 1.0], [0.25, 0.75], [-2.0, 3.0]])
+@pytest.mark.parametrize("mode", ["identity", "constant", "learnable", "learnable_plus", "dense", "gated"])
+def test_value_residuals_start_as_stated(
+    tiny_config: Callable[..., ResFormerConfig], mode: str, start: list[float]
+) -> None:
+    a, b = (0.5, 0.5) if mode == "identity" else start
+    model = ResFormerForCausalLM(tiny_config(value_residual=mode, value_residual_init=start))
+    expected = torch.eye(6)
+    for n in range(1, 6):
+        expected[n, n] = b
+        expected[n, 0] = float("nan") if mode == "gated" else a
+    torch.testing.assert_close(model.model.value_mixing_matrix(), expected, rtol=1e-6, atol=0, equal_nan=True)
+    if mode == "gated":
+        assert all(not layer.self_attn.value_residual.bias_gate.any() for layer in model.model.layers[1:])
+
+
+def test_starting_at_nothing_of_the_first_and_all_of_the_own_values_is_plain_llama(
+    tiny_config: Callable[..., ResFormerConfig], ragged: dict[str, torch.Tensor]
+) -> None:
+    plain = ResFormerForCausalLM(tiny_config()).eval()
+    for mode in ("constant", "learnable", "learnable_plus", "dense", "gated"):
+        model = ResFormerForCausalLM(tiny_config(value_residual=mode, value_residual_init=[0.0, 1.0], dwa=True)).eval()
+        missing, unexpected = model.load_state_dict(plain.state_dict(), strict=False)
+        assert not unexpected and all("value_residual" in name or "depth_average" in name for name in missing)
+        with torch.no_grad():
+            assert torch.equal(model(**ragged).logits, plain(**ragged).logits), mode
+
+
+def test_scores_of_learnable_plus_learn_from_a_start_at_zero_once_the_scale_has(
+    tiny_model: TinyModel, ragged: dict[str, torch.Tensor]
+) -> None:
+    model = tiny_model("resformer-plus")
+    residual = model.model.value_residual
+    with torch.no_grad():
+        residual.bias_scale.zero_()
+    model(**ragged, labels=ragged["input_ids"]).loss.backward()
+    assert residual.bias_scale.grad.abs().min() > 0
+    assert not residual.bias_score.grad.any()
+
+
+def added_parameters(config: ResFormerConfig) -> int:
+    with torch.device("meta"):
+        model = ResFormerForCausalLM(config)
+    return sum(p.numel() for n, p in model.named_parameters() if "value_residual" in n or "depth_average" in n)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("transformer", 0),
+        ("resformer", 2 * 47),
+        ("resformer-identity", 0),
+        ("resformer-constant", 0),
+        ("resformer-plus", 2 * 47 + 1),
+        ("resformer-sparse", 0),
+        ("resformer-dense", 48 * 49 // 2 - 1),
+        ("resformer-gated", 47 * (2 * 32 + 1)),
+        ("neutreno", 0),
+        ("resformer-neutreno", 0),
+        ("svformer", 0),
+        ("denseformer", 1224),
+        ("denseformer-4x5", 62),
+        ("cla2", 0),
+        ("fusedkv-lite", 0),
+        ("resformer-denseformer", 2 * 47 + 1224),
+    ],
+)
+def test_methods_of_48_layers_add_the_published_number_of_parameters(
+    tiny_config: Callable[..., ResFormerConfig], name: str, expected: int
+) -> None:
+    assert added_parameters(tiny_config(name, num_hidden_layers=48)) == expected
+
+
+def test_sharing_layers_have_no_projection_of_their_own(tiny_model: TinyModel, variant: str) -> None:
+    model = tiny_model(variant)
+    names = {name for name, _ in model.named_parameters()}
+    for n, (key, value) in enumerate(zip(model.config.all_key_sources, model.config.all_value_sources, strict=True)):
+        assert (f"model.layers.{n}.self_attn.k_proj.weight" in names) == (key == n)
+        assert (f"model.layers.{n}.self_attn.v_proj.weight" in names) == (value == n)
+
+
+def test_added_parameters_lie_in_their_modules_and_are_no_scalars(tiny_model: TinyModel, variant: str) -> None:
+    model = tiny_model(variant)
+    backbone = {name for name, _ in tiny_model(**_backbone(model.config)).named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert parameter.dim() >= 1, name
+        if name not in backbone:
+            assert {"value_residual", "depth_average"} & set(name.split(".")[:-1]), name
+
+
+def _backbone(config: ResFormerConfig) -> dict[str, Any]:
+    fields = "head_dim num_key_value_heads qk_norm attention_bias attention_out_bias mlp_bias tie_word_embeddings"
+    return {field: getattr(config, field) for field in fields.split()}
+
+
+def test_every_method_is_listed_in_the_parameter_table() -> None:
+    mark = next(
+        mark
+        for mark in test_methods_of_48_layers_add_the_published_number_of_parameters.pytestmark
+        if mark.name == "parametrize"
+    )
+    assert {name for name, _ in mark.args[1]} == set(METHODS)
+
+
+# The two pure functions
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 7, 4)])
+def test_weighted_sum_equals_the_plain_sum(count: int, shape: tuple[int, ...]) -> None:
+    states = [torch.randn(shape, dtype=torch.float64) for _ in range(count)]
+    weights = torch.randn(count, dtype=torch.float64)
+    expected = sum(float(weight) * state for weight, state in zip(weights, states))
+    for given in (weights, weights.tolist(), tuple(weights.tolist())):
+        torch.testing.assert_close(weighted_sum(states, given), expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_weighted_sum_has_the_gradients_of_the_plain_sum(count: int) -> None:
+    states = [torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(count)]
+    weights = torch.randn(count, dtype=torch.float64, requires_grad=True)
+    numbers = torch.randn(count).tolist()
+    assert torch.autograd.gradcheck(lambda w, *s: weighted_sum(s, w), (weights, *states))
+    assert torch.autograd.gradcheck(lambda *s: weighted_sum(s, numbers), states)
+    upstream = torch.randn(2, 3, 4, dtype=torch.float64)
+    got = torch.autograd.grad(weighted_sum(states, weights), [weights, *states], upstream)
+    plain = sum(weight * state for weight, state in zip(weights.unbind(), states))
+    for mine, expected in zip(got, torch.autograd.grad(plain, [weights, *states], upstream), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_weighted_sum_with_ones_and_zeros_changes_no_bit(dtype: torch.dtype, as_tensor: bool) -> None:
+    states = [torch.randn(3, 5, 7).to(dtype) for _ in range(4)]
+    for kept in range(4):
+        weights = [1.0 if k == kept else 0.0 for k in range(4)]
+        out = weighted_sum(states, torch.tensor(weights, dtype=torch.float32) if as_tensor else weights)
+        assert out.dtype == dtype and torch.equal(out, states[kept])
+
+
+@pytest.mark.parametrize("query_heads", [2, 4, 8])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_neutreno_term_equals_repeat_kv(query_heads: int, groups: int) -> None:
+    batch, tokens, width, strength = 2, 5, 6, 0.4
+    attention_output = torch.randn(batch, tokens, query_heads, width, dtype=torch.float64, requires_grad=True)
+    first, values = (
+        torch.randn(batch, groups, tokens, width, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    )
+    repeats = query_heads // groups
+    pull = strength * (repeat_kv(first, repeats) - repeat_kv(values, repeats))
+    expected = attention_output + pull.transpose(1, 2)
+    got = neutreno_term(attention_output, first, values, strength)
+    torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
+    assert torch.autograd.gradcheck(lambda *t: neutreno_term(*t, strength), (attention_output, first, values))

@@ -1,0 +1,345 @@
+"""Plain configurations are Transformers' own models, bit for bit, and their checkpoints load without changing a logit."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+
+from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+from resformer.modeling import ResFormerPreTrainedModel
+
+Randomise = Callable[..., PreTrainedModel]
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 4},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 500.0,
+        "factor": 2.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.5, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": 8,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+}
+
+#: What the tests below compare: the original's classes and extra fields, and ResFormerConfig's extra fields.
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any], dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}, {}),
+    "llama-biased-tied": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 12},
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 12},
+    ),
+    "mistral-sliding": (MistralConfig, MistralForCausalLM, {"sliding_window": 4}, {"sliding_window": 4}),
+    "mistral-full": (MistralConfig, MistralForCausalLM, {"sliding_window": None}, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}, {"attention_bias": True, "attention_out_bias": False}),
+    "qwen2-sliding": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+        {
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "sliding_window": 4,
+            "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 4,
+        },
+    ),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 12}, {"head_dim": 12, "qk_norm": True}),
+    "smollm3": (
+        SmolLM3Config,
+        SmolLM3ForCausalLM,
+        {"tie_word_embeddings": True},
+        {"no_rope_layers": [1, 1, 1, 0, 1, 1], "tie_word_embeddings": True},
+    ),
+    "smollm3-sliding": (
+        SmolLM3Config,
+        SmolLM3ForCausalLM,
+        {"no_rope_layers": [1, 0, 1, 0, 0, 1], "use_sliding_window": True, "sliding_window": 4},
+        {
+            "no_rope_layers": [1, 0, 1, 0, 0, 1],
+            "sliding_window": 4,
+            "layer_types": [["full_attention", "sliding_attention"][n in (1, 3, 4)] for n in range(6)],
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+@pytest.fixture
+def twins(tiny_config: Callable[..., ResFormerConfig], randomise: Randomise) -> Callable[..., tuple[Any, Any]]:
+    """`twins("qwen3", dtype, attention)`: the original and the ResFormer with its weights, both in eval mode."""
+
+    def build(
+        family: str, dtype: torch.dtype = torch.float32, attention: str = "sdpa", **fields: Any
+    ) -> tuple[PreTrainedModel, PreTrainedModel]:
+        config_class, model_class, theirs, ours = FAMILIES[family]
+        backbone = {**_backbone(tiny_config()), "rope_parameters": ROPES["default"], **fields}
+        original = randomise(model_class(config_class(**{**backbone, **theirs}))).to(dtype).eval()
+        model = ResFormerForCausalLM(ResFormerConfig(**{**backbone, **ours})).to(dtype).eval()
+        model.load_state_dict(original.state_dict(), strict=True)
+        for each in (original, model):
+            each.set_attn_implementation(attention)
+        return original, model
+
+    return build
+
+
+def _backbone(config: ResFormerConfig) -> dict[str, Any]:
+    fields = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+        "max_position_embeddings pad_token_id bos_token_id eos_token_id"
+    )
+    return {field: getattr(config, field) for field in fields.split()}
+
+
+def assert_same_logits(original: PreTrainedModel, model: PreTrainedModel, ragged: dict[str, torch.Tensor]) -> None:
+    ids, mask = ragged["input_ids"], ragged["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    for inputs in (
+        {"input_ids": ids},
+        {"input_ids": ids, "attention_mask": mask},
+        {"input_ids": ids, "attention_mask": mask, "position_ids": positions},
+        {"input_ids": ids.flip(1), "attention_mask": mask.flip(1)},
+        {"input_ids": ids, "logits_to_keep": 2, "use_cache": False},
+    ):
+        with torch.no_grad():
+            expected, logits = original(**inputs).logits, model(**inputs).logits
+        assert expected.isfinite().all()
+        assert logits.dtype == expected.dtype and torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_the_originals_bit_for_bit(
+    twins: Callable[..., Any], family: str, attention: str, dtype: torch.dtype, ragged: dict[str, torch.Tensor]
+) -> None:
+    assert_same_logits(*twins(family, dtype, attention), ragged)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("rope", ROPES)
+def test_every_rope_type_gives_llamas_logits_bit_for_bit(
+    twins: Callable[..., Any], rope: str, attention: str, dtype: torch.dtype, ragged: dict[str, torch.Tensor]
+) -> None:
+    # 11 tokens are more than "dynamic" and "longrope" expect, so that both of their branches run.
+    pair = twins("llama", dtype, attention, rope_parameters=dict(ROPES[rope]), max_position_embeddings=8)
+    assert pair[1].model.rotary_emb.rope_type == rope
+    assert_same_logits(*pair, ragged)
+    assert_same_logits(*pair, {name: tensor[:, 5:] for name, tensor in ragged.items()})
+
+
+def test_the_rope_types_differ_from_each_other(twins: Callable[..., Any], ragged: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        logits = [
+            twins("llama", rope_parameters=dict(rope), max_position_embeddings=8)[1](ragged["input_ids"]).logits
+            for rope in ROPES.values()
+        ]
+    assert all(not torch.equal(a, b) for k, a in enumerate(logits) for b in logits[:k])
+
+
+def test_a_configuration_with_nothing_set_is_plain_llama() -> None:
+    ours, theirs = ResFormerConfig(), LlamaConfig()
+    for field, value in theirs.to_dict().items():
+        if field not in ("model_type", "architectures", "transformers_version"):
+            assert getattr(ours, field) == value, field
+    with torch.device("meta"):
+        small = {"num_hidden_layers": 2}
+        state = ResFormerForCausalLM(ResFormerConfig(**small)).state_dict()
+        expected = LlamaForCausalLM(LlamaConfig(**small)).state_dict()
+    assert {n: (t.shape, t.dtype) for n, t in state.items()} == {n: (t.shape, t.dtype) for n, t in expected.items()}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_the_originals_bit_for_bit(
+    twins: Callable[..., Any], family: str, attention: str, ragged: dict[str, torch.Tensor]
+) -> None:
+    labels = ragged["input_ids"].masked_fill(ragged["attention_mask"] == 0, -100)
+    losses, gradients = [], []
+    for model in twins(family, attention=attention):
+        loss = model.train()(**ragged, labels=labels).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert torch.equal(*losses)
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().sum() > 0, name
+        assert torch.equal(gradients[1][name], gradient), name
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_gives_the_originals_logits_bit_for_bit(
+    twins: Callable[..., Any], family: str, cache: str | None, ragged: dict[str, torch.Tensor]
+) -> None:
+    expected, got = (
+        model.generate(
+            **ragged,
+            max_new_tokens=6,
+            do_sample=False,
+            cache_implementation=cache,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        for model in twins(family)
+    )
+    assert torch.equal(got.sequences, expected.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(got.logits, expected.logits, strict=True))
+    assert len(got.sequences[:, 11:].unique()) > 3
+
+
+# Plain checkpoints read with connections added
+
+_LEARNED = ("learnable", "learnable_plus", "dense", "gated")
+
+
+def _is_exact(fields: dict[str, Any]) -> bool:
+    """Whether the method is plain Llama when it starts at (0, 1)."""
+    fixed = {"value_sources", "key_sources", "neutreno_lambda", "value_residual_init"} & fields.keys()
+    return not fixed and (fields.get("value_residual", "none") in ("none", *_LEARNED))
+
+
+EXACT = [name for name, fields in METHODS.items() if _is_exact(fields(6))]
+
+
+def test_the_exact_methods_are_those_that_the_design_lists() -> None:
+    assert set(EXACT) == {
+        "transformer",
+        "resformer",
+        "resformer-plus",
+        "resformer-dense",
+        "resformer-gated",
+        "denseformer",
+        "denseformer-4x5",
+        "resformer-denseformer",
+    }
+
+
+@pytest.fixture
+def plain_checkpoint(tiny_config: Callable[..., ResFormerConfig], randomise: Randomise, tmp_path: Path) -> Path:
+    randomise(LlamaForCausalLM(LlamaConfig(**_backbone(tiny_config())))).save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised memory is NaN within; before, small blocks that held NaN were handed back to the allocator."""
+    blocks = [torch.full((size,), float("nan")) for size in [*range(1, 130), 256, 512, 1024] for _ in range(8)]
+    del blocks
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def load(path: Path, method: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    fields = {"value_residual_init": [0.0, 1.0], **METHODS[method](6)}
+    config = ResFormerConfig.from_pretrained(path, **fields)
+    with poisoned_memory():
+        return ResFormerForCausalLM.from_pretrained(path, config=config, output_loading_info=True, **options)
+
+
+def assert_starts_as_plain_llama(model: PreTrainedModel) -> None:
+    expected = torch.eye(6)
+    if model.config.value_residual == "gated":
+        expected[1:, 0] = float("nan")
+        for layer in model.model.layers[1:]:
+            assert torch.equal(layer.self_attn.value_residual.bias_gate, torch.zeros(2, 32))
+    torch.testing.assert_close(model.model.value_mixing_matrix(), expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(model.model.depth_mixing_matrix(), torch.eye(7)[1:])
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", EXACT)
+def test_plain_checkpoints_load_with_added_parameters_at_their_start(
+    plain_checkpoint: Path, name: str, dtype: torch.dtype, ragged: dict[str, torch.Tensor]
+) -> None:
+    model, info = load(plain_checkpoint, name, dtype=dtype)
+    assert not info["unexpected_keys"] and not info["mismatched_keys"]
+    added = {key for key, _ in model.named_parameters() if {"value_residual", "depth_average"} & set(key.split("."))}
+    assert info["missing_keys"] == added
+    assert bool(added) == (name != "transformer")
+    assert_starts_as_plain_llama(model)
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {dtype}
+
+    original = LlamaForCausalLM.from_pretrained(plain_checkpoint, dtype=dtype)
+    assert_same_logits(original.eval(), model.eval(), ragged)
+
+
+@pytest.mark.parametrize("name", ["resformer", "resformer-plus", "resformer-gated", "denseformer"])
+def test_that_start_is_not_luck(
+    plain_checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch, ragged: dict[str, torch.Tensor]
+) -> None:
+    # The control: without `_init_weights` the same check finds the poison.
+    monkeypatch.delattr(ResFormerPreTrainedModel, "_init_weights")
+    model, info = load(plain_checkpoint, name)
+    assert info["missing_keys"]
+    parameters = dict(model.named_parameters())
+    assert all(parameters[key].isnan().all() for key in info["missing_keys"])
+    with pytest.raises(AssertionError):
+        assert_starts_as_plain_llama(model)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_saved_starts_are_not_overwritten_on_reload(
+    plain_checkpoint: Path, name: str, randomise: Randomise, tmp_path: Path
+) -> None:
+    model = randomise(load(plain_checkpoint, name)[0], seed=3)
+    model.save_pretrained(tmp_path / "trained")
+    with poisoned_memory():
+        again, info = ResFormerForCausalLM.from_pretrained(tmp_path / "trained", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for (key, expected), (_, parameter) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(parameter, expected), key
+
+
+
+def test_the_stated_start_is_taken_from_the_configuration(plain_checkpoint: Path) -> None:
+    config = ResFormerConfig.from_pretrained(
+        plain_checkpoint, value_residual="dense", value_residual_init=[0.25, 0.75], dwa=True, dwa_dilation=2
+    )
+    with poisoned_memory():
+        model = ResFormerForCausalLM.from_pretrained(plain_checkpoint, config=config)
+    expected = torch.eye(6) * 0.75
+    expected[:, 0] = 0.25
+    expected[0, 0] = 1.0
+    assert torch.equal(model.model.value_mixing_matrix(), expected)
+    assert torch.equal(model.model.depth_mixing_matrix(), torch.eye(7)[1:])
+    assert model.config.model_type == "resformer"
