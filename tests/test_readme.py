@@ -1,0 +1,74 @@
+"""Every command and every line of code in the README runs, as a reader would run it, against a Hub on loopback."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import save_checkpoint
+from hub_server import HubServer
+
+from resformer import METHODS
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source", tie_word_embeddings=True)
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "notes.txt").write_text("Values of the first layer reach the last one.\n" * 40)
+    python = []
+    with HubServer() as hub:
+        hub.add("HuggingFaceTB/SmolLM2-135M", tmp_path / "source")
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_TOKEN": "hf_test",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_OFFLINE": "0",
+            "OMP_NUM_THREADS": "1",
+        }
+        for language, code in BLOCKS:
+            if language == "python":
+                python.append(code)
+                continue
+            for command in code.splitlines() if language == "bash" else []:
+                if command.split()[0] in ("make", "pip"):  # the Makefile's own test is below, pip's in test_packaging
+                    continue
+                program, *arguments = command.partition("#")[0].split()
+                assert program == "resformer"
+                done = subprocess.run(
+                    [sys.executable, "-m", program, *arguments],
+                    cwd=work,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                assert done.returncode == 0, f"{command}\n{done.stderr}"
+        script = "\n".join(python)
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=work, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        pushed = hub.repositories["you/smollm2-resformer"]
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(pushed)
+    assert "identical" in done.stdout
+
+
+def test_make_targets_do_what_the_readme_says() -> None:
+    root = Path(__file__).parents[1]
+    for target, command in (("demo", "resformer demo"), ("test", "-m pytest")):
+        assert f"make {target}" in README
+        plan = subprocess.run(["make", "-n", target], cwd=root, capture_output=True, text=True, check=True).stdout
+        assert command in plan
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_table_of_methods_is_complete(method: str) -> None:
+    assert f"| `{method}` |" in README
