@@ -139,9 +139,7 @@ class ResFormerConfig(PreTrainedConfig):
     layer_types: list[str] | None = None
     no_rope_layers: list[int] | None = None
 
-    value_residual: Literal[
-        "none", "identity", "constant", "learnable", "learnable_plus", "dense", "gated"
-    ] = "none"
+    value_residual: Literal["none", "identity", "constant", "learnable", "learnable_plus", "dense", "gated"] = "none"
     value_residual_init: list[int | float] | tuple[int | float, ...] = field(default_factory=lambda: [0.5, 0.5])
     value_residual_layers: list[int] | None = None
     neutreno_lambda: int | float = 0.0
@@ -158,7 +156,7 @@ class ResFormerConfig(PreTrainedConfig):
         family = kwargs.pop("model_type", self.model_type)
         if family not in _SAME_MEANING:
             _warn(
-                f"A configuration of model_type {family!r} is read as a ResFormerConfig, which takes over the fields that "
+                f"A configuration of model_type {family!r} is read as a ResFormerConfig, which takes the fields that "
                 "bear the same name and nothing else. `resformer convert` (resformer.retrofit) translates all of it."
             )
         if kwargs.pop("use_sliding_window", None) is False:  # Qwen2's switch
@@ -205,9 +203,9 @@ class ResFormerConfig(PreTrainedConfig):
         overrides = {key: kwargs.pop(key) for key in own & kwargs.keys()}
         _warn_of_misspelt_fields(kwargs)
         config_dict = {**config_dict, **overrides}
-        if "num_hidden_layers" in overrides and "layer_types" not in overrides:
-            if len(set(config_dict.get("layer_types") or ())) == 1:
-                del config_dict["layer_types"]
+        uniform = len(set(config_dict.get("layer_types") or ())) == 1
+        if "num_hidden_layers" in overrides and "layer_types" not in overrides and uniform:
+            del config_dict["layer_types"]
         return super().from_dict(config_dict, **kwargs)
 
     # What the model, the cache and the converter read. All of it follows from the fields.
@@ -303,8 +301,8 @@ class ResFormerConfig(PreTrainedConfig):
         for layer in self.value_residual_layers or ():
             if sources[layer] != layer:
                 raise ValueError(
-                    f"`value_residual_layers` holds {layer}, but `value_sources`[{layer}] is {sources[layer]}: that layer "
-                    "has no values of its own to mix."
+                    f"`value_residual_layers` holds {layer}, but `value_sources`[{layer}] is {sources[layer]}: that "
+                    "layer has no values of its own to mix."
                 )
         self._warn_of_settings_without_effect()
 
@@ -321,7 +319,7 @@ class ResFormerConfig(PreTrainedConfig):
             for layer in layers:
                 if not 1 <= layer < self.num_hidden_layers:
                     raise ValueError(
-                        f"`value_residual_layers` holds {layer}: expected layers from 1 to {self.num_hidden_layers - 1} "
+                        f"`value_residual_layers` holds {layer}: expected 1 to {self.num_hidden_layers - 1} "
                         "(`num_hidden_layers` - 1). Layer 0 has no earlier values to mix in."
                     )
 
@@ -363,9 +361,7 @@ class ResFormerConfig(PreTrainedConfig):
                 f"(`value_sources`={self.value_sources}, `value_residual_layers`={self.value_residual_layers})."
             )
         if not self.dwa and (self.dwa_dilation, self.dwa_period) != (1, 1):
-            _warn(
-                f"`dwa_dilation`={self.dwa_dilation} and `dwa_period`={self.dwa_period} do nothing while `dwa` is False."
-            )
+            _warn(f"`dwa_dilation`={self.dwa_dilation} and `dwa_period`={self.dwa_period} do nothing: `dwa` is False.")
         if self.dwa and self.dwa_period > self.num_hidden_layers:
             _warn(
                 f"`dwa`=True does nothing: `dwa_period` ({self.dwa_period}) is above `num_hidden_layers` "

@@ -28,8 +28,8 @@ __all__ = ["CONNECTION_FIELDS", "RetrofitReport", "losses", "retrofit"]
 
 #: The configuration fields that a retrofit may set; all others are the source's.
 CONNECTION_FIELDS = (
-    "value_residual value_residual_init value_residual_layers neutreno_lambda value_sources key_sources dwa dwa_dilation "
-    "dwa_period"
+    "value_residual value_residual_init value_residual_layers neutreno_lambda value_sources key_sources dwa "
+    "dwa_dilation dwa_period"
 ).split()
 _LEARNED_MODES = ("learnable", "learnable_plus", "dense", "gated")
 
@@ -75,8 +75,8 @@ def retrofit(
     """Writes `source` with the connections of `method` to the folder `output`.
 
     Methods that can start as the identity do ((0, 1) for value residuals, one-hot depth averages), so that the result
-    computes what its source does, bit for bit; the saved checkpoint is reloaded and its logits compared before it is put
-    in place. Configuration, weights, tokenizer, chat templates and generation configuration go along.
+    computes what its source does, bit for bit; the saved checkpoint is reloaded and its logits compared before it is
+    put in place. Configuration, weights, tokenizer, chat templates and generation configuration go along.
 
     Args:
         source: a folder with safetensors, a `.gguf` file (dequantised), or a Hub id.
@@ -139,8 +139,8 @@ def retrofit(
         verification = compare_logits(original, reloaded)
         if not lost and not verification.identical:
             raise VerificationError(
-                f"The retrofit of {opened.name} is not exact, the logits {verification}. Nothing was written; this is a "
-                "defect of resformer, please report it."
+                f"The retrofit of {opened.name} is not exact, the logits {verification}. Nothing was written; this is "
+                "a defect of resformer, please report it."
             )
         report = RetrofitReport(
             **{**vars(report), "verification": verification, "warnings": warnings},
@@ -194,9 +194,7 @@ def _load(source: Source, dtype: str | torch.dtype) -> PreTrainedModel:
     if source.gguf_file is not None and dtype == "auto":
         dtype = torch.float32
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            **source.location, dtype=dtype, output_loading_info=True
-        )
+        model, loading = AutoModelForCausalLM.from_pretrained(**source.location, dtype=dtype, output_loading_info=True)
     except ImportError:
         raise
     except Exception as error:  # Transformers and safetensors raise nearly anything for a bad file
@@ -230,7 +228,9 @@ def _check_output(target: Path, source: Source, *, force: bool) -> None:
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target}: is a file; choose another output.")
     if target.is_dir() and any(target.iterdir()) and not force:
-        raise CheckpointError(f"{target}: is not empty; replace it with --force (force=True), or choose another output.")
+        raise CheckpointError(
+            f"{target}: is not empty; replace it with --force (force=True), or choose another output."
+        )
 
 
 @contextmanager

@@ -28,8 +28,8 @@ def retrofit_card(report: Mapping[str, Any], repository: str | None = None) -> M
         verification=(
             f"identical to the source's to the bit on {verification['tokens']} tokens"
             if verification["identical"]
-            else f"differ by at most {verification['max_difference']:.3g}, KL {verification['mean_kl']:.3g} nats, top-1 "
-            f"agreement {verification['top1_agreement']:.1%} on {verification['tokens']} tokens"
+            else f"differ by at most {verification['max_difference']:.3g}, KL {verification['mean_kl']:.3g} nats, "
+            f"top-1 agreement {verification['top1_agreement']:.1%} on {verification['tokens']} tokens"
         ),
     )
 
@@ -66,10 +66,12 @@ def finetuned_card(
 
 
 def _metadata(source: str, revision: str | None) -> ModelCardData:
-    from_hub = {"base_model": source, "base_model_relation": "finetune"} if revision is not None else {}
-    return ModelCardData(
-        library_name="transformers", pipeline_tag="text-generation", tags=["resformer", "value-residual"], **from_hub
+    card_data = ModelCardData(
+        library_name="transformers", pipeline_tag="text-generation", tags=["resformer", "value-residual"]
     )
+    if revision is not None:  # it came from the Hub
+        card_data["base_model"], card_data["base_model_relation"] = source, "finetune"
+    return card_data
 
 
 def _render(template: str, card_data: ModelCardData, **values: Any) -> ModelCard:

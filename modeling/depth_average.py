@@ -31,9 +31,7 @@ class DepthAverage(FreeRows):
     def reset_parameters(self) -> None:
         self.start_at([[0.0] * (size - 1) + [1.0] for size in self.sizes])
 
-    def average(
-        self, block: int, states: dict[int, torch.Tensor], weights: dict[int, torch.Tensor]
-    ) -> torch.Tensor:
+    def average(self, block: int, states: dict[int, torch.Tensor], weights: dict[int, torch.Tensor]) -> torch.Tensor:
         """Returns Y_block, and drops from `states` what no later block reads.
 
         Args:

@@ -1,6 +1,6 @@
 """What value residuals and depth-weighted averaging share: weighted sums over earlier layers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -33,8 +33,8 @@ def weighted_sum(states: Sequence[torch.Tensor], weights: torch.Tensor | Sequenc
 class MixingRows(nn.Module):
     """The rows of a mixing matrix that are not the identity's: row n mixes the states `columns[n]`.
 
-    `forward()` returns the weights of every row. The parameters' names hold `bias`, which the stock Trainer exempts from
-    weight decay: decay would pull a retrofit's ones to zero. They are how far each row leans towards each state.
+    `forward()` returns the weights of every row. The parameters' names hold `bias`, which the stock Trainer exempts
+    from weight decay: decay would pull a retrofit's ones to zero. They are how far each row leans towards each state.
 
     Subclasses say where the weights come from and set their start in `reset_parameters`.
     """
@@ -43,7 +43,7 @@ class MixingRows(nn.Module):
         super().__init__()
         self.columns = columns
 
-    def forward(self) -> dict[int, torch.Tensor | Sequence[float]]:
+    def forward(self) -> Mapping[int, torch.Tensor | Sequence[float]]:
         """Row n -> its weights, in the order of `columns[n]`: a `(len(columns[n]),)` tensor or numbers."""
         raise NotImplementedError
 

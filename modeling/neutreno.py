@@ -2,8 +2,8 @@ r"""NeuTRENO, arXiv 2312.00751: a pull of every layer's attention output back to
 
     U_n = A_n V'_{s(n)} + l (V_0 - V'_{s(n)}),  n >= 1
 
-s(n) is the layer whose values layer n attends to, itself unless values are shared. The term is added before `o_proj` and
-needs the current tokens only.
+s(n) is the layer whose values layer n attends to, itself unless values are shared. The term is added before `o_proj`
+and needs the current tokens only.
 """
 
 import torch

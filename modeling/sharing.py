@@ -2,8 +2,8 @@ r"""Shared keys and values: SVFormer (arXiv 2410.17897), CLA (arXiv 2405.12981),
 
     layer n attends with the keys of layer key_sources[n] to the values of layer value_sources[n]
 
-A reader takes its source's tensors as they are after the cache's update, past tokens included, and stores nothing of its
-own: a cache holds (distinct key sources + distinct value sources) / 2N of the full one.
+A reader takes its source's tensors as they are after the cache's update, past tokens included, and stores nothing of
+its own: a cache holds (distinct key sources + distinct value sources) / 2N of the full one.
 """
 
 import torch
@@ -22,8 +22,8 @@ def update_cache(
 
     Args:
         cache: any of Transformers' caches; `None` stores nothing.
-        own: keys and values that the layer has made of the current tokens, `(batch, heads, tokens, head_dim)`, or `None`
-            where it reads another layer's.
+        own: keys and values that the layer has made of the current tokens, `(batch, heads, tokens, head_dim)`, or
+            `None` where it reads another layer's.
         shared: what it reads instead, past tokens included, or `None`.
     """
     own_keys, own_values = own

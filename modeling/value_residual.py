@@ -3,17 +3,17 @@ r"""Value residuals: ResFormer, arXiv 2410.17897.
     V'_n = l1_n V_0 + l2_n V_n              for the mixing layers n; V'_n = V_n elsewhere
     V'_n = sum_{m <= n} l_{n,m} V_m         in mode "dense"
 
-V_n is the raw `v_proj` output of layer n, without rotary embedding. Values are mixed before they are cached, so decoding
-needs nothing of past tokens but V'. V_0 keeps its gradient.
+V_n is the raw `v_proj` output of layer n, without rotary embedding. Values are mixed before they are cached, so
+decoding needs nothing of past tokens but V'. V_0 keeps its gradient.
 
 | mode | coefficients | parameters | start, for `value_residual_init` = (a, b) |
 |---|---|---|---|
 | identity | 0.5, 0.5 | 0 | |
 | constant | a, b | 0 | |
-| learnable | l1_n, l2_n free | 2 per layer | a, b |
-| learnable_plus | l1_n = s softmax(z)_n over the L mixing layers, l2_n free | 2 per layer, and s | z = 0, s = a L, l2_n = b |
+| learnable | l1_n, l2_n free | 2 a layer | a, b |
+| learnable_plus | l1_n = s softmax(z)_n over the L mixing layers, l2_n free | 2 a layer, s | z = 0, s = a L, l2_n = b |
 | dense | l_{n,m} free | N(N+1)/2 - 1 | a on V_0, b on V_n, 0 between |
-| gated | l1_n = a + tanh(W_n h) per token and key/value head, l2_n free | heads x width + 1 per layer | W = 0, l2_n = b |
+| gated | l1_n = a + tanh(W_n h) per token and key/value head, l2_n free | heads x width + 1 a layer | W = 0, l2_n = b |
 """
 
 import torch
@@ -36,9 +36,11 @@ def mixed_layers(config: ResFormerConfig) -> dict[int, list[int]]:
 
 def value_residual(config: ResFormerConfig) -> MixingRows | None:
     """The module that holds the coefficients of the configured mode; `None` if no layer mixes."""
-    columns, start = mixed_layers(config), tuple(config.value_residual_init)
+    columns = mixed_layers(config)
     if not columns:
         return None
+    a, b = config.value_residual_init
+    start = (a, b)
     match config.value_residual:
         case "identity":
             return FixedValueResidual(columns, (0.5, 0.5))

@@ -1,4 +1,4 @@
-"""Which tensors cross between layers: worked out once from the configuration, so that a layer hands on nothing unread."""
+"""Which tensors cross between layers, worked out from the configuration: no layer hands on what none reads."""
 
 from dataclasses import dataclass
 

@@ -67,7 +67,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif parts == ["api", "validate-yaml"]:
             self._json({"errors": [], "warnings": []})
         elif "preupload" in parts:
-            files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]]
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(body)["files"]
+            ]
             self._json({"files": files})
         elif "commit" in parts:
             self._commit("/".join(parts[2:4]), body)

@@ -91,7 +91,8 @@ def naive_hidden_states(
                 for head in range(groups):
                     weight = value_mixing[n, m]
                     if weight.isnan():
-                        assert config.value_residual == "gated" and m == 0
+                        assert config.value_residual == "gated"
+                        assert m == 0
                         gate = weights[f"{layer}.self_attn.value_residual.bias_gate"][head]
                         weight = (config.value_residual_init[0] + torch.tanh(normed @ gate))[:, None]  # one per token
                     mixed[n][head] = mixed[n][head] + weight * raw[m][head]

@@ -120,21 +120,21 @@ def _pairs(n: int) -> list[int]:
 
 EXPECTED_METHODS: dict[str, dict[int, dict[str, Any]]] = {
     "transformer": {8: {}, 24: {}},
-    "resformer": dict.fromkeys((8, 24), {"value_residual": "learnable"}),
-    "resformer-identity": dict.fromkeys((8, 24), {"value_residual": "identity"}),
-    "resformer-constant": dict.fromkeys((8, 24), {"value_residual": "constant", "value_residual_init": [2.0, 1.0]}),
-    "resformer-plus": dict.fromkeys((8, 24), {"value_residual": "learnable_plus"}),
+    "resformer": {key: {"value_residual": "learnable"} for key in (8, 24)},
+    "resformer-identity": {key: {"value_residual": "identity"} for key in (8, 24)},
+    "resformer-constant": {key: {"value_residual": "constant", "value_residual_init": [2.0, 1.0]} for key in (8, 24)},
+    "resformer-plus": {key: {"value_residual": "learnable_plus"} for key in (8, 24)},
     "resformer-sparse": {
         n: {"value_residual": "constant", "value_residual_init": [5.0, 1.0], "value_residual_layers": layers}
         for n, layers in {8: [5, 6, 7], 24: [16, 17, 18, 19, 20, 21, 22, 23]}.items()
     },
-    "resformer-dense": dict.fromkeys((8, 24), {"value_residual": "dense"}),
-    "resformer-gated": dict.fromkeys((8, 24), {"value_residual": "gated"}),
-    "neutreno": dict.fromkeys((8, 24), {"neutreno_lambda": 0.4}),
-    "resformer-neutreno": dict.fromkeys((8, 24), {"value_residual": "identity", "neutreno_lambda": 0.2}),
+    "resformer-dense": {key: {"value_residual": "dense"} for key in (8, 24)},
+    "resformer-gated": {key: {"value_residual": "gated"} for key in (8, 24)},
+    "neutreno": {key: {"neutreno_lambda": 0.4} for key in (8, 24)},
+    "resformer-neutreno": {key: {"value_residual": "identity", "neutreno_lambda": 0.2} for key in (8, 24)},
     "svformer": {n: {"value_sources": [0] * n} for n in (8, 24)},
-    "denseformer": dict.fromkeys((8, 24), {"dwa": True}),
-    "denseformer-4x5": dict.fromkeys((8, 24), {"dwa": True, "dwa_dilation": 4, "dwa_period": 5}),
+    "denseformer": {key: {"dwa": True} for key in (8, 24)},
+    "denseformer-4x5": {key: {"dwa": True, "dwa_dilation": 4, "dwa_period": 5} for key in (8, 24)},
     "cla2": {
         8: {"key_sources": [0, 0, 2, 2, 4, 4, 6, 6], "value_sources": [0, 0, 2, 2, 4, 4, 6, 6]},
         24: {"key_sources": _pairs(24), "value_sources": _pairs(24)},
@@ -143,7 +143,7 @@ EXPECTED_METHODS: dict[str, dict[int, dict[str, Any]]] = {
         8: {"key_sources": [0, 1, 2, 3, 3, 3, 3, 3], "value_sources": [0, 1, 2, 3, 0, 0, 0, 0]},
         24: {"key_sources": [*range(12), *[11] * 12], "value_sources": [*range(12), *[0] * 12]},
     },
-    "resformer-denseformer": dict.fromkeys((8, 24), {"value_residual": "learnable", "dwa": True}),
+    "resformer-denseformer": {key: {"value_residual": "learnable", "dwa": True} for key in (8, 24)},
 }
 
 
@@ -367,8 +367,16 @@ MISUSES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("one initial value", {"value_residual_init": [0.5]}, ["`value_residual_init` is [0.5]", "two finite numbers"]),
     ("three initial values", {"value_residual_init": [1, 2, 3]}, ["`value_residual_init` is [1.0, 2.0, 3.0]", "two"]),
     ("no initial values", {"value_residual_init": []}, ["`value_residual_init` is []", "two"]),
-    ("infinite initial value", {"value_residual_init": [float("inf"), 1]}, ["`value_residual_init` is [inf, ", "finite"]),
-    ("nan initial value", {"value_residual_init": [0, float("nan")]}, ["`value_residual_init` is [0.0, nan]", "finite"]),
+    (
+        "infinite initial value",
+        {"value_residual_init": [float("inf"), 1]},
+        ["`value_residual_init` is [inf, ", "finite"],
+    ),
+    (
+        "nan initial value",
+        {"value_residual_init": [0, float("nan")]},
+        ["`value_residual_init` is [0.0, nan]", "finite"],
+    ),
     ("initial values in words", {"value_residual_init": ["a", "b"]}, ["value_residual_init", "['a', 'b']", "float"]),
     ("initial values in one word", {"value_residual_init": "ab"}, ["value_residual_init", "'ab'", "list"]),
     ("one bare initial value", {"value_residual_init": 0.5}, ["value_residual_init", "0.5", "list"]),
@@ -411,7 +419,11 @@ MISUSES: list[tuple[str, dict[str, Any], list[str]]] = [
         {"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}},
         ["`rope_parameters`", "'foo'", "default", "linear", "yarn", "llama3"],
     ),
-    ("unknown legacy rotary embedding", {"rope_scaling": {"type": "foo", "factor": 2.0}}, ["'foo'", "default", "linear"]),
+    (
+        "unknown legacy rotary embedding",
+        {"rope_scaling": {"type": "foo", "factor": 2.0}},
+        ["'foo'", "default", "linear"],
+    ),
     (
         "rotary embedding without its factor",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
@@ -624,7 +636,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("published", PUBLISHED.values(), ids=PUBLISHED)
-def test_published_config_file_is_read_without_a_warning_where_it_means_the_same(published: dict[str, Any], tmp_path: Path) -> None:
+def test_published_config_file_is_read_without_a_warning_where_it_means_the_same(
+    published: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, **published}))
     if published["model_type"] in ("llama", "mistral"):
         with no_warnings():

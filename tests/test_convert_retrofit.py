@@ -114,7 +114,7 @@ def test_sharing_methods_keep_the_sources_projections(tmp_path: Path) -> None:
     names = [f"model.layers.{layer}.self_attn.{kind}_proj.weight" for layer in (1, 3) for kind in "kv"]
     assert sorted(report.dropped) == sorted(names)
     converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert {name: True for name in converted} == {name: torch.equal(source[name], converted[name]) for name in converted}
+    assert dict.fromkeys(converted, True) == {name: torch.equal(source[name], converted[name]) for name in converted}
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_output_that_is_in_the_way_is_kept(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "llama")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("keep")
-    with pytest.raises(CheckpointError, match="not empty.*--force"):
+    with pytest.raises(CheckpointError, match=r"not empty.*--force"):
         retrofit(tmp_path / "llama", tmp_path / "out")
     assert (tmp_path / "out" / "mine").read_text() == "keep"
     retrofit(tmp_path / "llama", tmp_path / "out", force=True)
@@ -331,7 +331,7 @@ class TestRefusals:
 
     def test_of_unknown_methods_and_foreign_fields(self, tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "llama")
-        with pytest.raises(ValueError, match="'svformr'.*svformer"):
+        with pytest.raises(ValueError, match=r"'svformr'.*svformer"):
             retrofit(tmp_path / "llama", tmp_path / "out", "svformr")
         with pytest.raises(ValueError, match=f"`hidden_size`.*{CONNECTION_FIELDS[0]}"):
             retrofit(tmp_path / "llama", tmp_path / "out", hidden_size=4)

