@@ -168,12 +168,7 @@ class ResFormerConfig(PreTrainedConfig):
                 setattr(self, f.name, copy.deepcopy(getattr(self, f.name)))
         if kwargs.get("rope_scaling") is not None:
             kwargs["rope_scaling"] = copy.deepcopy(kwargs["rope_scaling"])
-        if self.head_dim is None:
-            if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"`hidden_size` ({self.hidden_size}) is not a multiple of `num_attention_heads` "
-                    f"({self.num_attention_heads}): change one of them, or give `head_dim`."
-                )
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads == 0:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
@@ -241,7 +236,7 @@ class ResFormerConfig(PreTrainedConfig):
     # Every method named validate_* runs when a configuration is made or saved, and when a model is built from it.
 
     def validate_architecture(self) -> None:
-        for name in ("num_key_value_heads", "head_dim", "layer_types"):  # filled in when the configuration was made
+        for name in ("num_key_value_heads", "layer_types"):  # filled in when the configuration was made
             if getattr(self, name) is None:
                 raise ValueError(f"`{name}` is None: give it a value, or make a new configuration without it.")
         heads, groups = self.num_attention_heads, self.num_key_value_heads
@@ -249,6 +244,13 @@ class ResFormerConfig(PreTrainedConfig):
             raise ValueError(
                 f"`num_attention_heads` ({heads}) is not a multiple of `num_key_value_heads` ({groups}): every "
                 "key/value head must serve the same number of query heads."
+            )
+        if self.head_dim is None:
+            raise ValueError(
+                f"`hidden_size` ({self.hidden_size}) is not a multiple of `num_attention_heads` ({heads}) and `head_dim` is "
+                "None: change one of them, or give `head_dim`."
+                if self.hidden_size % heads
+                else "`head_dim` is None: give it a value, or make a new configuration without it."
             )
         if self.head_dim % 2:
             raise ValueError(f"`head_dim` ({self.head_dim}) is odd: the rotary embedding turns pairs of channels.")

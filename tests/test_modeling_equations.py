@@ -321,7 +321,7 @@ def test_starting_at_nothing_of_the_first_and_all_of_the_own_values_is_plain_lla
     plain = ResFormerForCausalLM(tiny_config()).eval()
     for mode in ("constant", "learnable", "learnable_plus", "dense", "gated"):
         model = ResFormerForCausalLM(tiny_config(value_residual=mode, value_residual_init=[0.0, 1.0], dwa=True)).eval()
-        missing, unexpected = model.load_state_dict(plain.state_dict(), strict=True)
+        missing, unexpected = model.load_state_dict(plain.state_dict(), strict=False)
         assert not unexpected
         assert all("value_residual" in name or "depth_average" in name for name in missing)
         with torch.no_grad():

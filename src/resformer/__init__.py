@@ -33,6 +33,8 @@ _HOMES = {
     "retrofit": "resformer.convert",
 }
 
+_SUBPACKAGES = ("configuration", "convert", "model_cards", "modeling", "training")
+
 __all__ = [
     "METHODS",
     "ResFormerConfig",
@@ -50,10 +52,12 @@ register_on_demand()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    if name in _SUBPACKAGES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return value
 
