@@ -61,10 +61,6 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 VARIANTS = [*METHODS, *COMBINATIONS]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes several seconds; deselect with -m 'not slow'")
-
-
 @pytest.fixture(autouse=True)
 def _same_random_numbers_for_every_test() -> None:
     torch.manual_seed(0)

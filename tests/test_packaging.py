@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from configparser import ConfigParser
@@ -34,7 +35,7 @@ needs_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git c
 
 
 def sources() -> list[str]:
-    """The project's files as git sees them, new ones included, relative to the root; all files where git is not used."""
+    """The project's files relative to the root: as git sees them, new ones included, or all where there is no git."""
     if not (ROOT / ".git").exists():
         found = [path.relative_to(ROOT) for path in ROOT.rglob("*") if not path.is_dir() or path.is_symlink()]
         hidden = re.compile(r"(^|/)(\..*|__pycache__|build|dist|.*\.egg-info)(/|$)")
@@ -287,8 +288,12 @@ def test_editable_installation_reads_the_checkout(links: bool, tmp_path: Path) -
     run(sys.executable, "-c", hook, str(tmp_path), cwd=project)
     with zipfile.ZipFile(the_wheel(tmp_path)) as archive:
         archive.extractall(tmp_path / "site")
-    # As pip does, except that this environment's own installation of resformer, if any, comes last.
-    adopt = f"import site, sys; site.addsitedir({str(tmp_path / 'site')!r}); sys.meta_path.insert(0, sys.meta_path.pop())"
-    *files, templates = run(sys.executable, "-c", f"{adopt}\n{_LOOK}", " ".join(PACKAGES), cwd=tmp_path).splitlines()
+    # As pip does, with this environment's packages behind it: without its own installation of resformer, if it has one.
+    adopt = (
+        f"import site, sys; site.addsitedir({str(tmp_path / 'site')!r}); sys.meta_path.insert(0, sys.meta_path.pop()); "
+        f"sys.path.append({sysconfig.get_path('purelib')!r})"
+    )
+    look = f"{adopt}\n{_LOOK}"
+    *files, templates = run(sys.executable, "-S", "-c", look, " ".join(PACKAGES), cwd=tmp_path).splitlines()
     assert [Path(file).resolve() for file in files] == [project / FOLDERS[name] / "__init__.py" for name in PACKAGES]
     assert templates == jinja_templates()
