@@ -247,8 +247,8 @@ class ResFormerConfig(PreTrainedConfig):
             )
         if self.head_dim is None:
             raise ValueError(
-                f"`hidden_size` ({self.hidden_size}) is not a multiple of `num_attention_heads` ({heads}): change one of "
-                "them, or give `head_dim`."
+                f"`hidden_size` ({self.hidden_size}) is not a multiple of `num_attention_heads` ({heads}): change one "
+                "of them, or give `head_dim`."
                 if self.hidden_size % heads
                 else "`head_dim` is None: give it a value, or make a new configuration without it."
             )
