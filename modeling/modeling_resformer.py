@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -347,7 +347,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
 
         for n, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
             wiring = self.wiring[n]
-            hidden_states, raw_values[n], current_values[n], keys[n], values[n] = layer(
+            given = layer(
                 hidden_states,
                 mixing_weights.get(n),
                 raw_values[0] if wiring.takes_first_values else None,
@@ -362,6 +362,12 @@ class ResFormerModel(ResFormerPreTrainedModel):
                 use_cache=use_cache,
                 **kwargs,
             )
+            if isinstance(given, torch.Tensor):  # the stand-in for a layer of another stage
+                raise NotImplementedError(
+                    "Pipeline parallelism is not supported: what crosses between layers does not cross its stages. Use "
+                    "tensor parallelism or FSDP2."
+                )
+            hidden_states, raw_values[n], current_values[n], keys[n], values[n] = given
             if self.depth_average is not None:
                 outputs[n + 1] = hidden_states
                 hidden_states = self.depth_average.average(n, outputs, depth_weights)
@@ -431,6 +437,20 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
+        config = self.config
+        if generation_config.cache_implementation == "quantized":
+            unfit = [name for name in ("key_sources", "value_sources") if getattr(config, name) is not None]
+            if "sliding_attention" in config.layer_types:
+                unfit.append("layer_types")
+            if unfit:
+                raise ValueError(
+                    "A quantized cache stores keys and values of every layer alike, which does not fit "
+                    + ", ".join(f"`{name}`={getattr(config, name)}" for name in unfit)
+                    + ". Use the default cache or cache_implementation='static'."
+                )
+        super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
     def _get_static_cache_init_shape(self) -> tuple[int | list[int], int | list[int]] | None:
         # Allocating every layer beforehand would give the sharing ones what they do not need.

@@ -1,0 +1,651 @@
+"""What callers expect of a Transformers model: outputs, padding, packing, backends, training, saving, compiling."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+    StaticCache,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from resformer import (
+    ResFormerConfig,
+    ResFormerForCausalLM,
+    ResFormerForQuestionAnswering,
+    ResFormerForSequenceClassification,
+    ResFormerForTokenClassification,
+    ResFormerModel,
+)
+
+TinyModel = Callable[..., PreTrainedModel]
+Batch = dict[str, torch.Tensor]
+
+
+def is_added(name: str) -> bool:
+    return bool({"value_residual", "depth_average"} & set(name.split(".")))
+
+
+def logits_of(model: PreTrainedModel, *args: Any, **inputs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(*args, **inputs).logits
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+    """Within `tolerance` of the largest number; logits of the tiny models go up to about 8."""
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+# Outputs
+
+
+def test_attentions_are_one_distribution_per_layer_head_and_token(
+    tiny_model: TinyModel, variant: str, ragged: Batch
+) -> None:
+    model = tiny_model(variant, attention="eager")
+    ids = ragged["input_ids"][:1]
+    with torch.no_grad():
+        attentions = model(ids, output_attentions=True).attentions
+    assert len(attentions) == 6
+    for n, weights in enumerate(attentions):
+        assert weights.shape == (1, model.config.num_attention_heads, 11, 11)
+        torch.testing.assert_close(weights.sum(dim=-1), torch.ones(weights.shape[:-1]))
+        seen = torch.ones(11, 11, dtype=torch.bool).tril()
+        if model.config.layer_types[n] == "sliding_attention":
+            seen = seen.triu(1 - model.config.sliding_window)
+        assert not weights[..., ~seen].any()
+        assert (weights[..., seen] > 0).all()
+    assert model(ids).attentions is None
+
+
+def test_hidden_states_are_the_embeddings_the_raw_blocks_and_the_normed_output(
+    tiny_model: TinyModel, variant: str, ragged: Batch
+) -> None:
+    model = tiny_model(variant)
+    raw = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda _module, _args, output: raw.append(output[0]))
+    with torch.no_grad():
+        output = model.model(**ragged, output_hidden_states=True)
+        embeddings = model.model.embed_tokens(ragged["input_ids"])
+    assert len(output.hidden_states) == 7
+    assert torch.equal(output.hidden_states[0], embeddings)
+    for recorded, expected in zip(output.hidden_states[1:-1], raw[:-1], strict=True):
+        assert torch.equal(recorded, expected)
+    assert torch.equal(output.hidden_states[-1], output.last_hidden_state)
+    assert model(**ragged).hidden_states is None
+
+
+def test_embeddings_can_be_given_in_place_of_tokens(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    model = tiny_model(variant)
+    embeddings = model.get_input_embeddings()(ragged["input_ids"])
+    got = logits_of(model, inputs_embeds=embeddings, attention_mask=ragged["attention_mask"])
+    assert torch.equal(got, logits_of(model, **ragged))
+    for wrong in ({}, {"input_ids": ragged["input_ids"], "inputs_embeds": embeddings}):
+        with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+            model(**wrong)
+
+
+def test_only_the_logits_asked_for_are_made(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    model = tiny_model(variant)
+    expected = logits_of(model, **ragged)
+    kept = logits_of(model, **ragged, logits_to_keep=3)
+    assert kept.shape == (3, 3, 97)
+    assert_close(kept, expected[:, -3:], 1e-6)
+    chosen = torch.tensor([7, 10])
+    assert_close(logits_of(model, **ragged, logits_to_keep=chosen), expected[:, chosen], 1e-6)
+
+
+def test_mixing_matrices_are_unknown_exactly_where_a_gate_decides(tiny_model: TinyModel, variant: str) -> None:
+    model = tiny_model(variant)
+    config = model.config
+    gated = torch.zeros(6, 6, dtype=torch.bool)
+    if config.value_residual == "gated":
+        for reader, source in enumerate(config.all_value_sources):
+            gated[reader, 0] = source in config.mixing_layers
+        assert gated.any()
+    assert torch.equal(model.model.value_mixing_matrix().isnan(), gated)
+    assert not model.model.depth_mixing_matrix().isnan().any()
+    # A copy: what the caller does to it does not reach the model.
+    before = copy.deepcopy(model.state_dict())
+    for matrix in (model.model.value_mixing_matrix(), model.model.depth_mixing_matrix()):
+        matrix.fill_(3.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+# Padding and packing
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches_equal_their_sequences(
+    tiny_model: TinyModel, variant: str, side: str, attention: str, ragged: Batch
+) -> None:
+    model = tiny_model(variant, attention=attention)
+    ids, mask = ragged["input_ids"], ragged["attention_mask"]
+    if side == "right":
+        lengths = mask.sum(1).tolist()
+        mask = mask.flip(1)
+        ids = torch.stack([row.roll(length) for row, length in zip(ids, lengths, strict=True)])
+    padded = logits_of(model, ids, attention_mask=mask)
+    explicit = logits_of(model, ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+    for row in range(3):
+        real = mask[row].bool()
+        alone = logits_of(model, ids[row][real][None])[0]
+        assert_close(padded[row][real], alone)
+        assert_close(explicit[row][real], alone)
+    garbage = ids.masked_fill(mask == 0, 50)
+    assert_close(logits_of(model, garbage, attention_mask=mask)[mask.bool()], padded[mask.bool()])
+
+
+@pytest.mark.parametrize("use_cache", [None, True, False], ids=["default", "cache", "no-cache"])
+def test_packed_sequences_equal_separate_ones(
+    tiny_model: TinyModel, variant: str, use_cache: bool | None, ragged: Batch
+) -> None:
+    for attention in ("sdpa", "eager"):
+        model = tiny_model(variant, attention=attention)
+        sequences = [ids[mask.bool()] for ids, mask in zip(*ragged.values(), strict=True)]
+        packed = torch.cat(sequences)[None]
+        positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None]
+        options = {} if use_cache is None else {"use_cache": use_cache}
+        got = logits_of(model, packed, position_ids=positions, **options)[0]
+        expected = torch.cat([logits_of(model, sequence[None])[0] for sequence in sequences])
+        assert_close(got, expected)
+        # The control: in one sequence they would see each other.
+        assert (logits_of(model, packed)[0, 11:] - expected[11:]).abs().max() > 0.1
+
+
+def test_packed_sequences_train_as_separate_ones(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    model = tiny_model(variant).train()
+    sequences = [ids[mask.bool()] for ids, mask in zip(*ragged.values(), strict=True)]
+    separate = sum(
+        nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum") for row in sequences
+    )
+    separate.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    labels = torch.cat([torch.cat((torch.tensor([-100]), row[1:])) for row in sequences])[None]
+    positions = torch.cat([torch.arange(len(row)) for row in sequences])[None]
+    tokens = sum(len(row) - 1 for row in sequences)
+    loss = model(torch.cat(sequences)[None], position_ids=positions, labels=labels).loss
+    torch.testing.assert_close(loss * tokens, separate)
+    (loss * tokens).backward()
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad, expected[name], 1e-4)
+
+
+# Backends
+
+
+def test_eager_equals_sdpa(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    model = tiny_model(variant)
+    sdpa = logits_of(model, **ragged)
+    model.set_attn_implementation("eager")
+    eager = logits_of(model, **ragged)
+    real = ragged["attention_mask"].bool()
+    assert_close(eager[real], sdpa[real])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "variant",
+    ["svformer", "cla2", "crossed-sharing", "resformer-neutreno", "kitchen-sink", "gated-sink"],
+    indirect=True,
+)
+def test_flex_attention_equals_sdpa(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    model = tiny_model(variant, head_dim=16)
+    sdpa = logits_of(model, **ragged)
+    model.set_attn_implementation("flex_attention")
+    real = ragged["attention_mask"].bool()
+    assert_close(logits_of(model, **ragged)[real], sdpa[real])
+
+
+# Training
+
+
+def loss_and_gradients(model: PreTrainedModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    model.zero_grad()
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    loss = model(**batch, labels=labels).loss
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("trained", ["everything", "added"])
+def test_gradient_checkpointing_changes_no_gradient(
+    tiny_model: TinyModel, variant: str, reentrant: bool, trained: str, ragged: Batch
+) -> None:
+    model = tiny_model(variant).train()
+    if trained == "added":
+        if not any(is_added(name) for name, _ in model.named_parameters()):
+            pytest.skip("nothing is added")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_added(name))
+    loss, expected = loss_and_gradients(model, ragged)
+    assert all(gradient is not None and gradient.any() for gradient in expected.values() if trained == "everything")
+
+    calls = []
+    model.model.layers[-1].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if trained == "added":
+        model.enable_input_require_grads()
+    checkpointed, gradients = loss_and_gradients(model, ragged)
+    assert len(calls) == 2  # forwards, and again when going backwards
+    assert torch.equal(checkpointed, loss)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        if gradient is None:
+            assert gradients[name] is None, name
+        else:
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_every_parameter_gets_a_gradient(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    for name, gradient in loss_and_gradients(tiny_model(variant).train(), ragged)[1].items():
+        assert gradient is not None, name
+        assert gradient.any(), name
+        assert gradient.isfinite().all(), name
+
+
+def test_first_values_keep_their_gradient(tiny_config: Callable[..., ResFormerConfig], ragged: Batch) -> None:
+    # A port that detaches V_0 would give layer 0 the gradient of its own attention only.
+    config = tiny_config("resformer-constant", value_residual_init=[1.0, 0.0])
+    model = ResFormerForCausalLM(config).train()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+    loss_and_gradients(model, ragged)
+    assert model.model.layers[0].self_attn.v_proj.weight.grad.abs().max() > 0
+    assert all(not layer.self_attn.v_proj.weight.grad.any() for layer in model.model.layers[1:])
+
+
+#: Where layer 0's values reach later layers: mixed, as NeuTRENO's term, or attended to.
+CROSSING = ["resformer", "resformer-plus", "resformer-dense", "resformer-gated", "neutreno", "svformer", "cla2"]
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("variant", CROSSING, indirect=True)
+def test_gradient_through_the_first_values_equals_finite_differences(
+    tiny_model: TinyModel, variant: str, reentrant: bool | None, ragged: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def norm(self: LlamaRMSNorm, hidden_states: torch.Tensor) -> torch.Tensor:  # Llama's rounds to float32 within
+        scale = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (hidden_states * scale)
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", norm)
+    model = tiny_model(variant, dtype=torch.float64).train()
+    labels = ragged["input_ids"].masked_fill(ragged["attention_mask"] == 0, -100)[:, 1:].flatten()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    # With no output of its own, layer 0's values count for nothing but what later layers do with them.
+    first = model.model.layers[0].self_attn
+    with torch.no_grad():
+        first.o_proj.weight.zero_()
+    entries = [(first.v_proj.weight, (3, 5)), (first.v_proj.weight, (9, 30))]
+    if model.model.value_residual is not None:
+        entries += [(parameter, (0,)) for parameter in model.model.value_residual.parameters()]
+
+    def loss() -> torch.Tensor:  # the model's own is worked out in float32
+        return nn.functional.cross_entropy(model(**ragged).logits[:, :-1].flatten(0, 1), labels)
+
+    loss().backward()
+    model.gradient_checkpointing_disable()
+    for parameter, place in entries:
+        losses = []
+        with torch.no_grad():
+            start = parameter[place].item()
+            for step in (1e-5, -1e-5):
+                parameter[place] = start + step
+                losses.append(loss())
+            parameter[place] = start
+        expected = (losses[0] - losses[1]) / 2e-5
+        assert expected.abs() > 1e-6
+        torch.testing.assert_close(parameter.grad[place], expected, rtol=1e-5, atol=1e-9)
+
+
+def test_accumulated_batches_take_the_loss_of_the_whole(tiny_model: TinyModel, ragged: Batch) -> None:
+    # The Trainer tells the model how many tokens a whole step has.
+    model = tiny_model("resformer-denseformer").train()
+    labels = ragged["input_ids"].masked_fill(ragged["attention_mask"] == 0, -100)
+    tokens = (labels[:, 1:] != -100).sum()
+    whole = model(**ragged, labels=labels).loss
+    parts = [
+        model(**{name: tensor[row] for name, tensor in ragged.items()}, labels=labels[row], num_items_in_batch=tokens)
+        for row in (slice(0, 1), slice(1, 3))
+    ]
+    torch.testing.assert_close(sum(part.loss for part in parts), whole)
+
+
+def test_autocast_trains_every_mixing_parameter(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    model = tiny_model(variant).train()
+    full, _ = loss_and_gradients(model, ragged)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        labels = ragged["input_ids"].masked_fill(ragged["attention_mask"] == 0, -100)
+        model.zero_grad()
+        loss = model(**ragged, labels=labels).loss
+    loss.backward()
+    assert loss.isfinite()
+    torch.testing.assert_close(loss.detach(), full, rtol=0.1, atol=0.1, check_dtype=False)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == parameter.grad.dtype == torch.float32, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.any(), name
+
+
+def test_mixing_parameters_of_a_bfloat16_model_train_in_bfloat16(
+    tiny_model: TinyModel, variant: str, ragged: Batch
+) -> None:
+    _, exact = loss_and_gradients(tiny_model(variant).train(), ragged)
+    exact = {name: gradient.clone() for name, gradient in exact.items()}
+    model = tiny_model(variant, dtype=torch.bfloat16).train()
+    loss, gradients = loss_and_gradients(model, ragged)
+    assert loss.isfinite()
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == gradients[name].dtype == torch.bfloat16, name
+        assert gradients[name].isfinite().all(), name
+        assert gradients[name].any(), name
+        if is_added(name):
+            cosine = torch.cosine_similarity(gradients[name].float().flatten(), exact[name].flatten(), dim=0)
+            assert cosine > 0.9, name
+
+
+@pytest.mark.parametrize(
+    "variant", ["resformer", "resformer-plus", "resformer-dense", "resformer-gated", "gated-sink"], indirect=True
+)
+def test_modules_of_the_model_alone_may_be_float32(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    # What PEFT's `modules_to_save` and careful trainers do: the gates within the layers stay as they are.
+    model = tiny_model(variant, dtype=torch.bfloat16).train()
+    plain = logits_of(model, **ragged)
+    for module in (model.model.value_residual, model.model.depth_average):
+        if module is not None:
+            module.float()
+    got = logits_of(model, **ragged)
+    assert got.dtype == torch.bfloat16
+    assert_close(got, plain, 0.1 if model.config.value_residual == "learnable_plus" else 0.0)
+    _, gradients = loss_and_gradients(model, ragged)
+    for name, parameter in model.named_parameters():
+        assert gradients[name].dtype == parameter.dtype, name
+        assert gradients[name].any(), name
+    assert model.model.value_residual.bias_own.grad.dtype == torch.float32 if "gate" in variant else True
+
+
+def test_mixing_parameters_may_stay_in_float32_over_a_bfloat16_backbone(
+    tiny_model: TinyModel, variant: str, ragged: Batch
+) -> None:
+    model = tiny_model(variant, dtype=torch.bfloat16).train()
+    plain = logits_of(model, **ragged)
+    for name, parameter in model.named_parameters():
+        if is_added(name):
+            parameter.data = parameter.data.float()
+    # learnable_plus works its products out in the parameters' dtype; the rest is the same to the bit.
+    assert_close(logits_of(model, **ragged), plain, 0.1 if model.config.value_residual == "learnable_plus" else 0.0)
+    _, gradients = loss_and_gradients(model, ragged)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == (torch.float32 if is_added(name) else torch.bfloat16), name
+    assert logits_of(model, **ragged).dtype == torch.bfloat16
+
+
+def test_trainer_decays_no_added_parameter(tiny_model: TinyModel, variant: str, tmp_path: Path) -> None:
+    model = tiny_model(variant)
+    trainer = Trainer(model=model, args=TrainingArguments(tmp_path, report_to=[], use_cpu=True, weight_decay=0.1))
+    decayed = set(trainer.get_decay_parameter_names(model))
+    assert "model.layers.0.self_attn.q_proj.weight" in decayed
+    assert not [name for name in decayed if is_added(name)]
+    groups = trainer.create_optimizer().param_groups
+    undecayed = {id(parameter) for group in groups if not group["weight_decay"] for parameter in group["params"]}
+    assert all(id(parameter) in undecayed for name, parameter in model.named_parameters() if is_added(name))
+
+
+# Sizes, heads, files
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_resized_embeddings_keep_the_old_tokens(tiny_model: TinyModel, variant: str, tied: bool, ragged: Batch) -> None:
+    model = tiny_model(variant, tie_word_embeddings=tied)
+    expected = logits_of(model, **ragged)
+    model.resize_token_embeddings(105)
+    assert model.config.vocab_size == model.vocab_size == 105
+    got = logits_of(model, **ragged)
+    assert got.shape[-1] == 105
+    assert_close(got[..., :97], expected, 1e-6)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert model(torch.tensor([[100, 104]]), labels=torch.tensor([[100, 104]])).loss.isfinite()
+    model.resize_token_embeddings(97)
+    assert_close(logits_of(model, **ragged), expected, 1e-6)
+
+
+HEADS = {
+    "sequence": (ResFormerForSequenceClassification, AutoModelForSequenceClassification),
+    "token": (ResFormerForTokenClassification, AutoModelForTokenClassification),
+    "question": (ResFormerForQuestionAnswering, AutoModelForQuestionAnswering),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("variant", ["resformer", "svformer", "resformer-denseformer", "kitchen-sink"], indirect=True)
+def test_task_heads_train_and_reload(
+    tiny_model: TinyModel, variant: str, head: str, ragged: Batch, tmp_path: Path
+) -> None:
+    model_class, auto_class = HEADS[head]
+    model = tiny_model(variant, model_class=model_class, num_labels=5 if head != "question" else 2)
+    labels: dict[str, Any] = {
+        "sequence": {"labels": torch.tensor([0, 4, 2])},
+        "token": {"labels": torch.randint(0, 5, (3, 11))},
+        "question": {"start_positions": torch.tensor([5, 6, 7]), "end_positions": torch.tensor([8, 9, 10])},
+    }[head]
+    output = model.train()(**ragged, **labels)
+    output.loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+
+    model.save_pretrained(tmp_path)
+    again, info = auto_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(again) is model_class
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        expected, got = model.eval()(**ragged), again.eval()(**ragged)
+    shapes = {"sequence": [(3, 5)], "token": [(3, 11, 5)], "question": [(3, 11), (3, 11)]}[head]
+    names = ["start_logits", "end_logits"] if head == "question" else ["logits"]
+    for name, shape in zip(names, shapes, strict=True):
+        assert got[name].shape == shape
+        assert_close(got[name], expected[name], 1e-6)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_sequence_classification_reads_the_last_real_token(
+    tiny_model: TinyModel, variant: str, side: str, ragged: Batch
+) -> None:
+    model = tiny_model(variant, model_class=ResFormerForSequenceClassification, num_labels=3)
+    ids, mask = ragged["input_ids"], ragged["attention_mask"]
+    if side == "right":
+        lengths = mask.sum(1).tolist()
+        ids = torch.stack([row.roll(length) for row, length in zip(ids, lengths, strict=True)])
+        mask = mask.flip(1)
+    together = logits_of(model, ids, attention_mask=mask)
+    for row in range(3):
+        assert_close(together[row], logits_of(model, ids[row][mask[row].bool()][None])[0])
+    assert (together[0] - together[1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("shard", ["5GB", "8KB"])
+def test_saving_and_reloading_keeps_every_bit(
+    tiny_model: TinyModel, variant: str, dtype: torch.dtype, shard: str, tmp_path: Path
+) -> None:
+    model = tiny_model(variant, dtype=dtype)
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1 if shard == "5GB" else len(list(tmp_path.iterdir())) > 5
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert {**again.config.to_dict(), "_name_or_path": ""} == model.config.to_dict()
+    state = model.state_dict()
+    assert again.state_dict().keys() == state.keys()
+    for name, tensor in again.state_dict().items():
+        assert tensor.dtype == dtype, name
+        assert torch.equal(tensor, state[name]), name
+    base = AutoModel.from_pretrained(tmp_path)
+    assert type(base) is ResFormerModel
+    assert all(torch.equal(tensor, state[f"model.{name}"]) for name, tensor in base.state_dict().items())
+
+
+@pytest.mark.parametrize("variant", ["resformer-denseformer", "svformer", "kitchen-sink", "gated-sink"], indirect=True)
+def test_layers_on_disk_give_the_same_logits(
+    tiny_model: TinyModel, variant: str, ragged: Batch, tmp_path: Path
+) -> None:
+    model = tiny_model(variant)
+    model.save_pretrained(tmp_path / "model")
+    places = {name: "cpu" for name, _ in model.model.named_children()}
+    del places["layers"]
+    places = {f"model.{name}": place for name, place in places.items()} | {"lm_head": "cpu"}
+    places |= {f"model.layers.{n}": "disk" if n % 2 else "cpu" for n in range(6)}
+    if model.config.tie_word_embeddings:
+        places["lm_head"] = places["model.embed_tokens"]
+    placed = ResFormerForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload"
+    ).eval()
+    assert placed.model.layers[1].mlp.up_proj.weight.device.type == "meta"
+    assert_close(logits_of(placed, **ragged), logits_of(model, **ragged), 1e-6)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(placed.generate(**ragged, **options), model.generate(**ragged, **options))
+
+
+@pytest.mark.filterwarnings("ignore:.*on the meta device")
+def test_layers_offloaded_by_accelerate_give_the_same_logits(
+    tiny_model: TinyModel, variant: str, ragged: Batch
+) -> None:
+    model = tiny_model(variant)
+    expected = logits_of(model, **ragged)
+    matrices = model.model.value_mixing_matrix(), model.model.depth_mixing_matrix()
+    tokens = model.generate(**ragged, max_new_tokens=4, do_sample=False)
+    offloaded = cpu_offload(model, execution_device=torch.device("cpu"))
+    assert all(parameter.device.type == "meta" for parameter in offloaded.parameters())
+    assert_close(logits_of(offloaded, **ragged), expected, 1e-6)
+    assert torch.equal(offloaded.generate(**ragged, max_new_tokens=4, do_sample=False), tokens)
+    for got, matrix in zip(
+        (offloaded.model.value_mixing_matrix(), offloaded.model.depth_mixing_matrix()), matrices, strict=True
+    ):
+        torch.testing.assert_close(got, matrix, rtol=0, atol=0, equal_nan=True)
+
+
+def test_copies_are_independent(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    model = tiny_model(variant)
+    expected = logits_of(model, **ragged)
+    twin = copy.deepcopy(model)
+    assert_close(logits_of(twin, **ragged), expected, 1e-6)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert torch.equal(logits_of(model, **ragged), expected)
+
+
+# Compilers
+
+
+COMPILED = ["resformer-plus", "svformer", "kitchen-sink", "gated-sink"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", COMPILED, indirect=True)
+def test_compiling_breaks_no_graph_and_changes_no_gradient(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    model = tiny_model(variant).train()
+    loss, expected = loss_and_gradients(model, ragged)
+    expected = {name: gradient.clone() for name, gradient in expected.items()}
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    labels = ragged["input_ids"].masked_fill(ragged["attention_mask"] == 0, -100)
+    model.zero_grad()
+    got = compiled(**ragged, labels=labels).loss
+    got.backward()
+    torch.testing.assert_close(got.detach(), loss, rtol=1e-5, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad, expected[name], 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["svformer", "resformer-denseformer"], indirect=True)
+def test_compiled_decoding_with_a_static_cache_compiles_once(
+    tiny_model: TinyModel, variant: str, ragged: Batch
+) -> None:
+    model = tiny_model(variant)
+    ids = ragged["input_ids"][:1]
+    expected = logits_of(model, ids, use_cache=False)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    torch.compiler.reset()
+    graphs = CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
+    with torch.no_grad():
+        model(ids[:, :4], past_key_values=cache)
+        for at in range(4, 11):
+            position = torch.tensor([[at]])
+            logits = compiled(ids[:, at : at + 1], position_ids=position, past_key_values=cache).logits
+            assert_close(logits[:, 0], expected[:, at])
+            assert graphs.frame_count == 1, f"{graphs.frame_count - 1} recompiles by the token at {at}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", COMPILED, indirect=True)
+def test_exporting_with_dynamic_batch_and_length_changes_no_logit(
+    tiny_model: TinyModel, variant: str, ragged: Batch
+) -> None:
+    model = tiny_model(variant, use_cache=False)
+    shape = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    with torch.no_grad():
+        program = torch.export.export(
+            model,
+            (),
+            kwargs={**ragged, "use_cache": False},
+            dynamic_shapes={"input_ids": shape, "attention_mask": shape, "use_cache": None},
+        )
+        for rows, columns in ((3, 11), (2, 8), (5, 17)):
+            ids = torch.randint(3, 97, (rows, columns))
+            mask = torch.ones_like(ids)
+            mask[1, :3] = 0
+            got = program.module()(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            expected = logits_of(model, ids, attention_mask=mask)
+            assert_close(got[mask.bool()], expected[mask.bool()])
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "model_class", [ResFormerModel, ResFormerForCausalLM, *[model_class for model_class, _ in HEADS.values()]]
+)
+def test_fields_that_no_longer_fit_are_refused_when_a_model_is_built(
+    tiny_config: Callable[..., ResFormerConfig], model_class: type[PreTrainedModel]
+) -> None:
+    config = tiny_config("resformer")
+    config.num_attention_heads = 7
+    with pytest.raises(StrictDataclassClassValidationError, match=r"`num_attention_heads` \(7\)"):
+        model_class(config)
+    config.num_attention_heads = 4
+    model_class(config)
+
+
+@pytest.mark.parametrize("variant", ["resformer", "svformer", "denseformer", "transformer"], indirect=True)
+def test_pipeline_stages_are_refused_by_name(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    # What transformers.distributed makes of the layers that live in another stage.
+    model = tiny_model(variant)
+    for n in (3, 4, 5):
+        model.model.layers[n] = PipelineIdentityLayer()
+    with pytest.raises((ValueError, NotImplementedError), match=r"(?i)pipeline"):
+        model(**ragged)

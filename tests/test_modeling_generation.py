@@ -1,0 +1,510 @@
+"""Cached generation is uncached generation, in every mode and with every cache, and caches hold what they should."""
+
+import copy
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Cache,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    StaticCache,
+)
+
+from resformer import ResFormerConfig
+
+TinyModel = Callable[..., PreTrainedModel]
+Batch = dict[str, torch.Tensor]
+
+NEW_TOKENS = 8
+
+#: Every way to share, with full attention, a window that both prompts and continuations overrun, and a mix of the two.
+SHARING = ["svformer", "svformer-anchors", "shared-keys", "crossed-sharing", "cla2", "fusedkv-lite", "kitchen-sink"]
+WINDOWS: dict[str, dict[str, Any]] = {
+    "sliding": {"sliding_window": 4, "layer_types": None},
+    "wide": {"sliding_window": 13, "layer_types": None},
+}
+#: Sources within one type for the mix: even layers see everything, odd ones a window.
+MIXED = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"] * 3}
+MIXED_SOURCES: dict[str, dict[str, Any]] = {
+    "values": {"value_sources": [0, 1, 0, 1, 0, 1]},
+    "keys": {"key_sources": [0, 1, 0, 1, 0, 1]},
+    "both": {"key_sources": [0, 1, 0, 1, 0, 1], "value_sources": [0, 1, 0, 1, 0, 1]},
+    "crossed": {"key_sources": [0, 1, 2, 1, 2, 1], "value_sources": [0, 1, 0, 3, 0, 3]},
+}
+
+
+def generate(model: PreTrainedModel, inputs: Batch, **options: Any) -> Any:
+    torch.manual_seed(5)
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "num_beams": 1, **options}
+    return model.generate(**inputs, output_logits=True, return_dict_in_generate=True, **options)
+
+
+def assert_same_generation(got: Any, expected: Any) -> None:
+    assert torch.equal(got.sequences, expected.sequences)
+    assert len(got.logits) == len(expected.logits) > 0
+    for step, (mine, naive) in enumerate(zip(got.logits, expected.logits, strict=True)):
+        torch.testing.assert_close(mine, naive, rtol=1e-4, atol=1e-4, msg=lambda text, at=step: f"step {at}: {text}")
+
+
+def positions_of(mask: torch.Tensor) -> torch.Tensor:
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def uncached_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**batch, position_ids=positions_of(batch["attention_mask"]), use_cache=False).logits
+
+
+def logits_in_chunks(model: PreTrainedModel, batch: Batch, sizes: list[int], cache: Cache) -> torch.Tensor:
+    """Feeds `sizes` tokens at a time and returns all logits."""
+    assert sum(sizes) == batch["input_ids"].shape[1]
+    positions = positions_of(batch["attention_mask"])
+    parts, start = [], 0
+    for size in sizes:
+        part = slice(start, start + size)
+        with torch.no_grad():
+            parts.append(
+                model(
+                    batch["input_ids"][:, part],
+                    attention_mask=batch["attention_mask"][:, : part.stop],
+                    position_ids=positions[:, part],
+                    past_key_values=cache,
+                    use_cache=True,
+                ).logits
+            )
+        start = part.stop
+    return torch.cat(parts, dim=1)
+
+
+def assert_same_on_real_tokens(got: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor) -> None:
+    real = mask.bool()
+    torch.testing.assert_close(got[real], expected[real], rtol=1e-4, atol=1e-4)
+
+
+def caches_of(model: PreTrainedModel) -> dict[str, Cache]:
+    return {
+        "dynamic": DynamicCache(config=model.config),
+        "dynamic without a configuration": DynamicCache(),
+        "static": StaticCache(config=model.config, max_cache_len=20),
+    }
+
+
+# Every method
+
+
+@pytest.mark.parametrize("cache", [None, "static"], ids=["default", "static"])
+def test_greedy_with_a_cache_equals_greedy_without(
+    tiny_model: TinyModel, variant: str, cache: str | None, ragged: Batch
+) -> None:
+    model = tiny_model(variant)
+    expected = generate(model, ragged, use_cache=False)
+    got = generate(model, ragged, cache_implementation=cache)
+    assert expected.past_key_values is None
+    assert type(got.past_key_values) is {None: DynamicCache, "static": StaticCache}[cache]
+    assert_same_generation(got, expected)
+    # Something that could have gone wrong: the continuations vary, and depend on the prompt.
+    assert len(got.sequences[:, -NEW_TOKENS:].unique()) > 5
+    assert len({tuple(row) for row in got.sequences[:, -NEW_TOKENS:].tolist()}) == 3
+
+
+def test_token_by_token_equals_one_pass(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    model = tiny_model(variant)
+    expected = uncached_logits(model, ragged)
+    for cache in caches_of(model).values():
+        got = logits_in_chunks(model, ragged, [1] * 11, cache)
+        assert_same_on_real_tokens(got, expected, ragged["attention_mask"])
+        assert cache.get_seq_length() == 11
+
+
+@pytest.mark.parametrize("sizes", [[4, 4, 3], [1, 9, 1], [2, 1, 5, 3]])
+def test_chunked_prefill_equals_one_pass(tiny_model: TinyModel, variant: str, sizes: list[int], ragged: Batch) -> None:
+    model = tiny_model(variant)
+    expected = uncached_logits(model, ragged)
+    for name, cache in caches_of(model).items():
+        if name == "dynamic without a configuration" and model.config.sliding_window is not None:
+            continue  # holds more than the window, which Transformers' masks do not expect of it
+        got = logits_in_chunks(model, ragged, sizes, cache)
+        assert_same_on_real_tokens(got, expected, ragged["attention_mask"])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_with_chunked_prefill_equals_uncached(
+    tiny_model: TinyModel, variant: str, cache: str, ragged: Batch
+) -> None:
+    model = tiny_model(variant)
+    got = generate(model, ragged, cache_implementation=cache, prefill_chunk_size=4, disable_compile=True)
+    assert_same_generation(got, generate(model, ragged, use_cache=False))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_beam_search_with_a_cache_equals_beam_search_without(
+    tiny_model: TinyModel, variant: str, cache: str, ragged: Batch
+) -> None:
+    model = tiny_model(variant)
+    expected = generate(model, ragged, num_beams=3, num_return_sequences=3, use_cache=False)
+    got = generate(model, ragged, num_beams=3, num_return_sequences=3, cache_implementation=cache)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert_same_generation(got, expected)
+    assert len({tuple(row) for row in got.sequences.tolist()}) == 9
+
+
+def test_sampling_with_a_cache_equals_sampling_without(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    model = tiny_model(variant)
+    options = {"do_sample": True, "temperature": 1.5, "top_k": 20, "num_return_sequences": 2}
+    got = generate(model, ragged, **options)
+    assert_same_generation(got, generate(model, ragged, use_cache=False, **options))
+    assert not torch.equal(got.sequences[::2], got.sequences[1::2])
+
+
+def tokens_per_pass(model: PreTrainedModel, run: Callable[[], object]) -> list[int]:
+    """How many tokens each of the model's passes saw while `run` ran."""
+    seen: list[int] = []
+    hook = model.model.embed_tokens.register_forward_pre_hook(lambda _module, args: seen.append(args[0].shape[1]))
+    run()
+    hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("assistant", ["itself", "alike", "small"])
+def test_assisted_generation_equals_greedy(tiny_model: TinyModel, variant: str, assistant: str, ragged: Batch) -> None:
+    model = tiny_model(variant)
+    helper = {
+        "itself": model,
+        "alike": copy.deepcopy(model),
+        "small": tiny_model("resformer", num_hidden_layers=2, seed=4),
+    }[assistant]
+    prompt = {name: tensor[:1] for name, tensor in ragged.items()}
+    expected = generate(model, prompt, use_cache=False)
+    if assistant == "alike":  # never guesses the third token, so that some guesses are kept and the rest is cropped
+        third = expected.sequences[0, 13].item()
+        helper.lm_head.register_forward_hook(
+            lambda _module, _args, logits: logits.index_fill(-1, torch.tensor(third), -99)
+        )
+        helper.generation_config.assistant_confidence_threshold = 0.0
+        helper.generation_config.num_assistant_tokens = 4
+        helper.generation_config.num_assistant_tokens_schedule = "constant"
+    got: list[Any] = []
+    passes = tokens_per_pass(model, lambda: got.append(generate(model, prompt, assistant_model=helper)))
+    assert_same_generation(got[0], expected)
+    if assistant == "alike":
+        assert len(passes) < NEW_TOKENS  # some guesses were right
+        assert sum(passes) > 11 + NEW_TOKENS - 1  # some were wrong
+
+
+def test_prompt_lookup_equals_greedy(tiny_model: TinyModel, variant: str) -> None:
+    model = tiny_model(variant)
+    ids = torch.randperm(97)[None]  # every token, so that whatever comes is found there
+    prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = generate(model, prompt, use_cache=False)
+    got: list[Any] = []
+    passes = tokens_per_pass(model, lambda: got.append(generate(model, prompt, prompt_lookup_num_tokens=3)))
+    assert_same_generation(got[0], expected)
+    assert sum(passes) > 97 + NEW_TOKENS  # tokens were looked up, and cropped where they were wrong
+
+
+@pytest.mark.parametrize("cache", [None, "static"], ids=["default", "static"])
+def test_eager_attention_generates_as_uncached(
+    tiny_model: TinyModel, variant: str, cache: str | None, ragged: Batch
+) -> None:
+    model = tiny_model(variant, attention="eager")
+    expected = generate(tiny_model(variant), ragged, use_cache=False)
+    assert_same_generation(generate(model, ragged, cache_implementation=cache), expected)
+
+
+def test_prompts_given_as_embeddings_generate_as_their_tokens(
+    tiny_model: TinyModel, variant: str, ragged: Batch
+) -> None:
+    model = tiny_model(variant)
+    embeddings = model.get_input_embeddings()(ragged["input_ids"])
+    got = generate(model, {"inputs_embeds": embeddings, "attention_mask": ragged["attention_mask"]})
+    expected = generate(model, ragged, use_cache=False)
+    assert torch.equal(got.sequences, expected.sequences[:, 11:])
+    for mine, naive in zip(got.logits, expected.logits, strict=True):
+        torch.testing.assert_close(mine, naive, rtol=1e-4, atol=1e-4)
+
+
+# Several turns
+
+
+@pytest.mark.parametrize("cache", ["default", "dynamic", "static"])
+def test_a_second_turn_on_a_returned_cache_equals_one_pass(
+    tiny_model: TinyModel, variant: str, cache: str, ragged: Batch
+) -> None:
+    model = tiny_model(variant)
+    given = {
+        "default": dict,
+        "dynamic": lambda: {"past_key_values": DynamicCache(config=model.config)},
+        "static": lambda: {"past_key_values": StaticCache(config=model.config, max_cache_len=40)},
+    }[cache]()
+    generator = torch.Generator().manual_seed(7)
+    batch, past = ragged, given.get("past_key_values")
+    for turn in range(3):
+        expected = generate(model, batch, use_cache=False)
+        got = generate(model, batch, **({} if past is None else {"past_key_values": past}))
+        assert_same_generation(got, expected)
+        assert past is None or got.past_key_values is past
+        past = got.past_key_values
+        assert past.get_seq_length() == got.sequences.shape[1] - 1, f"turn {turn}"
+        # What was generated, and what the user says next: the last new token and these are not in the cache yet.
+        said = torch.randint(3, 97, (3, 2), generator=generator)
+        ids = torch.cat((got.sequences, said), dim=1)
+        mask = torch.cat((batch["attention_mask"], torch.ones(3, NEW_TOKENS + 2, dtype=torch.long)), dim=1)
+        batch = {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("variant", [*SHARING, "resformer-denseformer", "gated-sink"], indirect=True)
+def test_several_continuations_of_one_cached_prompt_equal_one_pass_each(
+    tiny_model: TinyModel, variant: str, ragged: Batch
+) -> None:
+    model = tiny_model(variant)
+    start = {name: tensor[:, :8] for name, tensor in ragged.items()}
+    prompt = DynamicCache(config=model.config)
+    logits_in_chunks(model, start, [8], prompt)
+    for shift in (0, 1, 2):
+        whole = {**ragged, "input_ids": ragged["input_ids"].clone()}
+        whole["input_ids"][:, 8:] = ragged["input_ids"][:, 8:].roll(shift, dims=1)
+        got = generate(model, whole, past_key_values=copy.deepcopy(prompt))
+        assert_same_generation(got, generate(model, whole, use_cache=False))
+    assert prompt.get_seq_length() == 8
+
+
+# Windows
+
+
+def assert_every_mode_equals_uncached(model: PreTrainedModel, ragged: Batch) -> None:
+    expected = generate(model, ragged, use_cache=False)
+    for cache in ("dynamic", "static"):
+        assert_same_generation(generate(model, ragged, cache_implementation=cache), expected)
+    beams = generate(model, ragged, num_beams=3, use_cache=False)
+    assert_same_generation(generate(model, ragged, num_beams=3), beams)
+
+    one_pass = uncached_logits(model, ragged)
+    for sizes in ([1] * 11, [4, 4, 3], [1, 9, 1]):
+        for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=20)):
+            got = logits_in_chunks(model, ragged, sizes, cache)
+            assert_same_on_real_tokens(got, one_pass, ragged["attention_mask"])
+
+    prompt = {name: tensor[:1] for name, tensor in ragged.items()}
+    greedy = generate(model, prompt, use_cache=False).sequences
+    assert torch.equal(generate(model, prompt, assistant_model=model).sequences, greedy)
+    assert torch.equal(generate(model, prompt, prompt_lookup_num_tokens=2).sequences, greedy)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("variant", SHARING, indirect=True)
+def test_sliding_windows_with_shared_keys_and_values_generate_as_uncached(
+    tiny_model: TinyModel, variant: str, window: str, ragged: Batch
+) -> None:
+    model = tiny_model(variant, **WINDOWS[window])
+    assert set(model.config.layer_types) == {"sliding_attention"}
+    full = tiny_model(variant, sliding_window=None, layer_types=None)
+    assert not torch.allclose(generate(full, ragged).logits[-1], generate(model, ragged).logits[-1], atol=1e-2)
+    assert_every_mode_equals_uncached(model, ragged)
+
+
+@pytest.mark.parametrize("sources", MIXED_SOURCES)
+def test_mixed_windows_with_shared_keys_and_values_generate_as_uncached(
+    tiny_model: TinyModel, sources: str, ragged: Batch
+) -> None:
+    fields = {**MIXED, **MIXED_SOURCES[sources]}
+    assert_every_mode_equals_uncached(tiny_model(**fields), ragged)
+    more = {"value_residual": "learnable", "neutreno_lambda": 0.3, "dwa": True}
+    assert_every_mode_equals_uncached(tiny_model(**fields, **more), ragged)
+
+
+# Memory
+
+
+def bytes_of(cache: Cache) -> int:
+    tensors = [
+        tensor for layer in cache.layers for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
+    ]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def storage_of(cache: Cache) -> int:
+    """Distinct memory, so that a view does not count twice and a slice counts with all that it keeps alive."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for layer in cache.layers
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
+        if tensor is not None and tensor.numel()
+    }
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("sliding_window", [None, 4])
+def test_caches_hold_exactly_the_distinct_sources(
+    tiny_config: Callable[..., ResFormerConfig],
+    tiny_model: TinyModel,
+    variant: str,
+    kind: str,
+    sliding_window: int | None,
+    ragged: Batch,
+) -> None:
+    model = tiny_model(variant, sliding_window=sliding_window, layer_types=None)
+    config = model.config
+    shapes = (
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_size",
+        "vocab_size",
+    )
+    llama_config = LlamaConfig(intermediate_size=8, **{name: getattr(config, name) for name in shapes})
+    llama_config.layer_types, llama_config.sliding_window = config.layer_types, sliding_window
+    llama = LlamaForCausalLM(llama_config).eval()
+    sizes, storages = [], []
+    for each in (model, llama):
+        made = {
+            "dynamic": lambda given=each: DynamicCache(config=given.config),
+            "static": lambda given=each: StaticCache(config=given.config, max_cache_len=20),
+        }
+        cache = made[kind]()
+        logits_in_chunks(each, ragged, [6, 5], cache)
+        sizes.append(bytes_of(cache))
+        storages.append(storage_of(cache))
+
+    layers = config.num_hidden_layers
+    share = Fraction(len(set(config.all_key_sources)) + len(set(config.all_value_sources)), 2 * layers)
+    assert sizes[1] > 0
+    assert Fraction(sizes[0], sizes[1]) == share
+    assert Fraction(storages[0], storages[1]) == share
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize(
+    ("variant", "share"),
+    [
+        ("transformer", Fraction(1)),
+        ("resformer-denseformer", Fraction(1)),
+        ("neutreno", Fraction(1)),
+        ("svformer", Fraction(7, 12)),
+        ("svformer-anchors", Fraction(8, 12)),
+        ("shared-keys", Fraction(8, 12)),
+        ("cla2", Fraction(1, 2)),
+        ("fusedkv-lite", Fraction(1, 2)),
+    ],
+    indirect=["variant"],
+)
+def test_generate_leaves_a_cache_of_the_published_size(
+    tiny_model: TinyModel, variant: str, share: Fraction, cache: str, chunk: int | None, ragged: Batch
+) -> None:
+    options = {"cache_implementation": cache, "prefill_chunk_size": chunk, "disable_compile": True}
+    got = generate(tiny_model(variant), ragged, **options).past_key_values
+    full = generate(tiny_model(), ragged, **options).past_key_values
+    assert Fraction(bytes_of(got), bytes_of(full)) == share
+
+
+# What callers do to a cache
+
+
+def decode_after(
+    model: PreTrainedModel, batch: Batch, known: int, change: Callable[[Cache], object], rest: Batch
+) -> torch.Tensor:
+    """Caches the first `known` tokens of `batch`, changes the cache, and feeds what `rest` has more than it holds."""
+    cache = DynamicCache(config=model.config)
+    start = {name: tensor[:, :known] for name, tensor in batch.items()}
+    logits_in_chunks(model, start, [known - 1, 1], cache)
+    change(cache)
+    held = cache.get_seq_length()
+    positions = positions_of(rest["attention_mask"])
+    with torch.no_grad():
+        return model(
+            rest["input_ids"][:, held:],
+            attention_mask=rest["attention_mask"],
+            position_ids=positions[:, held:],
+            past_key_values=cache,
+        ).logits
+
+
+HALF_SHARING = ["svformer", "svformer-anchors", "shared-keys", "crossed-sharing", "cla2", "fusedkv-lite"]
+
+
+@pytest.mark.parametrize("variant", [*HALF_SHARING, "transformer", "resformer", "gated-sink"], indirect=True)
+def test_a_cropped_cache_goes_on_from_where_it_was_cropped(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    model = tiny_model(variant)
+    other = {**ragged, "input_ids": ragged["input_ids"].clone()}
+    other["input_ids"][:, 6:] = other["input_ids"][:, 6:].flip(1)  # what was cropped was something else
+    got = decode_after(model, other, 9, lambda cache: cache.crop(-3), ragged)
+    assert got.shape[1] == 5
+    assert_same_on_real_tokens(got, uncached_logits(model, ragged)[:, 6:], ragged["attention_mask"][:, 6:])
+
+
+@pytest.mark.parametrize("variant", [*HALF_SHARING, "transformer", "resformer", "gated-sink"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        (lambda cache: cache.reorder_cache(torch.tensor([2, 2, 0])), [2, 2, 0]),
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
+    ],
+    ids=["reorder_cache", "batch_repeat_interleave", "batch_select_indices"],
+)
+def test_a_rearranged_cache_goes_on_with_the_rearranged_rows(
+    tiny_model: TinyModel, variant: str, change: Callable[[Cache], object], rows: list[int], ragged: Batch
+) -> None:
+    model = tiny_model(variant)
+    rearranged = {name: tensor[rows] for name, tensor in ragged.items()}
+    got = decode_after(model, ragged, 7, change, rearranged)
+    expected = uncached_logits(model, rearranged)
+    assert_same_on_real_tokens(got, expected[:, 7:], rearranged["attention_mask"][:, 7:])
+    last = uncached_logits(model, ragged)[:, -1]
+    assert all((last[a] - last[b]).abs().max() > 0.1 for a, b in ((0, 1), (0, 2), (1, 2)))
+
+
+@pytest.mark.parametrize("variant", SHARING, indirect=True)
+def test_a_reset_cache_starts_anew(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    model = tiny_model(variant)
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=20)):
+        flipped = {**ragged, "input_ids": ragged["input_ids"].flip(0).clamp(min=1)}
+        logits_in_chunks(model, flipped, [11], cache)
+        cache.reset()
+        got = logits_in_chunks(model, ragged, [6, 5], cache)
+        assert_same_on_real_tokens(got, uncached_logits(model, ragged), ragged["attention_mask"])
+
+
+def test_quantized_caches_work_or_are_refused_by_name(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    # They quantise the values of every layer, so that layers without any must be refused before anything runs.
+    model = tiny_model(variant)
+    options = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    shares = model.config.value_sources is not None or model.config.key_sources is not None
+    if not shares and model.config.sliding_window is None:
+        got = generate(model, ragged, **options)
+        expected = generate(model, ragged, use_cache=False)
+        torch.testing.assert_close(got.logits[0], expected.logits[0])
+        assert torch.cosine_similarity(got.logits[1], expected.logits[1]).median() > 0.95
+        return
+    ran = []
+    model.register_forward_pre_hook(lambda *_: ran.append(1))
+    with pytest.raises(ValueError, match=r"(?i)quantized.*(value_sources|key_sources|sliding)"):
+        generate(model, ragged, **options)
+    assert not ran
+
+
+@pytest.mark.parametrize(
+    "variant", ["resformer-denseformer", "crossed-sharing", "fusedkv-lite", "kitchen-sink", "gated-sink"], indirect=True
+)
+def test_continuous_batching_gives_the_tokens_of_generate(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    model = tiny_model(variant)
+    prompts = [ids[mask.bool()] for ids, mask in zip(ragged["input_ids"], ragged["attention_mask"], strict=True)]
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    alone = [model.generate(prompt[None], **options)[0, len(prompt) :].tolist() for prompt in prompts]
+    finished = model.generate_batch(
+        inputs=[prompt.tolist() for prompt in prompts],
+        generation_config=GenerationConfig(**options),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32, page_size=16),
+    )
+    by_request = sorted(finished.items(), key=lambda item: int(item[0].rpartition("_")[2]))
+    assert [output.generated_tokens for _, output in by_request] == alone
