@@ -149,9 +149,12 @@ class ResFormerConfig(PreTrainedConfig):
     dwa_dilation: int = positive_int_field(default=1)
     dwa_period: int = positive_int_field(default=1)
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        while before_first_use:
+    def __new__(cls, *args: Any, **kwargs: Any) -> "ResFormerConfig":
+        while before_first_use:  # here, since unpickling calls no __init__
             before_first_use.pop()()
+        return super().__new__(cls)
+
+    def __post_init__(self, **kwargs: Any) -> None:
         # A Llama checkpoint read as a ResFormerConfig would otherwise call the instance "llama".
         family = kwargs.pop("model_type", self.model_type)
         if family not in _SAME_MEANING:
