@@ -52,7 +52,7 @@ class ResFormerConfig(PreTrainedConfig):
         qk_norm (`bool`, defaults to `False`):
             RMSNorm over each head's queries and keys before the rotary embedding (Qwen3).
         sliding_window (`int`, *optional*):
-            Tokens that a `"sliding_attention"` layer sees, itself included.
+            Tokens that a `"sliding_attention"` layer sees, itself included; 2 or more.
         layer_types (`list[str]`, *optional*):
             `"full_attention"` or `"sliding_attention"` for each layer. Default: sliding everywhere if `sliding_window`
             is set (Mistral), else full everywhere.
@@ -274,6 +274,10 @@ class ResFormerConfig(PreTrainedConfig):
                 raise ValueError(f"`layer_types`[{layer}] is {kind!r}: expected one of {', '.join(kinds)}.")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("`layer_types` holds 'sliding_attention', but `sliding_window` is None: set its length.")
+        if (
+            "sliding_attention" in self.layer_types and self.sliding_window == 1
+        ):  # Transformers' caches keep too much of it
+            raise ValueError("`sliding_window` is 1: expected 2 or more, a window of one token cannot be cached.")
         for layer, flag in enumerate(self.no_rope_layers or ()):
             if flag not in (0, 1):
                 raise ValueError(f"`no_rope_layers`[{layer}] is {flag}: expected 1 (rotary embedding) or 0 (none).")

@@ -308,7 +308,11 @@ class ResFormerModel(ResFormerPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """As [`~transformers.LlamaModel`]. `position_ids` that start again at 0 are packed sequences, kept apart."""
+        """As [`~transformers.LlamaModel`].
+
+        `position_ids` that start again within a row are packed sequences and are kept apart, where neither an
+        `attention_mask` nor `past_key_values` is given; whether a cache is made does not matter, as it does for Llama.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         if inputs_embeds is None:

@@ -278,6 +278,9 @@ def test_matrices_are_plain_float32_on_the_cpu(tiny_model: TinyModel, variant: s
             assert not matrix.requires_grad
         assert not value_mixing.triu(1).any()
         assert not depth_mixing.triu(2).any()
+        torch.testing.assert_close(
+            value_mixing[model.config.all_value_sources], value_mixing, rtol=0, atol=0, equal_nan=True
+        )
         nan = value_mixing.isnan()
         assert nan.any() == (model.config.value_residual == "gated")
         assert torch.equal(nan[:, 0], nan.any(dim=1))
@@ -287,6 +290,42 @@ def test_matrices_of_plain_llama_are_the_identity_and_the_shift(tiny_model: Tiny
     model = tiny_model().model
     assert torch.equal(model.value_mixing_matrix(), torch.eye(6))
     assert torch.equal(model.depth_mixing_matrix(), torch.eye(7)[1:])
+
+
+@pytest.mark.filterwarnings("ignore:.*does nothing")
+@pytest.mark.parametrize("period", [1, 2, 5, 7])
+@pytest.mark.parametrize("dilation", [1, 2, 4])
+def test_depth_mixing_reads_every_kth_state_after_every_pth_block(
+    tiny_model: TinyModel, dilation: int, period: int
+) -> None:
+    model = tiny_model(dwa=True, dwa_dilation=dilation, dwa_period=period)
+    matrix = model.model.depth_mixing_matrix()
+    for n in range(6):
+        if (n + 1) % period == 0:
+            read = [j for j in range(n + 2) if j % dilation == (n + 1) % dilation]
+            assert matrix[n].nonzero().flatten().tolist() == read
+        else:
+            assert torch.equal(matrix[n], torch.eye(7)[n + 1])
+
+
+@pytest.mark.parametrize("layers", [None, [1], [2, 5]])
+@pytest.mark.parametrize("sources", [None, [0, 1, 1, 1, 4, 5]])
+@pytest.mark.parametrize("mode", ["identity", "constant", "learnable", "learnable_plus", "dense", "gated"])
+def test_value_mixing_reads_what_the_mode_says(
+    tiny_model: TinyModel, mode: str, layers: list[int] | None, sources: list[int] | None
+) -> None:
+    owners = set(range(6)) if sources is None else set(sources)
+    mixing = owners - {0} if layers is None else owners & set(layers)
+    if layers is not None and not owners >= set(layers):
+        layers = sorted(mixing)
+    model = tiny_model(value_residual=mode, value_residual_layers=layers, value_sources=sources)
+    matrix = model.model.value_mixing_matrix()
+    for n in owners:
+        read = [m for m in sorted(owners) if m <= n] if mode == "dense" else [0, n]
+        if n in mixing:
+            assert matrix[n].nonzero().flatten().tolist() == read
+        else:
+            assert torch.equal(matrix[n], torch.eye(6)[n])
 
 
 def test_matrices_are_float32_whatever_the_default_dtype(tiny_model: TinyModel) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     Cache,
     ContinuousBatchingConfig,
@@ -113,6 +114,18 @@ def test_greedy_with_a_cache_equals_greedy_without(
     # Something that could have gone wrong: the continuations vary, and depend on the prompt.
     assert len(got.sequences[:, -NEW_TOKENS:].unique()) > 5
     assert len({tuple(row) for row in got.sequences[:, -NEW_TOKENS:].tolist()}) == 3
+
+
+def test_positions_go_on_from_the_cache_when_none_are_given(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    model = tiny_model(variant)
+    ids = ragged["input_ids"][:1]
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        start = model(ids[:, :6], use_cache=True)
+        middle = model(ids[:, 6:10], past_key_values=start.past_key_values)
+        last = model(ids[:, 10:], past_key_values=middle.past_key_values)
+    got = torch.cat((start.logits, middle.logits, last.logits), dim=1)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_token_by_token_equals_one_pass(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
@@ -318,6 +331,16 @@ def test_mixed_windows_with_shared_keys_and_values_generate_as_uncached(
     assert_every_mode_equals_uncached(tiny_model(**fields), ragged)
     more = {"value_residual": "learnable", "neutreno_lambda": 0.3, "dwa": True}
     assert_every_mode_equals_uncached(tiny_model(**fields, **more), ragged)
+
+
+def test_a_window_of_one_token_generates_as_uncached_or_is_refused(tiny_model: TinyModel, ragged: Batch) -> None:
+    # Transformers' sliding cache keeps the last `sliding_window - 1` tokens by a slice that keeps all of them for 1.
+    try:
+        model = tiny_model(sliding_window=1)
+    except StrictDataclassError as refusal:
+        assert "sliding_window" in str(refusal)  # noqa: PT017
+        return
+    assert_every_mode_equals_uncached(model, ragged)
 
 
 # Memory

@@ -169,7 +169,7 @@ def demo(
         str | None, typer.Option(help="A checkpoint folder, .gguf file or Hub id instead of SmolLM2-135M.")
     ] = None,
     method: Annotated[str, typer.Option(help="An exact method.")] = "resformer-denseformer",
-    steps: Annotated[int, typer.Option(help="Fine-tuning steps of each model.", min=1)] = 16,
+    steps: Annotated[int, typer.Option(help="Fine-tuning steps of each model.", min=1)] = 12,
     block: Annotated[int, typer.Option(help="Tokens per training sequence.", min=8)] = 512,
     batch: Annotated[int, typer.Option(help="Sequences per step.", min=1)] = 2,
     prompt: Annotated[str, typer.Option(help="What to generate from at the end.")] = "def read_lines(path):\n",
