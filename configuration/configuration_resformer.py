@@ -108,6 +108,7 @@ class ResFormerConfig(PreTrainedConfig):
         "layers.*.mlp.down_proj": "rowwise",
         # Each rank mixes the values of its own heads only, so the coefficients' gradients are partial sums.
         "value_residual": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.value_residual.bias_gate": "colwise",
     }
     # No pipeline plan: V_0, shared keys and values, and DWA's history do not cross a pipeline stage.
 
@@ -202,7 +203,8 @@ class ResFormerConfig(PreTrainedConfig):
         _warn_of_misspelt_fields(kwargs)
         config_dict = {**config_dict, **overrides}
         uniform = len(set(config_dict.get("layer_types") or ())) == 1
-        if "num_hidden_layers" in overrides and "layer_types" not in overrides and uniform:
+        rederive = not overrides.keys().isdisjoint(("num_hidden_layers", "sliding_window"))
+        if rederive and "layer_types" not in overrides and uniform:
             del config_dict["layer_types"]
         return super().from_dict(config_dict, **kwargs)
 

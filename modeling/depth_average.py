@@ -11,7 +11,12 @@ import torch
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.mixing import FreeRows, weighted_sum
 
-__all__ = ["DepthAverage"]
+__all__ = ["DepthAverage", "depth_average"]
+
+
+def depth_average(config: ResFormerConfig) -> "DepthAverage | None":
+    """The module that averages; `None` if nothing is averaged."""
+    return DepthAverage(config) if config.dwa and config.dwa_period <= config.num_hidden_layers else None
 
 
 class DepthAverage(FreeRows):

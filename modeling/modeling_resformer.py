@@ -33,11 +33,11 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from resformer.configuration import ResFormerConfig
-from resformer.modeling.depth_average import DepthAverage
+from resformer.modeling.depth_average import depth_average
 from resformer.modeling.mixing import MixingRows, weighted_sum
 from resformer.modeling.neutreno import neutreno_term
 from resformer.modeling.sharing import update_cache
-from resformer.modeling.value_residual import ValueGate, value_residual
+from resformer.modeling.value_residual import GateProjection, ValueGate, value_residual
 from resformer.modeling.wiring import wire
 
 __all__ = [
@@ -243,7 +243,7 @@ class ResFormerPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, (MixingRows, ValueGate)):
+        if isinstance(module, (MixingRows, GateProjection)):
             module.reset_parameters()
 
 
@@ -267,7 +267,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         self.value_residual = value_residual(config)
-        self.depth_average = DepthAverage(config) if config.dwa else None
+        self.depth_average = depth_average(config)
         self.wiring = wire(config)
         self.gradient_checkpointing = False
 

@@ -23,7 +23,7 @@ from transformers import initialization as init
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.mixing import FreeRows, MixingRows
 
-__all__ = ["ValueGate", "mixed_layers", "value_residual"]
+__all__ = ["GateProjection", "ValueGate", "mixed_layers", "value_residual"]
 
 
 def mixed_layers(config: ResFormerConfig) -> dict[int, list[int]]:
@@ -129,7 +129,7 @@ class ValueGate(nn.Module):
     def __init__(self, config: ResFormerConfig):
         super().__init__()
         self.offset = config.value_residual_init[0]
-        self.bias_gate = nn.Parameter(torch.empty(config.num_key_value_heads, config.hidden_size))  # W
+        self.bias_gate = GateProjection(config.hidden_size, config.num_key_value_heads, bias=False)  # W
 
     def forward(
         self, hidden_states: torch.Tensor, first: torch.Tensor, own: torch.Tensor, own_weight: torch.Tensor
@@ -141,9 +141,15 @@ class ValueGate(nn.Module):
             first, own: V_0 and V_n, `(batch, heads, tokens, head_dim)`.
             own_weight: l2, `(1,)`.
         """
-        weight = self.bias_gate.to(hidden_states.dtype)
-        gate = self.offset + torch.tanh(nn.functional.linear(hidden_states, weight)).to(own.dtype)
+        gate = self.offset + torch.tanh(self.bias_gate(hidden_states)).to(own.dtype)
         return torch.addcmul(first * gate.transpose(1, 2).unsqueeze(-1), own, own_weight.to(own.dtype))
 
+
+class GateProjection(nn.Linear):
+    """A linear layer, so that tensor parallelism splits it by heads, that starts at zero and keeps its own dtype."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden_states, self.weight.to(hidden_states.dtype))
+
     def reset_parameters(self) -> None:
-        init.zeros_(self.bias_gate)
+        init.zeros_(self.weight)

@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,

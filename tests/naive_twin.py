@@ -93,7 +93,7 @@ def naive_hidden_states(
                     if weight.isnan():
                         assert config.value_residual == "gated"
                         assert m == 0
-                        gate = weights[f"{layer}.self_attn.value_residual.bias_gate"][head]
+                        gate = weights[f"{layer}.self_attn.value_residual.bias_gate.weight"][head]
                         weight = (config.value_residual_init[0] + torch.tanh(normed @ gate))[:, None]  # one per token
                     mixed[n][head] = mixed[n][head] + weight * raw[m][head]
 

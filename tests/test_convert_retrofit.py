@@ -85,11 +85,11 @@ def test_added_parameters_are_in_the_checkpoint_at_the_identity(tmp_path: Path) 
         model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / method, output_loading_info=True)
         assert not loading["missing_keys"]
         assert not loading["unexpected_keys"]
-        identity = torch.eye(4)
+        identity = torch.eye(6)
         if method == "resformer-gated":
             identity[1:, 0] = float("nan")
         assert torch.equal(model.model.value_mixing_matrix().nan_to_num(), identity.nan_to_num())
-        assert torch.equal(model.model.depth_mixing_matrix(), torch.eye(4, 5).roll(1, dims=1))
+        assert torch.equal(model.model.depth_mixing_matrix(), torch.eye(6, 7).roll(1, dims=1))
 
 
 @pytest.mark.parametrize("method", LOSSY)
@@ -111,7 +111,7 @@ def test_lossy_methods_are_refused_unless_allowed_and_say_what_they_lose(method:
 def test_sharing_methods_keep_the_sources_projections(tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "llama").state_dict()
     report = retrofit(tmp_path / "llama", tmp_path / "out", "cla2", lossy=True)
-    names = [f"model.layers.{layer}.self_attn.{kind}_proj.weight" for layer in (1, 3) for kind in "kv"]
+    names = [f"model.layers.{layer}.self_attn.{kind}_proj.weight" for layer in (1, 3, 5) for kind in "kv"]
     assert sorted(report.dropped) == sorted(names)
     converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert dict.fromkeys(converted, True) == {name: torch.equal(source[name], converted[name]) for name in converted}
@@ -148,7 +148,7 @@ def test_fields_go_on_top_of_the_methods(tmp_path: Path) -> None:
     report = retrofit(tmp_path / "llama", tmp_path / "out", "resformer", dwa=True, value_residual_layers=[2, 3])
     config = AutoConfig.from_pretrained(tmp_path / "out")
     assert (config.dwa, config.value_residual_layers, config.value_residual_init) == (True, [2, 3], [0.0, 1.0])
-    assert report.added == {"model.value_residual.bias": 4, "model.depth_average.bias": 14}
+    assert report.added == {"model.value_residual.bias": 4, "model.depth_average.bias": 27}
 
 
 def test_tokenizer_chat_template_and_generation_config_go_along(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_the_record_and_the_card_say_what_was_done(tmp_path: Path) -> None:
 def test_dry_run_reports_and_writes_nothing(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "llama")
     report = retrofit(tmp_path / "llama", tmp_path / "out", "denseformer", dry_run=True)
-    assert report.added == {"model.depth_average.bias": 14}
+    assert report.added == {"model.depth_average.bias": 27}
     assert report.verification is None
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
 
@@ -216,7 +216,7 @@ def test_output_that_is_in_the_way_is_kept(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=words):
             retrofit(tmp_path / "llama", output, force=True)
-    assert LlamaForCausalLM.from_pretrained(tmp_path / "llama").config.num_hidden_layers == 4
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "llama").config.num_hidden_layers == 6
 
 
 def test_a_failing_conversion_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

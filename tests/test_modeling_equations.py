@@ -351,7 +351,7 @@ def test_value_residuals_start_as_stated(
         expected[n, 0] = float("nan") if mode == "gated" else a
     torch.testing.assert_close(model.model.value_mixing_matrix(), expected, rtol=1e-6, atol=0, equal_nan=True)
     if mode == "gated":
-        assert all(not layer.self_attn.value_residual.bias_gate.any() for layer in model.model.layers[1:])
+        assert all(not layer.self_attn.value_residual.bias_gate.weight.any() for layer in model.model.layers[1:])
 
 
 def test_starting_at_nothing_of_the_first_and_all_of_the_own_values_is_plain_llama(

@@ -280,7 +280,7 @@ def assert_starts_as_plain_llama(model: PreTrainedModel) -> None:
     if model.config.value_residual == "gated":
         expected[1:, 0] = float("nan")
         for layer in model.model.layers[1:]:
-            assert torch.equal(layer.self_attn.value_residual.bias_gate, torch.zeros(2, 32))
+            assert torch.equal(layer.self_attn.value_residual.bias_gate.weight, torch.zeros(2, 32))
     torch.testing.assert_close(model.model.value_mixing_matrix(), expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(model.model.depth_mixing_matrix(), torch.eye(7)[1:])
     for name, parameter in model.named_parameters():
@@ -314,7 +314,8 @@ def test_that_start_is_not_luck(
     model, info = load(plain_checkpoint, name)
     assert info["missing_keys"]
     parameters = dict(model.named_parameters())
-    assert all(parameters[key].isnan().all() for key in info["missing_keys"])
+    # The base class's `_init_weights` draws a linear layer at random, which is as wrong.
+    assert all(parameters[key].isnan().all() or "bias_gate" in key for key in info["missing_keys"])
     with pytest.raises(AssertionError):
         assert_starts_as_plain_llama(model)
 

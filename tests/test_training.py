@@ -19,7 +19,7 @@ SMALL = {
     "vocab_size": 257,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
