@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import save_checkpoint
+from checkpoints import family_model, save_checkpoint
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -38,6 +38,13 @@ def test_demo_runs_from_a_checkpoint_to_a_reloaded_model(tmp_path: Path) -> None
     card = ModelCard.load(tmp_path / "demo" / "finetuned" / "README.md")
     assert before[0] in card.text
     assert str(tmp_path / "llama") not in card.text
+
+
+def test_demo_needs_a_tokenizer_and_says_so(tmp_path: Path) -> None:
+    family_model("llama").save_pretrained(tmp_path / "llama")
+    done = run_demo(tmp_path / "demo", "--model", tmp_path / "llama")
+    assert done.returncode == 3
+    assert "has no tokenizer that can be read" in done.stderr
 
 
 def test_demo_notices_a_model_that_reloads_as_another(tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ def run_demo(
     _say(f"1. Retrofit {source} with {method}")
     report = retrofit(source, output / "retrofit", method, force=True)
     _say(f"   {sum(report.added.values()):,} parameters added, logits {report.verification}")
+    if report.warnings:  # of a missing tokenizer, without which there is no text to train on
+        raise CheckpointError(report.warnings[0])
 
     tokenizer = AutoTokenizer.from_pretrained(output / "retrofit")
     _say("2. Pack the standard library's sources into blocks; one module in ten is held out")
@@ -79,7 +81,7 @@ def run_demo(
     _say(f"   {_line(results[-1])}")
 
     _say(f"4. Save to {output / 'finetuned'}, reload in a new process, generate")
-    ours.eval().save_pretrained(output / "finetuned")
+    ours.cpu().eval().save_pretrained(output / "finetuned")  # the new process computes on the CPU, so this one must too
     tokenizer.save_pretrained(output / "finetuned")
     finetuned_card(
         source=report.source if report.revision is not None else Path(report.source).name,
@@ -156,7 +158,7 @@ def _reload(
 ) -> tuple[dict[str, str], float]:
     ids = input_ids[:64]
     with torch.no_grad():
-        expected = model(input_ids=torch.tensor([ids], device=model.device)).logits[0, -1].float().cpu()
+        expected = model(input_ids=torch.tensor([ids])).logits[0, -1]
     command = [sys.executable, "-c", _RELOAD, str(folder), prompt, json.dumps(ids)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
