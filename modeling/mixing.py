@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-__all__ = ["FreeRows", "MixingRows", "weighted_sum"]
+__all__ = ["FreeRows", "MixingRows", "own_dtype", "weighted_sum"]
 
 
 def weighted_sum(states: Sequence[torch.Tensor], weights: torch.Tensor | Sequence[float]) -> torch.Tensor:
@@ -28,6 +28,14 @@ def weighted_sum(states: Sequence[torch.Tensor], weights: torch.Tensor | Sequenc
     for state, number in zip(states[1:], weights[1:], strict=True):
         total = torch.add(total, state, alpha=number)
     return total
+
+
+def own_dtype() -> torch.dtype:
+    """What the coefficients are held in, whatever the model's dtype: float32, or float64 in a float64 model.
+
+    bfloat16 has no number between 1 and 1 - 2^-8, so a coefficient that starts at 1 would never learn.
+    """
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
 class MixingRows(nn.Module):
@@ -66,10 +74,11 @@ class FreeRows(MixingRows):
     def __init__(self, columns: dict[int, list[int]]):
         super().__init__(columns)
         self.sizes = [len(row) for row in columns.values()]
-        self.bias = nn.Parameter(torch.empty(sum(self.sizes)))
+        self.bias = nn.Parameter(torch.empty(sum(self.sizes), dtype=own_dtype()))
 
     def forward(self) -> dict[int, torch.Tensor]:
-        return dict(zip(self.columns, self.bias.split(self.sizes), strict=True))
+        # A copy: FSDP2 frees the parameter itself when this returns.
+        return dict(zip(self.columns, self.bias.clone().split(self.sizes), strict=True))
 
     def start_at(self, rows: list[list[float]]) -> None:
         init.copy_(self.bias, torch.tensor([weight for row in rows for weight in row]))

@@ -240,6 +240,11 @@ class ResFormerPreTrainedModel(PreTrainedModel):
         "attentions": ResFormerAttention,
     }
 
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype | None]:
+        # Coefficients are loaded as they were saved: rounded to the model's dtype they would forget what they learned.
+        kept: dict[str, torch.dtype | None] = {"value_residual": None, "depth_average": None}
+        return {**super()._get_dtype_plan(dtype), **kept}
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import initialization as init
 
 from resformer.configuration import ResFormerConfig
-from resformer.modeling.mixing import FreeRows, MixingRows
+from resformer.modeling.mixing import FreeRows, MixingRows, own_dtype
 
 __all__ = ["GateProjection", "ValueGate", "mixed_layers", "value_residual"]
 
@@ -85,9 +85,9 @@ class SoftmaxValueResidual(MixingRows):
         super().__init__(columns)
         self.start = start
         layers = len(columns)
-        self.bias_score = nn.Parameter(torch.empty(layers))  # z
-        self.bias_scale = nn.Parameter(torch.empty(1))  # s
-        self.bias_own = nn.Parameter(torch.empty(layers))  # l2
+        self.bias_score = nn.Parameter(torch.empty(layers, dtype=own_dtype()))  # z
+        self.bias_scale = nn.Parameter(torch.empty(1, dtype=own_dtype()))  # s
+        self.bias_own = nn.Parameter(torch.empty(layers, dtype=own_dtype()))  # l2
 
     def forward(self) -> dict[int, torch.Tensor]:
         first = self.bias_scale * self.bias_score.softmax(dim=0)
@@ -106,10 +106,10 @@ class GatedValueResidual(MixingRows):
     def __init__(self, columns: dict[int, list[int]], start: tuple[float, float]):
         super().__init__(columns)
         self.start = start
-        self.bias_own = nn.Parameter(torch.empty(len(columns)))  # l2
+        self.bias_own = nn.Parameter(torch.empty(len(columns), dtype=own_dtype()))  # l2
 
     def forward(self) -> dict[int, torch.Tensor]:
-        return dict(zip(self.columns, self.bias_own.split(1), strict=True))
+        return dict(zip(self.columns, self.bias_own.clone().split(1), strict=True))
 
     def reset_parameters(self) -> None:
         init.constant_(self.bias_own, self.start[1])
@@ -129,7 +129,8 @@ class ValueGate(nn.Module):
     def __init__(self, config: ResFormerConfig):
         super().__init__()
         self.offset = config.value_residual_init[0]
-        self.bias_gate = GateProjection(config.hidden_size, config.num_key_value_heads, bias=False)  # W
+        heads = config.num_key_value_heads
+        self.bias_gate = GateProjection(config.hidden_size, heads, bias=False, dtype=own_dtype())  # W
 
     def forward(
         self, hidden_states: torch.Tensor, first: torch.Tensor, own: torch.Tensor, own_weight: torch.Tensor

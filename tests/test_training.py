@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import byte_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from checkpoints import byte_tokenizer, save_checkpoint
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 
-from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, retrofit
 from resformer.training.corpus import pack, standard_library
 from resformer.training.finetune import PeakMemory, finetune
 from resformer.training.optimizer import is_connection, parameter_groups
@@ -116,6 +123,30 @@ def test_finetuning_learns_and_starts_both_models_alike(exact_start: Callable[[s
     matrix = model.model.value_mixing_matrix()
     assert (matrix[1:, 0] != 0).all()
     assert math.isfinite(results["resformer-denseformer"].perplexity_after)
+
+
+@pytest.mark.parametrize("method", ["resformer", "resformer-plus", "resformer-dense", "resformer-gated", "denseformer"])
+def test_coefficients_learn_in_a_bfloat16_model_and_reload_as_they_were_saved(method: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama", dtype=torch.bfloat16)
+    retrofit(tmp_path / "llama", tmp_path / "out", method)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.bfloat16
+    connections = {name: parameter for name, parameter in model.named_parameters() if is_connection(name)}
+    assert {parameter.dtype for parameter in connections.values()} == {torch.float32}
+    before = {name: parameter.detach().clone() for name, parameter in connections.items()}
+    optimizer = torch.optim.AdamW(connections.values(), lr=1e-4, weight_decay=0.0)
+    ids = torch.arange(1, 41).view(2, 20)
+    for _ in range(2):  # s of learnable_plus moves first
+        optimizer.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+    for name, parameter in connections.items():
+        assert 5e-5 < (parameter - before[name]).abs().max() < 5e-4, name
+    model.save_pretrained(tmp_path / "trained")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.bfloat16)
+    for (name, parameter), (_, reloaded) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert reloaded.dtype == parameter.dtype, name
+        assert torch.equal(reloaded, parameter), name
 
 
 def test_peak_memory_sees_an_allocation() -> None:
