@@ -1,4 +1,4 @@
-"""One rank of test_modeling_tensor_parallel.py: `torchrun --nproc_per_node 2 tensor_parallel_worker.py FOLDER...`.
+"""One rank of test_modeling_parallel.py: `torchrun --nproc_per_node 2 parallel_worker.py tp_size FOLDER...`.
 
 Reads the checkpoint and `batch.pt` of each folder; rank 0 writes logits and whole gradients, or the error, to `got.pt`.
 """
@@ -25,10 +25,10 @@ def whole(local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return torch.cat(shards, dim=short[0])
 
 
-def run(folder: Path) -> dict[str, object]:
+def run(folder: Path, axis: str) -> dict[str, object]:
     batch, shapes = torch.load(folder / "batch.pt", weights_only=True)
     try:
-        model = ResFormerForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2)).eval()
+        model = ResFormerForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**{axis: 2})).eval()
         output = model(**batch, labels=batch["input_ids"])
         output.loss.backward()
     except (NotImplementedError, ValueError) as error:  # a refusal, alike on all ranks
@@ -41,8 +41,9 @@ def run(folder: Path) -> dict[str, object]:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    for name in sys.argv[1:]:
-        result = run(Path(name))
+    axis, *folders = sys.argv[1:]
+    for name in folders:
+        result = run(Path(name), axis)
         if dist.get_rank() == 0:
             torch.save(result, Path(name) / "got.pt")
         dist.barrier()

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks compute what one process computes, or refuse by name."""
+"""Two ranks, tensor-parallel or sharded with FSDP2, compute what one process computes, or refuse by name."""
 
 import os
 import subprocess
@@ -14,8 +14,9 @@ from resformer import METHODS
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tp_size", "fsdp_size"])
 def test_two_ranks_compute_what_one_process_does(
-    tiny_model: Callable[..., PreTrainedModel], ragged: dict[str, torch.Tensor], tmp_path: Path
+    axis: str, tiny_model: Callable[..., PreTrainedModel], ragged: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     folders = {name: tmp_path / name for name in [*METHODS, "crossed-sharing"]}
     expected = {}
@@ -28,10 +29,10 @@ def test_two_ranks_compute_what_one_process_does(
         output.loss.backward()
         expected[name] = output.logits.detach(), {key: parameter.grad for key, parameter in model.named_parameters()}
 
-    worker = Path(__file__).with_name("tensor_parallel_worker.py")
+    worker = Path(__file__).with_name("parallel_worker.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(worker)]
     finished = subprocess.run(
-        [*command, *map(str, folders.values())],
+        [*command, axis, *map(str, folders.values())],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"},
         capture_output=True,
         text=True,
