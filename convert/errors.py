@@ -1,11 +1,42 @@
-"""What conversions raise."""
+"""What conversions raise, and how they show names that come from a file."""
 
-__all__ = ["CheckpointError", "VerificationError"]
+import reprlib
+
+__all__ = ["CheckpointError", "OutputError", "VerificationError", "listed", "shown"]
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be read, converted or written; the message names the file or tensor and the way out."""
+    """A checkpoint cannot be read, converted or written; the message names the file or tensor and the way out.
+
+    Args:
+        message: for a person.
+        option: the command-line option that would allow what was refused, `"--lossy"` for one.
+    """
+
+    def __init__(self, message: str, option: str | None = None):
+        super().__init__(message)
+        self.option = option
+
+
+class OutputError(CheckpointError):
+    """The result cannot be written: no space, no permission. The source may be fine; nothing was left behind."""
 
 
 class VerificationError(CheckpointError):
-    """The converted checkpoint does not compute what its source does; nothing was written."""
+    """The converted checkpoint does not hold or compute what its source does; nothing was written."""
+
+
+_short = reprlib.Repr()
+_short.maxstring = 120
+
+
+def shown(name: object) -> str:
+    """A name from a file, quoted, with control characters and lone surrogates escaped, and of a bounded length."""
+    return _short.repr(name)
+
+
+def listed(names: "list[str] | set[str]", most: int = 5) -> str:
+    """Some names from a file: the first `most`, sorted, and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
+    return ", ".join(shown(name) for name in ordered[:most]) + more

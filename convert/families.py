@@ -1,18 +1,25 @@
-"""The families that the decoder expresses exactly: from a Transformers configuration to `ResFormerConfig` fields.
+"""The families that the decoder expresses exactly, and their way to `ResFormerConfig` and back.
 
-A table, not branches: the next family is one more entry. Each function reads the *built* configuration, in which
-Transformers has resolved legacy keys and defaults.
+A table, not branches: the next family is one more entry. `to_ours` reads a *built* configuration, in which Transformers
+has resolved legacy keys and defaults; `to_theirs` is its reverse, checked by going forth again.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from resformer.configuration import ResFormerConfig
 from resformer.convert.errors import CheckpointError
 
-__all__ = ["FAMILIES", "backbone_fields"]
+__all__ = ["CONNECTION_FIELDS", "FAMILIES", "backbone_config", "family_config", "supported", "without_connections"]
 
+#: The configuration fields that a retrofit may set; all others are the source's.
+CONNECTION_FIELDS = (
+    "value_residual value_residual_init value_residual_layers neutreno_lambda value_sources key_sources dwa "
+    "dwa_dilation dwa_period"
+).split()
 #: Fields that bear one name and one meaning in every family.
 _COMMON = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act "
@@ -21,60 +28,169 @@ _COMMON = (
 ).split()
 
 
-def _common(config: PreTrainedConfig) -> dict[str, Any]:
-    fields = {name: getattr(config, name) for name in _COMMON}
-    return {**fields, "head_dim": getattr(config, "head_dim", None)}
+@dataclass(frozen=True)
+class Family:
+    """What a family's configuration has beside the common fields, `head_dim` and the windows."""
+
+    to_ours: Callable[[Any], dict[str, Any]]
+    to_theirs: Callable[[ResFormerConfig], dict[str, Any]]
+    windows: bool = False  # has `layer_types`
 
 
-def _llama(config: Any) -> dict[str, Any]:
-    return {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
-
-
-def _mistral(config: Any) -> dict[str, Any]:
-    return {"sliding_window": config.sliding_window}
-
-
-def _qwen2(config: Any) -> dict[str, Any]:
-    return {"attention_bias": True, "attention_out_bias": False, **_windows(config)}
-
-
-def _qwen3(config: Any) -> dict[str, Any]:
-    return {"attention_bias": config.attention_bias, "qk_norm": True, **_windows(config)}
-
-
-def _smollm3(config: Any) -> dict[str, Any]:
-    return {
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-        "no_rope_layers": config.no_rope_layers[: config.num_hidden_layers],
-        **_windows(config),
-    }
-
-
-def _windows(config: Any) -> dict[str, Any]:
-    sliding = "sliding_attention" in config.layer_types
-    return {"layer_types": config.layer_types, "sliding_window": config.sliding_window if sliding else None}
+def _qwen_windows(config: ResFormerConfig) -> dict[str, Any]:
+    return {"use_sliding_window": config.sliding_window is not None}
 
 
 #: model_type -> what its configuration adds to the common fields.
-FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "smollm3": _smollm3,
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        lambda theirs: {"attention_bias": theirs.attention_bias, "mlp_bias": theirs.mlp_bias},
+        lambda ours: {"attention_bias": ours.attention_bias, "mlp_bias": ours.mlp_bias},
+    ),
+    "mistral": Family(
+        lambda theirs: {"sliding_window": theirs.sliding_window},
+        lambda ours: {"sliding_window": ours.sliding_window},
+    ),
+    "qwen2": Family(
+        lambda theirs: {"attention_bias": True, "attention_out_bias": False},
+        _qwen_windows,
+        windows=True,
+    ),
+    "qwen3": Family(
+        lambda theirs: {"attention_bias": theirs.attention_bias, "qk_norm": True},
+        lambda ours: {"attention_bias": ours.attention_bias, **_qwen_windows(ours)},
+        windows=True,
+    ),
+    "smollm3": Family(
+        lambda theirs: {
+            "attention_bias": theirs.attention_bias,
+            "mlp_bias": theirs.mlp_bias,
+            "no_rope_layers": theirs.no_rope_layers[: theirs.num_hidden_layers],
+        },
+        lambda ours: {
+            "attention_bias": ours.attention_bias,
+            "mlp_bias": ours.mlp_bias,
+            "no_rope_layers": ours.no_rope_layers,
+            **_qwen_windows(ours),
+        },
+        windows=True,
+    ),
+    "ministral": Family(lambda theirs: {}, lambda ours: {}, windows=True),
+    "cwm": Family(
+        lambda theirs: {"mlp_bias": theirs.mlp_bias},
+        lambda ours: {"mlp_bias": ours.mlp_bias},
+        windows=True,
+    ),
+    "internlm3": Family(
+        lambda theirs: {"attention_bias": theirs.attention_bias, "mlp_bias": theirs.mlp_bias},
+        lambda ours: {"attention_bias": ours.attention_bias, "mlp_bias": ours.mlp_bias},
+    ),
+}
+
+#: Why others are not in the table, where the reason is short.
+_REASONS = {
+    "gemma": "its norms add 1 to their weights and its embeddings are scaled",
+    "gemma2": "it soft-caps logits and norms after the blocks",
+    "gemma3_text": "it norms after the blocks",
+    "olmo": "its norms have no weights",
+    "olmo2": "it norms after attention and MLP, and over all heads' queries at once",
+    "olmo3": "it norms after attention and MLP, and over all heads' queries at once",
+    "granite": "it scales embeddings, residuals, attention and logits",
+    "phi": "its blocks run attention and MLP side by side",
+    "phi3": "it fuses q, k and v, and gate and up, into one tensor each",
+    "arcee": "its MLP has no gate",
+    "nemotron": "its MLP has no gate",
+    "cohere": "its blocks run attention and MLP side by side",
+    "cohere2": "its blocks run attention and MLP side by side",
+    "stablelm": "its norms are LayerNorms and its rotary embedding is partial",
+    "glm4": "it norms after attention and MLP, and its rotary embedding is partial",
+    "exaone4": "it norms after attention and MLP",
+    "ministral3": "its attention scales queries by position",
+    "seed_oss": "it drops out residuals while it trains",
+    "gpt_oss": "it is a mixture of experts with attention sinks",
+    "gpt2": "its positions are learned embeddings",
+    **dict.fromkeys(
+        "mixtral qwen2_moe qwen3_moe granitemoe olmoe phimoe deepseek_v2 deepseek_v3 dots1 mellum".split(),
+        "it is a mixture of experts",
+    ),
 }
 
 
-def backbone_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """The `ResFormerConfig` fields that make the same backbone.
+def backbone_config(config: PreTrainedConfig) -> ResFormerConfig:
+    """The same backbone as one of ours, without connections.
 
     Raises:
-        CheckpointError: the family is not one that the decoder expresses exactly.
+        CheckpointError: the family is not one that the decoder expresses exactly, or a value is not one that it takes.
     """
-    if config.model_type not in FAMILIES:
+    family = FAMILIES[supported(config.model_type)]
+    fields = {name: getattr(config, name) for name in _COMMON}
+    fields["head_dim"] = getattr(config, "head_dim", None)
+    if family.windows:
+        sliding = "sliding_attention" in config.layer_types
+        fields["layer_types"] = config.layer_types
+        fields["sliding_window"] = config.sliding_window if sliding else None
+    try:
+        return ResFormerConfig(**{**fields, **family.to_ours(config)})
+    except Exception as error:  # any of the validators'
+        raise CheckpointError(f"The source's configuration is not valid: {error}") from error
+
+
+def without_connections(config: ResFormerConfig, **fields: Any) -> ResFormerConfig:
+    """The same backbone, with `fields` in the place of its connections."""
+    return ResFormerConfig(**{**_own_fields(config), **_NO_CONNECTIONS, **fields})
+
+
+def supported(model_type: object) -> str:
+    """`model_type`, if it is in the table.
+
+    Raises:
+        CheckpointError: it is not; the message says why where the reason is known.
+    """
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return model_type
+    if model_type == "resformer":
         raise CheckpointError(
-            f"Checkpoints of model_type {config.model_type!r} cannot be converted: the decoder expresses "
-            f"{', '.join(FAMILIES)} exactly, and no other family."
+            "This is a ResFormer checkpoint already: `resformer revert` makes it plain again, if nothing was learned."
         )
-    return {**_common(config), **FAMILIES[config.model_type](config)}
+    reason = f" ({_REASONS[model_type]})" if isinstance(model_type, str) and model_type in _REASONS else ""
+    raise CheckpointError(
+        f"Checkpoints of model_type {model_type!r} cannot be converted{reason}: the decoder expresses "
+        f"{', '.join(FAMILIES)} exactly, and no other family."
+    )
+
+
+def family_config(config: ResFormerConfig, preferred: str | None = None) -> PreTrainedConfig:
+    """The configuration of a family that means what `config` does without its connections.
+
+    Args:
+        preferred: the family to try first, where several fit.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    ours = without_connections(config)
+    wanted = _own_fields(ours)
+    for model_type in sorted(FAMILIES, key=lambda name: name != preferred):
+        family = FAMILIES[model_type]
+        fields = {name: getattr(ours, name) for name in (*_COMMON, "head_dim")}
+        if family.windows:
+            fields |= {"layer_types": ours.layer_types, "sliding_window": ours.sliding_window}
+        try:
+            theirs = CONFIG_MAPPING[model_type](**{**fields, **family.to_theirs(ours)})
+            again = backbone_config(theirs)
+        except Exception:  # its validators' any: then it is not this family
+            continue
+        if _own_fields(again) == wanted:
+            return theirs
+    raise CheckpointError(
+        f"No family has this backbone: qk_norm={ours.qk_norm}, attention_bias={ours.attention_bias}, "
+        f"attention_out_bias={ours.attention_out_bias}, layer_types={sorted(set(ours.layer_types or ()))}."
+    )
+
+
+_NO_CONNECTIONS = {name: getattr(ResFormerConfig(), name) for name in CONNECTION_FIELDS}
+
+
+def _own_fields(config: ResFormerConfig) -> dict[str, Any]:
+    names = [name for name in type(config).__annotations__ if name != "pretraining_tp"]
+    return {name: getattr(config, name) for name in names}

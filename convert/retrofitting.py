@@ -1,42 +1,45 @@
 """Retrofits: a Llama-style checkpoint in, a ResFormer checkpoint with added connections out."""
 
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_fields
-from resformer.convert.errors import CheckpointError, VerificationError
-from resformer.convert.families import backbone_fields
-from resformer.convert.source import Source, open_source
-from resformer.convert.verification import LogitsComparison, compare_logits
+from resformer.convert.connections import expected_shapes, initial_connections, model_on_meta
+from resformer.convert.conversion import (
+    Conversion,
+    Outcome,
+    Verify,
+    carry_out,
+    check_tensors,
+    dominant_dtype,
+    foretell,
+    result_config,
+)
+from resformer.convert.errors import CheckpointError
+from resformer.convert.families import CONNECTION_FIELDS, backbone_config, without_connections
+from resformer.convert.planning import Plan, plan_shards
+from resformer.convert.source import CODES, open_source
+from resformer.convert.verification import LogitsComparison
+from resformer.convert.writing import Rounding, Transfer, check_target
 from resformer.model_cards import retrofit_card
-from resformer.modeling import ResFormerForCausalLM
 from resformer.version import __version__
 
 __all__ = ["CONNECTION_FIELDS", "RetrofitReport", "losses", "retrofit"]
 
-#: The configuration fields that a retrofit may set; all others are the source's.
-CONNECTION_FIELDS = (
-    "value_residual value_residual_init value_residual_layers neutreno_lambda value_sources key_sources dwa "
-    "dwa_dilation dwa_period"
-).split()
+RECORD = "resformer_conversion.json"
 _LEARNED_MODES = ("learnable", "learnable_plus", "dense", "gated")
 
 
 @dataclass(frozen=True)
 class RetrofitReport:
-    """What a retrofit did, or would do (`verification` is then `None`)."""
+    """What a retrofit did, or would do (`verified` is then `""` and `verification` `None`)."""
 
     source: str
     revision: str | None
@@ -45,10 +48,19 @@ class RetrofitReport:
     method: str
     fields: dict[str, Any]  # the connection fields, as they stand in the new config.json
     losses: list[str]  # why it does not compute what its source does; empty for an exact retrofit
+    dtype: str  # of most weights
     parameters: int
+    kept: int  # tensors of the source that the result has
     added: dict[str, int]  # parameter name -> number of elements
     dropped: list[str]  # tensors of the source that the method has no use for
+    carried_files: int  # weight files that are the source's, byte for byte
+    written_files: int  # weight files that are new
+    transfer: Transfer  # bytes linked, cloned, copied and written
+    memory: int  # bytes that comparing the logits takes: the larger model
+    verified: str  # headers, hashes or logits
     verification: LogitsComparison | None = None
+    rounding: Rounding = field(default_factory=Rounding)
+    left_behind: list[str] = field(default_factory=list)  # files, and keys of config.json, that do not go along
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -70,13 +82,19 @@ def retrofit(
     dry_run: bool = False,
     revision: str | None = None,
     dtype: str | torch.dtype = "auto",
+    link: bool = False,
+    verify: Verify = "auto",
+    max_shard_size: int | None = None,
+    allow_pickle: bool = False,
+    progress: bool = True,
     **fields: Any,
 ) -> RetrofitReport:
     """Writes `source` with the connections of `method` to the folder `output`.
 
     Methods that can start as the identity do ((0, 1) for value residuals, one-hot depth averages), so that the result
-    computes what its source does, bit for bit; the saved checkpoint is reloaded and its logits compared before it is
-    put in place. Configuration, weights, tokenizer, chat templates and generation configuration go along.
+    computes what its source does, bit for bit. Weight files that do not change are carried over whole; what is added
+    goes into one small new file. Configuration, tokenizer, chat templates, generation configuration and licence go
+    along. The result is verified before it is put in place: a run that fails or is interrupted leaves nothing.
 
     Args:
         source: a folder with safetensors, a `.gguf` file (dequantised), or a Hub id.
@@ -84,68 +102,108 @@ def retrofit(
         method: one of `resformer.configuration.METHODS`.
         lossy: allow a method, or fields, that change what the model computes.
         force: replace what `output` holds.
-        dry_run: read the configuration, report, write nothing.
+        dry_run: read, check, report, write nothing.
         revision: branch, tag or commit, for a Hub id.
-        dtype: convert floating tensors to this; default: the source's own (float32 for GGUF).
+        dtype: convert floating tensors to this; default: each keeps its own (float32 for GGUF).
+        link: hard-link weight files that do not change. Instant, but who edits one in place then edits both.
+        verify: `"headers"` reads names, dtypes and shapes back; `"hashes"` also every byte that was written;
+            `"logits"` also loads both models, one after the other, and compares their logits on fixed prompts.
+            `"auto"` is logits where the model fits into free memory, else hashes.
+        max_shard_size: split weight files that are larger, in bytes.
+        allow_pickle: read `pytorch_model*.bin` where there are no safetensors, restricted to tensors.
+        progress: show one bar, in bytes, on a terminal.
         fields: connection fields of `ResFormerConfig` that go on top of the method's, `dwa=True` for one.
 
     Raises:
         CheckpointError: the source cannot be converted, the method needs `lossy`, or `output` is in the way.
-        VerificationError: the result does not compute what the source does. Nothing is written.
-        ValueError: `method` or `fields` are wrong.
+        OutputError: the disk is full or read-only. Nothing is left behind.
+        VerificationError: the result does not hold or compute what the source does. Nothing is written.
+        ValueError: `method`, `fields`, `dtype` or `verify` are wrong.
     """
-    opened = open_source(source, revision)
+    target_dtype = _dtype(dtype)
+    if verify not in ("auto", "headers", "hashes", "logits"):
+        raise ValueError(f"verify={verify!r}: expected auto, headers, hashes or logits.")
+    _check_fields(fields)
     target = Path(output).expanduser()
-    _check_output(target, opened, force=force)
-    source_config = opened.config()
-    backbone = backbone_fields(source_config)
-    connections = _connections(method, backbone["num_hidden_layers"], fields)
-    try:
-        config = ResFormerConfig(**backbone)
-    except Exception as error:  # any of the validators'
-        raise CheckpointError(f"{opened.folder}: the source's configuration is not valid: {error}") from error
-    config = ResFormerConfig(**backbone, **connections)
+    if target.exists():  # before anything is read or fetched
+        check_target(target, None, force=force)
+    opened = open_source(source, revision, dtype=target_dtype, allow_pickle=allow_pickle)
+    check_target(target, opened.folder if opened.file is None else None, force=force)
+    stored = opened.checkpoint.tensors
+    weights_dtype = target_dtype or dominant_dtype(opened.checkpoint)
+    backbone = backbone_config(opened.config)
+    plain = expected_shapes(backbone)
+    tied, notes = check_tensors(opened, plain)
+    connections = _connections(method, backbone.num_hidden_layers, fields)
+    config = without_connections(backbone, tie_word_embeddings=tied, **connections)
     lost = losses(config)
     if lost and not lossy:
         raise CheckpointError(
             f"The result would not compute what {opened.name} does: {'; '.join(lost)}. Allow it with --lossy "
-            "(lossy=True), or choose an exact method."
+            "(lossy=True), or choose an exact method.",
+            "--lossy",
         )
-    added, dropped, parameters = _parameter_changes(config, source_config)
+    model = model_on_meta(config, weights_dtype)
+    ours = model.state_dict().keys()
+    dropped = [name for name in plain if name not in ours]
+    added = initial_connections(model)
+    plan = Plan(
+        plan_shards(
+            opened.checkpoint.shards,
+            dropped=dropped,
+            added=added,
+            dtype=CODES[target_dtype] if target_dtype is not None else None,
+            max_shard_size=max_shard_size,
+        ),
+        opened.checkpoint.side_files,
+        result_config(config, "ResFormerForCausalLM", weights_dtype),
+    )
+    conversion = Conversion(
+        opened, plan, target, weights_dtype, exact=not lost, link=link, force=force, verify=verify, progress=progress
+    )
+    warnings = [*opened.checkpoint.notes, *notes]
+    if opened.file is None and not opened.checkpoint.has_tokenizer:
+        warnings.append(f"{opened.name} has no tokenizer that can be read: save one beside the result.")
+    outcome = foretell(conversion) if dry_run else None
     report = RetrofitReport(
         source=opened.name,
         revision=opened.revision,
         output=str(target),
-        family=source_config.model_type,
+        family=opened.config.model_type,
         method=method,
         fields={name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections},
         losses=lost,
-        parameters=parameters,
-        added=added,
+        dtype=str(weights_dtype).removeprefix("torch."),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        kept=sum(name in stored for name in plan.tensors),
+        added={tensor.name: tensor.elements for tensor in added},
         dropped=dropped,
+        carried_files=len(plan.carried),
+        written_files=len(plan.written),
+        transfer=Transfer() if outcome is None else outcome.transfer,
+        memory=sum(tensor.elements for tensor in stored.values()) * weights_dtype.itemsize,
+        verified="",
+        left_behind=[*opened.checkpoint.left_behind, *(f"config.json: {key}" for key in opened.dropped_config)],
+        warnings=warnings,
     )
-    if dry_run:
-        return report
+    if outcome is not None:
+        return replace(report, warnings=[*warnings, *outcome.warnings])
 
-    original = _load(opened, dtype)
-    model = _build(config, original, added, dropped)
-    warnings = []
-    with _replacing(target) as partial:
-        model.save_pretrained(partial)
-        del model
-        if not opened.save_tokenizer(partial):
+    def finish(folder: Path, outcome: Outcome) -> dict[str, str]:
+        nonlocal report
+        if not opened.save_gguf_extras(folder):
             warnings.append(f"{opened.name} has no tokenizer that can be read: save one beside the result.")
-        reloaded = AutoModelForCausalLM.from_pretrained(partial, dtype=original.dtype)
-        verification = compare_logits(original, reloaded)
-        if not lost and not verification.identical:
-            raise VerificationError(
-                f"The retrofit of {opened.name} is not exact, the logits {verification}. Nothing was written; this is "
-                "a defect of resformer, please report it."
-            )
-        report = RetrofitReport(
-            **{**vars(report), "verification": verification, "warnings": warnings},
+        report = replace(
+            report,
+            transfer=outcome.transfer,
+            verified=outcome.verified,
+            verification=outcome.logits,
+            rounding=outcome.rounding,
+            warnings=[*warnings, *outcome.warnings],
         )
-        _write_provenance(partial, report)
+        return _provenance(report, outcome.files)
+
+    carry_out(conversion, finish)
     return report
 
 
@@ -168,102 +226,43 @@ def losses(config: ResFormerConfig) -> list[str]:
     return found
 
 
-def _connections(method: str, num_hidden_layers: int, fields: dict[str, Any]) -> dict[str, Any]:
+def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    if dtype == "auto":
+        return None
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None)
+    if found not in CODES:
+        names = ", ".join(str(known).removeprefix("torch.") for known in CODES)
+        raise ValueError(f"dtype={dtype!r}: expected auto, {names}.")
+    return found
+
+
+def _check_fields(fields: Mapping[str, Any]) -> None:
     for name in fields:
         if name not in CONNECTION_FIELDS:
             raise ValueError(
                 f"`{name}` is not a field that a retrofit sets: expected one of {', '.join(CONNECTION_FIELDS)}."
             )
+
+
+def _connections(method: str, num_hidden_layers: int, fields: dict[str, Any]) -> dict[str, Any]:
     connections = {**method_fields(method, num_hidden_layers), **fields}
     if connections.get("value_residual") in _LEARNED_MODES:
         connections.setdefault("value_residual_init", [0.0, 1.0])
     return connections
 
 
-def _parameter_changes(config: ResFormerConfig, source_config: Any) -> tuple[dict[str, int], list[str], int]:
-    """(added parameters, dropped tensors, number of parameters), from models without memory."""
-    with torch.device("meta"):
-        ours = dict(ResFormerForCausalLM(config).named_parameters())
-        theirs = dict(AutoModelForCausalLM.from_config(source_config).named_parameters())
-    added = {name: parameter.numel() for name, parameter in ours.items() if name not in theirs}
-    dropped = [name for name in theirs if name not in ours]
-    return added, dropped, sum(parameter.numel() for parameter in ours.values())
-
-
-def _load(source: Source, dtype: str | torch.dtype) -> PreTrainedModel:
-    if source.gguf_file is not None and dtype == "auto":
-        dtype = torch.float32
-    try:
-        model, loading = AutoModelForCausalLM.from_pretrained(**source.location, dtype=dtype, output_loading_info=True)
-    except ImportError:
-        raise
-    except Exception as error:  # Transformers and safetensors raise nearly anything for a bad file
-        raise CheckpointError(f"{source.folder}: cannot be loaded: {error}") from error
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if problems := loading.get(kind):
-            raise CheckpointError(f"{source.folder}: {kind.replace('_', ' ')}: {', '.join(map(str, sorted(problems)))}")
-    return model.eval()
-
-
-def _build(
-    config: ResFormerConfig, original: PreTrainedModel, added: dict[str, int], dropped: list[str]
-) -> ResFormerForCausalLM:
-    model = AutoModelForCausalLM.from_config(config, dtype=original.dtype)
-    keys = model.load_state_dict(original.state_dict(), strict=False)
-    if sorted(keys.missing_keys) != sorted(added) or sorted(keys.unexpected_keys) != sorted(dropped):
-        raise CheckpointError(
-            f"The source's tensors do not fit the decoder: missing {keys.missing_keys}, left over "
-            f"{keys.unexpected_keys}; expected to add {sorted(added)} and to drop {dropped}."
-        )
-    model.generation_config = original.generation_config
-    return model
-
-
-def _check_output(target: Path, source: Source, *, force: bool) -> None:
-    here, there = target.resolve(), source.folder.resolve()
-    if here == there or here in there.parents:
-        raise CheckpointError(f"{target}: holds the source {source.name}; choose another output.")
-    if there in here.parents and source.gguf_file is None:
-        raise CheckpointError(f"{target}: lies in the source folder {source.folder}; choose another output.")
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target}: is a file; choose another output.")
-    if target.is_dir() and any(target.iterdir()) and not force:
-        raise CheckpointError(
-            f"{target}: is not empty; replace it with --force (force=True), or choose another output."
-        )
-
-
-@contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that takes its place when the block ends well, and vanishes when it does not."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
-    try:
-        yield partial
-        umask = os.umask(0)
-        os.umask(umask)
-        partial.chmod(0o777 & ~umask)  # mkdtemp's and safetensors' modes are private
-        for file in partial.rglob("*"):
-            file.chmod((0o777 if file.is_dir() else 0o666) & ~umask)
-        old = partial.with_name(f"{partial.name}.old")
-        if target.exists():
-            target.rename(old)
-        partial.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _write_provenance(folder: Path, report: RetrofitReport) -> None:
+def _provenance(report: RetrofitReport, files: Mapping[str, Any]) -> dict[str, str]:
     """The model card, and a record that two runs write alike: no clock, no machine."""
     # A path says more about a machine than about a model: of a local source only the last part is told.
-    source = report.source if report.revision is not None else Path(report.source).name
-    told = {**report.as_dict(), "source": source}
+    told = {**report.as_dict(), "source": report.source if report.revision is not None else Path(report.source).name}
+    # How the bytes came here says nothing about them.
+    unsaid = ("output", "warnings", "transfer", "memory", "left_behind")
     record = {
-        **{key: value for key, value in told.items() if key not in ("output", "warnings")},
+        **{key: value for key, value in told.items() if key not in unsaid},
+        "files": files,
         "versions": {"resformer": __version__, "torch": torch.__version__, "transformers": transformers_version},
     }
-    text = json.dumps(record, indent=2, sort_keys=True) + "\n"
-    (folder / "resformer_conversion.json").write_text(text, encoding="utf-8")
-    retrofit_card(told).save(folder / "README.md")
+    return {
+        RECORD: json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False) + "\n",
+        "README.md": str(retrofit_card(told)),
+    }

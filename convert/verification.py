@@ -1,11 +1,126 @@
-"""Proof of a conversion: the two models' logits on fixed prompts."""
+"""The verifier: does a folder hold what it should, byte for byte, and compute what its source does?
 
+It reads the folder anew and trusts nothing that the writer believes.
+"""
+
+import gc
+import hashlib
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import torch
 from transformers import PreTrainedModel
 
-__all__ = ["LogitsComparison", "compare_logits"]
+from resformer.convert.errors import VerificationError, listed
+from resformer.convert.files import MIB, open_regular
+from resformer.convert.reading import Checkpoint, read_checkpoint
+from resformer.convert.safetensors_format import FLOATING, Tensor
+
+__all__ = [
+    "LogitsComparison",
+    "check_bytes",
+    "check_headers",
+    "compare_logits",
+    "free_memory",
+    "not_finite",
+    "pieces",
+    "same_bytes",
+]
+
+_PIECE = 4 * MIB
+
+
+def check_headers(folder: Path, expected: Mapping[str, Tensor]) -> Checkpoint:
+    """Reads every header of `folder` and compares names, dtypes and shapes with `expected`.
+
+    Raises:
+        VerificationError: they differ.
+    """
+    found = read_checkpoint(folder)
+    if found.tensors.keys() != expected.keys():
+        raise VerificationError(
+            f"{folder}: lacks {listed(expected.keys() - found.tensors.keys()) or 'nothing'}, holds beyond the plan "
+            f"{listed(found.tensors.keys() - expected.keys()) or 'nothing'}."
+        )
+    for name, tensor in found.tensors.items():
+        planned = expected[name]
+        if (tensor.dtype, tensor.shape) != (planned.dtype, planned.shape):
+            raise VerificationError(
+                f"{tensor.place}: is {tensor.dtype} {list(tensor.shape)}, expected {planned.dtype} "
+                f"{list(planned.shape)}."
+            )
+    return found
+
+
+def check_bytes(
+    found: Checkpoint,
+    expected: Mapping[str, Tensor],
+    digests: Mapping[str, str],
+    shared: Collection[str] = (),
+    progress: Callable[[int], object] = lambda read: None,
+) -> None:
+    """Reads back what was written: copies against their source, the rest against SHA-256 digests.
+
+    Args:
+        expected: name -> the tensor at its source.
+        digests: name -> digest, of the tensors whose bytes were made.
+        shared: files that share their source's bytes (links, clones), where there is nothing to compare.
+
+    Raises:
+        VerificationError: a byte differs.
+    """
+
+    def check(tensor: Tensor) -> None:
+        if tensor.name in digests:
+            digest = hashlib.sha256()
+            for piece in pieces(tensor):
+                digest.update(piece)
+            same = digest.hexdigest() == digests[tensor.name]
+        else:
+            same = same_bytes(tensor, expected[tensor.name])
+        if not same:
+            raise VerificationError(f"{tensor.place}: its bytes are not those that were written.")
+        progress(tensor.nbytes)
+
+    files = [shard for shard in found.shards if shard.path is not None and shard.path.name not in shared]
+    written = [tensor for shard in files for tensor in shard.tensors]
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        list(pool.map(check, written))
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are stored alike."""
+    return one.nbytes == other.nbytes and all(a == b for a, b in zip(pieces(one), pieces(other), strict=True))
+
+
+def pieces(tensor: Tensor, size: int = _PIECE) -> Iterator[bytes]:
+    """A tensor's bytes, `size` at a time."""
+    if isinstance(tensor.data, memoryview):
+        for start in range(0, tensor.nbytes, size):
+            yield bytes(tensor.data[start : start + size])
+        return
+    path, start = tensor.data
+    with open_regular(path) as file:
+        file.seek(start)
+        for position in range(0, tensor.nbytes, size):
+            yield file.read(min(size, tensor.nbytes - position))
+
+
+def not_finite(tensors: Iterable[Tensor]) -> list[str]:
+    """The names of the floating tensors that hold a NaN or an infinity."""
+    found = []
+    for tensor in tensors:
+        if tensor.dtype in FLOATING:
+            dtype = getattr(torch, FLOATING[tensor.dtype])
+            numbers = (torch.frombuffer(bytearray(piece), dtype=dtype) for piece in pieces(tensor))
+            if not all(piece.isfinite().all() for piece in numbers):
+                found.append(tensor.name)
+    return found
 
 
 @dataclass(frozen=True)
@@ -14,6 +129,7 @@ class LogitsComparison:
 
     tokens: int
     identical: bool  # bit for bit
+    finite: bool  # all of the source's
     max_difference: float
     mean_kl: float  # KL(source || converted) per token, in nats
     top1_agreement: float  # 0 to 1
@@ -27,22 +143,49 @@ class LogitsComparison:
         )
 
 
-@torch.no_grad()
-def compare_logits(source: PreTrainedModel, converted: PreTrainedModel, tokens: int = 128) -> LogitsComparison:
-    """Runs both models on the same `tokens` tokens: random ids from a fixed seed, in two rows."""
-    generator = torch.Generator().manual_seed(0)
-    input_ids = torch.randint(source.config.vocab_size, (2, tokens // 2), generator=generator)
-    logits = []
-    for model in (source, converted):
-        was_training = model.training
-        logits.append(model.eval()(input_ids=input_ids.to(model.device), use_cache=False).logits.cpu())
-        model.train(was_training)
-    expected, found = logits
-    expected_log, found_log = (values.double().log_softmax(-1) for values in logits)
+def compare_logits(
+    source: Callable[[], PreTrainedModel] | PreTrainedModel,
+    converted: Callable[[], PreTrainedModel] | PreTrainedModel,
+    tokens: int = 128,
+) -> LogitsComparison:
+    """Runs both models on the same `tokens` tokens: random ids from a fixed seed, in two rows.
+
+    Args:
+        source, converted: models, or functions that load one; then no more than one is in memory at a time.
+    """
+    expected, found = _prompt_logits(source, tokens), _prompt_logits(converted, tokens)
+    expected_log, found_log = (values.double().log_softmax(-1) for values in (expected, found))
+    both_nan = expected.isnan() & found.isnan()
     return LogitsComparison(
-        tokens=input_ids.numel(),
-        identical=torch.equal(expected, found),
+        tokens=expected.shape[0] * expected.shape[1],
+        identical=bool(((expected == found) | both_nan).all()),
+        finite=bool(expected.isfinite().all()),
         max_difference=(expected - found).abs().max().item(),
         mean_kl=(expected_log.exp() * (expected_log - found_log)).sum(-1).mean().item(),
         top1_agreement=(expected.argmax(-1) == found.argmax(-1)).double().mean().item(),
     )
+
+
+@torch.no_grad()
+def _prompt_logits(model: Callable[[], PreTrainedModel] | PreTrainedModel, tokens: int) -> torch.Tensor:
+    """`(2, tokens // 2, vocab_size)` on the CPU."""
+    loaded = model if isinstance(model, PreTrainedModel) else model()
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(loaded.config.vocab_size, (2, tokens // 2), generator=generator)
+    was_training = loaded.training
+    logits = loaded.eval()(input_ids=input_ids.to(loaded.device), use_cache=False).logits.cpu()
+    loaded.train(was_training)
+    del loaded
+    gc.collect()  # a model refers to itself: without this it would stay beside the next one
+    return logits
+
+
+def free_memory() -> int:
+    """Bytes that this process can still take: of the machine, or of its control group where that is less."""
+    free = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError, KeyError):  # no such group, or no limit: "max"
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(statistics["inactive_file"]))  # cached files make room
+    return free

@@ -17,7 +17,6 @@ def retrofit_card(report: Mapping[str, Any], repository: str | None = None) -> M
         report: `RetrofitReport.as_dict()`.
         repository: the Hub id, or path, that the card's code loads; default: the output folder's name.
     """
-    verification = report["verification"]
     return _render(
         "retrofit.md.jinja",
         _metadata(report["source"], report["revision"]),
@@ -25,12 +24,7 @@ def retrofit_card(report: Mapping[str, Any], repository: str | None = None) -> M
         repository=repository or PurePath(report["output"]).name,
         added_parameters=sum(report["added"].values()),
         **{key: value for key, value in report.items() if key not in ("output", "added", "verification")},
-        verification=(
-            f"identical to the source's to the bit on {verification['tokens']} tokens"
-            if verification["identical"]
-            else f"differ by at most {verification['max_difference']:.3g}, KL {verification['mean_kl']:.3g} nats, "
-            f"top-1 agreement {verification['top1_agreement']:.1%} on {verification['tokens']} tokens"
-        ),
+        verification=_logits(report["verification"]),
     )
 
 
@@ -62,6 +56,18 @@ def finetuned_card(
         evaluation_tokens=evaluation_tokens,
         runs=runs,
         repository=repository,
+    )
+
+
+def _logits(verification: Mapping[str, Any] | None) -> str:
+    if verification is None:
+        return "Its logits were not compared with the source's: `resformer verify` does it"
+    tokens = verification["tokens"]
+    if verification["identical"]:
+        return f"Its logits are identical to the source's to the bit on {tokens} tokens"
+    return (
+        f"Against its source, the logits differ by at most {verification['max_difference']:.3g}, KL "
+        f"{verification['mean_kl']:.3g} nats, top-1 agreement {verification['top1_agreement']:.1%} on {tokens} tokens"
     )
 
 

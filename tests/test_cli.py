@@ -42,7 +42,7 @@ def test_help_needs_no_torch() -> None:
 def test_convert_prints_its_report_on_stdout_alone(llama: Path, tmp_path: Path) -> None:
     done = resformer("convert", llama, tmp_path / "out", "--method", "resformer")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "logits      identical to the bit on 128 tokens" in done.stdout
+    assert "verified      headers, bytes, logits identical to the bit on 128 tokens" in done.stdout
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 

@@ -1,0 +1,114 @@
+"""Two checkpoints side by side: tensors byte for byte, logits on fixed prompts."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from resformer.configuration import ResFormerConfig
+from resformer.convert.connections import read_connections
+from resformer.convert.conversion import Verify, dominant_dtype, no_bars
+from resformer.convert.errors import CheckpointError
+from resformer.convert.safetensors_format import FLOATING, Tensor
+from resformer.convert.source import Source, open_source
+from resformer.convert.verification import LogitsComparison, compare_logits, free_memory, pieces, same_bytes
+
+__all__ = ["Comparison", "verify"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two checkpoints have in common."""
+
+    one: str
+    other: str
+    identical: int  # tensors that are alike byte for byte
+    different: dict[str, float | None]  # tensor -> largest absolute difference; None if the shapes differ
+    only_in_one: list[str]
+    only_in_other: list[str]
+    added: list[str]  # those of the two lists above that are parameters of connections
+    logits: LogitsComparison | None  # None if they were not compared
+
+    @property
+    def same(self) -> bool:
+        """Whether all that both should have is alike; a retrofit and its source are, if it is exact."""
+        unmatched = {*self.only_in_one, *self.only_in_other} - set(self.added)
+        return not self.different and not unmatched and (self.logits is None or self.logits.identical)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {**asdict(self), "same": self.same}
+
+
+def verify(one: str | Path, other: str | Path, *, verify: Verify = "auto", revision: str | None = None) -> Comparison:
+    """Compares two checkpoints, a source and its retrofit for example.
+
+    Args:
+        one, other: folders, `.gguf` files or Hub ids, of any family that can be converted, or ResFormer's.
+        verify: `"headers"` compares names, dtypes and shapes; `"hashes"` the bytes too; `"logits"` the logits too, with
+            one model in memory at a time. `"auto"` is logits where the larger model fits into free memory.
+        revision: of `one`, if it is a Hub id.
+
+    Raises:
+        CheckpointError: one of them cannot be read.
+    """
+    first, second = open_source(one, revision, ours=True), open_source(other, ours=True)
+    a, b = first.checkpoint.tensors, second.checkpoint.tensors
+    common = [name for name in a if name in b]
+    different: dict[str, float | None] = {}
+    for name in common:
+        same_form = (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape)
+        if verify == "headers" and same_form:
+            continue
+        if not (same_form and same_bytes(a[name], b[name])):
+            different[name] = _distance(a[name], b[name])
+    only_a, only_b = sorted(a.keys() - b.keys()), sorted(b.keys() - a.keys())
+    connections = {*_connections(first), *_connections(second)}
+    return Comparison(
+        first.name,
+        second.name,
+        len(common) - len(different),
+        different,
+        only_a,
+        only_b,
+        sorted(connections & {*only_a, *only_b}),
+        _logits(first, second, verify),
+    )
+
+
+def _connections(source: Source) -> list[str]:
+    return read_connections(source)[1] if isinstance(source.config, ResFormerConfig) else []
+
+
+def _logits(first: Source, second: Source, verify: Verify) -> LogitsComparison | None:
+    if verify not in ("auto", "logits"):
+        return None
+    if first.config.vocab_size != second.config.vocab_size:
+        raise CheckpointError(
+            f"The vocabularies differ: {first.config.vocab_size} and {second.config.vocab_size} tokens. Compare the "
+            "tensors alone with --verify hashes."
+        )
+    dtype = dominant_dtype(first.checkpoint)
+    size = max(sum(tensor.elements for tensor in s.checkpoint.tensors.values()) for s in (first, second))
+    if verify == "auto" and 1.2 * size * dtype.itemsize + 2**29 > free_memory():
+        return None
+    with no_bars():
+        return compare_logits(lambda: first.load(dtype), lambda: second.load(dtype))
+
+
+def _distance(one: Tensor, other: Tensor) -> float | None:
+    """The largest absolute difference; NaN if there is one."""
+    if one.shape != other.shape or one.dtype not in FLOATING or other.dtype not in FLOATING:
+        return None
+    largest = torch.zeros(())
+    for a, b in zip(_floats(one), _floats(other), strict=True):
+        largest = torch.maximum(largest, (a - b).abs().max().float())
+    return largest.item()
+
+
+def _floats(tensor: Tensor) -> Any:
+    """The numbers, some at a time: as many for every dtype."""
+    dtype = getattr(torch, FLOATING[tensor.dtype])
+    for piece in pieces(tensor, 2**20 * dtype.itemsize):
+        yield torch.frombuffer(bytearray(piece), dtype=dtype).double()

@@ -1,0 +1,279 @@
+"""What every conversion does once its plan stands: check, write, verify, put in place."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from resformer.convert.errors import CheckpointError, VerificationError, listed
+from resformer.convert.planning import CarriedShard, Plan
+from resformer.convert.reading import Checkpoint
+from resformer.convert.safetensors_format import FLOATING, Tensor
+from resformer.convert.source import Source
+from resformer.convert.verification import (
+    LogitsComparison,
+    check_bytes,
+    check_headers,
+    compare_logits,
+    free_memory,
+    not_finite,
+    same_bytes,
+)
+from resformer.convert.writing import (
+    Rounding,
+    Transfer,
+    Written,
+    check_space,
+    flush,
+    foresee,
+    replacing,
+    write_plan,
+    write_text,
+)
+
+__all__ = [
+    "Conversion",
+    "Outcome",
+    "Verify",
+    "carry_out",
+    "check_tensors",
+    "dominant_dtype",
+    "foretell",
+    "no_bars",
+    "result_config",
+]
+
+Verify = Literal["auto", "headers", "hashes", "logits"]
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion that has been decided on, and how to carry it out."""
+
+    source: Source
+    plan: Plan
+    output: Path
+    dtype: torch.dtype  # that both models are loaded in to compare their logits
+    exact: bool  # the logits must be the source's
+    link: bool = False
+    force: bool = False
+    verify: Verify = "auto"
+    progress: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What happened, or, in a dry run, would."""
+
+    transfer: Transfer
+    verified: str  # headers, hashes, logits; "" in a dry run
+    logits: LogitsComparison | None = None
+    rounding: Rounding = field(default_factory=Rounding)
+    warnings: tuple[str, ...] = ()
+    files: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def check_tensors(source: Source, expected: Mapping[str, tuple[int, ...]]) -> tuple[bool, list[str]]:
+    """Compares the tensors of the source with those that its configuration asks for.
+
+    Args:
+        expected: name -> shape of every tensor, both ends of a tie among them.
+
+    Returns:
+        whether the head is tied to the embeddings (what the file holds decides, as in Transformers), and notes.
+
+    Raises:
+        CheckpointError: a tensor is missing, too many, of the wrong shape, or quantised.
+    """
+    folder, tensors = source.folder, source.checkpoint.tensors
+    tied, notes = bool(source.config.tie_word_embeddings), []
+    required = dict(expected)
+    if tied and HEAD not in tensors:
+        required.pop(HEAD, None)
+    elif tied and EMBEDDING not in tensors:
+        required.pop(EMBEDDING)
+    elif tied and not same_bytes(tensors[HEAD], tensors[EMBEDDING]):
+        tied = False
+        notes.append(
+            f"{folder}: config.json ties lm_head.weight to the embeddings, but the two differ; the result has "
+            "tie_word_embeddings=False, which is how Transformers loads the source."
+        )
+    elif not tied and HEAD in required and HEAD not in tensors:
+        raise CheckpointError(
+            f"{folder}: missing keys: config.json has tie_word_embeddings=False and no shard has lm_head.weight: it "
+            "would be random. If the head is the embedding matrix, set tie_word_embeddings to true."
+        )
+    if missing := required.keys() - tensors.keys():
+        raise CheckpointError(f"{folder}: missing keys: config.json asks for {listed(missing)}.")
+    for name, tensor in tensors.items():
+        if name.endswith(".rotary_emb.inv_freq") and name not in required:  # of old Llamas; follows from config.json
+            continue
+        if name not in required:
+            raise CheckpointError(f"{tensor.place}: unexpected: config.json has no place for it.")
+        if tensor.shape != required[name]:
+            raise CheckpointError(
+                f"{tensor.place}: has shape {list(tensor.shape)}, config.json asks for {list(required[name])}."
+            )
+        if tensor.dtype not in FLOATING:
+            raise CheckpointError(
+                f"{tensor.place}: has dtype {tensor.dtype}, expected one of {', '.join(FLOATING)}: quantised "
+                "checkpoints have to be dequantised first."
+            )
+    return tied, notes
+
+
+def dominant_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype of most numbers."""
+    elements: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        if tensor.dtype in FLOATING:
+            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.elements
+    if not elements:
+        raise CheckpointError(f"{checkpoint.folder}: holds no floating tensors.")
+    return getattr(torch, FLOATING[max(elements, key=lambda dtype: (elements[dtype], dtype))])
+
+
+def result_config(config: PreTrainedConfig, architecture: str, dtype: torch.dtype) -> str:
+    """The text of the result's config.json."""
+    config.architectures = [architecture]
+    config.dtype = dtype
+    return config.to_json_string()
+
+
+def carry_out(conversion: Conversion, finish: Callable[[Path, Outcome], dict[str, str]]) -> Outcome:
+    """Writes the plan beside the output, verifies it, and puts it in place.
+
+    Args:
+        finish: given the folder and the outcome so far, returns the texts of further files.
+
+    Raises:
+        CheckpointError, OutputError, VerificationError: nothing is left of the output.
+    """
+    plan, output = conversion.plan, conversion.output
+    forecast = foresee(plan, output, link=conversion.link)
+    check_space(forecast, output)
+    verify, warnings = _choose(conversion)
+    to_move = sum(shard.size for shard in plan.shards) + sum(file.size for file in plan.side_files)
+    to_read = 0 if verify == "headers" else forecast.moved
+    with (
+        replacing(output, force=conversion.force) as partial,
+        tqdm(
+            total=to_move + to_read,
+            unit="B",
+            unit_scale=True,
+            desc=output.name,
+            disable=None if conversion.progress else True,
+        ) as bar,
+    ):
+        written = write_plan(plan, partial, link=conversion.link, progress=bar.update)
+        expected = plan.tensors
+        found = check_headers(partial, expected)
+        if verify != "headers":
+            check_bytes(found, expected, written.digests, written.shared, bar.update)
+        logits = _compare(conversion, partial) if verify == "logits" else None
+        outcome = Outcome(
+            written.transfer,
+            verify,
+            logits,
+            written.rounding,
+            (*warnings, *written.notes, *_generation_config(found)),
+            _files(plan, written, found),
+        )
+        for name, text in finish(partial, outcome).items():
+            write_text(partial / name, text)
+        flush(partial, written.shared)
+    return outcome
+
+
+def foretell(conversion: Conversion) -> Outcome:
+    """What `carry_out` would do, but for the bytes of files that are written last."""
+    transfer = foresee(conversion.plan, conversion.output, link=conversion.link)
+    return Outcome(transfer, "", warnings=tuple(_choose(conversion)[1]))
+
+
+def model_bytes(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
+    """What a model takes in memory."""
+    return sum(tensor.elements for tensor in tensors.values()) * dtype.itemsize
+
+
+def _choose(conversion: Conversion) -> tuple[str, list[str]]:
+    if conversion.verify != "auto":
+        return conversion.verify, []
+    if conversion.source.model is not None:
+        return "logits", []
+    needed = int(1.2 * model_bytes(conversion.source.checkpoint.tensors, conversion.dtype)) + 2**29
+    free = free_memory()
+    if needed <= free:
+        return "logits", []
+    return "hashes", [
+        f"The logits were not compared: that takes {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free. "
+        "Where there is more: resformer verify SOURCE OUTPUT."
+    ]
+
+
+def _compare(conversion: Conversion, partial: Path) -> LogitsComparison:
+    source, dtype = conversion.source, conversion.dtype
+    with no_bars():
+        comparison = compare_logits(
+            lambda: source.load(dtype), lambda: AutoModelForCausalLM.from_pretrained(partial, dtype=dtype)
+        )
+    if not comparison.finite and (wrong := not_finite(source.checkpoint.tensors.values())):
+        raise CheckpointError(
+            f"{source.folder}: the source's logits are not finite: NaN or infinite numbers are in "
+            f"{listed(set(wrong))}. "
+            "Convert it anyway, its bytes unchanged, with --verify hashes (verify='hashes').",
+            "--verify hashes",
+        )
+    if conversion.exact and not comparison.identical:
+        raise VerificationError(
+            f"The conversion of {source.name} is not exact, the logits {comparison}. Nothing was written; this is a "
+            "defect of resformer, please report it."
+        )
+    return comparison
+
+
+def _generation_config(found: Checkpoint) -> Iterator[str]:
+    for file in found.side_files:
+        if file.name == "generation_config.json":
+            try:
+                GenerationConfig.from_pretrained(found.folder, local_files_only=True).validate(strict=True)
+            except Exception as error:  # its own validator's, or of a file that means something else
+                reason = str(error).split("\n")[0]
+                yield f"generation_config.json goes along as it is, but saving the model again will fail: {reason}"
+
+
+def _files(plan: Plan, written: Written, found: Checkpoint) -> dict[str, dict[str, Any]]:
+    """For the record: each weights file, where it is from, and the tensors in it."""
+    digests = written.digests
+    files: dict[str, dict[str, Any]] = {}
+    for shard, stored in zip(plan.shards, found.shards, strict=True):
+        files[shard.name] = {
+            "bytes": stored.size,
+            "carried_from": shard.path.name if isinstance(shard, CarriedShard) else None,
+            "tensors": {
+                tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape)}
+                | ({"sha256": digests[tensor.name]} if tensor.name in digests else {})
+                for tensor in stored.tensors
+            },
+        }
+    return files
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """One bar for one piece of work: Transformers' own would stand in the middle of ours."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,116 @@
+"""What a checkpoint is, from its configuration, its headers and its added parameters; the model is not loaded."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from resformer.configuration import ResFormerConfig, cache_bytes_per_token
+from resformer.convert.connections import expected_shapes, method_of, read_connections
+from resformer.convert.conversion import check_tensors, dominant_dtype
+from resformer.convert.errors import CheckpointError
+from resformer.convert.families import CONNECTION_FIELDS, backbone_config, family_config, without_connections
+from resformer.convert.source import open_source
+from resformer.modeling import ResFormerForCausalLM
+
+__all__ = ["Inspection", "inspect"]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint holds."""
+
+    source: str
+    revision: str | None
+    model_type: str
+    family: str | None  # of the backbone; None if no family has it
+    method: str | None  # the named method with these connections; None if they have no name
+    fields: dict[str, Any]  # the connection fields that are not Llama's
+    files: int
+    bytes: int  # of all weight files
+    parameters: int  # tied ones once
+    added: dict[str, list[int]]  # parameter of a connection -> shape
+    dtypes: dict[str, int]  # code of safetensors -> number of elements
+    layers: int
+    hidden_size: int
+    attention_heads: int
+    key_value_heads: int | None
+    head_dim: int | None
+    vocab_size: int
+    tied: bool
+    cache_bytes_per_token: int  # in the dtype of most weights
+    cache_share: float  # of a model without sharing
+    value_mixing_matrix: list[list[float]] | None  # (N, N); NaN where a gate decides. None if it is the identity
+    depth_mixing_matrix: list[list[float]] | None  # (N, N + 1). None if it is plain Llama's
+    warnings: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`, which has no NaN: `None` in its place."""
+        found = asdict(self)
+        for name in ("value_mixing_matrix", "depth_mixing_matrix"):
+            if (matrix := found[name]) is not None:
+                found[name] = [[entry if entry == entry else None for entry in row] for row in matrix]
+        return found
+
+
+def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
+    """Describes a checkpoint: ResFormer's, or one that can become one.
+
+    Raises:
+        CheckpointError: it cannot be read, or its tensors are not what its configuration asks for.
+    """
+    opened = open_source(source, revision, ours=True)
+    theirs = opened.config
+    ours = theirs if isinstance(theirs, ResFormerConfig) else backbone_config(theirs)
+    tied, notes = check_tensors(opened, expected_shapes(ours))
+    dtype = dominant_dtype(opened.checkpoint)
+    tensors = opened.checkpoint.tensors
+    dtypes: dict[str, int] = {}
+    for tensor in tensors.values():
+        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.elements
+    model, added = read_connections(opened) if ours is theirs else (None, [])
+    matrices = _matrices(model) if model is not None else (None, None)
+    per_token = cache_bytes_per_token(ours, dtype)
+    plain = without_connections(ours)
+    return Inspection(
+        source=opened.name,
+        revision=opened.revision,
+        model_type=theirs.model_type,
+        family=_family(ours) if ours is theirs else theirs.model_type,
+        method=method_of(ours),
+        fields={name: getattr(ours, name) for name in CONNECTION_FIELDS if getattr(ours, name) != getattr(plain, name)},
+        files=len(opened.checkpoint.shards),
+        bytes=sum(shard.size for shard in opened.checkpoint.shards),
+        parameters=sum(dtypes.values()),
+        added={name: list(tensors[name].shape) for name in added},
+        dtypes=dtypes,
+        layers=ours.num_hidden_layers,
+        hidden_size=ours.hidden_size,
+        attention_heads=ours.num_attention_heads,
+        key_value_heads=ours.num_key_value_heads,
+        head_dim=ours.head_dim,
+        vocab_size=ours.vocab_size,
+        tied=tied,
+        cache_bytes_per_token=per_token,
+        cache_share=per_token / cache_bytes_per_token(plain, dtype),
+        value_mixing_matrix=matrices[0],
+        depth_mixing_matrix=matrices[1],
+        warnings=[*opened.checkpoint.notes, *notes],
+    )
+
+
+def _family(config: ResFormerConfig) -> str | None:
+    try:
+        return family_config(config).model_type
+    except CheckpointError:
+        return None
+
+
+def _matrices(model: ResFormerForCausalLM) -> tuple[list[list[float]] | None, list[list[float]] | None]:
+    """Both mixing matrices; `None` for one that is plain Llama's."""
+    values, depth = model.model.value_mixing_matrix(), model.model.depth_mixing_matrix()
+    return (
+        None if torch.equal(values, torch.eye(len(values))) else values.tolist(),
+        None if torch.equal(depth, torch.eye(*depth.shape).roll(1, dims=1)) else depth.tolist(),
+    )

@@ -1,0 +1,213 @@
+"""The reader: a folder in, a table of its tensors and files out. Nothing is believed, loaded, or run.
+
+What it accepts is what Transformers would load, and a folder of shards that has lost its index.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from resformer.convert.errors import CheckpointError, listed, shown
+from resformer.convert.files import MIB, bare_name, read_json, regular_file
+from resformer.convert.safetensors_format import Shard, Tensor, read_shard
+
+__all__ = ["Checkpoint", "SideFile", "read_checkpoint"]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+#: All headers together: a hostile folder may hold any number of shards.
+_MOST_TENSORS = 20_000
+
+#: What goes along, byte for byte: the tokenizer, its chat templates, the licence. Never a README, code, or a pickle.
+_SIDE_FILES = re.compile(
+    r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json|vocab\.txt"
+    r"|merges\.txt|[\w.-]*\.model|[\w.-]*\.tiktoken|tekken\.json|chat_template\.(jinja|json)|generation_config\.json"
+    r"|(chat_templates|additional_chat_templates)/[\w.-]+\.jinja"
+    r"|(LICEN[SC]E|NOTICE|COPYING|USE_POLICY|USE-POLICY|ACCEPTABLE_USE)[\w.-]*",
+    re.IGNORECASE,
+)
+_TOKENIZERS = re.compile(r"tokenizer\.json|vocab\.(json|txt)|[\w.-]*\.(model|tiktoken)|tekken\.json")
+#: Side files that hold settings, and so may name code ...
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.json")
+#: ... under these keys.
+_CODE_KEYS = ("auto_map", "custom_generate", "custom_pipelines")
+
+
+@dataclass(frozen=True)
+class SideFile:
+    """A file that goes along: as it is, or with `content` in its place."""
+
+    name: str  # relative, with forward slashes
+    path: Path
+    size: int
+    content: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a folder holds."""
+
+    folder: Path
+    config: dict[str, Any]  # config.json, as it stands
+    shards: tuple[Shard, ...]
+    side_files: tuple[SideFile, ...] = ()
+    left_behind: tuple[str, ...] = ()  # names of files that do not go along
+    notes: tuple[str, ...] = ()  # what a person should know
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name."""
+        return {tensor.name: tensor for shard in self.shards for tensor in shard.tensors}
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return any(_TOKENIZERS.fullmatch(file.name) for file in self.side_files)
+
+    @property
+    def indexed(self) -> bool:
+        """Whether Transformers finds the weights: one file under the standard name, or an index."""
+        return (self.folder / _SINGLE).is_file() or (self.folder / _INDEX).is_file()
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Reads the configuration, every header and the list of side files of a Transformers checkpoint.
+
+    Raises:
+        CheckpointError: it is none, or a file of it is wrong; the message names file and tensor.
+    """
+    config = read_json(folder / "config.json", MIB)
+    shards, notes = _shards(folder)
+    side_files, left_behind, more_notes = read_side_files(folder)
+    weights = {shard.path.name for shard in shards if shard.path is not None}
+    left_behind = [name for name in left_behind if name not in {"config.json", _INDEX, *_listed(folder, weights)}]
+    return Checkpoint(folder, config, tuple(shards), tuple(side_files), tuple(left_behind), (*notes, *more_notes))
+
+
+def _listed(folder: Path, real_names: set[str]) -> set[str]:
+    """The names in `folder` whose files, links resolved, bear `real_names`."""
+    return {path.name for path in folder.glob("*.safetensors") if path.resolve().name in real_names}
+
+
+def _shards(folder: Path) -> tuple[list[Shard], list[str]]:
+    index, single = folder / _INDEX, folder / _SINGLE
+    if single.is_symlink() or single.exists():
+        notes = [f"{index}: is ignored, by Transformers too: {_SINGLE} stands beside it."] if index.exists() else []
+        return _read_all([single]), notes
+    if index.is_symlink() or index.exists():
+        return _indexed_shards(folder, index), []
+    return _unindexed_shards(folder)
+
+
+def _indexed_shards(folder: Path, index: Path) -> list[Shard]:
+    weight_map = read_json(index, 4 * MIB).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: has no weight_map from tensor names to files.")
+    if len(weight_map) > _MOST_TENSORS:
+        raise CheckpointError(f"{index}: names {len(weight_map):,} tensors; at most {_MOST_TENSORS:,} are read.")
+    names = sorted({bare_name(name, ".safetensors", str(index)) for name in set(map(_hashable, weight_map.values()))})
+    folded = {name.casefold(): name for name in names}
+    if len(folded) != len(names):
+        alike = next(name for name in names if folded[name.casefold()] != name)
+        raise CheckpointError(
+            f"{index}: the files {shown(alike)} and {shown(folded[alike.casefold()])} differ by case alone."
+        )
+    absent = {name for name in names if not (folder / name).exists()}
+    if absent:
+        raise CheckpointError(f"{folder}: the index names files that are missing: {listed(absent)}.")
+    shards = _read_all([folder / name for name in names])
+    for name, shard in zip(names, shards, strict=True):
+        found = {tensor.name for tensor in shard.tensors}
+        expected = {tensor for tensor, file in weight_map.items() if file == name}
+        if missing := expected - found:
+            raise CheckpointError(f"{folder / name}: lacks tensors that the index puts there: {listed(missing)}.")
+        if surplus := found - expected:
+            raise CheckpointError(
+                f"{folder / name}: holds tensors that the index does not put there: {listed(surplus)}."
+            )
+    return shards
+
+
+def _hashable(name: object) -> str:
+    return name if isinstance(name, str) else repr(name)[:200]
+
+
+def _unindexed_shards(folder: Path) -> tuple[list[Shard], list[str]]:
+    """Shards that have lost their index: all of one `model-00001-of-00003` series."""
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    numbered = {name: match for name in files if (match := re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.safetensors", name))}
+    series = {(match[1], match[3]) for match in numbered.values()}
+    if not files:
+        raise CheckpointError(f"{folder}: has no *.safetensors file.{_why_none(folder)}")
+    if len(series) != 1:
+        found = f"found {listed(set(files))}"
+        raise CheckpointError(
+            f"{folder}: expected {_SINGLE}, or {_INDEX}, or one series model-00001-of-0000N.safetensors; {found}."
+        )
+    ((_, count),) = series
+    if missing := set(range(1, min(int(count), 1000) + 1)) - {int(match[2]) for match in numbered.values()}:
+        raise CheckpointError(
+            f"{folder}: has no {_INDEX}, and of {int(count)} shards these numbers are missing: "
+            f"{listed({f'{number:05}' for number in missing})}."
+        )
+    shards = _read_all([folder / name for name in sorted(numbered)])
+    return shards, [f"{folder}: has no {_INDEX}; the headers of its {len(shards)} shards were read instead."]
+
+
+def _why_none(folder: Path) -> str:
+    if pickles := sorted(path.name for path in folder.glob("*.bin")):
+        return (
+            f" {pickles[0]} would have to be unpickled: allow it, restricted to tensors, with --allow-pickle "
+            "(allow_pickle=True)."
+        )
+    if ggufs := sorted(path.name for path in folder.glob("*.gguf")):
+        return f" It holds {', '.join(ggufs)}: name that file."
+    return ""
+
+
+def _read_all(paths: list[Path]) -> list[Shard]:
+    shards, seen = [], dict[str, Path]()
+    for path in paths:
+        shard = read_shard(path)
+        for tensor in shard.tensors:
+            if tensor.name in seen:
+                raise CheckpointError(f"{path}: tensor {shown(tensor.name)} is in {seen[tensor.name].name} too.")
+            seen[tensor.name] = path
+        if len(seen) > _MOST_TENSORS:
+            raise CheckpointError(f"{path}: holds {len(shard.tensors):,} tensors; at most {_MOST_TENSORS:,} are read.")
+        shards.append(shard)
+    return shards
+
+
+def read_side_files(folder: Path) -> tuple[list[SideFile], list[str], list[str]]:
+    """(the files that go along, the names of all others, what to tell): see `_SIDE_FILES`."""
+    side_files, left_behind, notes = [], [], []
+    for path in sorted(
+        [*folder.iterdir(), *folder.glob("chat_templates/*"), *folder.glob("additional_chat_templates/*")]
+    ):
+        name = path.relative_to(folder).as_posix()
+        if not _SIDE_FILES.fullmatch(name):
+            if not path.is_dir() or path.is_symlink():
+                left_behind.append(name)
+            continue
+        try:
+            real = regular_file(path)
+        except CheckpointError as error:
+            notes.append(f"{error} It does not go along.")
+            left_behind.append(name)
+            continue
+        content, removed = _without_code(path) if name in _SETTINGS else (None, [])
+        notes += [f"{path}: {key} names code and was taken out." for key in removed]
+        size = real.stat().st_size if content is None else len(content)
+        side_files.append(SideFile(name, real, size, content))
+    return side_files, left_behind, notes
+
+
+def _without_code(path: Path) -> tuple[bytes | None, list[str]]:
+    """(new content, or None if it stays as it is; the keys that were taken out)."""
+    values = read_json(path)
+    removed = [key for key in _CODE_KEYS if key in values]
+    kept = {key: value for key, value in values.items() if key not in removed}
+    return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode() if removed else None, removed
