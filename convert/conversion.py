@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from resformer.convert.casting import Rounding
 from resformer.convert.errors import CheckpointError, VerificationError, listed
 from resformer.convert.planning import CarriedShard, Plan
 from resformer.convert.reading import Checkpoint
@@ -26,7 +27,6 @@ from resformer.convert.verification import (
     same_bytes,
 )
 from resformer.convert.writing import (
-    Rounding,
     Transfer,
     Written,
     check_space,
@@ -173,7 +173,7 @@ def carry_out(conversion: Conversion, finish: Callable[[Path, Outcome], dict[str
             disable=None if conversion.progress else True,
         ) as bar,
     ):
-        written = write_plan(plan, partial, link=conversion.link, progress=bar.update)
+        written = write_plan(plan, partial, link=conversion.link, digests=verify != "headers", progress=bar.update)
         expected = plan.tensors
         found = check_headers(partial, expected)
         if verify != "headers":

@@ -11,6 +11,7 @@ from transformers import __version__ as transformers_version
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_fields
+from resformer.convert.casting import Rounding
 from resformer.convert.connections import expected_shapes, initial_connections, model_on_meta
 from resformer.convert.conversion import (
     Conversion,
@@ -27,7 +28,7 @@ from resformer.convert.families import CONNECTION_FIELDS, backbone_config, witho
 from resformer.convert.planning import Plan, plan_shards
 from resformer.convert.source import CODES, open_source
 from resformer.convert.verification import LogitsComparison
-from resformer.convert.writing import Rounding, Transfer, check_target
+from resformer.convert.writing import Transfer, check_target
 from resformer.model_cards import retrofit_card
 from resformer.version import __version__
 

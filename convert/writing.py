@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from resformer.convert.casting import Rounding, converted
 from resformer.convert.errors import CheckpointError, OutputError
 from resformer.convert.files import MIB, open_regular
 from resformer.convert.planning import CarriedShard, Plan, Rewrite, WrittenShard
-from resformer.convert.safetensors_format import FLOATING, header_bytes
+from resformer.convert.safetensors_format import header_bytes
 
 if sys.platform != "win32":  # which has neither locks on folders nor clones
     import fcntl
 
 __all__ = [
-    "Rounding",
     "Transfer",
     "Written",
     "check_space",
@@ -40,7 +40,6 @@ __all__ = [
 ]
 
 _COPY_PIECE = 64 * MIB  # what the kernel copies between two looks at the progress bar
-_CAST_PIECE = 4 * MIB  # elements that are converted at a time
 _FICLONE = 0x40049409  # linux/fs.h
 _RENAME_EXCHANGE = 2  # linux/fs.h
 
@@ -60,14 +59,6 @@ class Transfer:
     def moved(self) -> int:
         """Bytes that need space on the disk."""
         return self.copied + self.written
-
-
-@dataclass
-class Rounding:
-    """What a change of dtype did to the numbers, beyond rounding them."""
-
-    overflowed: int = 0  # finite before, infinite after
-    flushed: int = 0  # not 0 before, 0 after
 
 
 @dataclass
@@ -169,11 +160,14 @@ def replacing(target: Path, *, force: bool = False) -> Iterator[Path]:
             raise
 
 
-def write_plan(plan: Plan, folder: Path, *, link: bool = False, progress: Progress = lambda moved: None) -> Written:
+def write_plan(
+    plan: Plan, folder: Path, *, link: bool = False, digests: bool = True, progress: Progress = lambda moved: None
+) -> Written:
     """Writes everything in `plan` into `folder`, index and configuration last.
 
     Args:
         link: hard-link whole shards where the file system allows it.
+        digests: take SHA-256 of the bytes that this process makes.
         progress: called with the number of bytes that have just been carried or written.
 
     Raises:
@@ -186,7 +180,7 @@ def write_plan(plan: Plan, folder: Path, *, link: bool = False, progress: Progre
             if isinstance(shard, CarriedShard):
                 _carry(shard, folder / shard.name, done, link=link, progress=progress)
             else:
-                _write(shard, folder / shard.name, done, progress)
+                _write(shard, folder / shard.name, done, digests=digests, progress=progress)
     for file in plan.side_files:
         with _writing(folder / file.name):
             (folder / file.name).parent.mkdir(exist_ok=True)
@@ -243,7 +237,7 @@ def _carry(shard: CarriedShard, target: Path, done: Written, *, link: bool, prog
         raise CheckpointError(f"{source}: changed while it was read; run the conversion again.")
 
 
-def _write(shard: WrittenShard, target: Path, done: Written, progress: Progress) -> None:
+def _write(shard: WrittenShard, target: Path, done: Written, *, digests: bool, progress: Progress) -> None:
     header = header_bytes(shard.tensors)
     with target.open("xb", buffering=0) as output:
         _write_all(output, memoryview(header))
@@ -255,52 +249,22 @@ def _write(shard: WrittenShard, target: Path, done: Written, progress: Progress)
                     _copy_range(source, start, origin.nbytes, output, progress)
                 continue
             digest = hashlib.sha256()
-            for piece in _pieces(rewrite, done.rounding):
-                digest.update(piece)
+            for piece in _made(rewrite, done.rounding):
+                if digests:
+                    digest.update(piece)
                 _write_all(output, piece)
                 progress(len(piece))
-            done.digests[origin.name] = digest.hexdigest()
+            if digests:
+                done.digests[origin.name] = digest.hexdigest()
     done.transfer.written += shard.size + len(header)
 
 
-def _pieces(rewrite: Rewrite, rounding: Rounding) -> Iterator[memoryview]:
-    """The bytes of a tensor that this process makes: from memory, or converted."""
-    origin = rewrite.origin
-    for piece in _raw_pieces(rewrite):
-        yield piece if rewrite.dtype == origin.dtype else _converted(piece, origin.dtype, rewrite.dtype, rounding)
-
-
-def _raw_pieces(rewrite: Rewrite) -> Iterator[memoryview]:
-    origin = rewrite.origin
-    width = origin.nbytes // origin.elements if origin.elements else 1
-    step = _CAST_PIECE * width
-    if isinstance(origin.data, memoryview):
-        for start in range(0, origin.nbytes, step):
-            yield origin.data[start : start + step]
-        return
-    path, start = origin.data
-    with open_regular(path) as source:
-        source.seek(start)
-        buffer = memoryview(bytearray(min(step, origin.nbytes)))
-        left = origin.nbytes
-        while left:
-            piece = buffer[: min(left, step)]
-            if source.readinto(piece) != len(piece):  # type: ignore[attr-defined]
-                raise CheckpointError(f"{origin.place}: its bytes are gone: the file changed while it was read.")
-            yield piece
-            left -= len(piece)
-
-
-def _converted(piece: memoryview, dtype: str, new: str, rounding: Rounding) -> memoryview:
-    import torch
-
-    before = torch.frombuffer(piece, dtype=getattr(torch, FLOATING[dtype]))
-    after = before.to(getattr(torch, FLOATING[new]))
-    if torch.finfo(after.dtype).max < torch.finfo(before.dtype).max:
-        rounding.overflowed += int((after.isinf() & before.isfinite()).sum())
-    if torch.finfo(after.dtype).tiny > torch.finfo(before.dtype).tiny:
-        rounding.flushed += int(((after == 0) & (before != 0)).sum())
-    return after.view(torch.uint8).numpy().data
+def _made(rewrite: Rewrite, rounding: Rounding) -> Iterator[memoryview]:
+    """The bytes of a tensor that is not in a file already as it should be."""
+    if rewrite.dtype != rewrite.origin.dtype:
+        yield from converted(rewrite.origin, rewrite.dtype, rounding)
+    elif isinstance(rewrite.origin.data, memoryview):
+        yield rewrite.origin.data
 
 
 def _copy_range(source: BinaryIO, start: int, length: int, output: BinaryIO, progress: Progress) -> None:

@@ -1,0 +1,201 @@
+"""What a conversion costs beside `cp -r` of the same folder: time and peak memory, interleaved, medians of rounds.
+
+    python benchmarks/convert.py --folder /some/disk --output benchmarks/results/convert.json
+
+Makes a bfloat16 Llama of 4 GB in 4 shards in FOLDER (which needs four times that), converts it with the command line in
+new processes, and removes everything. Times of conversions are told whole and less the start-up, which is that of a
+process that imports what the converter imports and does nothing.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+import resformer
+from resformer.convert.planning import standard_names
+from resformer.convert.safetensors_format import Tensor, header_bytes
+
+_IMPORTS = "import resformer.cli, resformer.convert.retrofitting"
+_TORCH = "import torch"
+#: Case -> arguments of `resformer convert`, the bound on its time as a multiple of `cp -r`'s, and the aim.
+CASES: dict[str, tuple[list[str], float, float]] = {
+    "link, hashes": (["--link", "--verify", "hashes"], 0.05, 0.02),
+    "copy, headers": (["--verify", "headers"], 1.10, 0.9),
+    "copy, hashes": (["--verify", "hashes"], float("nan"), float("nan")),
+    "drop projections, headers": (["--method", "svformer", "--lossy", "--verify", "headers"], 1.15, 1.0),
+    "to float16, headers": (["--dtype", "float16", "--verify", "headers"], 2.0, 1.3),
+    "to float32, headers": (["--dtype", "float32", "--verify", "headers"], float("nan"), float("nan")),
+}
+
+
+def make_checkpoint(folder: Path, layers: int) -> int:
+    """A Llama of about 0.15 GB a layer, random numbers in 4 shards. Returns the bytes of its largest tensor."""
+    hidden, inner, heads, kv_heads, vocabulary = 2560, 6912, 20, 4, 32000
+    head_dim = hidden // heads
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "dtype": "bfloat16",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": False,
+    }
+    shapes = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        shapes |= {
+            f"{prefix}.input_layernorm.weight": (hidden,),
+            f"{prefix}.self_attn.q_proj.weight": (hidden, hidden),
+            f"{prefix}.self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
+            f"{prefix}.self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
+            f"{prefix}.self_attn.o_proj.weight": (hidden, hidden),
+            f"{prefix}.post_attention_layernorm.weight": (hidden,),
+            f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
+            f"{prefix}.mlp.up_proj.weight": (inner, hidden),
+            f"{prefix}.mlp.down_proj.weight": (hidden, inner),
+        }
+    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+    numbers = (torch.randn(2**25, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    block = memoryview(numbers.view(torch.uint8).numpy().data)
+    tensors = [Tensor(name, "BF16", shape, memoryview(b"")) for name, shape in shapes.items()]
+    total, shards, size = sum(tensor.nbytes for tensor in tensors), [[]], 0
+    for tensor in tensors:
+        if size > total / 4 * len(shards):
+            shards.append([])
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    folder.mkdir(parents=True)
+    weight_map = {}
+    for name, shard in zip(standard_names(len(shards)), shards, strict=True):
+        with (folder / name).open("wb") as file:
+            file.write(header_bytes(shard))
+            for tensor in shard:
+                weight_map[tensor.name] = name
+                for start in range(0, tensor.nbytes, len(block)):
+                    file.write(block[: min(len(block), tensor.nbytes - start)])
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config))
+    return max(tensor.nbytes for tensor in tensors)
+
+
+#: Measured from a small process: a child's peak includes its parent's size at the time of the fork.
+_MEASURE = """
+import os, subprocess, sys, time
+start = time.perf_counter()
+done = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
+_, status, usage = os.wait4(done.pid, 0)
+print(status, time.perf_counter() - start, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+"""
+
+
+def run(command: list[str]) -> tuple[float, int]:
+    """(seconds, peak resident bytes) of a process, by the operating system's accounting."""
+    measured = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _MEASURE, *command], capture_output=True, text=True, check=True
+    )
+    status, seconds, peak = measured.stdout.split()
+    if status != "0":
+        raise SystemExit(f"{' '.join(command)}: {measured.stderr}")
+    return float(seconds), int(peak)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure; a subfolder is made in it")
+    parser.add_argument("--output", type=Path, help="where the JSON goes; default: stdout alone")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=28, help="28 are 4.2 GB")
+    arguments = parser.parse_args()
+    work = arguments.folder / "resformer-benchmark"
+    work.mkdir(parents=True)
+    try:
+        results = measure(work, arguments.rounds, arguments.layers)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    text = json.dumps(results, indent=2) + "\n"
+    print(text, end="")
+    if arguments.output is not None:
+        arguments.output.write_text(text)
+
+
+def measure(work: Path, rounds: int, layers: int) -> dict[str, object]:
+    source, target = work / "source", work / "target"
+    largest = make_checkpoint(source, layers)
+    convert = [sys.executable, "-m", "resformer", "convert", str(source), str(target)]
+    commands = {
+        "cp -r": ["cp", "-r", str(source), str(target)],
+        "import torch": [sys.executable, "-c", _TORCH],
+        "import the converter": [sys.executable, "-c", _IMPORTS],
+        **{case: convert + options for case, (options, _, _) in CASES.items()},
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    memory: dict[str, list[int]] = {name: [] for name in commands}
+    for number in range(-1, rounds):  # the first warms the caches and does not count
+        for name, command in commands.items():
+            os.sync()
+            took, peak = run(command)
+            shutil.rmtree(target, ignore_errors=True)
+            if number >= 0:
+                seconds[name].append(took)
+                memory[name].append(peak)
+            print(f"{number:3} {name:28} {took:7.2f} s {peak / 1e6:8.0f} MB", file=sys.stderr)
+    middle = {name: statistics.median(values) for name, values in seconds.items()}
+    start_up, copy = middle["import the converter"], middle["cp -r"]
+    torch_alone = statistics.median(memory["import torch"])
+    cases = {}
+    for name, (options, bound, aim) in CASES.items():
+        beyond = middle[name] - start_up
+        limit = max(bound * copy, 1.0) if name == "link, hashes" else bound * copy
+        cases[name] = {
+            "options": " ".join(options),
+            "seconds": round(middle[name], 3),
+            "seconds_beyond_start_up": round(beyond, 3),
+            "of_cp": round(beyond / copy, 3),
+            "of_cp_with_start_up": round(middle[name] / copy, 3),
+            **({"bound_of_cp": bound, "aim_of_cp": aim, "met": beyond <= limit} if bound == bound else {}),
+            "peak_mb_beyond_torch": round((statistics.median(memory[name]) - torch_alone) / 1e6, 1),
+            "all_seconds": [round(value, 3) for value in seconds[name]],
+        }
+    return {
+        "command": f"python benchmarks/convert.py --folder FOLDER --rounds {rounds} --layers {layers}",
+        "checkpoint": {
+            "bytes": sum(path.stat().st_size for path in source.iterdir()),
+            "shards": 4,
+            "dtype": "bfloat16",
+            "largest_tensor_mb": round(largest / 1e6, 1),
+        },
+        "cp_seconds": round(copy, 3),
+        "cp_all_seconds": [round(value, 3) for value in seconds["cp -r"]],
+        "start_up_seconds": round(start_up, 3),
+        "start_up_peak_mb_beyond_torch": round(
+            (statistics.median(memory["import the converter"]) - torch_alone) / 1e6, 1
+        ),
+        "memory_bound_mb_beyond_torch": round(1.5 * largest / 1e6 + 100, 1),
+        "cases": cases,
+        "note": "cp -r leaves its data to be written to the disk later; a conversion waits until it is there (fsync)",
+        "hardware": f"{os.cpu_count()} cores, {platform.machine()}, local disk, all files in the page cache",
+        "versions": {
+            "resformer": resformer.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()
