@@ -172,7 +172,10 @@ def family_config(config: ResFormerConfig, preferred: str | None = None) -> PreT
     wanted = _own_fields(ours)
     for model_type in sorted(FAMILIES, key=lambda name: name != preferred):
         family = FAMILIES[model_type]
-        fields = {name: getattr(ours, name) for name in (*_COMMON, "head_dim")}
+        fields = {name: getattr(ours, name) for name in _COMMON}
+        default = ours.hidden_size / ours.num_attention_heads
+        if hasattr(CONFIG_MAPPING[model_type], "head_dim") or ours.head_dim != default:
+            fields["head_dim"] = ours.head_dim
         if family.windows:
             fields |= {"layer_types": ours.layer_types, "sliding_window": ours.sliding_window}
         try:

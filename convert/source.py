@@ -11,6 +11,7 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -80,7 +81,8 @@ class Source:
             loaded = {name: to_torch(tensor) for name, tensor in self.checkpoint.tensors.items()}
             arguments = {"pretrained_model_name_or_path": None, "state_dict": loaded}
         try:
-            model, loading = AutoModelForCausalLM.from_pretrained(
+            # The class itself, where AutoModel would look for files.
+            model, loading = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)].from_pretrained(
                 **arguments, config=self.config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
         except ImportError:

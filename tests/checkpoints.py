@@ -6,8 +6,13 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    CwmConfig,
+    CwmForCausalLM,
+    InternLM3Config,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -57,6 +62,13 @@ FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
     "qwen2-windows": (Qwen2Config, Qwen2ForCausalLM, _WINDOWS),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 12}),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {}),
+    "ministral": (
+        MinistralConfig,
+        MinistralForCausalLM,
+        {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 8, "head_dim": 12},
+    ),
+    "cwm": (CwmConfig, CwmForCausalLM, {"sliding_window": 8, "head_dim": 12}),
+    "internlm3": (InternLM3Config, LlamaForCausalLM, {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
 }
 
 

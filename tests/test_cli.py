@@ -2,19 +2,21 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from checkpoints import save_checkpoint
+from hub_server import HubServer
 
 from resformer import METHODS
 from resformer.version import __version__
 
 
-def resformer(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+def resformer(*arguments: object, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, "-m", "resformer", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
 
@@ -35,7 +37,7 @@ def test_help_needs_no_torch() -> None:
     code += "; assert 'transformers' not in sys.modules, 'transformers'"
     subprocess.run([sys.executable, "-c", code], check=True)
     help_text = resformer("--help").stdout
-    for command in ("convert", "methods", "demo"):
+    for command in ("convert", "revert", "verify", "inspect", "methods", "demo"):
         assert command in help_text
 
 
@@ -43,7 +45,7 @@ def test_convert_prints_its_report_on_stdout_alone(llama: Path, tmp_path: Path) 
     done = resformer("convert", llama, tmp_path / "out", "--method", "resformer")
     assert (done.returncode, done.stderr) == (0, "")
     assert "verified      headers, bytes, logits identical to the bit on 128 tokens" in done.stdout
-    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert (tmp_path / "out" / "model-00002-of-00002.safetensors").is_file()
 
 
 def test_convert_json_is_the_report(llama: Path, tmp_path: Path) -> None:
@@ -86,10 +88,11 @@ def test_exit_codes_tell_verification_and_interruption_apart(monkeypatch: pytest
     import typer
 
     from resformer import cli
-    from resformer.convert import CheckpointError, VerificationError
+    from resformer.convert import CheckpointError, OutputError, VerificationError
 
     for error, code in (
         (VerificationError("x"), 4),
+        (OutputError("x"), 1),
         (CheckpointError("x"), 3),
         (ValueError("x"), 2),
         (RuntimeError("x"), 1),
@@ -98,6 +101,69 @@ def test_exit_codes_tell_verification_and_interruption_apart(monkeypatch: pytest
         with pytest.raises(typer.Exit) as exit_, cli._reporting_errors():
             raise error
         assert exit_.value.exit_code == code
+
+
+def test_hints_repeat_the_users_own_arguments(llama: Path, tmp_path: Path) -> None:
+    done = resformer("convert", llama, tmp_path / "my out", "--method", "svformer", "--dry-run")
+    own = shlex.join(
+        ["resformer", "convert", str(llama), str(tmp_path / "my out"), "--method", "svformer", "--dry-run"]
+    )
+    assert f"Try: {own} --lossy\n" in done.stderr
+
+
+def test_dry_run_tells_the_plan(llama: Path, tmp_path: Path) -> None:
+    done = resformer("convert", llama, tmp_path / "out", "--link", "--dry-run")
+    size = (llama / "model.safetensors").stat().st_size
+    for line in (
+        "tensors       57 kept, 1 new, 0 dropped",
+        f"files         1 carried over whole, 1 written: {size / 1000:.1f} kB linked, ",
+        "memory        ",
+        f"would write   {tmp_path / 'out'}",
+    ):
+        assert f"\n{line}" in done.stdout
+
+
+def test_convert_verify_inspect_revert_in_a_row(llama: Path, tmp_path: Path) -> None:
+    out, back = tmp_path / "out", tmp_path / "back"
+    assert resformer("convert", llama, out, "--method", "resformer-denseformer", "--verify", "headers").returncode == 0
+    done = resformer("verify", llama, out)
+    assert done.returncode == 0, done.stderr
+    assert "logits        identical to the bit" in done.stdout
+    assert "same          yes" in done.stdout
+    done = resformer("inspect", out)
+    assert "method        resformer-denseformer" in done.stdout
+    assert "D, depth      plain Llama" in done.stdout
+    assert json.loads(resformer("inspect", out, "--json").stdout)["method"] == "resformer-denseformer"
+    assert "verified      headers" in resformer("revert", out, back, "--verify", "headers").stdout
+    assert (back / "model.safetensors").read_bytes() == (llama / "model.safetensors").read_bytes()
+
+
+def test_verify_exits_with_4_where_checkpoints_differ(llama: Path, tmp_path: Path) -> None:
+    resformer("convert", llama, tmp_path / "out", "--method", "cla2", "--lossy", "--verify", "headers")
+    done = resformer("verify", llama, tmp_path / "out", "--json")
+    assert done.returncode == 4
+    assert json.loads(done.stdout)["same"] is False
+    done = resformer("inspect", tmp_path / "out")
+    assert "cache         384 bytes a token, 50% of the full one" in done.stdout
+    assert "M, values     row 1: [0]=1" in done.stdout
+
+
+def test_weights_of_a_family_that_cannot_be_converted_are_not_fetched(llama: Path, tmp_path: Path) -> None:
+    with HubServer() as hub:
+        hub.add("you/moe", llama)
+        config = json.loads(hub.repositories["you/moe"]["config.json"])
+        hub.repositories["you/moe"]["config.json"] = json.dumps({**config, "model_type": "mixtral"}).encode()
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        done = resformer("convert", "you/moe", tmp_path / "out", **environment)
+        assert done.returncode == 3
+        assert "'mixtral' cannot be converted (it is a mixture of experts)" in done.stderr
+        assert not [request for request in hub.requests if "model.safetensors" in request]
+        hub.add("you/llama", llama)
+        done = resformer("convert", "you/llama", tmp_path / "out", "--json", **environment)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["revision"] == hub.commit_id("you/llama")
+        assert report["verification"]["identical"] is True
 
 
 def test_methods_lists_every_method() -> None:

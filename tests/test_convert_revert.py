@@ -1,0 +1,170 @@
+"""A retrofit that has learned nothing goes back to what it was, byte for byte; one that has is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import FAMILIES, save_checkpoint
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from resformer import ResFormerForCausalLM, retrofit
+from resformer.convert import CheckpointError, revert
+
+PROMPT = torch.arange(1, 61).view(2, 30)
+EXACT = (
+    "transformer resformer resformer-plus resformer-dense resformer-gated denseformer denseformer-4x5 "
+    "resformer-denseformer"
+).split()
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    a, b = stored(one), stored(other)
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype and a[name].view(torch.uint8).equal(b[name].view(torch.uint8)) for name in a
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("dtype", "shards"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, False)])
+def test_revert_gives_the_source_back(
+    family: str, tied: bool, dtype: torch.dtype, shards: bool, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path / "source", family, dtype=dtype, shards=shards, tie_word_embeddings=tied)
+    retrofit(tmp_path / "source", tmp_path / "out", "resformer-denseformer", verify="hashes")
+    report = revert(tmp_path / "out", tmp_path / "back", verify="hashes")
+    source, back = (AutoConfig.from_pretrained(tmp_path / name) for name in ("source", "back"))
+    assert report.family == source.model_type
+    assert same_tensors(tmp_path / "source", tmp_path / "back")
+    unsaid = {"_name_or_path", "max_window_layers"}  # the latter only makes layer_types, which are there
+    a, b = ({k: v for k, v in config.to_dict().items() if k not in unsaid} for config in (source, back))
+    assert a == b
+    names = {file.name for file in (tmp_path / "source").iterdir()}
+    assert {file.name for file in (tmp_path / "back").iterdir()} == names
+
+
+@pytest.mark.parametrize("method", EXACT)
+def test_every_exact_method_can_be_reverted(method: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source")
+    retrofit(tmp_path / "source", tmp_path / "out", method)
+    report = revert(tmp_path / "out", tmp_path / "back")
+    assert report.verification is not None
+    assert report.verification.identical
+    assert same_tensors(tmp_path / "source", tmp_path / "back")
+    # One file that was carried over both times is the same file, header and all.
+    weights = "model.safetensors"
+    assert (tmp_path / "source" / weights).read_bytes() == (tmp_path / "back" / weights).read_bytes()
+
+
+def test_a_model_saved_by_transformers_can_be_reverted(tmp_path: Path) -> None:
+    """Then added parameters lie among the others, there is no record, and files have to be written anew."""
+    save_checkpoint(tmp_path / "source", "qwen3", dtype=torch.bfloat16)
+    retrofit(tmp_path / "source", tmp_path / "out", "resformer-gated")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "saved", max_shard_size="40KB")
+    report = revert(tmp_path / "saved", tmp_path / "back")
+    assert report.family == "qwen3"
+    assert report.written_files > 0
+    assert same_tensors(tmp_path / "source", tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    ("method", "parameter", "where"),
+    [
+        ("resformer", "model.value_residual.bias", r"value_mixing_matrix\(\)\[1, 0\]"),
+        ("resformer-plus", "model.value_residual.bias_own", r"value_mixing_matrix\(\)\[1, 1\]"),
+        ("resformer-dense", "model.value_residual.bias", r"value_mixing_matrix\(\)\[1, 0\]"),
+        ("resformer-gated", "model.value_residual.bias_own", r"value_mixing_matrix\(\)\[1, 1\]"),
+        (
+            "resformer-gated",
+            "model.layers.2.self_attn.value_residual.bias_gate.weight",
+            r"layers\.2.*bias_gate\.weight",
+        ),
+        ("denseformer", "model.depth_average.bias", r"depth_mixing_matrix\(\)\[0, 0\]"),
+    ],
+)
+@pytest.mark.parametrize("amount", [2**-10, float("nan")])
+def test_what_was_learned_is_refused_and_measured(
+    method: str, parameter: str, where: str, amount: float, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path / "source")
+    retrofit(tmp_path / "source", tmp_path / "out", method, verify="headers")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        model.get_parameter(parameter).view(-1)[0] += amount
+    model.save_pretrained(tmp_path / "trained")
+    size = "0.000977" if amount == amount else "inf"
+    with pytest.raises(CheckpointError, match=f"{where} is {size} from plain Llama"):
+        revert(tmp_path / "trained", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("svformer", "`value_sources` has dropped the projections of 5 of 6 layers"),
+        ("neutreno", "neutreno_lambda is 0.4"),
+        ("resformer-identity", r"value_mixing_matrix\(\)\[1, 0\] is 0.5"),
+        ("resformer-constant", r"value_mixing_matrix\(\)\[1, 0\] is 2"),
+    ],
+)
+def test_lossy_methods_cannot_be_reverted(method: str, words: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source")
+    retrofit(tmp_path / "source", tmp_path / "out", method, lossy=True, verify="headers")
+    with pytest.raises(CheckpointError, match=words):
+        revert(tmp_path / "out", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_plain_checkpoints_are_told_so(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source")
+    with pytest.raises(CheckpointError, match="is a checkpoint of 'llama' already"):
+        revert(tmp_path / "source", tmp_path / "back")
+
+
+def test_a_retrofit_of_a_retrofit_is_told_to_revert(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source")
+    retrofit(tmp_path / "source", tmp_path / "out", verify="headers")
+    with pytest.raises(CheckpointError, match="resformer revert"):
+        retrofit(tmp_path / "out", tmp_path / "again")
+
+
+def test_a_backbone_that_no_family_has_is_refused(tmp_path: Path) -> None:
+    from resformer import ResFormerConfig
+
+    config = ResFormerConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        qk_norm=True,
+        mlp_bias=True,
+    )
+    ResFormerForCausalLM(config).save_pretrained(tmp_path / "ours")
+    with pytest.raises(CheckpointError, match="No family has this backbone: qk_norm=True"):
+        revert(tmp_path / "ours", tmp_path / "back")
+
+
+def test_dry_run_reports_and_writes_nothing(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source")
+    retrofit(tmp_path / "source", tmp_path / "out", verify="headers")
+    report = revert(tmp_path / "out", tmp_path / "back", dry_run=True)
+    assert (report.carried_files, report.written_files, report.verified) == (1, 0, "")
+    assert report.removed == ["model.value_residual.bias"]
+    assert json.dumps(report.as_dict())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_links_lead_back_to_the_first_file(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source")
+    arguments: dict[str, Any] = {"link": True, "verify": "headers"}
+    retrofit(tmp_path / "source", tmp_path / "out", **arguments)
+    revert(tmp_path / "out", tmp_path / "back", **arguments)
+    assert (tmp_path / "back" / "model.safetensors").samefile(tmp_path / "source" / "model.safetensors")

@@ -1,0 +1,413 @@
+"""What goes into the output: whole files where nothing changes, new ones where something does, byte for byte."""
+
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from resformer import retrofit
+from resformer.convert import CheckpointError, VerificationError, conversion, inspect, verify
+from resformer.convert.casting import Rounding, converted
+from resformer.convert.safetensors_format import FLOATING, Tensor, header_bytes, read_shard
+
+
+def weights(folder: Path) -> dict[str, Path]:
+    return {file.name: file for file in sorted(folder.glob("*.safetensors"))}
+
+
+# Files that do not change
+
+
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("shards", [False, True])
+def test_shards_that_do_not_change_are_carried_over_whole(link: bool, shards: bool, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source", shards=shards)
+    report = retrofit(tmp_path / "source", tmp_path / "out", link=link)
+    before, after = weights(tmp_path / "source"), weights(tmp_path / "out")
+    assert len(after) == len(before) + 1 == report.carried_files + report.written_files
+    for one, other in zip(before.values(), after.values(), strict=False):
+        assert one.read_bytes() == other.read_bytes()
+        assert one.samefile(other) == link
+    *_, new = after.values()
+    assert list(load_file(new)) == ["model.value_residual.bias"]
+    total = sum(file.stat().st_size for file in before.values())
+    assert (report.transfer.linked if link else report.transfer.cloned + report.transfer.copied) >= total
+    assert report.transfer.written < 1000
+
+
+def test_a_lone_file_is_renamed_or_transformers_would_ignore_the_index(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source")
+    retrofit(tmp_path / "source", tmp_path / "out")
+    assert list(weights(tmp_path / "out")) == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    retrofit(tmp_path / "source", tmp_path / "plain", "transformer")
+    assert list(weights(tmp_path / "plain")) == ["model.safetensors"]
+    assert not (tmp_path / "plain" / "model.safetensors.index.json").exists()
+
+
+def test_the_index_names_every_tensor_and_counts_them(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source", dtype=torch.bfloat16, shards=True)
+    report = retrofit(tmp_path / "source", tmp_path / "out")
+    text = (tmp_path / "out" / "model.safetensors.index.json").read_text()
+    index = json.loads(text)
+    found = {name: file for file in weights(tmp_path / "out") for name in load_file(tmp_path / "out" / file)}
+    assert index["weight_map"] == found
+    assert list(index["weight_map"]) == sorted(found)
+    assert index["metadata"]["total_parameters"] == report.parameters
+    # bfloat16, but for the added parameters, which are float32
+    added = sum(report.added.values())
+    assert index["metadata"]["total_size"] == 2 * (report.parameters - added) + 4 * added
+    assert text.endswith("}\n")
+
+
+def test_written_files_are_what_safetensors_reads(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source")
+    retrofit(tmp_path / "source", tmp_path / "out", "cla2", lossy=True)
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        before = load_file(tmp_path / "source" / "model.safetensors")
+        for name in file.keys():  # noqa: SIM118
+            assert torch.equal(file.get_tensor(name), before[name])
+
+
+def test_only_shards_that_lose_a_tensor_are_written_anew(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source", shards=True)
+    report = retrofit(
+        tmp_path / "source", tmp_path / "out", "transformer", value_sources=[0, 1, 2, 3, 4, 4], lossy=True
+    )
+    assert report.dropped == ["model.layers.5.self_attn.v_proj.weight"]
+    assert report.written_files == 1
+    assert report.carried_files == len(weights(tmp_path / "source")) - 1
+
+
+def test_larger_files_are_split_on_demand(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source")
+    report = retrofit(tmp_path / "source", tmp_path / "out", max_shard_size=50_000)
+    assert report.carried_files == 0
+    sizes = [sum(t.nbytes for t in read_shard(file).tensors) for file in weights(tmp_path / "out").values()]
+    assert len(sizes) > 5
+    assert max(sizes) <= 50_000
+    # Each file is as full as it can be: its first tensor had no room in the one before.
+    files = [read_shard(file).tensors for file in weights(tmp_path / "out").values()]
+    for one, other in pairwise(files):
+        assert sum(t.nbytes for t in one) + other[0].nbytes > 50_000
+
+
+def test_a_folder_that_lost_its_index_is_read_by_its_headers(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source", shards=True)
+    (tmp_path / "source" / "model.safetensors.index.json").unlink()
+    report = retrofit(tmp_path / "source", tmp_path / "out")
+    assert report.verification is not None
+    assert report.verification.identical
+    assert "headers of its 12 shards were read instead" in report.warnings[0]
+    next(iter(weights(tmp_path / "source").values())).unlink()
+    with pytest.raises(CheckpointError, match="of 12 shards these numbers are missing: '00001'"):
+        retrofit(tmp_path / "source", tmp_path / "again")
+
+
+def test_an_index_beside_a_lone_file_is_ignored_as_transformers_does(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source")
+    (tmp_path / "source" / "model.safetensors.index.json").write_text("nonsense")
+    assert "is ignored" in retrofit(tmp_path / "source", tmp_path / "out").warnings[0]
+
+
+def test_pickles_are_read_on_demand_and_restricted_to_tensors(tmp_path: Path) -> None:
+    source = save_checkpoint(tmp_path / "source", dtype=torch.bfloat16)
+    (tmp_path / "source" / "model.safetensors").unlink()
+    torch.save(source.state_dict(), tmp_path / "source" / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="--allow-pickle"):
+        retrofit(tmp_path / "source", tmp_path / "out")
+    report = retrofit(tmp_path / "source", tmp_path / "out", allow_pickle=True)
+    assert report.verification is not None
+    assert report.verification.identical
+    assert "pytorch_model.bin" in report.left_behind
+    ran = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (os.mkdir, (str(ran),))
+
+    torch.save({"x": Evil()}, tmp_path / "source" / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="weights_only=True"):
+        retrofit(tmp_path / "source", tmp_path / "evil", allow_pickle=True)
+    assert not ran.exists()
+
+
+# Tied heads: configuration x file
+
+
+def test_a_tied_head_that_is_stored_too_stays_tied(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "source", tie_word_embeddings=True)
+    head = {**model.state_dict(), "lm_head.weight": model.lm_head.weight.detach().clone()}
+    save_file(head, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    retrofit(tmp_path / "source", tmp_path / "out")
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert converted.lm_head.weight is converted.model.embed_tokens.weight
+
+
+def test_a_tied_head_that_differs_is_untied_as_transformers_loads_it(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "source", tie_word_embeddings=True)
+    head = {**model.state_dict(), "lm_head.weight": model.lm_head.weight.detach() + 1}
+    save_file(head, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    report = retrofit(tmp_path / "source", tmp_path / "out")
+    assert report.verification is not None
+    assert report.verification.identical
+    assert "tie_word_embeddings=False" in report.warnings[0]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_only_the_head_of_a_tie_is_enough(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "source", tie_word_embeddings=True)
+    tensors = {**model.state_dict(), "lm_head.weight": model.lm_head.weight.detach().clone()}
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    report = retrofit(tmp_path / "source", tmp_path / "out")
+    assert report.verification is not None
+    assert report.verification.identical
+
+
+def test_a_missing_head_is_refused_where_it_would_be_random(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "source")
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: it would be random.*tie_word_embeddings to true"):
+        retrofit(tmp_path / "source", tmp_path / "out")
+
+
+def test_old_rotary_buffers_do_not_matter(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "source")
+    old = {**model.state_dict(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(old, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    report = retrofit(tmp_path / "source", tmp_path / "out")
+    assert report.verification is not None
+    assert report.verification.identical
+
+
+# A change of dtype
+
+
+@pytest.mark.parametrize("old", FLOATING)
+@pytest.mark.parametrize("new", FLOATING)
+def test_a_change_of_dtype_is_torchs_and_counts_what_it_loses(old: str, new: str, tmp_path: Path) -> None:
+    """The naive twin: the whole tensor at once, compared as floats."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.exp(torch.randn(2**20 + 77, generator=generator, dtype=torch.float64) * 30)
+    values = torch.randn(2**20 + 77, generator=generator, dtype=torch.float64) * spread
+    values[:5] = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan")], dtype=torch.float64)
+    before = values.to(getattr(torch, FLOATING[old]))
+    after = before.to(getattr(torch, FLOATING[new]))
+    (tmp_path / "x").write_bytes(b"12345678" + before.view(torch.uint8).numpy().tobytes())
+    for data in ((tmp_path / "x", 8), before.view(torch.uint8).numpy().data):
+        rounding = Rounding()
+        tensor = Tensor("x", old, tuple(before.shape), data)
+        assert b"".join(map(bytes, converted(tensor, new, rounding))) == after.view(torch.uint8).numpy().tobytes()
+        assert rounding.overflowed == int((after.isinf() & before.isfinite()).sum())
+        assert rounding.flushed == int(((after == 0) & (before != 0)).sum())
+
+
+def test_dtype_changes_floating_tensors_and_leaves_coefficients_alone(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source", dtype=torch.bfloat16, shards=True)
+    report = retrofit(tmp_path / "source", tmp_path / "out", dtype="float16")
+    assert report.verification is not None
+    assert report.verification.identical
+    dtypes = {name: t.dtype for file in weights(tmp_path / "out").values() for name, t in load_file(file).items()}
+    assert dtypes.pop("model.value_residual.bias") == torch.float32
+    assert set(dtypes.values()) == {torch.float16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_overflow_and_flush_are_reported(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "source")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, :2] = torch.tensor([1e6, 1e-12])
+    model.save_pretrained(tmp_path / "source")
+    rounding = retrofit(tmp_path / "source", tmp_path / "out", dtype="float16", verify="headers").rounding
+    assert (rounding.overflowed, rounding.flushed) == (1, 1)
+
+
+def test_mixed_dtypes_stay_mixed_and_the_commonest_is_the_configurations(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "source", dtype=torch.bfloat16)
+    mixed = {name: t.float() if "norm" in name else t for name, t in model.state_dict().items()}
+    save_file(mixed, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    report = retrofit(tmp_path / "source", tmp_path / "out")
+    assert report.dtype == "bfloat16"
+    after = load_file(tmp_path / "out" / "model-00001-of-00002.safetensors")
+    assert {name: t.dtype for name, t in after.items()} == {name: t.dtype for name, t in mixed.items()}
+
+
+# Side files
+
+
+def test_side_files_go_along_and_the_rest_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_checkpoint(source)
+    (source / "chat_templates").mkdir()
+    for name in ("LICENSE", "USE_POLICY.md", "tokenizer.model", "chat_templates/tools.jinja"):
+        (source / name).write_bytes(name.encode())
+    for name in ("README.md", "modeling_x.py", "optimizer.pt", "training_args.bin", "run.sh"):
+        (source / name).write_bytes(b"x")
+    (source / "secret").write_text("key")
+    (source / "merges.txt").symlink_to("/etc/hostname")
+    report = retrofit(source, tmp_path / "out")
+    for name in ("LICENSE", "USE_POLICY.md", "tokenizer.model", "chat_templates/tools.jinja", "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    assert not (tmp_path / "out" / "merges.txt").exists()
+    assert any("is a link out of its folder" in warning for warning in report.warnings)
+    left = {"README.md", "modeling_x.py", "optimizer.pt", "training_args.bin", "run.sh", "secret", "merges.txt"}
+    assert left == set(report.left_behind)
+
+
+def test_settings_that_name_code_are_taken_out(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_checkpoint(source)
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        values = json.loads((source / name).read_text())
+        code = {"auto_map": {"AutoTokenizer": ["x.Y", None]}, "_attn_implementation": "somebody/kernels"}
+        (source / name).write_text(json.dumps({**values, **code}))
+    report = retrofit(source, tmp_path / "out")
+    for file in (tmp_path / "out").glob("*.json"):
+        assert b"auto_map" not in file.read_bytes()
+    assert b"somebody" not in (tmp_path / "out" / "config.json").read_bytes()
+    assert {"config.json: auto_map", "config.json: _attn_implementation"} <= set(report.left_behind)
+    assert sum("auto_map names code" in warning for warning in report.warnings) == 2
+
+
+def test_a_generation_config_that_cannot_be_saved_again_is_a_warning(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source")
+    (tmp_path / "source" / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.5}')
+    (warning,) = retrofit(tmp_path / "source", tmp_path / "out").warnings
+    assert "generation_config.json" in warning
+
+
+# Verification, with its negative controls
+
+
+@pytest.mark.parametrize("mode", ["hashes", "logits"])
+@pytest.mark.parametrize("offset", [-5, 5000])
+@pytest.mark.parametrize("arguments", [{}, {"dtype": "bfloat16"}, {"method": "cla2", "lossy": True}])
+def test_one_wrong_byte_is_found(
+    mode: str, offset: int, arguments: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path / "source")
+    write = conversion.write_plan
+
+    def corrupting(plan: object, folder: Path, **options: object) -> object:
+        written = write(plan, folder, **options)  # type: ignore[arg-type]
+        file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+        content = bytearray(file.read_bytes())
+        content[offset + 8 + int.from_bytes(content[:8], "little") if offset > 0 else offset] ^= 1
+        file.write_bytes(content)
+        return written
+
+    monkeypatch.setattr(conversion, "write_plan", corrupting)
+    with pytest.raises(VerificationError, match="its bytes are not those that were written"):
+        retrofit(tmp_path / "source", tmp_path / "out", verify=mode, **arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_tensor_too_few_is_found_by_the_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path / "source")
+    write = conversion.write_plan
+
+    def forgetting(plan: object, folder: Path, **options: object) -> object:
+        written = write(plan, folder, **options)  # type: ignore[arg-type]
+        file = folder / "model-00002-of-00002.safetensors"
+        tensor = Tensor("model.value_residual.other", "F32", (1,), memoryview(b"0000"))
+        file.write_bytes(header_bytes([tensor]) + b"0000")
+        (folder / "model.safetensors.index.json").unlink()
+        return written
+
+    monkeypatch.setattr(conversion, "write_plan", forgetting)
+    with pytest.raises(VerificationError, match=r"lacks 'model\.value_residual\.bias'"):
+        retrofit(tmp_path / "source", tmp_path / "out", verify="headers")
+
+
+def test_logits_are_the_default_where_the_model_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path / "source")
+    assert retrofit(tmp_path / "source", tmp_path / "one").verified == "logits"
+    monkeypatch.setattr(conversion, "free_memory", lambda: 10**6)
+    report = retrofit(tmp_path / "source", tmp_path / "two")
+    assert (report.verified, report.verification) == ("hashes", None)
+    assert "GB are free" in report.warnings[0]
+    assert "not compared" in (tmp_path / "two" / "README.md").read_text()
+
+
+def test_unknown_verifications_and_dtypes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected auto, headers, hashes or logits"):
+        retrofit(tmp_path, tmp_path / "out", verify="all")  # type: ignore[arg-type]
+    for dtype in ("int8", "nonsense", torch.int64):
+        with pytest.raises(ValueError, match="expected auto, float64, float32, float16, bfloat16"):
+            retrofit(tmp_path, tmp_path / "out", dtype=dtype)
+
+
+# verify and inspect
+
+
+def test_verify_finds_a_retrofit_the_same_as_its_source(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source", dtype=torch.bfloat16)
+    retrofit(tmp_path / "source", tmp_path / "out", "resformer-denseformer")
+    for one, other in (("source", "out"), ("out", "source")):
+        comparison = verify(tmp_path / one, tmp_path / other)
+        assert comparison.same
+        assert comparison.logits is not None
+        assert comparison.logits.identical
+        assert comparison.added == ["model.depth_average.bias", "model.value_residual.bias"]
+
+
+def test_verify_measures_what_differs(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "one")
+    with torch.no_grad():
+        model.model.norm.weight[3] += 0.25
+    model.save_pretrained(tmp_path / "two")
+    comparison = verify(tmp_path / "one", tmp_path / "two")
+    assert not comparison.same
+    assert comparison.different == {"model.norm.weight": pytest.approx(0.25)}
+    assert comparison.logits is not None
+    assert comparison.logits.max_difference > 0
+    assert not verify(tmp_path / "one", tmp_path / "two", verify="hashes").same
+    assert verify(tmp_path / "one", tmp_path / "two", verify="headers").same
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "three")
+    assert len(verify(tmp_path / "one", tmp_path / "three", verify="headers").different) == 57
+
+
+def test_verify_does_not_take_a_lossy_conversion_for_its_source(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source")
+    retrofit(tmp_path / "source", tmp_path / "out", "svformer", lossy=True)
+    comparison = verify(tmp_path / "source", tmp_path / "out", verify="hashes")
+    assert not comparison.same
+    assert len(comparison.only_in_one) == 5
+
+
+@pytest.mark.parametrize(
+    "method", ["transformer", "resformer", "svformer", "resformer-gated", "cla2", "denseformer-4x5"]
+)
+def test_inspect_recognises_the_method(method: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source", "mistral", dtype=torch.bfloat16)
+    report = retrofit(tmp_path / "source", tmp_path / "out", method, lossy=True, verify="headers")
+    found = inspect(tmp_path / "out")
+    assert (found.method, found.family, found.parameters) == (method, "mistral", report.parameters)
+    assert {name: int(np.prod(shape)) for name, shape in found.added.items()} == report.added
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    values, depth = model.model.value_mixing_matrix(), model.model.depth_mixing_matrix()
+    for matrix, told in ((values, found.value_mixing_matrix), (depth, found.depth_mixing_matrix)):
+        expected = torch.eye(*matrix.shape).roll(matrix.shape[1] - matrix.shape[0], dims=1)
+        told_matrix = expected if told is None else torch.tensor(told)
+        assert torch.equal(told_matrix.nan_to_num(7), matrix.nan_to_num(7))
+    assert json.loads(json.dumps(found.as_dict(), allow_nan=False))
+
+
+def test_inspect_reads_the_cache_of_shared_layers(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source", dtype=torch.bfloat16)
+    retrofit(tmp_path / "source", tmp_path / "out", "svformer", lossy=True, verify="headers")
+    full, shared = inspect(tmp_path / "source"), inspect(tmp_path / "out")
+    # 6 layers, 2 heads of 8 numbers, 2 bytes each: keys of all layers, values of one.
+    assert full.cache_bytes_per_token == 2 * 6 * 2 * 8 * 2
+    assert shared.cache_bytes_per_token == (6 + 1) * 2 * 8 * 2
+    assert shared.cache_share == pytest.approx(7 / 12)
