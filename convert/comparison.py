@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from resformer.configuration import ResFormerConfig
-from resformer.convert.connections import read_connections
-from resformer.convert.conversion import Verify, dominant_dtype, no_bars
+from resformer.convert.connections import expected_shapes, read_connections
+from resformer.convert.conversion import Verify, check_tensors, dominant_dtype, no_bars
 from resformer.convert.errors import CheckpointError
+from resformer.convert.families import backbone_config
 from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.convert.source import Source, open_source
 from resformer.convert.verification import LogitsComparison, compare_logits, free_memory, pieces, same_bytes
@@ -54,6 +55,9 @@ def verify(one: str | Path, other: str | Path, *, verify: Verify = "auto", revis
         CheckpointError: one of them cannot be read.
     """
     first, second = open_source(one, revision, ours=True), open_source(other, ours=True)
+    for source in (first, second):
+        ours = source.config if isinstance(source.config, ResFormerConfig) else backbone_config(source.config)
+        check_tensors(source, expected_shapes(ours))
     a, b = first.checkpoint.tensors, second.checkpoint.tensors
     common = [name for name in a if name in b]
     different: dict[str, float | None] = {}

@@ -3,17 +3,22 @@
 The rest of a model stays on the meta device, whatever its size.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from transformers import AutoModelForCausalLM
 
 from resformer.configuration import METHODS, ResFormerConfig
-from resformer.convert.errors import CheckpointError
-from resformer.convert.families import CONNECTION_FIELDS, without_connections
+from resformer.convert.errors import CheckpointError, brief
+from resformer.convert.families import CONNECTION_FIELDS, PLAIN, without_connections
 from resformer.convert.safetensors_format import Tensor
-from resformer.convert.source import Source, to_tensor, to_torch
+from resformer.convert.tensors import to_tensor, to_torch
 from resformer.modeling import ResFormerForCausalLM
 from resformer.modeling.mixing import MixingRows
 from resformer.modeling.value_residual import GateProjection
+
+if TYPE_CHECKING:
+    from resformer.convert.source import Source
 
 __all__ = ["expected_shapes", "initial_connections", "method_of", "model_on_meta", "read_connections"]
 
@@ -22,13 +27,13 @@ def model_on_meta(config: ResFormerConfig, dtype: torch.dtype = torch.float32) -
     """The model, without memory for it.
 
     Raises:
-        CheckpointError: the configuration has sizes that no tensor can have.
+        CheckpointError: the configuration has values that no model can have.
     """
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (RuntimeError, ValueError, ArithmeticError) as error:
-        raise CheckpointError(f"The configuration makes no model: {error}") from error
+    except Exception as error:  # torch's and Transformers' any, for values that no validator looks at
+        raise CheckpointError(f"The source's config.json makes no model: {brief(error)}") from error
 
 
 def expected_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
@@ -56,8 +61,12 @@ def initial_connections(model: ResFormerForCausalLM) -> list[Tensor]:
     return [to_tensor(name, parameter) for name, parameter in sorted(_parameters(model).items())]
 
 
-def read_connections(source: Source) -> tuple[ResFormerForCausalLM, list[str]]:
-    """(the model, of which only the added parameters are read; their names)."""
+def read_connections(source: "Source") -> tuple[ResFormerForCausalLM, list[str]]:
+    """(the model, of which only the added parameters are read; their names).
+
+    Args:
+        source: `check_tensors` has found that it holds them, in their shapes.
+    """
     model = model_on_meta(source.config)
     for module in _modules(model).values():
         module.to_empty(device="cpu")
@@ -73,9 +82,9 @@ def method_of(config: ResFormerConfig) -> str | None:
     found = {name: getattr(config, name) for name in CONNECTION_FIELDS}
     for name, method in METHODS.items():
         fields = method(config.num_hidden_layers)
-        named = ResFormerConfig(num_hidden_layers=config.num_hidden_layers, **fields)
+        named = {**PLAIN, **fields}
         start = {"value_residual_init"} if "value_residual_init" not in fields else set()
-        if all(getattr(named, field) == value for field, value in found.items() if field not in start):
+        if all(named[field] == value for field, value in found.items() if field not in start):
             return name
     return None
 

@@ -1,5 +1,6 @@
 """What every conversion does once its plan stands: check, write, verify, put in place."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers.utils import logging as transformers_logging
 
 from resformer.convert.casting import Rounding
-from resformer.convert.errors import CheckpointError, VerificationError, listed
+from resformer.convert.errors import CheckpointError, VerificationError, brief, listed
 from resformer.convert.planning import CarriedShard, Plan
 from resformer.convert.reading import Checkpoint
 from resformer.convert.safetensors_format import FLOATING, Tensor
@@ -51,6 +52,8 @@ __all__ = [
 
 Verify = Literal["auto", "headers", "hashes", "logits"]
 
+#: Old Llamas stored what follows from config.json; Transformers passes over it.
+_OLD_BUFFER = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -114,7 +117,7 @@ def check_tensors(source: Source, expected: Mapping[str, tuple[int, ...]]) -> tu
     if missing := required.keys() - tensors.keys():
         raise CheckpointError(f"{folder}: missing keys: config.json asks for {listed(missing)}.")
     for name, tensor in tensors.items():
-        if name.endswith(".rotary_emb.inv_freq") and name not in required:  # of old Llamas; follows from config.json
+        if _OLD_BUFFER.fullmatch(name) and tensor.dtype in FLOATING:
             continue
         if name not in required:
             raise CheckpointError(f"{tensor.place}: unexpected: config.json has no place for it.")
@@ -225,10 +228,11 @@ def _compare(conversion: Conversion, partial: Path) -> LogitsComparison:
         comparison = compare_logits(
             lambda: source.load(dtype), lambda: AutoModelForCausalLM.from_pretrained(partial, dtype=dtype)
         )
-    if not comparison.finite and (wrong := not_finite(source.checkpoint.tensors.values())):
+    if not comparison.finite:
+        wrong = not_finite(source.checkpoint.tensors.values())
         raise CheckpointError(
-            f"{source.folder}: the source's logits are not finite: NaN or infinite numbers are in "
-            f"{listed(set(wrong))}. "
+            f"{source.folder}: the source's logits are not finite, so comparing them proves nothing: NaN or infinite "
+            f"numbers are in {listed(wrong) or 'none of its tensors, but config.json lets them grow'}. "
             "Convert it anyway, its bytes unchanged, with --verify hashes (verify='hashes').",
             "--verify hashes",
         )
@@ -246,7 +250,7 @@ def _generation_config(found: Checkpoint) -> Iterator[str]:
             try:
                 GenerationConfig.from_pretrained(found.folder, local_files_only=True).validate(strict=True)
             except Exception as error:  # its own validator's, or of a file that means something else
-                reason = str(error).split("\n")[0]
+                reason = brief(error)
                 yield f"generation_config.json goes along as it is, but saving the model again will fail: {reason}"
 
 

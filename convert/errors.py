@@ -1,8 +1,9 @@
 """What conversions raise, and how they show names that come from a file."""
 
 import reprlib
+from collections.abc import Collection
 
-__all__ = ["CheckpointError", "OutputError", "VerificationError", "listed", "shown"]
+__all__ = ["CheckpointError", "OutputError", "VerificationError", "brief", "listed", "shown"]
 
 
 class CheckpointError(Exception):
@@ -35,7 +36,14 @@ def shown(name: object) -> str:
     return _short.repr(name)
 
 
-def listed(names: "list[str] | set[str]", most: int = 5) -> str:
+def brief(text: object, most: int = 400) -> str:
+    """What a library says of a bad value: on one line, of a bounded length, with control characters escaped."""
+    line = " ".join(str(text).splitlines())
+    plain = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line[:most])
+    return plain if len(line) <= most else f"{plain}..."
+
+
+def listed(names: Collection[str], most: int = 5) -> str:
     """Some names from a file: the first `most`, sorted, and how many more there are."""
     ordered = sorted(names)
     more = f" and {len(ordered) - most} more" if len(ordered) > most else ""

@@ -11,9 +11,17 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from resformer.configuration import ResFormerConfig
-from resformer.convert.errors import CheckpointError
+from resformer.convert.errors import CheckpointError, brief, shown
 
-__all__ = ["CONNECTION_FIELDS", "FAMILIES", "backbone_config", "family_config", "supported", "without_connections"]
+__all__ = [
+    "CONNECTION_FIELDS",
+    "FAMILIES",
+    "PLAIN",
+    "backbone_config",
+    "family_config",
+    "supported",
+    "without_connections",
+]
 
 #: The configuration fields that a retrofit may set; all others are the source's.
 CONNECTION_FIELDS = (
@@ -132,12 +140,12 @@ def backbone_config(config: PreTrainedConfig) -> ResFormerConfig:
     try:
         return ResFormerConfig(**{**fields, **family.to_ours(config)})
     except Exception as error:  # any of the validators'
-        raise CheckpointError(f"The source's configuration is not valid: {error}") from error
+        raise CheckpointError(f"The source's config.json is not valid: {brief(error)}") from error
 
 
 def without_connections(config: ResFormerConfig, **fields: Any) -> ResFormerConfig:
     """The same backbone, with `fields` in the place of its connections."""
-    return ResFormerConfig(**{**_own_fields(config), **_NO_CONNECTIONS, **fields})
+    return ResFormerConfig(**{**_own_fields(config), **PLAIN, **fields})
 
 
 def supported(model_type: object) -> str:
@@ -154,7 +162,7 @@ def supported(model_type: object) -> str:
         )
     reason = f" ({_REASONS[model_type]})" if isinstance(model_type, str) and model_type in _REASONS else ""
     raise CheckpointError(
-        f"Checkpoints of model_type {model_type!r} cannot be converted{reason}: the decoder expresses "
+        f"Checkpoints of model_type {shown(model_type)} cannot be converted{reason}: the decoder expresses "
         f"{', '.join(FAMILIES)} exactly, and no other family."
     )
 
@@ -191,7 +199,8 @@ def family_config(config: ResFormerConfig, preferred: str | None = None) -> PreT
     )
 
 
-_NO_CONNECTIONS = {name: getattr(ResFormerConfig(), name) for name in CONNECTION_FIELDS}
+#: The connection fields of plain Llama.
+PLAIN = {name: getattr(ResFormerConfig(), name) for name in CONNECTION_FIELDS}
 
 
 def _own_fields(config: ResFormerConfig) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def bare_name(name: object, suffix: str, where: str) -> str:
         or name.startswith(".")
         or any(character in name for character in '/\\:\0*?"<>|')
         or not name.isprintable()
-        or len(name) > 255
+        or len(os.fsencode(name)) > 255
     ):
         raise CheckpointError(
             f"{where}: names the file {shown(name)}; expected the bare name of a {suffix} file beside it."

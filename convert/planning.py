@@ -85,7 +85,7 @@ class Plan:
         }
         weight_map = {tensor.name: shard.name for shard in self.shards for tensor in shard.tensors}
         index = {"metadata": metadata, "weight_map": weight_map}
-        return json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
 def plan_shards(

@@ -4,29 +4,28 @@ What it accepts is what Transformers would load, and a folder of shards that has
 """
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from resformer.convert.errors import CheckpointError, listed, shown
+from resformer.convert.errors import CheckpointError, brief, listed, shown
 from resformer.convert.files import MIB, bare_name, read_json, regular_file
-from resformer.convert.safetensors_format import Shard, Tensor, read_shard
+from resformer.convert.safetensors_format import MOST_TENSORS, Shard, Tensor, read_shard
 
 __all__ = ["Checkpoint", "SideFile", "read_checkpoint"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-#: All headers together: a hostile folder may hold any number of shards.
-_MOST_TENSORS = 20_000
 
 #: What goes along, byte for byte: the tokenizer, its chat templates, the licence. Never a README, code, or a pickle.
 _SIDE_FILES = re.compile(
     r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json|vocab\.txt"
     r"|merges\.txt|[\w.-]*\.model|[\w.-]*\.tiktoken|tekken\.json|chat_template\.(jinja|json)|generation_config\.json"
     r"|(chat_templates|additional_chat_templates)/[\w.-]+\.jinja"
-    r"|(LICEN[SC]E|NOTICE|COPYING|USE_POLICY|USE-POLICY|ACCEPTABLE_USE)[\w.-]*",
+    r"|(LICEN[SC]E|NOTICE|COPYING|USE[_-]POLICY|ACCEPTABLE_USE)[\w-]*(\.(txt|md|rst|pdf))?",
     re.IGNORECASE,
 )
 _TOKENIZERS = re.compile(r"tokenizer\.json|vocab\.(json|txt)|[\w.-]*\.(model|tiktoken)|tekken\.json")
@@ -88,7 +87,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def _listed(folder: Path, real_names: set[str]) -> set[str]:
     """The names in `folder` whose files, links resolved, bear `real_names`."""
-    return {path.name for path in folder.glob("*.safetensors") if path.resolve().name in real_names}
+    return {
+        path.name for path in folder.glob("*.safetensors") if os.path.basename(os.path.realpath(path)) in real_names
+    }
 
 
 def _shards(folder: Path) -> tuple[list[Shard], list[str]]:
@@ -105,8 +106,8 @@ def _indexed_shards(folder: Path, index: Path) -> list[Shard]:
     weight_map = read_json(index, 4 * MIB).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map from tensor names to files.")
-    if len(weight_map) > _MOST_TENSORS:
-        raise CheckpointError(f"{index}: names {len(weight_map):,} tensors; at most {_MOST_TENSORS:,} are read.")
+    if len(weight_map) > MOST_TENSORS:
+        raise CheckpointError(f"{index}: names {len(weight_map):,} tensors; at most {MOST_TENSORS:,} are read.")
     names = sorted({bare_name(name, ".safetensors", str(index)) for name in set(map(_hashable, weight_map.values()))})
     folded = {name.casefold(): name for name in names}
     if len(folded) != len(names):
@@ -137,7 +138,11 @@ def _hashable(name: object) -> str:
 def _unindexed_shards(folder: Path) -> tuple[list[Shard], list[str]]:
     """Shards that have lost their index: all of one `model-00001-of-00003` series."""
     files = sorted(path.name for path in folder.glob("*.safetensors"))
-    numbered = {name: match for name in files if (match := re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.safetensors", name))}
+    numbered = {
+        bare_name(name, ".safetensors", str(folder)): match
+        for name in files
+        if (match := re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.safetensors", name))
+    }
     series = {(match[1], match[3]) for match in numbered.values()}
     if not files:
         raise CheckpointError(f"{folder}: has no *.safetensors file.{_why_none(folder)}")
@@ -159,11 +164,11 @@ def _unindexed_shards(folder: Path) -> tuple[list[Shard], list[str]]:
 def _why_none(folder: Path) -> str:
     if pickles := sorted(path.name for path in folder.glob("*.bin")):
         return (
-            f" {pickles[0]} would have to be unpickled: allow it, restricted to tensors, with --allow-pickle "
+            f" {brief(pickles[0])} would have to be unpickled: allow it, restricted to tensors, with --allow-pickle "
             "(allow_pickle=True)."
         )
     if ggufs := sorted(path.name for path in folder.glob("*.gguf")):
-        return f" It holds {', '.join(ggufs)}: name that file."
+        return f" It holds {listed(ggufs)}: name that file."
     return ""
 
 
@@ -175,8 +180,8 @@ def _read_all(paths: list[Path]) -> list[Shard]:
             if tensor.name in seen:
                 raise CheckpointError(f"{path}: tensor {shown(tensor.name)} is in {seen[tensor.name].name} too.")
             seen[tensor.name] = path
-        if len(seen) > _MOST_TENSORS:
-            raise CheckpointError(f"{path}: holds {len(shard.tensors):,} tensors; at most {_MOST_TENSORS:,} are read.")
+        if len(seen) > MOST_TENSORS:
+            raise CheckpointError(f"{path}: holds {len(shard.tensors):,} tensors; at most {MOST_TENSORS:,} are read.")
         shards.append(shard)
     return shards
 
@@ -184,9 +189,9 @@ def _read_all(paths: list[Path]) -> list[Shard]:
 def read_side_files(folder: Path) -> tuple[list[SideFile], list[str], list[str]]:
     """(the files that go along, the names of all others, what to tell): see `_SIDE_FILES`."""
     side_files, left_behind, notes = [], [], []
-    for path in sorted(
-        [*folder.iterdir(), *folder.glob("chat_templates/*"), *folder.glob("additional_chat_templates/*")]
-    ):
+    inside = [folder / name for name in ("chat_templates", "additional_chat_templates")]
+    templates = [path for parent in inside if not parent.is_symlink() for path in parent.glob("*")]
+    for path in sorted([*folder.iterdir(), *templates]):
         name = path.relative_to(folder).as_posix()
         if not _SIDE_FILES.fullmatch(name):
             if not path.is_dir() or path.is_symlink():
@@ -210,4 +215,4 @@ def _without_code(path: Path) -> tuple[bytes | None, list[str]]:
     values = read_json(path)
     removed = [key for key in _CODE_KEYS if key in values]
     kept = {key: value for key, value in values.items() if key not in removed}
-    return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode() if removed else None, removed
+    return (json.dumps(kept, indent=2) + "\n").encode() if removed else None, removed

@@ -1,6 +1,7 @@
 """Retrofits: a Llama-style checkpoint in, a ResFormer checkpoint with added connections out."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,7 +27,8 @@ from resformer.convert.conversion import (
 from resformer.convert.errors import CheckpointError
 from resformer.convert.families import CONNECTION_FIELDS, backbone_config, without_connections
 from resformer.convert.planning import Plan, plan_shards
-from resformer.convert.source import CODES, open_source
+from resformer.convert.source import open_source
+from resformer.convert.tensors import CODES
 from resformer.convert.verification import LogitsComparison
 from resformer.convert.writing import Transfer, check_target
 from resformer.model_cards import retrofit_card
@@ -126,7 +128,7 @@ def retrofit(
         raise ValueError(f"verify={verify!r}: expected auto, headers, hashes or logits.")
     _check_fields(fields)
     target = Path(output).expanduser()
-    if target.exists():  # before anything is read or fetched
+    if os.path.lexists(target):  # before anything is read or fetched
         check_target(target, None, force=force)
     opened = open_source(source, revision, dtype=target_dtype, allow_pickle=allow_pickle)
     check_target(target, opened.folder if opened.file is None else None, force=force)
@@ -264,6 +266,6 @@ def _provenance(report: RetrofitReport, files: Mapping[str, Any]) -> dict[str, s
         "versions": {"resformer": __version__, "torch": torch.__version__, "transformers": transformers_version},
     }
     return {
-        RECORD: json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False) + "\n",
+        RECORD: json.dumps(record, indent=2, sort_keys=True) + "\n",
         "README.md": str(retrofit_card(told)),
     }

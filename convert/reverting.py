@@ -1,5 +1,6 @@
 """Reverts: a retrofit that has learned nothing goes back to its family, every tensor byte for byte."""
 
+import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def revert(
         OutputError, VerificationError: as for `retrofit`.
     """
     target = Path(output).expanduser()
-    if target.exists():
+    if os.path.lexists(target):
         check_target(target, None, force=force)
     opened = open_source(source, revision, ours=True)
     check_target(target, opened.folder, force=force)

@@ -13,7 +13,7 @@ from pathlib import Path
 from resformer.convert.errors import CheckpointError, shown
 from resformer.convert.files import MIB, open_regular, parse_json, regular_file
 
-__all__ = ["DTYPE_BITS", "FLOATING", "Shard", "Tensor", "header_bytes", "read_shard"]
+__all__ = ["DTYPE_BITS", "FLOATING", "MOST_TENSORS", "Shard", "Tensor", "header_bytes", "read_shard"]
 
 #: dtype code -> bits of an element.
 DTYPE_BITS = {
@@ -30,6 +30,8 @@ FLOATING = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloa
 #: A 70B Llama's whole header is 0.1 MiB. Beyond this a header is an attack on memory, not a checkpoint.
 _LARGEST_HEADER = 4 * MIB
 _MOST_DIMENSIONS = 8
+#: In one file, and in all shards of a checkpoint together. A 70B Llama has 723.
+MOST_TENSORS = 20_000
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ def read_shard(path: Path) -> Shard:
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{path}: __metadata__ is not a map from strings to strings.")
+    if len(entries) > MOST_TENSORS:
+        raise CheckpointError(f"{path}: holds {len(entries):,} tensors; at most {MOST_TENSORS:,} are read.")
     data = 8 + length
     tensors = sorted(
         (_tensor(real, path, data, name, entry) for name, entry in entries.items()), key=lambda found: found[:2]

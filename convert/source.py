@@ -1,5 +1,7 @@
 """Where a checkpoint comes from: a local folder, a GGUF file, or the Hub. None of its code is run."""
 
+import math
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -20,13 +22,15 @@ from transformers import (
 )
 
 from resformer.configuration import ResFormerConfig
-from resformer.convert.errors import CheckpointError, listed, shown
-from resformer.convert.families import supported
-from resformer.convert.files import MIB, bare_name, open_regular, read_json, regular_file
+from resformer.convert.connections import expected_shapes
+from resformer.convert.errors import CheckpointError, brief, listed, shown
+from resformer.convert.families import backbone_config, supported
+from resformer.convert.files import MIB, bare_name, read_json, regular_file
 from resformer.convert.reading import Checkpoint, read_checkpoint, read_side_files
-from resformer.convert.safetensors_format import FLOATING, Shard, Tensor
+from resformer.convert.safetensors_format import Shard, Tensor
+from resformer.convert.tensors import CODES, to_tensor, to_torch
 
-__all__ = ["CODES", "Source", "open_source", "to_tensor", "to_torch"]
+__all__ = ["Source", "open_source"]
 
 #: What is fetched before the weights are: enough to refuse a checkpoint that cannot be converted.
 _SMALL_HUB_FILES = [
@@ -48,8 +52,6 @@ _SIZES = (
 ).split()
 #: q, o, gate, up and down projections and two norms are in every layer.
 _TENSORS_OF_A_LAYER = 7
-#: torch's dtype of weights -> the code of the safetensors format.
-CODES = {getattr(torch, name): code for code, name in FLOATING.items()}
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,8 @@ class Source:
         except ImportError:
             raise
         except Exception as error:  # Transformers and safetensors raise nearly anything for a bad file
-            raise CheckpointError(f"{self.folder}: cannot be loaded: {error}") from error
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-            if problems := loading.get(kind):
-                raise CheckpointError(f"{self.folder}: {kind.replace('_', ' ')}: {listed(set(map(str, problems)))}.")
+            raise CheckpointError(f"{self.folder}: cannot be loaded: {brief(error)}") from error
+        _check_loading(str(self.folder), loading)
         return model.eval()
 
     def save_gguf_extras(self, output: Path) -> bool:
@@ -127,11 +127,11 @@ def open_source(
     """
     name = str(source)
     path = Path(source).expanduser()
-    if path.exists() and not path.is_dir() and path.suffix != ".gguf":
+    if os.path.exists(path) and not path.is_dir() and path.suffix != ".gguf":
         raise CheckpointError(f"{path}: expected a checkpoint folder, a .gguf file or a Hub id.")
-    if path.is_file():
+    if os.path.isfile(path):
         return _open_gguf(name, path, None, dtype)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return _open_hub(name, revision, dtype, allow_pickle=allow_pickle, ours=ours)
     if revision is not None:
         raise CheckpointError(f"{path}: --revision {revision} is for Hub ids, this is a local folder.")
@@ -151,7 +151,7 @@ def _open_folder(name: str, folder: Path, revision: str | None, *, allow_pickle:
 
 def _hint(folder: Path) -> str:
     if ggufs := sorted(file.name for file in folder.glob("*.gguf")):
-        return f" It holds {', '.join(ggufs)}: name that file."
+        return f" It holds {listed(ggufs)}: name that file."
     if (folder / "adapter_config.json").exists():
         return " It is a PEFT adapter: merge it into its model and save that (`merge_and_unload`)."
     if (folder / "params.json").exists():
@@ -185,7 +185,7 @@ def _clean_config(checkpoint: Checkpoint, *, ours: bool) -> tuple[PreTrainedConf
     try:
         config = config_class.from_dict({key: value for key, value in raw.items() if key in known})
     except Exception as error:  # any of the validators', or of arithmetic with what they let pass
-        raise CheckpointError(f"{where}: cannot be read as a configuration of {model_type}: {error}") from error
+        raise CheckpointError(f"{where}: cannot be read as a configuration of {model_type}: {brief(error)}") from error
     return config, tuple(sorted(raw.keys() - known - _METADATA_KEYS))
 
 
@@ -214,26 +214,6 @@ def _tensors_of(model: PreTrainedModel) -> list[Tensor]:
     return [to_tensor(name, tensor) for name, tensor in model.state_dict().items() if name not in tied]
 
 
-def to_tensor(name: str, tensor: torch.Tensor) -> Tensor:
-    """A tensor of torch as one that can be written."""
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return Tensor(name, CODES[tensor.dtype], tuple(tensor.shape), flat.numpy().data)
-
-
-def to_torch(tensor: Tensor) -> torch.Tensor:
-    """Reads a tensor."""
-    dtype = getattr(torch, FLOATING[tensor.dtype])
-    if isinstance(tensor.data, memoryview):
-        return torch.frombuffer(tensor.data, dtype=dtype).reshape(tensor.shape)
-    path, start = tensor.data
-    content = bytearray(tensor.nbytes)
-    with open_regular(path) as file:
-        file.seek(start)
-        if file.readinto(content) != len(content):  # type: ignore[attr-defined]
-            raise CheckpointError(f"{tensor.place}: its bytes are gone: the file changed while it was read.")
-    return torch.frombuffer(content, dtype=dtype).reshape(tensor.shape) if content else torch.empty(tensor.shape)
-
-
 def _in_memory(folder: Path, config: dict[str, Any], tensors: Iterable[Tensor], **rest: Any) -> Checkpoint:
     made = tuple(tensors)
     return Checkpoint(folder, config, (Shard(None, sum(tensor.nbytes for tensor in made), made),), **rest)
@@ -243,13 +223,42 @@ def _open_gguf(name: str, path: Path, revision: str | None, dtype: torch.dtype |
     location = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
         config = AutoConfig.from_pretrained(**location)
-        supported(config.model_type)
-        model = AutoModelForCausalLM.from_pretrained(**location, dtype=dtype or torch.float32).eval()
+        _check_gguf(path, backbone_config(config))
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            **location, dtype=dtype or torch.float32, output_loading_info=True
+        )
     except (ImportError, CheckpointError):
         raise  # a missing `gguf` says itself what to install
     except Exception as error:  # Transformers and gguf raise nearly anything for a bad file
-        raise CheckpointError(f"{path}: cannot be read as GGUF: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read as GGUF: {brief(error)}") from error
+    _check_loading(str(path), loading)
+    model.eval()
     return Source(name, _in_memory(path.parent, {}, _tensors_of(model)), config, revision, model, path)
+
+
+def _check_gguf(path: Path, config: ResFormerConfig) -> None:
+    """A few bytes can claim a model of any size: its numbers must be in the file before memory is taken for them."""
+    from gguf import GGUFReader
+
+    stored = {tensor.name: int(tensor.n_elements) for tensor in GGUFReader(path).tensors}
+    layers = {match[1] for match in (re.match(r"blk\.(\d+)\.", name) for name in stored) if match}
+    if len(layers) != config.num_hidden_layers:
+        raise CheckpointError(
+            f"{path}: its metadata tell of {config.num_hidden_layers} layers, it holds tensors of {len(layers)}."
+        )
+    needed = {name: math.prod(shape) for name, shape in expected_shapes(config).items()}
+    if "output.weight" not in stored:  # the head is the embeddings
+        needed.pop("lm_head.weight")
+    if sum(stored.values()) < sum(needed.values()):
+        raise CheckpointError(
+            f"{path}: holds {sum(stored.values()):,} numbers, its metadata tell of a model of {sum(needed.values()):,}."
+        )
+
+
+def _check_loading(where: str, loading: dict[str, Any]) -> None:
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if problems := loading.get(kind):
+            raise CheckpointError(f"{where}: {kind.replace('_', ' ')}: {listed(set(map(str, problems)))}.")
 
 
 def _read_pickles(folder: Path) -> Checkpoint:
@@ -266,10 +275,10 @@ def _read_pickles(folder: Path) -> Checkpoint:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # a pickle can fail in any way
-            raise CheckpointError(f"{folder / name}: cannot be read with weights_only=True: {error}") from error
+            raise CheckpointError(f"{folder / name}: cannot be read with weights_only=True: {brief(error)}") from error
         for key, value in state.items() if isinstance(state, dict) else ():
-            if not isinstance(value, torch.Tensor) or value.dtype not in CODES or key in tensors:
-                raise CheckpointError(f"{folder / name}: {shown(key)} is no floating tensor, or is there twice.")
+            if not isinstance(key, str) or key in tensors or not _is_stored_whole(value):
+                raise CheckpointError(f"{folder / name}: {shown(key)} is no plain floating tensor, or is there twice.")
             tensors[key] = to_tensor(key, value)
     if not tensors:
         raise CheckpointError(f"{folder}: its *.bin files hold no tensors.")
@@ -282,6 +291,17 @@ def _read_pickles(folder: Path) -> Checkpoint:
         side_files=tuple(side_files),
         left_behind=tuple(name for name in left_behind if name != "config.json"),
         notes=tuple(notes),
+    )
+
+
+def _is_stored_whole(value: object) -> bool:
+    """Whether this is a floating tensor with every one of its numbers in the file: an expanded one would be a bomb."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype in CODES
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+        and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
     )
 
 
@@ -307,7 +327,7 @@ def _open_hub(name: str, revision: str | None, dtype: torch.dtype | None, *, all
             snapshot_download(repo_id, revision=commit, allow_patterns=["pytorch_model*.bin"])
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"{name}: is neither a local folder nor a .gguf file, and the Hub did not give it: {error}"
+            f"{brief(name)}: is neither a local folder nor a .gguf file, and the Hub did not give it: {brief(error)}"
         ) from error
     return _open_folder(name, folder, commit, allow_pickle=allow_pickle, ours=ours)
 

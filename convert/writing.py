@@ -10,7 +10,10 @@ import errno
 import hashlib
 import os
 import shutil
+import signal
+import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,7 +23,7 @@ from typing import BinaryIO
 
 from resformer.convert.casting import Rounding, converted
 from resformer.convert.errors import CheckpointError, OutputError
-from resformer.convert.files import MIB, open_regular
+from resformer.convert.files import MIB, open_regular, regular_file
 from resformer.convert.planning import CarriedShard, Plan, Rewrite, WrittenShard
 from resformer.convert.safetensors_format import header_bytes
 
@@ -81,16 +84,18 @@ def check_target(target: Path, source: Path | None, *, force: bool) -> None:
     Raises:
         CheckpointError: the output holds the source, lies in it, is a file, or holds something and `force` is not set.
     """
-    here = target.resolve()
+    if target.is_symlink() and not target.exists():
+        raise CheckpointError(f"{target}: is a link that leads nowhere; choose another output.")
+    here = Path(os.path.realpath(target))
     if source is not None:
-        there = source.resolve()
+        there = Path(os.path.realpath(source))
         if here == there or here in there.parents:
             raise CheckpointError(f"{target}: holds the source {source}; choose another output.")
         if there in here.parents:
             raise CheckpointError(f"{target}: lies in the source folder {source}; choose another output.")
-    if target.exists() and not target.is_dir():
+    if os.path.exists(target) and not target.is_dir():
         raise CheckpointError(f"{target}: is a file; choose another output.")
-    if target.is_dir() and any(target.iterdir()) and not force:
+    if os.path.isdir(target) and any(target.iterdir()) and not force:
         raise CheckpointError(
             f"{target}: is not empty; replace it with --force (force=True), or choose another output.", "--force"
         )
@@ -98,12 +103,12 @@ def check_target(target: Path, source: Path | None, *, force: bool) -> None:
 
 def foresee(plan: Plan, target: Path, *, link: bool) -> Transfer:
     """What `write_plan` will do; nothing is left on the disk."""
-    folder = next(parent for parent in target.resolve().parents if parent.is_dir())
+    folder = next(parent for parent in Path(os.path.realpath(target)).parents if os.path.isdir(parent))
     transfer = Transfer(
         copied=sum(file.size for file in plan.side_files), written=sum(shard.size for shard in plan.written)
     )
     for shard in plan.carried:
-        if link and shard.path.stat().st_dev == folder.stat().st_dev:
+        if link and regular_file(shard.path).stat().st_dev == folder.stat().st_dev:
             transfer.linked += shard.size
         elif _can_clone(shard.path, folder):
             transfer.cloned += shard.size
@@ -114,7 +119,7 @@ def foresee(plan: Plan, target: Path, *, link: bool) -> Transfer:
 
 def check_space(transfer: Transfer, target: Path) -> None:
     """Raises `OutputError` if the disk has no room for what `foresee` said."""
-    folder = next(parent for parent in target.resolve().parents if parent.is_dir())
+    folder = next(parent for parent in Path(os.path.realpath(target)).parents if os.path.isdir(parent))
     if not os.access(folder, os.W_OK):
         raise OutputError(f"{folder}: cannot be written to.")
     free, needed = shutil.disk_usage(folder).free, transfer.moved + 64 * MIB
@@ -137,27 +142,38 @@ def replacing(target: Path, *, force: bool = False) -> Iterator[Path]:
     Raises:
         OutputError: it cannot be made, or another process is writing to the same output.
     """
-    target = target.resolve()
-    partial, old = (target.with_name(f".{target.name}.resformer-{kind}") for kind in ("partial", "old"))
+    target = Path(os.path.realpath(target))
+    name = target.name
+    if len(os.fsencode(name)) > 200:  # there must be room for what is added to it
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    partial, old = (target.with_name(f".{name}.resformer-{kind}") for kind in ("partial", "old"))
     absent = [parent for parent in target.parents if not parent.exists()]
-    with _writing(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir(exist_ok=True)
-    with _locked(partial):
-        try:
-            with _writing(target):
-                if old.exists() and not target.exists():  # killed between the two renames of `_put_in_place`
-                    old.rename(target)
-                _clear(partial)
-            yield partial
-            with _writing(target):
-                _put_in_place(partial, target, old, force=force)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+    lock = _Lock(partial)
+    try:
+        with _writing(partial):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial.mkdir(exist_ok=True)
+            lock.take()
+        with _writing(target):
+            if old.exists() and not target.exists():  # killed between the two renames of `_put_in_place`
+                old.rename(target)
+            _clear(partial)
+        yield partial
+        with _writing(target):
+            _put_in_place(partial, target, old, force=force)
+    except BaseException:
+        with _uninterrupted():
+            # Under its name may also lie what `target` was, if the swap was the last thing that happened.
+            left = lock if lock.is_mine() else _Lock(partial)
+            if left.is_mine():
+                shutil.rmtree(partial, ignore_errors=True)
+            left.give()
             for parent in absent:
                 with suppress(OSError):
                     parent.rmdir()
-            raise
+        raise
+    finally:
+        lock.give()
 
 
 def write_plan(
@@ -186,7 +202,7 @@ def write_plan(
             (folder / file.name).parent.mkdir(exist_ok=True)
             with open_regular(file.path) as source, (folder / file.name).open("xb", buffering=0) as output:
                 if file.content is None:
-                    _copy_range(source, 0, file.size, output, progress)
+                    _copy_range(source, file.path, 0, file.size, output, progress)
                 else:
                     _write_all(output, memoryview(file.content))
         done.transfer.copied += file.size
@@ -211,14 +227,19 @@ def flush(folder: Path, shared: set[str]) -> None:
 
 
 def _carry(shard: CarriedShard, target: Path, done: Written, *, link: bool, progress: Progress) -> None:
-    source = shard.path
+    source = regular_file(shard.path)
     if link:
         try:
             os.link(source, target)
+        except FileNotFoundError:
+            raise
         except OSError as error:
             note = f"--link: hard links are not possible here ({error.strerror}); whole shards are copied."
             done.notes += [note] if note not in done.notes else []
         else:
+            linked = target.lstat()
+            if not stat.S_ISREG(linked.st_mode) or linked.st_size != shard.size:
+                raise CheckpointError(f"{source}: changed since it was read; run the conversion again.")
             done.transfer.linked += shard.size
             done.shared.add(target.name)
             progress(shard.size)
@@ -230,7 +251,7 @@ def _carry(shard: CarriedShard, target: Path, done: Written, *, link: bool, prog
             done.shared.add(target.name)
             progress(shard.size)
         else:
-            _copy_range(reader, 0, shard.size, output, progress)
+            _copy_range(reader, source, 0, shard.size, output, progress)
             done.transfer.copied += shard.size
         after = os.fstat(reader.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or after.st_size != shard.size:
@@ -246,7 +267,7 @@ def _write(shard: WrittenShard, target: Path, done: Written, *, digests: bool, p
             if isinstance(origin.data, tuple) and rewrite.dtype == origin.dtype:
                 path, start = origin.data
                 with open_regular(path) as source:
-                    _copy_range(source, start, origin.nbytes, output, progress)
+                    _copy_range(source, path, start, origin.nbytes, output, progress)
                 continue
             digest = hashlib.sha256()
             for piece in _made(rewrite, done.rounding):
@@ -267,8 +288,8 @@ def _made(rewrite: Rewrite, rounding: Rounding) -> Iterator[memoryview]:
         yield rewrite.origin.data
 
 
-def _copy_range(source: BinaryIO, start: int, length: int, output: BinaryIO, progress: Progress) -> None:
-    """Appends `length` bytes of `source`, from `start` on, to `output`, in the kernel where it can."""
+def _copy_range(source: BinaryIO, path: Path, start: int, length: int, output: BinaryIO, progress: Progress) -> None:
+    """Appends `length` bytes of `source`, the file at `path`, from `start` on, to `output`, in the kernel if it can."""
     left = length
     in_kernel = hasattr(os, "copy_file_range")
     while left:
@@ -286,7 +307,7 @@ def _copy_range(source: BinaryIO, start: int, length: int, output: BinaryIO, pro
             _write_all(output, memoryview(piece))
             moved = len(piece)
         if moved == 0:
-            raise CheckpointError(f"{source.name}: ended {left:,} bytes early: it changed while it was read.")
+            raise CheckpointError(f"{path}: ended {left:,} bytes early: it changed while it was read.")
         start += moved
         left -= moved
         progress(moved)
@@ -336,26 +357,50 @@ def _writing(path: Path) -> Iterator[None]:
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}. Nothing was left behind.") from error
 
 
+class _Lock:
+    """Holds a folder against other processes that convert to the same output, as long as this one lives."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.descriptor = -1
+
+    def take(self) -> None:
+        if self.folder.is_symlink() or not self.folder.is_dir():
+            raise OutputError(f"{self.folder}: is no folder but a link or a file; remove it.")
+        if not self.is_mine():
+            raise OutputError(f"{self.folder}: another conversion to this output is running; wait for it.")
+
+    def is_mine(self) -> bool:
+        """Whether nobody else holds the folder; then it is held by this."""
+        if sys.platform == "win32":  # no locks on folders there
+            return True
+        try:
+            if self.descriptor < 0:
+                # Not through a link: what it leads to is not ours to clear.
+                self.descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return os.path.samestat(os.lstat(self.folder), os.fstat(self.descriptor))
+        except OSError:  # somebody holds it, has just put it in place, or it is a link or a file
+            return False
+
+    def give(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds `folder` against other processes that convert to the same output."""
-    if sys.platform == "win32":
+def _uninterrupted() -> Iterator[None]:
+    """Puts off Ctrl-C and SIGTERM: a second one must not stop what the first has started."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    descriptor = -1
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        try:
-            descriptor = os.open(folder, os.O_RDONLY)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            same = os.stat(folder).st_ino == os.fstat(descriptor).st_ino
-        except (BlockingIOError, FileNotFoundError):  # it holds the lock, or has just put its result in place
-            same = False
-        if not same:
-            raise OutputError(f"{folder}: another conversion to this output is running; wait for it.")
         yield
     finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _clear(folder: Path) -> None:
@@ -370,13 +415,21 @@ def _put_in_place(partial: Path, target: Path, old: Path, *, force: bool) -> Non
     """Puts `partial` where `target` is, in one step where the system has one; then removes what was there."""
     if not force or not target.exists():
         partial.rename(target)  # replaces an empty folder, and no other
-    elif _swap(partial, target):
-        shutil.rmtree(partial, ignore_errors=True)
     else:
-        target.rename(old)
-        partial.rename(target)
+        # After the swap what was there bears the partial's name: nobody else may take it for a partial.
+        lock = _Lock(target)
+        try:
+            lock.take()
+            if _swap(partial, target):
+                shutil.rmtree(partial, ignore_errors=True)
+            else:
+                target.rename(old)
+                partial.rename(target)
+        finally:
+            lock.give()
     shutil.rmtree(old, ignore_errors=True)
-    _fsync(target.parent)
+    with suppress(OSError):  # the result stands; only its name may not have reached the disk yet
+        _fsync(target.parent)
 
 
 def _swap(one: Path, other: Path) -> bool:

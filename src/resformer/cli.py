@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from resformer.convert.errors import CheckpointError, OutputError, VerificationError
+from resformer.convert.errors import CheckpointError, OutputError, VerificationError, brief
 from resformer.version import __version__
 
 __all__ = ["app", "main"]
@@ -40,7 +40,7 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(__version__)
+        _echo(__version__)
         raise typer.Exit()
 
 
@@ -64,15 +64,21 @@ def _reporting_errors() -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         yield
     except KeyboardInterrupt:
-        typer.echo("Interrupted. Nothing was left behind; run the command again.", err=True)
+        _echo("Interrupted. Nothing was left behind; run the command again.", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
         if _options["traceback"] or isinstance(error, typer.Exit):
             raise
-        typer.echo(f"Error: {error}", err=True)
+        _echo(f"Error: {brief(error, 4000)}", err=True)
         if isinstance(error, CheckpointError) and error.option is not None:
-            typer.echo(f"Try: {_own_command(error.option)}", err=True)
+            _echo(f"Try: {_own_command(error.option)}", err=True)
         raise typer.Exit(_exit_code(error)) from None
+
+
+def _echo(text: object = "", err: bool = False) -> None:
+    """Prints a line of ours; a stranger's file may have named something in it: letters alone reach the terminal."""
+    plain = "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in str(text))
+    typer.echo(plain, err=err)
 
 
 def _own_command(*more: str) -> str:
@@ -250,7 +256,7 @@ def verify(
 
         comparison = compare(one, other, verify=verify.value, revision=revision)
         if as_json:
-            typer.echo(json.dumps(comparison.as_dict(), indent=2, sort_keys=True))
+            _echo(json.dumps(comparison.as_dict(), indent=2, sort_keys=True))
         else:
             what = "of one form" if verify is Verification.HEADERS else "identical byte for byte"
             _row("tensors", f"{comparison.identical} {what}, {len(comparison.different)} different")
@@ -294,7 +300,7 @@ def inspect(
 
 
 def _row(name: str, value: object) -> None:
-    typer.echo(f"{name:14}{value}")
+    _echo(f"{name:14}{brief(value, 4000)}")
 
 
 def _size(count: float) -> str:
@@ -310,9 +316,9 @@ def _size(count: float) -> str:
 def _told_as_json(report: Any, as_json: bool) -> bool:
     """Warnings go to stderr in any case; returns whether the rest has been told too."""
     for warning in report.warnings:
-        typer.echo(f"Warning: {warning}", err=True)
+        _echo(f"Warning: {brief(warning, 4000)}", err=True)
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2, sort_keys=True))
+        _echo(json.dumps(report.as_dict(), indent=2, sort_keys=True))
     return as_json
 
 
@@ -357,10 +363,10 @@ def methods(
 
         fields = {name: method(layers) for name, method in METHODS.items()}
         if as_json:
-            typer.echo(json.dumps(fields, indent=2))
+            _echo(json.dumps(fields, indent=2))
             return
         for name, values in fields.items():
-            typer.echo(f"{name:22} {json.dumps(values)}")
+            _echo(f"{name:22} {json.dumps(values)}")
 
 
 @app.command()

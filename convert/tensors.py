@@ -1,0 +1,32 @@
+"""Torch's tensors as stored ones, and back."""
+
+import torch
+
+from resformer.convert.errors import CheckpointError
+from resformer.convert.files import open_regular
+from resformer.convert.safetensors_format import FLOATING, Tensor
+
+__all__ = ["CODES", "to_tensor", "to_torch"]
+
+#: torch's dtype of weights -> the code of the safetensors format.
+CODES = {getattr(torch, name): code for code, name in FLOATING.items()}
+
+
+def to_tensor(name: str, tensor: torch.Tensor) -> Tensor:
+    """A tensor of torch as one that can be written."""
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return Tensor(name, CODES[tensor.dtype], tuple(tensor.shape), flat.numpy().data)
+
+
+def to_torch(tensor: Tensor) -> torch.Tensor:
+    """Reads a tensor."""
+    dtype = getattr(torch, FLOATING[tensor.dtype])
+    if isinstance(tensor.data, memoryview):
+        return torch.frombuffer(tensor.data, dtype=dtype).reshape(tensor.shape)
+    path, start = tensor.data
+    content = bytearray(tensor.nbytes)
+    with open_regular(path) as file:
+        file.seek(start)
+        if file.readinto(content) != len(content):  # type: ignore[attr-defined]
+            raise CheckpointError(f"{tensor.place}: its bytes are gone: the file changed while it was read.")
+    return torch.frombuffer(content, dtype=dtype).reshape(tensor.shape) if content else torch.empty(tensor.shape)
