@@ -24,7 +24,6 @@ from checkpoints import save_checkpoint
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import resformer.cli
 import resformer.convert.conversion as conversion
 import resformer.convert.retrofitting as retrofitting
 import resformer.convert.reverting as reverting
@@ -67,6 +66,15 @@ def partial_of(output: Path) -> Path:
 def shard_written(output: Path, number: int) -> bool:
     """Whether a run has begun this weight file; more than one name fits, as their number is in it."""
     return any(partial_of(output).glob(f"model-{number:05}-of-*"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def command_server() -> Iterator[None]:
+    yield
+    if Run.server is not None:
+        Run.server.stdin.close()
+        Run.server.wait()
+        Run.server = None
 
 
 @pytest.fixture(scope="module")
@@ -117,51 +125,31 @@ def source(small: Path, tmp_path: Path) -> Path:
 
 
 class Run:
-    """`resformer ARGUMENTS`, in a fork of this process: what it imports is there already, so that the signal meets the
-    work and not the start-up."""
+    """`resformer ARGUMENTS` in a process that `command_server.py` forks."""
 
-    def __init__(self, *arguments: object, log: Path, prepare: Callable[[], object] = lambda: None):
-        self.log = log
-        self.pid = os.fork()
-        if self.pid == 0:  # which never returns, whatever interrupts it
-            try:
-                code = self._run([str(argument) for argument in arguments], prepare)
-            except BaseException:
-                code = 130
-            finally:
-                try:
-                    os._exit(code)
-                finally:
-                    os._exit(130)
+    server: "subprocess.Popen[str] | None" = None
 
-    def _run(self, arguments: list[str], prepare: Callable[[], object]) -> int:
-        """In the child: the exit code."""
-        output = os.open(self.log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        sys.argv = ["resformer", *arguments]
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler)
-        torch.set_num_threads(1)
-        prepare()
-        try:
-            resformer.cli.main()
-        except SystemExit as done:
-            return done.code if isinstance(done.code, int) else 0 if done.code is None else 1
-        except Exception as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            return 99
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        return 0
+    def __init__(self, *arguments: object, log: Path, largest_file: int | None = None):
+        self.pid = self._ask(run=[str(argument) for argument in arguments], log=str(log), largest_file=largest_file)
 
     def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._ask(wait=self.pid)
 
     def finished(self) -> bool:
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return bool(self._ask(finished=self.pid))
+
+    @classmethod
+    def _ask(cls, **request: Any) -> int:
+        if cls.server is None:
+            cls.server = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("command_server.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+            )
+        print(json.dumps(request), file=cls.server.stdin, flush=True)
+        return int(json.loads(cls.server.stdout.readline()))
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
         """Until the condition holds, or the process has ended."""
@@ -569,15 +557,10 @@ def test_a_disk_with_no_room_is_refused_before_anything_is_written(
 @pytest.mark.parametrize("way", ["copied", "converted"])
 def test_a_file_that_may_not_grow_leaves_nothing(way: str, big: Path, tmp_path: Path) -> None:
     """The system's own limit on a file's size, in the place of a full disk."""
-    resource = pytest.importorskip("resource")
     place, log = tmp_path / "place", tmp_path / "log"
     place.mkdir()
 
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10**7, resource.RLIM_INFINITY))
-
-    run = Run("convert", big, place / "out", "--verify", "headers", *WAYS[way], log=log, prepare=limit)
+    run = Run("convert", big, place / "out", "--verify", "headers", *WAYS[way], log=log, largest_file=10**7)
     assert run.wait() == 1
     assert "cannot be written: File too large" in log.read_text()
     assert log.read_text().count("\n") == 1

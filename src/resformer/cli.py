@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -57,11 +58,11 @@ def _common(
 @contextmanager
 def _reporting_errors() -> Iterator[None]:
     """Turns exceptions into one line on stderr and the exit code that the design gives them."""
+    before = {}
     try:
         _quiet_off_a_terminal()
-        # What a killed command would leave behind is cleared away on Ctrl-C: so a polite kill is one too.
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         yield
     except KeyboardInterrupt:
         _echo("Interrupted. Nothing was left behind; run the command again.", err=True)
@@ -73,6 +74,9 @@ def _reporting_errors() -> Iterator[None]:
         if isinstance(error, CheckpointError) and error.option is not None:
             _echo(f"Try: {_own_command(error.option)}", err=True)
         raise typer.Exit(_exit_code(error)) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _echo(text: object = "", err: bool = False) -> None:
@@ -84,6 +88,13 @@ def _echo(text: object = "", err: bool = False) -> None:
 def _own_command(*more: str) -> str:
     """The command as the user gave it, with something added."""
     return " ".join(["resformer", shlex.join(sys.argv[1:]), *more])
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """A polite kill is a Ctrl-C, which clears up what was begun; a second one must not stop the clearing up."""
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _exit_code(error: Exception) -> int:
