@@ -119,6 +119,7 @@ def test_dry_run_tells_the_plan(llama: Path, tmp_path: Path) -> None:
         f"files         1 carried over whole, 1 written: {size / 1000:.1f} kB linked, ",
         "memory        ",
         f"would write   {tmp_path / 'out'}",
+        f"do it         resformer convert {llama} {tmp_path / 'out'} --link",
     ):
         assert f"\n{line}" in done.stdout
 

@@ -282,7 +282,7 @@ class TestRefusals:
         (tmp_path / "empty").mkdir()
         self.refuse(tmp_path / "empty", tmp_path, r"empty: has no config\.json")
         (tmp_path / "empty" / "x.gguf").touch()
-        self.refuse(tmp_path / "empty", tmp_path, r"x\.gguf: name that file")
+        self.refuse(tmp_path / "empty", tmp_path, r"x\.gguf.: name that file")
 
     def test_of_pickles(self, tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "llama")

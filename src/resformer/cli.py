@@ -341,6 +341,7 @@ def _tell_transfer(report: Any) -> None:
 def _tell_result(report: Any, dry_run: bool) -> None:
     if dry_run:
         _row("would write", report.output)
+        _row("do it", shlex.join(["resformer", *(word for word in sys.argv[1:] if word != "--dry-run")]))
         return
     levels = {"headers": "headers", "hashes": "headers, bytes", "logits": "headers, bytes"}
     logits = f", logits {report.verification}" if report.verification is not None else ""
