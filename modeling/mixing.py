@@ -1,12 +1,13 @@
 """What value residuals and depth-weighted averaging share: weighted sums over earlier layers."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-__all__ = ["FreeRows", "MixingRows", "own_dtype", "weighted_sum"]
+__all__ = ["FreeRows", "MixingRows", "is_ordinary", "own_dtype", "split_rows", "weighted_sum"]
 
 
 def weighted_sum(states: Sequence[torch.Tensor], weights: torch.Tensor | Sequence[float]) -> torch.Tensor:
@@ -30,6 +31,36 @@ def weighted_sum(states: Sequence[torch.Tensor], weights: torch.Tensor | Sequenc
     return total
 
 
+def split_rows(
+    flat: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype | None
+) -> Sequence[torch.Tensor | list[float]]:
+    """Splits a vector of weights into rows of these sizes, rounded to `dtype` if it is given.
+
+    Where nothing can tell the difference the rows are lists of numbers, which cost a decoding step less than tensors.
+    """
+    if dtype is None or torch.is_autocast_enabled(flat.device.type):
+        return flat.split(sizes)
+    flat = flat.to(dtype)
+    if torch.is_grad_enabled() or flat.device.type != "cpu" or not is_ordinary(flat):
+        return flat.split(sizes)
+    numbers = iter(flat.tolist())
+    return [list(itertools.islice(numbers, size)) for size in sizes]
+
+
+def is_ordinary(*tensors: torch.Tensor) -> bool:
+    """Whether these are plain tensors outside of compilers, tracers and function transforms.
+
+    What is inside one fuses plain operations itself, and may take neither numbers read out of tensors nor autograd
+    functions written in Python.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+        or any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors)
+    )
+
+
 def own_dtype() -> torch.dtype:
     """What the coefficients are held in, whatever the model's dtype: float32, or float64 in a float64 model.
 
@@ -51,8 +82,12 @@ class MixingRows(nn.Module):
         super().__init__()
         self.columns = columns
 
-    def forward(self) -> Mapping[int, torch.Tensor | Sequence[float]]:
-        """Row n -> its weights, in the order of `columns[n]`: a `(len(columns[n]),)` tensor or numbers."""
+    def forward(self, dtype: torch.dtype | None = None) -> Mapping[int, torch.Tensor | Sequence[float]]:
+        """Row n -> its weights, in the order of `columns[n]`: a `(len(columns[n]),)` tensor or numbers.
+
+        Args:
+            dtype: of the states to be mixed, to which the weights are rounded; `None` leaves them as they are.
+        """
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
@@ -76,9 +111,9 @@ class FreeRows(MixingRows):
         self.sizes = [len(row) for row in columns.values()]
         self.bias = nn.Parameter(torch.empty(sum(self.sizes), dtype=own_dtype()))
 
-    def forward(self) -> dict[int, torch.Tensor]:
+    def forward(self, dtype: torch.dtype | None = None) -> dict[int, torch.Tensor | list[float]]:
         # A copy: FSDP2 frees the parameter itself when this returns.
-        return dict(zip(self.columns, self.bias.clone().split(self.sizes), strict=True))
+        return dict(zip(self.columns, split_rows(self.bias.clone(), self.sizes, dtype), strict=True))
 
     def start_at(self, rows: list[list[float]]) -> None:
         init.copy_(self.bias, torch.tensor([weight for row in rows for weight in row]))

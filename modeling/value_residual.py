@@ -21,7 +21,7 @@ from torch import nn
 from transformers import initialization as init
 
 from resformer.configuration import ResFormerConfig
-from resformer.modeling.mixing import FreeRows, MixingRows, own_dtype
+from resformer.modeling.mixing import FreeRows, MixingRows, own_dtype, split_rows
 
 __all__ = ["GateProjection", "ValueGate", "mixed_layers", "value_residual"]
 
@@ -62,7 +62,7 @@ class FixedValueResidual(MixingRows):
         super().__init__(columns)
         self.weights = weights
 
-    def forward(self) -> dict[int, tuple[float, float]]:
+    def forward(self, dtype: torch.dtype | None = None) -> dict[int, tuple[float, float]]:
         return dict.fromkeys(self.columns, self.weights)
 
 
@@ -89,9 +89,10 @@ class SoftmaxValueResidual(MixingRows):
         self.bias_scale = nn.Parameter(torch.empty(1, dtype=own_dtype()))  # s
         self.bias_own = nn.Parameter(torch.empty(layers, dtype=own_dtype()))  # l2
 
-    def forward(self) -> dict[int, torch.Tensor]:
+    def forward(self, dtype: torch.dtype | None = None) -> dict[int, torch.Tensor | list[float]]:
         first = self.bias_scale * self.bias_score.softmax(dim=0)
-        return dict(zip(self.columns, torch.stack((first, self.bias_own), dim=1).unbind(), strict=True))
+        flat = torch.stack((first, self.bias_own), dim=1).flatten()
+        return dict(zip(self.columns, split_rows(flat, [2] * len(self.columns), dtype), strict=True))
 
     def reset_parameters(self) -> None:
         a, b = self.start
@@ -108,8 +109,9 @@ class GatedValueResidual(MixingRows):
         self.start = start
         self.bias_own = nn.Parameter(torch.empty(len(columns), dtype=own_dtype()))  # l2
 
-    def forward(self) -> dict[int, torch.Tensor]:
-        return dict(zip(self.columns, self.bias_own.clone().split(1), strict=True))
+    def forward(self, dtype: torch.dtype | None = None) -> dict[int, torch.Tensor]:
+        own = self.bias_own.clone()
+        return dict(zip(self.columns, (own if dtype is None else own.to(dtype)).split(1), strict=True))
 
     def reset_parameters(self) -> None:
         init.constant_(self.bias_own, self.start[1])
