@@ -44,10 +44,15 @@ class DepthAverage(FreeRows):
     ```"""
 
     def __init__(self, config: ResFormerConfig):
-        self.layout = config.num_hidden_layers, config.dwa_dilation, config.dwa_period
-        super().__init__(_columns(*self.layout))
-        #: State j -> the last block whose average reads it; a state that no average reads is not kept.
-        self.last_reader = {state: block for block, states in self.columns.items() for state in states}
+        layout = config.num_hidden_layers, config.dwa_dilation, config.dwa_period
+        super().__init__(_columns(*layout))
+        self.layout = layout
+        self.reads = {block + 1: states for block, states in self.columns.items()}  # of the average that makes Y_block
+        last_read = {state: i for i, states in self.reads.items() for state in states}
+        #: Number of a state -> the states that no later average reads.
+        self.done = [
+            [j for j in range(i + 1) if max(last_read.get(j, j), j) == i] for i in range(config.num_hidden_layers + 1)
+        ]
 
     def reset_parameters(self) -> None:
         self.start_at([[0.0] * (size - 1) + [1.0] for size in self.sizes])
@@ -82,7 +87,7 @@ class RunningAverage:
 
     def append(self, state: torch.Tensor) -> torch.Tensor:
         """Returns Y_n for X_{n+1}, and X_0 for X_0, each `(batch, tokens, hidden_size)`."""
-        number, block = self.count, self.count - 1
+        number = self.count
         self.count += 1
         self.states[number] = state
         kind = (state.shape, state.dtype, state.device)
@@ -93,13 +98,13 @@ class RunningAverage:
 
         if self.form is not None:
             output = self.form.append(number, state)
-        elif block in self.weights:
-            terms = [self.states[earlier].to(state.device) for earlier in self.module.columns[block]]
-            output = weighted_sum(terms, self.weights[block])
+        elif number in self.module.reads:
+            terms = [self.states[earlier].to(state.device) for earlier in self.module.reads[number]]
+            output = weighted_sum(terms, self.weights[number - 1])
         else:
             output = state
-        for kept in [kept for kept in self.states if self.module.last_reader.get(kept, -1) <= block]:
-            del self.states[kept]
+        for done in self.module.done[number]:
+            del self.states[done]
         return output
 
     def fast_form(self, state: torch.Tensor) -> "Buffer | Gather | None":
@@ -107,7 +112,7 @@ class RunningAverage:
         if not is_ordinary(state, *self.weights.values()):
             return None
         matrix = self.module.matrix(self.weights).to(state.device)
-        reads = {block + 1: states for block, states in self.module.columns.items()}
+        reads = self.module.reads
         few = state.numel() <= FEW_NUMBERS and not torch.is_grad_enabled()
         if few and not torch.is_autocast_enabled(state.device.type):  # which would round the product
             return Buffer(matrix, reads, state)
@@ -128,6 +133,7 @@ class Buffer:
         dtype = torch.promote_types(like.dtype, torch.float32)
         self.rows = matrix.to(like.dtype).to(dtype).unbind()
         self.reads = reads
+        self.converts = dtype != like.dtype
         states = like.new_zeros((len(matrix), *like.shape), dtype=dtype)  # what is not there yet is 0 times 0
         self.slots = states.unbind()
         self.columns = states.flatten(1).t()
@@ -137,7 +143,8 @@ class Buffer:
         self.slots[number].copy_(state)
         if number not in self.reads:
             return state
-        return torch.mv(self.columns, self.rows[number]).view(state.shape).to(state.dtype)
+        output = torch.mv(self.columns, self.rows[number]).view_as(state)
+        return output.to(state.dtype) if self.converts else output
 
 
 def _columns(layers: int, dilation: int, period: int) -> dict[int, list[int]]:

@@ -19,7 +19,7 @@ __all__ = ["Gather"]
 
 
 class Gather:
-    """The averages of one forward pass, and their gradients in any number of backward passes.
+    """The averages of one forward pass.
 
     Args:
         matrix: A, `(N + 1, N + 1)`, lower triangular, in the coefficients' dtype; row i makes Y_i.
@@ -38,9 +38,8 @@ class Gather:
         group: int,
         like: torch.Tensor,
     ):
-        self.shape = like.shape
-        self.weights = matrix.to(like.dtype)
-        self.learns = matrix.requires_grad
+        self.transposed = Transposed(matrix, reads, group, like)
+        self.weights = self.transposed.weights.detach()
         self.reads = reads
         self.read = {state for row in reads.values() for state in row}
         self.states = states
@@ -48,8 +47,6 @@ class Gather:
         self.begun: torch.Tensor | None = None  # what this group's averages take from the earlier groups
         #: Passed from node to node, so that autograd knows their order whatever the blocks between them do.
         self.chain = matrix
-        self.lowest: int | None = None  # the first state that has a node
-        self.backward = _Backward(self)
 
     def append(self, number: int, state: torch.Tensor) -> torch.Tensor:
         """Returns Y_number."""
@@ -57,9 +54,7 @@ class Gather:
             return state
         if not (torch.is_grad_enabled() and (state.requires_grad or self.chain.requires_grad)):
             return self.average(number)
-        if self.lowest is None:
-            self.lowest = number
-        output, self.chain = _Node.apply(state, self.chain, self, number)
+        output, self.chain = GatherNode.apply(state, self.chain, self, number)
         return output
 
     @torch.no_grad()
@@ -68,32 +63,32 @@ class Gather:
         state = self.states[i]
         if i not in self.reads:
             return state
-        first = self.first_of_group(i)
+        first = first_of_group(i, self.group)
         if i == first > 0:
             rows = slice(i, i + self.group)
-            earlier = [slice(at, at + self.group) for at in range(0, first, self.group)]
+            earlier = [range(at, at + self.group) for at in range(0, i, self.group)]
             self.begun = _matrix_sum(
-                (self.weights[rows, columns], _rows(self.states[j] for j in range(columns.start, columns.stop)))
-                for columns in earlier
+                (self.weights[rows, group.start : group.stop], _rows(self.states[j] for j in group))
+                for group in earlier
             )
         weights = self.weights[i].unbind()
         begun = None if self.begun is None else self.begun[i - first].view_as(state)
         return _sum(begun, [(weights[j], self.states[j]) for j in self.reads[i] if j >= first])
 
-    def first_of_group(self, number: int) -> int:
-        return number - number % self.group if self.group else 0
 
-
-class _Node(torch.autograd.Function):
-    """State j: X_j in, Y_j out."""
+class GatherNode(torch.autograd.Function):
+    """State j: X_j in, Y_j out, and the chain through both."""
 
     @staticmethod
     def forward(
         ctx: Any, state: torch.Tensor, chain: torch.Tensor, gather: Gather, number: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.gather, ctx.number = gather, number
-        if gather.learns:
+        # Not the gather itself: it holds the chain, which holds this node, and such a circle is never freed.
+        ctx.transposed, ctx.number = gather.transposed, number
+        if ctx.transposed.lowest is None:
+            ctx.transposed.lowest = number
+        if ctx.transposed.learns:
             ctx.save_for_backward(state)
         output = gather.average(number)
         return (output.view_as(output) if output is state else output), chain.view_as(chain)
@@ -102,73 +97,94 @@ class _Node(torch.autograd.Function):
     def backward(
         ctx: Any, grad_output: torch.Tensor | None, grad_chain: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor, None, None]:
-        state = ctx.saved_tensors[0] if ctx.gather.learns else None
-        backward = ctx.gather.backward
-        if grad_chain is None:  # no later node in this pass
-            grad_chain = backward.restart()
-        grad_state = backward.step(ctx.number, state, grad_output, grad_chain)
+        if grad_chain is None:  # no later node takes part in this pass
+            grad_chain = ctx.transposed.restart()
+        state = ctx.saved_tensors[0] if ctx.transposed.learns else None
+        grad_state = ctx.transposed.step(ctx.number, state, grad_output, grad_chain)
         return grad_state, grad_chain, None, None
 
 
-class _Backward:
-    """One backward pass at a time: nodes from the last to the first.
+class Transposed:
+    """The backward passes of a `Gather`, one at a time, each from the last state to the first.
 
-    With `create_graph=True` every operation is recorded, the dY_i it has been given included, so it has gradients too.
+    With `create_graph=True` every operation is recorded, those on the dY_i that are held here included, so that the
+    gradients have gradients.
     """
 
-    def __init__(self, gather: Gather):
-        self.gather = gather
+    def __init__(self, matrix: torch.Tensor, reads: Mapping[int, Sequence[int]], group: int, like: torch.Tensor):
+        self.weights = matrix.to(like.dtype)
+        self.learns = matrix.requires_grad
+        self.reads = reads
+        self.group = group
+        self.shape = like.shape
+        self.matrix = matrix.detach()
+        self.lowest: int | None = None  # the first state that has a node, the last one in a whole pass
+        self.clear()
+
+    def clear(self) -> None:
+        self.open: dict[int, torch.Tensor] = {}  # dY_i of this group's averages
+        self.closed: list[tuple[slice, torch.Tensor]] = []  # later groups': their i, and dY_i row by row
+        self.begun: torch.Tensor | None = None  # what this group's states get from those
+        self.seen: list[torch.Tensor | None] = []  # X_j of this group, ascending
 
     def restart(self) -> torch.Tensor:
-        """Forgets the last pass, which may have ended early; returns dA, still 0, which `step` fills."""
-        self.open: dict[int, torch.Tensor] = {}  # dY_i of this group's averages
-        self.closed: list[tuple[slice, torch.Tensor]] = []  # of later groups': their i, and dY_i in rows
-        self.begun: torch.Tensor | None = None  # what this group's states get from those
-        self.seen: list[torch.Tensor] = []  # X_j of this group, the last first
-        matrix = self.gather.chain
-        return torch.zeros(matrix.shape, dtype=matrix.dtype, device=matrix.device)
+        """Forgets the last pass, which may have ended early; returns dA, all 0 yet."""
+        self.clear()
+        return torch.zeros_like(self.matrix)
 
     def step(
         self, j: int, state: torch.Tensor | None, grad_output: torch.Tensor | None, grad_matrix: torch.Tensor
     ) -> torch.Tensor | None:
-        """Returns dX_j for dY_j, and writes column j of dA unless `state`, X_j, is `None`."""
-        gather = self.gather
-        first = gather.first_of_group(j)
+        """Returns dX_j, and writes its column of dA (with groups: the columns of its group when that is through).
+
+        Args:
+            j: less than in the step before.
+            state: X_j; `None` if the weights do not learn.
+            grad_output: dY_j; `None` if nothing depends on Y_j.
+            grad_matrix: dA so far.
+        """
+        first = first_of_group(j, self.group)
         if self.closed and self.begun is None:
-            members = slice(first, first + gather.group)
-            self.begun = _matrix_sum((gather.weights[rows, members].t(), grads) for rows, grads in self.closed)
-        begun = None if self.begun is None else self.begun[j - first].view(gather.shape)
-        if grad_output is not None and j in gather.reads:
+            members = slice(first, first + self.group)
+            self.begun = _matrix_sum((self.weights[rows, members].t(), grads) for rows, grads in self.closed)
+        begun = None if self.begun is None else self.begun[j - first].view(self.shape)
+        if grad_output is not None and j in self.reads:
             self.open[j] = grad_output
         elif grad_output is not None:
             begun = grad_output if begun is None else begun + grad_output
 
-        readers = [i for i in self.open if j in gather.reads[i]]
-        weights = gather.weights[:, j].unbind()
+        readers = [i for i in self.open if j in self.reads[i]]
+        weights = self.weights[:, j].unbind()
         grad_state = _sum(begun, [(weights[i], self.open[i]) for i in readers])
-        if gather.group:
+        if self.group:
             self.seen.insert(0, state)
-            if j in (first, gather.lowest):
+            if j == first:
                 self.close(j, grad_matrix)
-        elif state is not None:
+        elif self.learns:
             for i in readers:
                 grad_matrix[i, j] = _dot(self.open[i], state)
+        if j == self.lowest:
+            self.clear()
         return grad_state
 
     def close(self, first: int, grad_matrix: torch.Tensor) -> None:
-        """Ends a group: writes its states' columns of dA, and makes room for the next group."""
+        """Ends a group, the states from `first` on: writes their columns of dA and makes room for the next group."""
         if self.open:
-            rows = slice(min(self.open), max(self.open) + 1)
-            zero = torch.zeros_like(self.open[rows.start])  # for averages that nothing depends on
-            self.closed.append((rows, _rows(self.open.get(i, zero) for i in range(rows.start, rows.stop))))
-        if self.gather.learns:
+            rows = range(min(self.open), max(self.open) + 1)
+            known = self.open[rows.start]
+            grads = _rows(self.open[i] if i in self.open else torch.zeros_like(known) for i in rows)
+            self.closed.append((slice(rows.start, rows.stop), grads))
+        if self.learns:
             states = _rows(self.seen).t()
-            for rows, grads in self.closed:
-                # Of this group's block the lower triangle counts; nothing reads the rest.
-                grad_matrix[rows, first : first + len(self.seen)] = grads @ states
-        self.open, self.seen, self.begun = {}, [], None
-        if first == self.gather.lowest:
-            self.closed = []
+            for members, grads in self.closed:
+                # Of the group's own block only the lower triangle means anything. Nothing reads the rest.
+                grad_matrix[members, first : first + len(self.seen)] = grads @ states
+        self.open, self.begun, self.seen = {}, None, []
+
+
+def first_of_group(number: int, group: int) -> int:
+    """Returns the first state of the group that state `number` is in; 0 without groups."""
+    return number - number % group if group else 0
 
 
 def _rows(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -182,8 +198,7 @@ def _matrix_sum(products: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.
     for weights, rows in products:
         if total is None:
             total = rows.new_zeros(len(weights), rows.shape[1])
-        # In place, autocast leaves a product in the dtype it has.
-        total = total + weights @ rows if torch.is_grad_enabled() else total.addmm_(weights, rows)
+        total.addmm_(weights, rows)  # in place, since autocast then rounds nothing
     return total
 
 
@@ -193,7 +208,7 @@ def _sum(begun: torch.Tensor | None, terms: Sequence[tuple[torch.Tensor, torch.T
     for weight, state in terms:
         if total is None:
             total = state * weight
-        elif owned and not torch.is_grad_enabled():
+        elif owned:
             total.addcmul_(state, weight)
         else:
             total = torch.addcmul(total, state, weight)

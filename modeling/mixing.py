@@ -2,62 +2,61 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
+#: The weights of one row: `(K,)`, or K scalars, or K numbers.
+Row = torch.Tensor | Sequence[torch.Tensor] | Sequence[float]
+
 __all__ = ["FreeRows", "MixingRows", "is_ordinary", "own_dtype", "split_rows", "weighted_sum"]
 
 
-def weighted_sum(states: Sequence[torch.Tensor], weights: torch.Tensor | Sequence[float]) -> torch.Tensor:
+def weighted_sum(states: Sequence[torch.Tensor], weights: Row) -> torch.Tensor:
     """Returns sum_k weights[k] states[k], in the dtype of the states.
 
     A weight of exactly 0 adds nothing and a weight of exactly 1 changes nothing, bit for bit, for finite states.
 
     Args:
         states: K >= 1 tensors of one shape and dtype.
-        weights: `(K,)` tensor of any floating dtype, which gets gradients, or K numbers.
+        weights: of any floating dtype; tensors get gradients.
     """
-    if isinstance(weights, torch.Tensor):
-        first, *others = weights.to(states[0]).unbind()
-        total = states[0] * first
-        for state, weight in zip(states[1:], others, strict=True):
+    scalars: Sequence[Any] = weights.to(states[0]).unbind() if isinstance(weights, torch.Tensor) else weights
+    total = states[0] * scalars[0]
+    for state, weight in zip(states[1:], scalars[1:], strict=True):
+        if isinstance(weight, torch.Tensor):
             total = torch.addcmul(total, state, weight)
-        return total
-    total = states[0] * weights[0]
-    for state, number in zip(states[1:], weights[1:], strict=True):
-        total = torch.add(total, state, alpha=number)
+        else:
+            total = torch.add(total, state, alpha=weight)
     return total
 
 
-def split_rows(
-    flat: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype | None
-) -> Sequence[torch.Tensor | list[float]]:
-    """Splits a vector of weights into rows of these sizes, rounded to `dtype` if it is given.
+def split_rows(flat: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype | None) -> Sequence[Row]:
+    """Splits a vector of weights into rows of these sizes, rounded to `dtype` if that is given.
 
-    Where nothing can tell the difference the rows are lists of numbers, which cost a decoding step less than tensors.
+    Where layers are to mix in `dtype` without gradients a row is a tuple of scalars, made here at one stroke rather
+    than layer by layer. With gradients it is one tensor: reentrant checkpointing looks into no tuple.
     """
-    if dtype is None or torch.is_autocast_enabled(flat.device.type):
+    if dtype is None:
         return flat.split(sizes)
-    flat = flat.to(dtype)
-    if torch.is_grad_enabled() or flat.device.type != "cpu" or not is_ordinary(flat):
-        return flat.split(sizes)
-    numbers = iter(flat.tolist())
-    return [list(itertools.islice(numbers, size)) for size in sizes]
+    if torch.is_grad_enabled():
+        return flat.to(dtype).split(sizes)
+    scalars = iter(flat.to(dtype).unbind())
+    return [tuple(itertools.islice(scalars, size)) for size in sizes]
 
 
 def is_ordinary(*tensors: torch.Tensor) -> bool:
-    """Whether these are plain tensors outside of compilers, tracers and function transforms.
+    """Whether these are plain tensors that hold numbers, outside of compilers, tracers and function transforms.
 
-    What is inside one fuses plain operations itself, and may take neither numbers read out of tensors nor autograd
-    functions written in Python.
+    What is inside one fuses plain operations itself, or takes no autograd functions written in Python.
     """
     return not (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch._C._are_functorch_transforms_active()
-        or any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors)
+        or any(type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta for tensor in tensors)
     )
 
 
@@ -82,8 +81,8 @@ class MixingRows(nn.Module):
         super().__init__()
         self.columns = columns
 
-    def forward(self, dtype: torch.dtype | None = None) -> Mapping[int, torch.Tensor | Sequence[float]]:
-        """Row n -> its weights, in the order of `columns[n]`: a `(len(columns[n]),)` tensor or numbers.
+    def forward(self, dtype: torch.dtype | None = None) -> Mapping[int, Row]:
+        """Row n -> its weights, in the order of `columns[n]`.
 
         Args:
             dtype: of the states to be mixed, to which the weights are rounded; `None` leaves them as they are.
@@ -111,7 +110,7 @@ class FreeRows(MixingRows):
         self.sizes = [len(row) for row in columns.values()]
         self.bias = nn.Parameter(torch.empty(sum(self.sizes), dtype=own_dtype()))
 
-    def forward(self, dtype: torch.dtype | None = None) -> dict[int, torch.Tensor | list[float]]:
+    def forward(self, dtype: torch.dtype | None = None) -> Mapping[int, Row]:
         # A copy: FSDP2 frees the parameter itself when this returns.
         return dict(zip(self.columns, split_rows(self.bias.clone(), self.sizes, dtype), strict=True))
 

@@ -16,12 +16,14 @@ decoding needs nothing of past tokens but V'. V_0 keeps its gradient.
 | gated | l1_n = a + tanh(W_n h) per token and key/value head, l2_n free | heads x width + 1 a layer | W = 0, l2_n = b |
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from transformers import initialization as init
 
 from resformer.configuration import ResFormerConfig
-from resformer.modeling.mixing import FreeRows, MixingRows, own_dtype, split_rows
+from resformer.modeling.mixing import FreeRows, MixingRows, Row, own_dtype, split_rows
 
 __all__ = ["GateProjection", "ValueGate", "mixed_layers", "value_residual"]
 
@@ -89,7 +91,7 @@ class SoftmaxValueResidual(MixingRows):
         self.bias_scale = nn.Parameter(torch.empty(1, dtype=own_dtype()))  # s
         self.bias_own = nn.Parameter(torch.empty(layers, dtype=own_dtype()))  # l2
 
-    def forward(self, dtype: torch.dtype | None = None) -> dict[int, torch.Tensor | list[float]]:
+    def forward(self, dtype: torch.dtype | None = None) -> Mapping[int, Row]:
         first = self.bias_scale * self.bias_score.softmax(dim=0)
         flat = torch.stack((first, self.bias_own), dim=1).flatten()
         return dict(zip(self.columns, split_rows(flat, [2] * len(self.columns), dtype), strict=True))
