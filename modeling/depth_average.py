@@ -16,7 +16,7 @@ import torch
 
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.depth_gather import Gather
-from resformer.modeling.mixing import FreeRows, is_ordinary, weighted_sum
+from resformer.modeling.mixing import FreeRows, is_autocast, is_ordinary, weighted_sum
 
 __all__ = ["DepthAverage", "RunningAverage", "depth_average"]
 
@@ -113,8 +113,8 @@ class RunningAverage:
             return None
         matrix = self.module.matrix(self.weights).to(state.device)
         reads = self.module.reads
-        few = state.numel() <= FEW_NUMBERS and not torch.is_grad_enabled()
-        if few and not torch.is_autocast_enabled(state.device.type):  # which would round the product
+        few = state.numel() <= FEW_NUMBERS
+        if few and not torch.is_grad_enabled() and not is_autocast(state):  # which would round the product, on a GPU
             return Buffer(matrix, reads, state)
         return Gather(matrix, reads, self.states, self.module.group(state.dtype), state)
 

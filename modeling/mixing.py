@@ -11,7 +11,7 @@ from transformers import initialization as init
 #: The weights of one row: `(K,)`, or K scalars, or K numbers.
 Row = torch.Tensor | Sequence[torch.Tensor] | Sequence[float]
 
-__all__ = ["FreeRows", "MixingRows", "is_ordinary", "own_dtype", "split_rows", "weighted_sum"]
+__all__ = ["FreeRows", "MixingRows", "is_autocast", "is_ordinary", "own_dtype", "split_rows", "weighted_sum"]
 
 
 def weighted_sum(states: Sequence[torch.Tensor], weights: Row) -> torch.Tensor:
@@ -39,7 +39,7 @@ def split_rows(flat: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype | No
     Where layers are to mix in `dtype` without gradients a row is a tuple of scalars, made here at one stroke rather
     than layer by layer. With gradients it is one tensor: reentrant checkpointing looks into no tuple.
     """
-    if dtype is None:
+    if dtype is None or is_autocast(flat):  # under which the layers round to a dtype of its own
         return flat.split(sizes)
     if torch.is_grad_enabled():
         return flat.to(dtype).split(sizes)
@@ -58,6 +58,11 @@ def is_ordinary(*tensors: torch.Tensor) -> bool:
         or torch._C._are_functorch_transforms_active()
         or any(type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta for tensor in tensors)
     )
+
+
+def is_autocast(tensor: torch.Tensor) -> bool:
+    """Whether `torch.autocast` is on for the tensor's device."""
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
 
 
 def own_dtype() -> torch.dtype:
