@@ -442,4 +442,5 @@ def test_states_go_in_groups_where_all_are_read_and_there_are_many() -> None:
 
     assert group(23, torch.float32) == group(7, torch.bfloat16) == 0
     assert group(24, torch.float32) == group(8, torch.bfloat16) == 8
+    assert group(48, torch.float16) == 0
     assert group(48, torch.bfloat16, dwa_dilation=4) == group(48, torch.float32, dwa_period=5) == 0
