@@ -22,7 +22,7 @@ from resformer.modeling.mixing import FreeRows, is_autocast, is_ordinary, weight
 __all__ = ["DepthAverage", "RunningAverage", "depth_average"]
 
 #: How many states go together, and from how many layers on: one matrix product for 8 averages moves fewer bytes than 8
-#: sums, but has to stack its states. In bfloat16 it is also what CPUs have instructions for; in float16 it is slow there.
+#: sums, but has to stack its states. In bfloat16 it is what CPUs have instructions for; in float16 it is slow there.
 GROUP = 8
 GROUPED_FROM = {torch.float32: 24, torch.float64: 24, torch.bfloat16: 8}
 #: Numbers in a state up to which a decoding step keeps all states in one buffer: so few cost less than the operations
