@@ -237,10 +237,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="where the JSON goes; default: stdout alone")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count() or 1])
+    parser.add_argument("--parts", nargs="+", default=["alone", "memory", "models"], help="others stay as they are")
     arguments = parser.parse_args()
     processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     results = {
-        "command": "python benchmarks/depth_average.py " + " ".join(sys.argv[1:]),
         "versions": {
             "resformer": resformer.__version__,
             "torch": torch.__version__,
@@ -250,16 +250,28 @@ def main() -> None:
         "hardware": f"{os.cpu_count()} cores, {processor.group(1) if processor else platform.machine()}",
         "must be": "alone, forward and backward: time under 0.40 of stack + einsum (aim 0.27 float32, 0.30 bfloat16), "
         "memory under 0.20 (aim 0.15); models: denseformer 1.06, denseformer-4x5 1.02, resformer 1.03 of llama",
-        "rounds": arguments.rounds,
-        "alone": [
-            measure_alone(case, threads, arguments.rounds, keep_memory=True)
-            for case in CASES
-            for threads in arguments.threads
-        ]
-        + [measure_alone(CASES[0], arguments.threads[-1], 3, keep_memory=False)],
-        "memory": [measure_memory(case) for case in MEASURED_MEMORY],
-        "models": [measure_models(threads, arguments.rounds) for threads in arguments.threads],
     }
+    command = "python benchmarks/depth_average.py " + " ".join(sys.argv[1:])
+    parts: dict[str, Callable[[], list[dict]]] = {
+        "alone": lambda: (
+            [
+                measure_alone(case, threads, arguments.rounds, keep_memory=True)
+                for case in CASES
+                for threads in arguments.threads
+            ]
+            + [measure_alone(CASES[0], arguments.threads[-1], 3, keep_memory=False)]
+        ),
+        "memory": lambda: [measure_memory(case) for case in MEASURED_MEMORY],
+        "models": lambda: [measure_models(threads, arguments.rounds) for threads in arguments.threads],
+    }
+    before = {}
+    if arguments.output is not None and arguments.output.exists():
+        before = json.loads(arguments.output.read_text())
+    for name, measure in parts.items():
+        if name in arguments.parts:
+            results[name] = {"command": command, "rounds": arguments.rounds, "measured": measure()}
+        elif name in before:
+            results[name] = before[name]
     text = json.dumps(results, indent=2) + "\n"
     print(text, end="")
     if arguments.output is not None:
