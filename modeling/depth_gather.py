@@ -69,8 +69,12 @@ class Gather:
             self.stacks.append(_rows(self.states[j] for j in range(i - self.group, i)))
             members = self.weights[i : i + self.group, :i].split(self.group, dim=1)
             self.begun = _matrix_sum(zip(members, self.stacks, strict=True))
+            if i + self.group >= len(self.weights):  # the last group
+                self.stacks.clear()
         weights = self.weights[i].unbind()
         begun = None if self.begun is None else self.begun[i - first].view_as(state)
+        if i == len(self.weights) - 1:
+            self.begun = None
         return _sum(begun, [(weights[j], self.states[j]) for j in self.reads[i] if j >= first])
 
 
