@@ -4,14 +4,30 @@ r"""Depth-weighted averaging (DWA), DenseFormer, arXiv 2402.02622.
 
 X_0 are the embeddings, X_{n+1} the raw output of block n; block n + 1 reads Y_n and the final norm Y_{N-1}. k is the
 dilation, p the period. D[n, n+1] starts at 1 and the rest at 0, which is plain Llama.
+
+A weight of 0 adds nothing to finite states. An X_j with an infinity makes later averages of its token NaN even where
+its weight is 0; plain Llama makes NaN of it too, in the next norm.
 """
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from resformer.configuration import ResFormerConfig
-from resformer.modeling.mixing import FreeRows, weighted_sum
+from resformer.modeling.depth_gather import Gather
+from resformer.modeling.mixing import FreeRows, is_autocast, is_ordinary, weighted_sum
 
-__all__ = ["DepthAverage", "depth_average"]
+__all__ = ["DepthAverage", "RunningAverage", "depth_average"]
+
+#: How many states go together, and from how many layers on: one matrix product for 8 averages moves fewer bytes than 8
+#: sums, but has to stack its states. In bfloat16 it is what CPUs have instructions for; in float16 it is slow there.
+GROUP = 8
+GROUPED_FROM = {torch.float32: 24, torch.float64: 24, torch.bfloat16: 8}
+#: Numbers in a state up to which a decoding step keeps all states in one buffer: so few cost less than the operations
+#: that are called on them.
+FEW_NUMBERS = 2**13
 
 
 def depth_average(config: ResFormerConfig) -> "DepthAverage | None":
@@ -20,35 +36,131 @@ def depth_average(config: ResFormerConfig) -> "DepthAverage | None":
 
 
 class DepthAverage(FreeRows):
-    """The weights of DWA, N(N + 3)/2 of them for dilation 1 and period 1, and the average itself."""
+    """The weights of DWA, N(N + 3)/2 of them for dilation 1 and period 1.
+
+    ```python
+    >>> running = depth_average.start(depth_average())
+    >>> hidden_states = running.append(embeddings)  # X_0
+    >>> for block in blocks:
+    ...     hidden_states = running.append(block(hidden_states))  # X_{n+1} -> Y_n
+    ```"""
 
     def __init__(self, config: ResFormerConfig):
-        dilation, period = config.dwa_dilation, config.dwa_period
-        super().__init__(
-            {
-                block: [state for state in range(block + 2) if (block + 1 - state) % dilation == 0]
-                for block in range(period - 1, config.num_hidden_layers, period)
-            }
-        )
-        #: State j -> the last block whose average reads it; a state that no average reads is not kept.
-        self.last_reader = {state: block for block, states in self.columns.items() for state in states}
+        layout = config.num_hidden_layers, config.dwa_dilation, config.dwa_period
+        super().__init__(_columns(*layout))
+        self.layout = layout
+        self.reads = {block + 1: states for block, states in self.columns.items()}  # of the average that makes Y_block
+        last_read = {state: i for i, states in self.reads.items() for state in states}
+        #: Number of a state -> the states that no later average reads.
+        self.done = [
+            [j for j in range(i + 1) if max(last_read.get(j, j), j) == i] for i in range(config.num_hidden_layers + 1)
+        ]
 
     def reset_parameters(self) -> None:
         self.start_at([[0.0] * (size - 1) + [1.0] for size in self.sizes])
 
-    def average(self, block: int, states: dict[int, torch.Tensor], weights: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Returns Y_block, and drops from `states` what no later block reads.
+    def start(self, weights: dict[int, torch.Tensor]) -> "RunningAverage":
+        """Returns the averages of one forward pass; `weights` are what `forward()` returned."""
+        return RunningAverage(self, weights)
 
-        Args:
-            block: n, the block that has just run.
-            states: X_j by j, each `(batch, tokens, hidden_size)`, X_{n+1} among them.
-            weights: what `forward()` returned.
-        """
-        output = states[block + 1]
-        if block in weights:
-            # Layers may sit on several devices (`device_map`); elsewhere `to` does nothing.
-            terms = [states[state].to(output.device) for state in self.columns[block]]
-            output = weighted_sum(terms, weights[block])
-        for state in [state for state in states if self.last_reader.get(state, -1) <= block]:
-            del states[state]
+    def matrix(self, weights: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Returns `(N + 1, N + 1)`: row n + 1 makes Y_n of X_0 .. X_{n+1}, and is 0 where Y_n = X_{n+1}."""
+        flat = torch.cat(list(weights.values()))
+        size = self.layout[0] + 1
+        return flat.new_zeros(size * size).index_copy(0, _places(*self.layout, flat.device), flat).view(size, size)
+
+    def group(self, dtype: torch.dtype) -> int:
+        """How many states of this dtype go together in a `Gather`; 0 for none."""
+        layers, dilation, period = self.layout
+        return GROUP if dilation == period == 1 and layers >= GROUPED_FROM.get(dtype, math.inf) else 0
+
+
+class RunningAverage:
+    """Takes X_0, X_1, .. X_N of one forward pass in turn and returns what is to be read next."""
+
+    def __init__(self, module: DepthAverage, weights: dict[int, torch.Tensor]):
+        self.module = module
+        self.weights = weights
+        self.states: dict[int, torch.Tensor] = {}  # X_j by j, while an average to come reads it
+        self.count = 0
+        self.form: Buffer | Gather | None = None
+        self.kind: tuple[object, ...] = ()
+
+    def append(self, state: torch.Tensor) -> torch.Tensor:
+        """Returns Y_n for X_{n+1}, and X_0 for X_0, each `(batch, tokens, hidden_size)`."""
+        number = self.count
+        self.count += 1
+        self.states[number] = state
+        kind = (state.shape, state.dtype, state.device)
+        if number == 0:
+            self.kind, self.form = kind, self.fast_form(state)
+        elif kind != self.kind:  # layers on several devices (`device_map`), for one
+            self.form = None
+
+        if self.form is not None:
+            output = self.form.append(number, state)
+        elif number in self.module.reads:
+            terms = [self.states[earlier].to(state.device) for earlier in self.module.reads[number]]
+            output = weighted_sum(terms, self.weights[number - 1])
+        else:
+            output = state
+        for done in self.module.done[number]:
+            del self.states[done]
         return output
+
+    def fast_form(self, state: torch.Tensor) -> "Buffer | Gather | None":
+        """Returns what is fastest for states like X_0; `None` for a plain weighted sum, which always works."""
+        if not is_ordinary(state, *self.weights.values()):
+            return None
+        matrix = self.module.matrix(self.weights).to(state.device)
+        reads = self.module.reads
+        few = state.numel() <= FEW_NUMBERS
+        if few and not torch.is_grad_enabled() and not is_autocast(state):  # which would round the product, on a GPU
+            return Buffer(matrix, reads, state)
+        return Gather(matrix, reads, self.states, self.module.group(state.dtype), state)
+
+
+class Buffer:
+    """The averages of few tokens without gradients: all states in one buffer, a matrix-vector product for each.
+
+    Args:
+        matrix: A, `(N + 1, N + 1)`; row i makes Y_i.
+        reads: its keys are the i that are averages; Y_i = X_i for every other i.
+        like: any state.
+    """
+
+    def __init__(self, matrix: torch.Tensor, reads: Mapping[int, Sequence[int]], like: torch.Tensor):
+        # On CPUs the product is slow below float32. The weights are rounded to the states' dtype as everywhere.
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        self.rows = matrix.to(like.dtype).to(dtype).unbind()
+        self.reads = reads
+        self.converts = dtype != like.dtype
+        states = like.new_zeros((len(matrix), *like.shape), dtype=dtype)  # what is not there yet is 0 times 0
+        self.slots = states.unbind()
+        self.columns = states.flatten(1).t()
+
+    def append(self, number: int, state: torch.Tensor) -> torch.Tensor:
+        """Returns Y_number, a new tensor, or X_number itself."""
+        self.slots[number].copy_(state)
+        if number not in self.reads:
+            return state
+        output = torch.mv(self.columns, self.rows[number]).view_as(state)
+        return output.to(state.dtype) if self.converts else output
+
+
+def _columns(layers: int, dilation: int, period: int) -> dict[int, list[int]]:
+    """Block n -> the states that its average reads."""
+    return {
+        block: [state for state in range(block + 2) if (block + 1 - state) % dilation == 0]
+        for block in range(period - 1, layers, period)
+    }
+
+
+@functools.lru_cache
+def _places(layers: int, dilation: int, period: int, device: torch.device) -> torch.Tensor:
+    """Where the weights, row after row, lie in the flattened matrix."""
+    rows = _columns(layers, dilation, period).items()
+    with torch.inference_mode(False):  # it stays, and is for training too
+        return torch.tensor(
+            [(row + 1) * (layers + 1) + state for row, states in rows for state in states], device=device
+        )

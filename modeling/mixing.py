@@ -1,33 +1,68 @@
 """What value residuals and depth-weighted averaging share: weighted sums over earlier layers."""
 
+import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-__all__ = ["FreeRows", "MixingRows", "own_dtype", "weighted_sum"]
+#: The weights of one row: `(K,)`, or K scalars, or K numbers.
+Row = torch.Tensor | Sequence[torch.Tensor] | Sequence[float]
+
+__all__ = ["FreeRows", "MixingRows", "is_autocast", "is_ordinary", "own_dtype", "split_rows", "weighted_sum"]
 
 
-def weighted_sum(states: Sequence[torch.Tensor], weights: torch.Tensor | Sequence[float]) -> torch.Tensor:
+def weighted_sum(states: Sequence[torch.Tensor], weights: Row) -> torch.Tensor:
     """Returns sum_k weights[k] states[k], in the dtype of the states.
 
     A weight of exactly 0 adds nothing and a weight of exactly 1 changes nothing, bit for bit, for finite states.
 
     Args:
         states: K >= 1 tensors of one shape and dtype.
-        weights: `(K,)` tensor of any floating dtype, which gets gradients, or K numbers.
+        weights: of any floating dtype; tensors get gradients.
     """
-    if isinstance(weights, torch.Tensor):
-        first, *others = weights.to(states[0]).unbind()
-        total = states[0] * first
-        for state, weight in zip(states[1:], others, strict=True):
+    scalars: Sequence[Any] = weights.to(states[0]).unbind() if isinstance(weights, torch.Tensor) else weights
+    total = states[0] * scalars[0]
+    for state, weight in zip(states[1:], scalars[1:], strict=True):
+        if isinstance(weight, torch.Tensor):
             total = torch.addcmul(total, state, weight)
-        return total
-    total = states[0] * weights[0]
-    for state, number in zip(states[1:], weights[1:], strict=True):
-        total = torch.add(total, state, alpha=number)
+        else:
+            total = torch.add(total, state, alpha=weight)
     return total
+
+
+def split_rows(flat: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype | None) -> Sequence[Row]:
+    """Splits a vector of weights into rows of these sizes, rounded to `dtype` if that is given.
+
+    Where layers are to mix in `dtype` without gradients a row is a tuple of scalars, made here at one stroke rather
+    than layer by layer. With gradients it is one tensor: reentrant checkpointing looks into no tuple.
+    """
+    if dtype is None or is_autocast(flat):  # under which the layers round to a dtype of its own
+        return flat.split(sizes)
+    if torch.is_grad_enabled():
+        return flat.to(dtype).split(sizes)
+    scalars = iter(flat.to(dtype).unbind())
+    return [tuple(itertools.islice(scalars, size)) for size in sizes]
+
+
+def is_ordinary(*tensors: torch.Tensor) -> bool:
+    """Whether these are plain tensors that hold numbers, outside of compilers, tracers and function transforms.
+
+    What is inside one fuses plain operations itself, or takes no autograd functions written in Python.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+        or any(type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta for tensor in tensors)
+    )
+
+
+def is_autocast(tensor: torch.Tensor) -> bool:
+    """Whether `torch.autocast` is on for the tensor's device."""
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
 
 
 def own_dtype() -> torch.dtype:
@@ -51,8 +86,12 @@ class MixingRows(nn.Module):
         super().__init__()
         self.columns = columns
 
-    def forward(self) -> Mapping[int, torch.Tensor | Sequence[float]]:
-        """Row n -> its weights, in the order of `columns[n]`: a `(len(columns[n]),)` tensor or numbers."""
+    def forward(self, dtype: torch.dtype | None = None) -> Mapping[int, Row]:
+        """Row n -> its weights, in the order of `columns[n]`.
+
+        Args:
+            dtype: of the states to be mixed, to which the weights are rounded; `None` leaves them as they are.
+        """
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
@@ -76,9 +115,9 @@ class FreeRows(MixingRows):
         self.sizes = [len(row) for row in columns.values()]
         self.bias = nn.Parameter(torch.empty(sum(self.sizes), dtype=own_dtype()))
 
-    def forward(self) -> dict[int, torch.Tensor]:
+    def forward(self, dtype: torch.dtype | None = None) -> Mapping[int, Row]:
         # A copy: FSDP2 frees the parameter itself when this returns.
-        return dict(zip(self.columns, self.bias.clone().split(self.sizes), strict=True))
+        return dict(zip(self.columns, split_rows(self.bias.clone(), self.sizes, dtype), strict=True))
 
     def start_at(self, rows: list[list[float]]) -> None:
         init.copy_(self.bias, torch.tensor([weight for row in rows for weight in row]))

@@ -346,9 +346,10 @@ class ResFormerModel(ResFormerPreTrainedModel):
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
-        mixing_weights = {} if self.value_residual is None else self.value_residual()
-        depth_weights = {} if self.depth_average is None else self.depth_average()
-        outputs = {0: hidden_states}
+        mixing_weights = {} if self.value_residual is None else self.value_residual(hidden_states.dtype)
+        averages = None if self.depth_average is None else self.depth_average.start(self.depth_average())
+        if averages is not None:
+            hidden_states = averages.append(hidden_states)
         raw_values: dict[int, torch.Tensor] = {}  # V_m
         current_values: dict[int, torch.Tensor] = {}  # V'_m of the current tokens
         keys: dict[int, torch.Tensor] = {}
@@ -377,9 +378,8 @@ class ResFormerModel(ResFormerPreTrainedModel):
                     "tensor parallelism or FSDP2."
                 )
             hidden_states, raw_values[n], current_values[n], keys[n], values[n] = given
-            if self.depth_average is not None:
-                outputs[n + 1] = hidden_states
-                hidden_states = self.depth_average.average(n, outputs, depth_weights)
+            if averages is not None:
+                hidden_states = averages.append(hidden_states)
 
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states),

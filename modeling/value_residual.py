@@ -16,12 +16,14 @@ decoding needs nothing of past tokens but V'. V_0 keeps its gradient.
 | gated | l1_n = a + tanh(W_n h) per token and key/value head, l2_n free | heads x width + 1 a layer | W = 0, l2_n = b |
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from transformers import initialization as init
 
 from resformer.configuration import ResFormerConfig
-from resformer.modeling.mixing import FreeRows, MixingRows, own_dtype
+from resformer.modeling.mixing import FreeRows, MixingRows, Row, own_dtype, split_rows
 
 __all__ = ["GateProjection", "ValueGate", "mixed_layers", "value_residual"]
 
@@ -62,7 +64,7 @@ class FixedValueResidual(MixingRows):
         super().__init__(columns)
         self.weights = weights
 
-    def forward(self) -> dict[int, tuple[float, float]]:
+    def forward(self, dtype: torch.dtype | None = None) -> dict[int, tuple[float, float]]:
         return dict.fromkeys(self.columns, self.weights)
 
 
@@ -89,9 +91,10 @@ class SoftmaxValueResidual(MixingRows):
         self.bias_scale = nn.Parameter(torch.empty(1, dtype=own_dtype()))  # s
         self.bias_own = nn.Parameter(torch.empty(layers, dtype=own_dtype()))  # l2
 
-    def forward(self) -> dict[int, torch.Tensor]:
+    def forward(self, dtype: torch.dtype | None = None) -> Mapping[int, Row]:
         first = self.bias_scale * self.bias_score.softmax(dim=0)
-        return dict(zip(self.columns, torch.stack((first, self.bias_own), dim=1).unbind(), strict=True))
+        flat = torch.stack((first, self.bias_own), dim=1).flatten()
+        return dict(zip(self.columns, split_rows(flat, [2] * len(self.columns), dtype), strict=True))
 
     def reset_parameters(self) -> None:
         a, b = self.start
@@ -108,8 +111,9 @@ class GatedValueResidual(MixingRows):
         self.start = start
         self.bias_own = nn.Parameter(torch.empty(len(columns), dtype=own_dtype()))  # l2
 
-    def forward(self) -> dict[int, torch.Tensor]:
-        return dict(zip(self.columns, self.bias_own.clone().split(1), strict=True))
+    def forward(self, dtype: torch.dtype | None = None) -> dict[int, torch.Tensor]:
+        own = self.bias_own.clone()
+        return dict(zip(self.columns, (own if dtype is None else own.to(dtype)).split(1), strict=True))
 
     def reset_parameters(self) -> None:
         init.constant_(self.bias_own, self.start[1])

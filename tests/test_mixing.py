@@ -1,0 +1,52 @@
+"""Coefficients reach the layers alike, whether as one tensor a row or, where no gradient is asked for, as scalars."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from resformer import METHODS
+from resformer.modeling.mixing import split_rows, weighted_sum
+
+MIXING = [name for name in METHODS if name.startswith("resformer") and "denseformer" not in name]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MIXING)
+def test_values_mix_to_the_same_bits_with_and_without_gradients(
+    tiny_model: Callable[..., PreTrainedModel],
+    name: str,
+    dtype: torch.dtype,
+    autocast: bool,
+    ragged: dict[str, torch.Tensor],
+) -> None:
+    if autocast and dtype == torch.bfloat16:
+        pytest.skip("nothing is left to cast")
+    model = tiny_model(name).to(dtype)
+    if model.model.value_residual is not None:
+        model.model.value_residual.float()
+        for parameter in model.model.value_residual.parameters():
+            parameter.data += 0.0123  # what bfloat16 does not hold
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        learning = model(**ragged).logits
+        with torch.no_grad():
+            assert torch.equal(model(**ragged).logits, learning)
+    assert learning.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_scalars_weigh_as_their_row_does(dtype: torch.dtype) -> None:
+    flat = torch.randn(9)
+    states = [torch.randn(3, 5).to(dtype) for _ in range(4)]
+    sizes = [2, 3, 4]
+    with torch.no_grad():
+        scalars = split_rows(flat, sizes, dtype)
+    assert all(isinstance(row, tuple) for row in scalars)
+    rows = split_rows(flat.requires_grad_(), sizes, dtype)
+    for size, mine, row, plain in zip(sizes, scalars, rows, split_rows(flat, sizes, None), strict=True):
+        expected = weighted_sum(states[:size], plain)
+        assert expected.dtype == dtype
+        assert torch.equal(weighted_sum(states[:size], row), expected)
+        assert torch.equal(weighted_sum(states[:size], mine), expected)
