@@ -1,6 +1,7 @@
-"""What a model is: `ResFormerConfig` and the named methods."""
+"""What a model is: `ResFormerConfig`, the named methods, and what their caches hold."""
 
 from resformer.configuration.configuration_resformer import ResFormerConfig
+from resformer.configuration.memory import cache_bytes, cache_bytes_by_method, cache_bytes_per_token
 from resformer.configuration.methods import METHODS
 
-__all__ = ["METHODS", "ResFormerConfig"]
+__all__ = ["METHODS", "ResFormerConfig", "cache_bytes", "cache_bytes_by_method", "cache_bytes_per_token"]

@@ -1,0 +1,95 @@
+"""What a key/value cache holds, worked out from a configuration alone: no weights, no torch.
+
+A layer that reads another's keys or values stores none of its own, so a cached token takes
+
+    (distinct key sources + distinct value sources) x key/value heads x head_dim
+
+numbers: (N + 1) / 2N of the full cache for SVFormer (arXiv 2410.17897), a half for CLA2 (arXiv 2405.12981).
+"""
+
+from typing import Any
+
+from resformer.configuration.methods import METHODS, method_fields
+
+__all__ = ["cache_bytes", "cache_bytes_by_method", "cache_bytes_per_token"]
+
+#: Bytes of one number. Names as `torch.dtype` prints them, without `torch.`.
+_SIZES = {
+    "float64": 8,
+    "double": 8,
+    "float32": 4,
+    "float": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "half": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+
+def cache_bytes_per_token(config: Any, dtype: Any = "bfloat16") -> int:
+    """Bytes that one token of one sequence takes in a cache, while it is inside every window.
+
+    Args:
+        config: a `ResFormerConfig`, or any Llama-style configuration of Transformers (`LlamaConfig`, ...).
+        dtype: what the cache holds, a name such as `"bfloat16"` or a `torch.dtype`.
+
+    Raises:
+        ValueError: `dtype` is no floating dtype that a cache holds; the message lists those that are.
+
+    ```python
+    >>> from resformer.configuration import ResFormerConfig, cache_bytes_per_token
+
+    >>> shape = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16}
+    >>> cache_bytes_per_token(ResFormerConfig(**shape))
+    98304
+    >>> cache_bytes_per_token(ResFormerConfig.for_method("svformer", **shape))
+    51200
+    ```"""
+    return _bytes_per_row(config, dtype) * (len(set(_sources(config, "key"))) + len(set(_sources(config, "value"))))
+
+
+def cache_bytes(config: Any, tokens: int, batch_size: int = 1, dtype: Any = "bfloat16") -> int:
+    """Bytes that `batch_size` sequences of `tokens` tokens take in a cache, without the slack it grows by.
+
+    Layers of type `"sliding_attention"` hold the last `sliding_window` - 1 tokens, which is all that a next one sees.
+
+    Args and errors: as of `cache_bytes_per_token`.
+    """
+    held = [_tokens_held(config, layer, tokens) for layer in range(config.num_hidden_layers)]
+    rows = sum(held[layer] for kind in ("key", "value") for layer in set(_sources(config, kind)))
+    return _bytes_per_row(config, dtype) * rows * batch_size
+
+
+def cache_bytes_by_method(config: Any, dtype: Any = "bfloat16") -> dict[str, int]:
+    """Bytes per token, as of `cache_bytes_per_token`, of a model of this shape for each of the named `METHODS`."""
+    layers = config.num_hidden_layers
+    found = {}
+    for method in METHODS:
+        fields = method_fields(method, layers)
+        stored = sum(len(set(fields.get(f"{kind}_sources") or range(layers))) for kind in ("key", "value"))
+        found[method] = _bytes_per_row(config, dtype) * stored
+    return found
+
+
+def _bytes_per_row(config: Any, dtype: Any) -> int:
+    """Bytes of one token's keys, or values, in one layer."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in _SIZES:
+        raise ValueError(f"`dtype` is {dtype!r}: expected one of {', '.join(_SIZES)}.")
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return heads * head_dim * _SIZES[name]
+
+
+def _sources(config: Any, kind: str) -> list[int]:
+    given = getattr(config, f"{kind}_sources", None)
+    return list(range(config.num_hidden_layers)) if given is None else given
+
+
+def _tokens_held(config: Any, layer: int, tokens: int) -> int:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if window is None or (kinds is not None and kinds[layer] != "sliding_attention"):
+        return tokens
+    return min(tokens, window - 1)

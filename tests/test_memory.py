@@ -1,0 +1,64 @@
+"""The memory report is what caches hold, to the byte, and needs no model."""
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, PreTrainedModel
+
+from resformer import METHODS, ResFormerConfig
+from resformer.configuration import cache_bytes, cache_bytes_by_method, cache_bytes_per_token
+
+TinyModel = Callable[..., PreTrainedModel]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_report_is_what_a_cache_holds(
+    tiny_model: TinyModel, variant: str, dtype: torch.dtype, window: int | None
+) -> None:
+    model = tiny_model(variant, dtype=dtype, **({} if window is None else {"sliding_window": 4, "layer_types": None}))
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.randint(3, 97, (2, 11)), past_key_values=cache)
+    held = sum(
+        tensor.numel() * tensor.element_size()
+        for layer in cache.layers
+        for tensor in (layer.keys, layer.values)
+        if tensor is not None
+    )
+    assert cache_bytes(model.config, tokens=11, batch_size=2, dtype=dtype) == held
+    if window is None and model.config.sliding_window is None:
+        assert cache_bytes_per_token(model.config, dtype) * 22 == held
+    assert cache_bytes_per_token(model.config, str(dtype).removeprefix("torch.")) == cache_bytes(
+        model.config, tokens=1, dtype=dtype
+    )
+
+
+def test_report_of_the_methods_is_the_report_of_each(tiny_config: Callable[..., ResFormerConfig]) -> None:
+    report = cache_bytes_by_method(tiny_config("cla2"))
+    assert list(report) == list(METHODS)
+    for method, number in report.items():
+        assert number == cache_bytes_per_token(tiny_config(method))
+    assert len(set(report.values())) == 3
+
+
+@pytest.mark.parametrize("layers", [1, 2, 7, 24])
+def test_shares_are_the_published_ones(layers: int) -> None:
+    report = cache_bytes_by_method(ResFormerConfig(num_hidden_layers=layers))
+    full = report["transformer"]
+    assert Fraction(report["svformer"], full) == Fraction(layers + 1, 2 * layers)
+    assert Fraction(report["cla2"], full) == Fraction(-(-layers // 2), layers)
+
+
+def test_other_llama_style_configurations_are_read_too() -> None:
+    shape = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+    expected = 3 * 2 * (2 * 8) * 2
+    assert cache_bytes_per_token(LlamaConfig(**shape)) == cache_bytes_per_token(ResFormerConfig(**shape)) == expected
+    assert cache_bytes_by_method(LlamaConfig(**shape)) == cache_bytes_by_method(ResFormerConfig(**shape))
+
+
+def test_unknown_dtypes_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"`dtype` is 'int8'.*bfloat16"):
+        cache_bytes_per_token(ResFormerConfig(), "int8")
