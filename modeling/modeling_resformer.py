@@ -34,6 +34,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.depth_average import depth_average
+from resformer.modeling.growing_cache import GrowingCache
 from resformer.modeling.mixing import MixingRows, weighted_sum
 from resformer.modeling.neutreno import neutreno_term
 from resformer.modeling.sharing import update_cache
@@ -338,7 +339,9 @@ class ResFormerModel(ResFormerPreTrainedModel):
                 for kind in dict.fromkeys(self.config.layer_types)
             }
         if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+            # Compilers and exporters know Transformers' cache, and growing in place is nothing to them.
+            new_cache = DynamicCache if torch.compiler.is_compiling() else GrowingCache
+            past_key_values = new_cache(config=self.config)
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -447,7 +450,9 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
-    def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
         config = self.config
         if generation_config.cache_implementation == "quantized":
             unfit = [name for name in ("key_sources", "value_sources") if getattr(config, name) is not None]
@@ -459,7 +464,12 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
                     + ", ".join(f"`{name}`={getattr(config, name)}" for name in unfit)
                     + ". Use the default cache or cache_implementation='static'."
                 )
-        super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
+        chosen = model_kwargs.get("past_key_values") is not None or generation_config.cache_implementation is not None
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if not chosen and type(model_kwargs.get("past_key_values")) is DynamicCache:
+            model_kwargs["past_key_values"] = cache = GrowingCache(config)
+            if generation_config.is_assistant:  # whose guesses are taken back
+                cache.activate_past_recording()
 
     def _get_static_cache_init_shape(self) -> tuple[int | list[int], int | list[int]] | None:
         # Allocating every layer beforehand would give the sharing ones what they do not need.

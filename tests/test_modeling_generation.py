@@ -19,7 +19,7 @@ from transformers import (
     StaticCache,
 )
 
-from resformer import ResFormerConfig
+from resformer import GrowingCache, ResFormerConfig
 
 TinyModel = Callable[..., PreTrainedModel]
 Batch = dict[str, torch.Tensor]
@@ -109,7 +109,7 @@ def test_greedy_with_a_cache_equals_greedy_without(
     expected = generate(model, ragged, use_cache=False)
     got = generate(model, ragged, cache_implementation=cache)
     assert expected.past_key_values is None
-    assert type(got.past_key_values) is {None: DynamicCache, "static": StaticCache}[cache]
+    assert type(got.past_key_values) is {None: GrowingCache, "static": StaticCache}[cache]
     assert_same_generation(got, expected)
     # Something that could have gone wrong: the continuations vary, and depend on the prompt.
     assert len(got.sequences[:, -NEW_TOKENS:].unique()) > 5
