@@ -56,11 +56,11 @@ class GrowingStates:
             self.replace(states)
             self.trim()
             return self.held
+        if held.dtype != states.dtype or held.device != states.device:
+            self.replace(torch.cat((held, states), dim=-2))  # promotes, or says what does not fit
+            return self.held
         end = self.end + states.shape[-2]
         if self.buffer is None or end > self.buffer.shape[-2] or not self.is_writable():
-            if held.dtype != states.dtype or held.device != states.device:
-                self.replace(torch.cat((held, states), dim=-2))  # says what does not fit, or promotes
-                return self.held
             self.move_to_larger_memory(states.shape[-2])
             end = self.end + states.shape[-2]
         place = self.buffer.narrow(-2, self.end, states.shape[-2])
@@ -149,6 +149,12 @@ class GrowingLayer(DynamicLayer):
     @values.setter
     def values(self, states: torch.Tensor | None) -> None:
         self.value_states.replace(states)
+
+    def __copy__(self) -> "GrowingLayer":
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.key_states, twin.value_states = copy.copy(self.key_states), copy.copy(self.value_states)
+        return twin
 
     def lazy_initialization(self, key_states: torch.Tensor | None, value_states: torch.Tensor | None) -> None:
         given = value_states if key_states is None else key_states
@@ -311,6 +317,8 @@ class GrowingCache(DynamicCache):
             key_states, value_states: `(batch, heads, tokens, head_dim)`; one of them `None` in a layer that shares
                 what is another's, in every call alike.
         """
+        if not self.offloading and layer_idx < len(self.layers):
+            return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         if self.offloading and key_states is None:  # Transformers asks the keys for their device
             key_states = value_states[..., :0]
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -51,21 +51,31 @@ class Linear(nn.Linear):
     """`nn.Linear`, and quick with one token for each sequence, in float32 on a CPU, where gradients are off."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
+        # First what is seldom so, and quick to ask.
         if (
-            not torch.compiler.is_compiling()
-            and hidden_states.dim() == 3
-            and hidden_states.shape[1] == 1
-            and hidden_states.shape[0] <= LARGEST_BATCH
-            and not torch.is_grad_enabled()
-            and weight.dtype == hidden_states.dtype == torch.float32
-            and weight.device.type == hidden_states.device.type == "cpu"
-            and weight.numel() >= SMALLEST_WEIGHT
-            and type(weight) is nn.Parameter  # quantised and distributed weights bring their own product
-            and weight.is_contiguous()
-            and torch.backends.mkl.is_available()
-            and not torch.is_autocast_enabled("cpu")
-            and (parts := min(torch.get_num_threads() * PARTS_PER_THREAD, weight.shape[0] // BLOCK)) > PARTS_PER_THREAD
+            hidden_states.dim() != 3
+            or hidden_states.shape[1] != 1
+            or torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or (parts := self._parts(hidden_states)) < 2
         ):
-            return product_by_rows(hidden_states, weight, self.bias, parts)
-        return super().forward(hidden_states)
+            return super().forward(hidden_states)
+        return product_by_rows(hidden_states, self.weight, self.bias, parts)
+
+    def _parts(self, hidden_states: torch.Tensor) -> int:
+        """How many parts to work the product out in; 1 if in one."""
+        weight = self.weight
+        threads = torch.get_num_threads()
+        if (
+            threads < 2
+            or hidden_states.shape[0] > LARGEST_BATCH
+            or not weight.dtype == hidden_states.dtype == torch.float32
+            or not weight.device.type == hidden_states.device.type == "cpu"
+            or weight.numel() < SMALLEST_WEIGHT
+            or type(weight) is not nn.Parameter  # quantised and distributed weights bring their own product
+            or not weight.is_contiguous()
+            or not torch.backends.mkl.is_available()
+            or torch.is_autocast_enabled("cpu")
+        ):
+            return 1
+        return min(threads * PARTS_PER_THREAD, weight.shape[0] // BLOCK)

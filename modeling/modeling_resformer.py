@@ -73,6 +73,10 @@ class ResFormerAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
+        # Read once: a configuration's fields are slow to read, and decoding reads them at every token and layer.
+        self.qk_norm = config.qk_norm
+        self.gated = config.value_residual == "gated"
+        self.neutreno_lambda = config.neutreno_lambda
         self.use_rope = config.no_rope_layers is None or bool(config.no_rope_layers[layer_idx])
         sliding = config.layer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if sliding else None
@@ -122,21 +126,21 @@ class ResFormerAttention(nn.Module):
         head_shape = (*input_shape, -1, self.head_dim)
 
         query_states = self.q_proj(hidden_states).view(head_shape)
-        if self.config.qk_norm:
+        if self.qk_norm:
             query_states = self.q_norm(query_states)
         query_states = query_states.transpose(1, 2)
 
         key_states = None
         if wiring.key_source == self.layer_idx:
             key_states = self.k_proj(hidden_states).view(head_shape)
-            if self.config.qk_norm:
+            if self.qk_norm:
                 key_states = self.k_norm(key_states)
             key_states = key_states.transpose(1, 2)
 
         raw_values = value_states = None
         if wiring.value_source == self.layer_idx:
             raw_values = value_states = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
-            if wiring.mixes and self.config.value_residual == "gated":
+            if wiring.mixes and self.gated:
                 value_states = self.value_residual(hidden_states, *earlier_values, raw_values, mixing_weights)
             elif wiring.mixes:
                 value_states = weighted_sum([*earlier_values, raw_values], mixing_weights)
@@ -169,7 +173,7 @@ class ResFormerAttention(nn.Module):
         )
         if wiring.takes_first_values:
             attn_output = neutreno_term(
-                attn_output.reshape(head_shape), first_values, current_values, self.config.neutreno_lambda
+                attn_output.reshape(head_shape), first_values, current_values, self.neutreno_lambda
             )
         attn_output = self.o_proj(attn_output.reshape(*input_shape, -1).contiguous())
         return (
@@ -365,8 +369,8 @@ class ResFormerModel(ResFormerPreTrainedModel):
         keys: dict[int, torch.Tensor] = {}
         values: dict[int, torch.Tensor] = {}
 
-        for n, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
-            wiring = self.wiring[n]
+        layer_types = self.config.layer_types
+        for n, (layer, wiring) in enumerate(zip(self.layers, self.wiring, strict=False)):
             given = layer(
                 hidden_states,
                 mixing_weights.get(n),
@@ -375,7 +379,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
                 values[wiring.value_source] if wiring.value_source != n else None,
                 current_values[wiring.value_source] if wiring.value_source != n else None,
                 *[raw_values[earlier] for earlier in wiring.mixes],
-                attention_mask=masks[self.config.layer_types[n]],
+                attention_mask=masks[layer_types[n]],
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
