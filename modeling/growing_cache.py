@@ -40,10 +40,11 @@ class GrowingStates:
         self.held: torch.Tensor | None = None
         #: Memory with room for more; tokens `start` to `end` of it are held.
         self.buffer: torch.Tensor | None = None
-        self.start = self.end = 0
+        self.start = self.end = self.capacity = 0
 
     def replace(self, states: torch.Tensor | None) -> None:
-        self.held, self.buffer, self.start, self.end = states, None, 0, 0
+        self.held, self.buffer = states, None
+        self.start = self.end = self.capacity = 0
 
     def append(self, states: torch.Tensor) -> torch.Tensor:
         """Returns what was held and `states` behind it."""
@@ -56,14 +57,14 @@ class GrowingStates:
             self.replace(states)
             self.trim()
             return self.held
-        if held.dtype != states.dtype or held.device != states.device:
-            self.replace(torch.cat((held, states), dim=-2))  # promotes, or says what does not fit
-            return self.held
-        end = self.end + states.shape[-2]
-        if self.buffer is None or end > self.buffer.shape[-2] or not self.is_writable():
-            self.move_to_larger_memory(states.shape[-2])
-            end = self.end + states.shape[-2]
-        place = self.buffer.narrow(-2, self.end, states.shape[-2])
+        count = states.shape[-2]
+        if self.end + count > self.capacity or held.dtype is not states.dtype or not self.is_writable():
+            if held.dtype != states.dtype or held.device != states.device:
+                self.replace(torch.cat((held, states), dim=-2))  # promotes, or says what does not fit
+                return self.held
+            self.move_to_larger_memory(count)
+        end = self.end + count
+        place = self.buffer.narrow(-2, self.end, count)
         if place.shape != states.shape:  # copying would broadcast
             raise ValueError(
                 f"The cache holds keys or values of shape {tuple(held.shape)}; {tuple(states.shape)} cannot be "
@@ -80,8 +81,8 @@ class GrowingStates:
     def move_to_larger_memory(self, more: int) -> None:
         held = self.held
         tokens = held.shape[-2]
-        capacity = tokens + more + new_slack(tokens + more)
-        self.buffer = held.new_empty((*held.shape[:-2], capacity, held.shape[-1]))
+        self.capacity = tokens + more + new_slack(tokens + more)
+        self.buffer = held.new_empty((*held.shape[:-2], self.capacity, held.shape[-1]))
         self.start, self.end = 0, tokens
         self.held = self.buffer.narrow(-2, 0, tokens)
         self.held.copy_(held)
@@ -124,7 +125,7 @@ class GrowingStates:
 
     def __getstate__(self) -> dict[str, Any]:
         held = self.held if self.buffer is None else self.held.clone()  # a file needs no room for more
-        return {"held": held, "buffer": None, "start": 0, "end": 0}
+        return {"held": held, "buffer": None, "start": 0, "end": 0, "capacity": 0}
 
 
 class GrowingLayer(DynamicLayer):

@@ -51,24 +51,23 @@ class Linear(nn.Linear):
     """`nn.Linear`, and quick with one token for each sequence, in float32 on a CPU, where gradients are off."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # First what is seldom so, and quick to ask.
+        # First what is quick to ask and often not so.
         if (
-            hidden_states.dim() != 3
-            or hidden_states.shape[1] != 1
-            or torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or (parts := self._parts(hidden_states)) < 2
+            not torch.compiler.is_compiling()
+            and hidden_states.dim() == 3
+            and hidden_states.shape[1] == 1
+            and not torch.is_grad_enabled()
+            and torch.get_num_threads() > 1
+            and (parts := self._parts(hidden_states)) > 1
         ):
-            return super().forward(hidden_states)
-        return product_by_rows(hidden_states, self.weight, self.bias, parts)
+            return product_by_rows(hidden_states, self.weight, self.bias, parts)
+        return nn.functional.linear(hidden_states, self.weight, self.bias)
 
     def _parts(self, hidden_states: torch.Tensor) -> int:
         """How many parts to work the product out in; 1 if in one."""
         weight = self.weight
-        threads = torch.get_num_threads()
         if (
-            threads < 2
-            or hidden_states.shape[0] > LARGEST_BATCH
+            hidden_states.shape[0] > LARGEST_BATCH
             or not weight.dtype == hidden_states.dtype == torch.float32
             or not weight.device.type == hidden_states.device.type == "cpu"
             or weight.numel() < SMALLEST_WEIGHT
@@ -78,4 +77,4 @@ class Linear(nn.Linear):
             or torch.is_autocast_enabled("cpu")
         ):
             return 1
-        return min(threads * PARTS_PER_THREAD, weight.shape[0] // BLOCK)
+        return min(torch.get_num_threads() * PARTS_PER_THREAD, weight.shape[0] // BLOCK)
