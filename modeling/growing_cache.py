@@ -46,6 +46,12 @@ class GrowingStates:
         self.held, self.buffer = states, None
         self.start = self.end = self.capacity = 0
 
+    def assign(self, states: torch.Tensor | None) -> None:
+        """Holds something else, as a caller would have it."""
+        self.replace(states)
+        if states is not None:
+            self.trim()
+
     def append(self, states: torch.Tensor) -> torch.Tensor:
         """Returns what was held and `states` behind it."""
         held = self.held
@@ -94,11 +100,12 @@ class GrowingStates:
         left = max(tokens - first - last, 0)
         self.held = self.held.narrow(-2, first, left)
         self.start, self.end = self.start + first, self.start + first + left
-        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.trim()
+        self.trim()
 
     def trim(self) -> None:
-        """Copies what is held where it keeps too much else alive."""
+        """Copies what is held where it keeps too much else alive and autograd does not keep that anyway."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
         held = self.held
         token = math.prod((*held.shape[:-2], held.shape[-1])) * held.element_size()
         kept_alive = held.untyped_storage().nbytes() - token * held.shape[-2]
@@ -141,7 +148,7 @@ class GrowingLayer(DynamicLayer):
 
     @keys.setter
     def keys(self, states: torch.Tensor | None) -> None:
-        self.key_states.replace(states)
+        self.key_states.assign(states)
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -149,7 +156,7 @@ class GrowingLayer(DynamicLayer):
 
     @values.setter
     def values(self, states: torch.Tensor | None) -> None:
-        self.value_states.replace(states)
+        self.value_states.assign(states)
 
     def __copy__(self) -> "GrowingLayer":
         twin = type(self).__new__(type(self))
