@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
@@ -465,8 +465,8 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        config = self.config
-        if generation_config.cache_implementation == "quantized":
+        config, given = self.config, model_kwargs.get("past_key_values")
+        if generation_config.cache_implementation == "quantized" or isinstance(given, QuantizedCache):
             unfit = [name for name in ("key_sources", "value_sources") if getattr(config, name) is not None]
             if "sliding_attention" in config.layer_types:
                 unfit.append("layer_types")
@@ -476,7 +476,7 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
                     + ", ".join(f"`{name}`={getattr(config, name)}" for name in unfit)
                     + ". Use the default cache or cache_implementation='static'."
                 )
-        chosen = model_kwargs.get("past_key_values") is not None or generation_config.cache_implementation is not None
+        chosen = given is not None or generation_config.cache_implementation is not None
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if not chosen and type(model_kwargs.get("past_key_values")) is DynamicCache:
             model_kwargs["past_key_values"] = cache = GrowingCache(config)
