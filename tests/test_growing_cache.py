@@ -155,6 +155,22 @@ def test_any_sequence_of_operations_leaves_what_it_leaves_of_a_dynamic_cache(
                 assert slack(mine) <= max(256, tokens // 16) * 2 * 2 * batch * HEADS * HEAD_DIM * 4
 
 
+def test_a_window_that_remembers_shows_what_masks_expect() -> None:
+    # Within an assistant's turn several passes follow one another before `crop` says what stays.
+    mine, naive = GrowingCache(config_of(window=7, layers=1)), DynamicCache(config=config_of(window=7, layers=1))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for cache in (mine, naive):
+            cache.activate_past_recording()
+        for tokens in (5, 61, 1, 3):
+            keys, values = states(1, tokens, generator), states(1, tokens, generator)
+            expected = naive.update(keys, values, 0)
+            assert all(torch.equal(a, b) for a, b in zip(mine.update(keys, values, 0), expected, strict=True))
+        for cache in (mine, naive):
+            cache.crop(-2)
+        assert_alike(mine, naive)
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_what_was_returned_stays_as_it_was(window: int | None) -> None:
     # A caller may hold the keys of an earlier step; only what is cropped away may be written over.
@@ -232,6 +248,7 @@ def test_bytes_are_those_of_the_distinct_sources(
     values = {n for n, layer in enumerate(cache.layers) if layer.values is not None}
     assert keys == set(model.config.all_key_sources)
     assert values == set(model.config.all_value_sources)
+    assert {cache.get_seq_length(n) for n in keys | values} == {11}
     generated = model.generate(**ragged, max_new_tokens=9, return_dict_in_generate=True, do_sample=False)
     per_token = cache_bytes_per_token(model.config, "float32") * 3
     assert slack(generated.past_key_values) <= 256 * per_token
