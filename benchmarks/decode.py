@@ -394,6 +394,7 @@ def main() -> None:
                 f"{arm} {each['ms a step']} ms ({each['against llama']})" for arm, each in result["arms"].items()
             )
             print(f"{case.name} [{result['rounds counted']}/{result['rounds']} rounds]: {arms}", flush=True)
+            write(results, options.output)
     results["cache"] = cache_sizes(models["svformer"], device)
     if options.cases in ("", "prefill"):
         models.clear()
@@ -403,9 +404,14 @@ def main() -> None:
         state = "aim met" if each["aim met"] else "met" if each["met"] else "MISSED"
         print(f"{each['case']}: {each['what']} {each['got']} (must {each['must']}, aim {each['aim']}): {state}")
     print(results["cache"])
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write(results, options.output)
+
+
+def write(results: dict[str, Any], output: Path | None) -> None:
+    """What there is so far: a run that is cut short leaves its finished cases."""
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
