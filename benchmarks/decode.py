@@ -356,14 +356,17 @@ def main() -> None:
     parser.add_argument(
         "--clock", choices=["wall", "cpu"], default="wall", help="'cpu' for one thread that is disturbed"
     )
+    parser.add_argument("--update", action="store_true", help="replace the cases of this run only in the output")
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
 
     speed = bandwidth(device)
+    before = json.loads(options.output.read_text(encoding="utf-8")) if options.update else {}
     results: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
+        "commands before": [*before.get("commands before", []), *([before["command"]] if before else [])],
         "versions": {
             "resformer": resformer.__version__,
             "torch": torch.__version__,
@@ -379,8 +382,8 @@ def main() -> None:
             "read bandwidth, GB/s": round(speed / 1e9, 1),
         },
         "shape": SHAPE,
-        "decoding": {},
-        "targets": [],
+        "decoding": before.get("decoding", {}),
+        "targets": before.get("targets", []),
     }
     models = {
         name: build(name, device, dtype) for name in ("llama", "transformer", "resformer", "svformer", "denseformer")
@@ -389,6 +392,7 @@ def main() -> None:
         if options.cases in case.name:
             result, met = decode(case, models, options, speed)
             results["decoding"][case.name] = result
+            results["targets"] = [each for each in results["targets"] if each["case"] != case.name]
             results["targets"] += [{"case": case.name, **each} for each in met]
             arms = "  ".join(
                 f"{arm} {each['ms a step']} ms ({each['against llama']})" for arm, each in result["arms"].items()
@@ -396,9 +400,12 @@ def main() -> None:
             print(f"{case.name} [{result['rounds counted']}/{result['rounds']} rounds]: {arms}", flush=True)
             write(results, options.output)
     results["cache"] = cache_sizes(models["svformer"], device)
+    if "prefill" in before:
+        results["prefill"] = before["prefill"]
     if options.cases in ("", "prefill"):
         models.clear()
         results["prefill"], met = prefill(options, device, dtype)
+        results["targets"] = [each for each in results["targets"] if not each["case"].startswith("prefill")]
         results["targets"] += [{"case": f"prefill of {PREFILL_TOKENS}", **each} for each in met]
     for each in results["targets"]:
         state = "aim met" if each["aim met"] else "met" if each["met"] else "MISSED"
