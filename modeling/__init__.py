@@ -1,5 +1,6 @@
 """The decoder and its cross-layer connections, one file each."""
 
+from resformer.modeling.growing_cache import GrowingCache
 from resformer.modeling.modeling_resformer import (
     ResFormerForCausalLM,
     ResFormerForQuestionAnswering,
@@ -10,6 +11,7 @@ from resformer.modeling.modeling_resformer import (
 )
 
 __all__ = [
+    "GrowingCache",
     "ResFormerForCausalLM",
     "ResFormerForQuestionAnswering",
     "ResFormerForSequenceClassification",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
@@ -34,6 +34,8 @@ from transformers.utils.output_capturing import capture_outputs
 
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.depth_average import depth_average
+from resformer.modeling.growing_cache import GrowingCache
+from resformer.modeling.linear import Linear
 from resformer.modeling.mixing import MixingRows, weighted_sum
 from resformer.modeling.neutreno import neutreno_term
 from resformer.modeling.sharing import update_cache
@@ -71,6 +73,10 @@ class ResFormerAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
+        # Read once: a configuration's fields are slow to read, and decoding reads them at every token and layer.
+        self.qk_norm = config.qk_norm
+        self.gated = config.value_residual == "gated"
+        self.neutreno_lambda = config.neutreno_lambda
         self.use_rope = config.no_rope_layers is None or bool(config.no_rope_layers[layer_idx])
         sliding = config.layer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if sliding else None
@@ -78,18 +84,18 @@ class ResFormerAttention(nn.Module):
         query_width = config.num_attention_heads * self.head_dim
         key_value_width = config.num_key_value_heads * self.head_dim
         out_bias = config.attention_bias if config.attention_out_bias is None else config.attention_out_bias
-        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.attention_bias)
+        self.q_proj = Linear(config.hidden_size, query_width, bias=config.attention_bias)
         if config.qk_norm:
             self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         if self.wiring.key_source == layer_idx:
-            self.k_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
+            self.k_proj = Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
             if config.qk_norm:
                 self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         if self.wiring.value_source == layer_idx:
-            self.v_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
+            self.v_proj = Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
         if config.value_residual == "gated" and self.wiring.mixes:
             self.value_residual = ValueGate(config)
-        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=out_bias)
+        self.o_proj = Linear(query_width, config.hidden_size, bias=out_bias)
 
     def forward(
         self,
@@ -120,21 +126,21 @@ class ResFormerAttention(nn.Module):
         head_shape = (*input_shape, -1, self.head_dim)
 
         query_states = self.q_proj(hidden_states).view(head_shape)
-        if self.config.qk_norm:
+        if self.qk_norm:
             query_states = self.q_norm(query_states)
         query_states = query_states.transpose(1, 2)
 
         key_states = None
         if wiring.key_source == self.layer_idx:
             key_states = self.k_proj(hidden_states).view(head_shape)
-            if self.config.qk_norm:
+            if self.qk_norm:
                 key_states = self.k_norm(key_states)
             key_states = key_states.transpose(1, 2)
 
         raw_values = value_states = None
         if wiring.value_source == self.layer_idx:
             raw_values = value_states = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
-            if wiring.mixes and self.config.value_residual == "gated":
+            if wiring.mixes and self.gated:
                 value_states = self.value_residual(hidden_states, *earlier_values, raw_values, mixing_weights)
             elif wiring.mixes:
                 value_states = weighted_sum([*earlier_values, raw_values], mixing_weights)
@@ -167,7 +173,7 @@ class ResFormerAttention(nn.Module):
         )
         if wiring.takes_first_values:
             attn_output = neutreno_term(
-                attn_output.reshape(head_shape), first_values, current_values, self.config.neutreno_lambda
+                attn_output.reshape(head_shape), first_values, current_values, self.neutreno_lambda
             )
         attn_output = self.o_proj(attn_output.reshape(*input_shape, -1).contiguous())
         return (
@@ -180,12 +186,19 @@ class ResFormerAttention(nn.Module):
         )
 
 
+class ResFormerMLP(LlamaMLP):
+    def __init__(self, config: ResFormerConfig):
+        super().__init__(config)
+        for projection in (self.gate_proj, self.up_proj, self.down_proj):
+            projection.__class__ = Linear
+
+
 class ResFormerDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: ResFormerConfig, layer_idx: int):
         super().__init__()
         self.hidden_size = config.hidden_size
         self.self_attn = ResFormerAttention(config=config, layer_idx=layer_idx)
-        self.mlp = LlamaMLP(config)
+        self.mlp = ResFormerMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -338,7 +351,9 @@ class ResFormerModel(ResFormerPreTrainedModel):
                 for kind in dict.fromkeys(self.config.layer_types)
             }
         if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+            # Compilers and exporters know Transformers' cache, and growing in place is nothing to them.
+            new_cache = DynamicCache if torch.compiler.is_compiling() else GrowingCache
+            past_key_values = new_cache(config=self.config)
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -355,8 +370,8 @@ class ResFormerModel(ResFormerPreTrainedModel):
         keys: dict[int, torch.Tensor] = {}
         values: dict[int, torch.Tensor] = {}
 
-        for n, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
-            wiring = self.wiring[n]
+        layer_types = self.config.layer_types
+        for n, (layer, wiring) in enumerate(zip(self.layers, self.wiring, strict=False)):
             given = layer(
                 hidden_states,
                 mixing_weights.get(n),
@@ -365,7 +380,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
                 values[wiring.value_source] if wiring.value_source != n else None,
                 current_values[wiring.value_source] if wiring.value_source != n else None,
                 *[raw_values[earlier] for earlier in wiring.mixes],
-                attention_mask=masks[self.config.layer_types[n]],
+                attention_mask=masks[layer_types[n]],
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
@@ -405,7 +420,7 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = ResFormerModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
         self.post_init()
 
@@ -447,9 +462,11 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
-    def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
-        config = self.config
-        if generation_config.cache_implementation == "quantized":
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        config, given = self.config, model_kwargs.get("past_key_values")
+        if generation_config.cache_implementation == "quantized" or isinstance(given, QuantizedCache):
             unfit = [name for name in ("key_sources", "value_sources") if getattr(config, name) is not None]
             if "sliding_attention" in config.layer_types:
                 unfit.append("layer_types")
@@ -459,7 +476,12 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
                     + ", ".join(f"`{name}`={getattr(config, name)}" for name in unfit)
                     + ". Use the default cache or cache_implementation='static'."
                 )
-        super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
+        chosen = given is not None or generation_config.cache_implementation is not None
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if not chosen and type(model_kwargs.get("past_key_values")) is DynamicCache:
+            model_kwargs["past_key_values"] = cache = GrowingCache(config)
+            if generation_config.is_assistant:  # whose guesses are taken back
+                cache.activate_past_recording()
 
     def _get_static_cache_init_shape(self) -> tuple[int | list[int], int | list[int]] | None:
         # Allocating every layer beforehand would give the sharing ones what they do not need.

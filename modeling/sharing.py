@@ -9,6 +9,8 @@ its own: a cache holds (distinct key sources + distinct value sources) / 2N of t
 import torch
 from transformers.cache_utils import Cache
 
+from resformer.modeling.growing_cache import GrowingCache
+
 __all__ = ["update_cache"]
 
 
@@ -21,7 +23,7 @@ def update_cache(
     """Returns the keys and the values that layer `layer_idx` attends to, having stored its own ones.
 
     Args:
-        cache: any of Transformers' caches; `None` stores nothing.
+        cache: a `GrowingCache`, or any of Transformers' caches; `None` stores nothing.
         own: keys and values that the layer has made of the current tokens, `(batch, heads, tokens, head_dim)`, or
             `None` where it reads another layer's.
         shared: what it reads instead, past tokens included, or `None`.
@@ -31,8 +33,12 @@ def update_cache(
     if cache is not None:
         if own_keys is not None and own_values is not None:
             return cache.update(own_keys, own_values, layer_idx)
-        # Caches tell their length by the keys, so the one tensor of a half-sharing layer goes there.
-        if own_keys is not None:
+        if isinstance(cache, GrowingCache):
+            if own_keys is not None or own_values is not None:
+                own_keys, own_values = cache.update(own_keys, own_values, layer_idx)
+        # Transformers' caches hold two tensors a layer and tell their length by the keys, so the one tensor of a
+        # half-sharing layer goes there, beside one of width 0.
+        elif own_keys is not None:
             own_keys, _ = cache.update(own_keys, _placeholder(cache, layer_idx, own_keys), layer_idx)
         elif own_values is not None:
             own_values, _ = cache.update(own_values, _placeholder(cache, layer_idx, own_values), layer_idx)

@@ -16,10 +16,11 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    QuantizedCache,
     StaticCache,
 )
 
-from resformer import ResFormerConfig
+from resformer import GrowingCache, ResFormerConfig
 
 TinyModel = Callable[..., PreTrainedModel]
 Batch = dict[str, torch.Tensor]
@@ -92,6 +93,7 @@ def assert_same_on_real_tokens(got: torch.Tensor, expected: torch.Tensor, mask: 
 
 def caches_of(model: PreTrainedModel) -> dict[str, Cache]:
     return {
+        "growing": GrowingCache(model.config),
         "dynamic": DynamicCache(config=model.config),
         "dynamic without a configuration": DynamicCache(),
         "static": StaticCache(config=model.config, max_cache_len=20),
@@ -109,7 +111,7 @@ def test_greedy_with_a_cache_equals_greedy_without(
     expected = generate(model, ragged, use_cache=False)
     got = generate(model, ragged, cache_implementation=cache)
     assert expected.past_key_values is None
-    assert type(got.past_key_values) is {None: DynamicCache, "static": StaticCache}[cache]
+    assert type(got.past_key_values) is {None: GrowingCache, "static": StaticCache}[cache]
     assert_same_generation(got, expected)
     # Something that could have gone wrong: the continuations vary, and depend on the prompt.
     assert len(got.sequences[:, -NEW_TOKENS:].unique()) > 5
@@ -148,18 +150,18 @@ def test_chunked_prefill_equals_one_pass(tiny_model: TinyModel, variant: str, si
         assert_same_on_real_tokens(got, expected, ragged["attention_mask"])
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("cache", [None, "dynamic", "static"], ids=["default", "dynamic", "static"])
 def test_generate_with_chunked_prefill_equals_uncached(
-    tiny_model: TinyModel, variant: str, cache: str, ragged: Batch
+    tiny_model: TinyModel, variant: str, cache: str | None, ragged: Batch
 ) -> None:
     model = tiny_model(variant)
     got = generate(model, ragged, cache_implementation=cache, prefill_chunk_size=4, disable_compile=True)
     assert_same_generation(got, generate(model, ragged, use_cache=False))
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("cache", [None, "dynamic", "static"], ids=["default", "dynamic", "static"])
 def test_beam_search_with_a_cache_equals_beam_search_without(
-    tiny_model: TinyModel, variant: str, cache: str, ragged: Batch
+    tiny_model: TinyModel, variant: str, cache: str | None, ragged: Batch
 ) -> None:
     model = tiny_model(variant)
     expected = generate(model, ragged, num_beams=3, num_return_sequences=3, use_cache=False)
@@ -247,13 +249,14 @@ def test_prompts_given_as_embeddings_generate_as_their_tokens(
 # Several turns
 
 
-@pytest.mark.parametrize("cache", ["default", "dynamic", "static"])
+@pytest.mark.parametrize("cache", ["default", "growing", "dynamic", "static"])
 def test_a_second_turn_on_a_returned_cache_equals_one_pass(
     tiny_model: TinyModel, variant: str, cache: str, ragged: Batch
 ) -> None:
     model = tiny_model(variant)
     given = {
         "default": dict,
+        "growing": lambda: {"past_key_values": GrowingCache(model.config)},
         "dynamic": lambda: {"past_key_values": DynamicCache(config=model.config)},
         "static": lambda: {"past_key_values": StaticCache(config=model.config, max_cache_len=40)},
     }[cache]()
@@ -279,8 +282,8 @@ def test_several_continuations_of_one_cached_prompt_equal_one_pass_each(
 ) -> None:
     model = tiny_model(variant)
     start = {name: tensor[:, :8] for name, tensor in ragged.items()}
-    prompt = DynamicCache(config=model.config)
-    logits_in_chunks(model, start, [8], prompt)
+    prompt = GrowingCache(model.config)
+    logits_in_chunks(model, start, [7, 1], prompt)
     for shift in (0, 1, 2):
         whole = {**ragged, "input_ids": ragged["input_ids"].clone()}
         whole["input_ids"][:, 8:] = ragged["input_ids"][:, 8:].roll(shift, dims=1)
@@ -294,14 +297,16 @@ def test_several_continuations_of_one_cached_prompt_equal_one_pass_each(
 
 def assert_every_mode_equals_uncached(model: PreTrainedModel, ragged: Batch) -> None:
     expected = generate(model, ragged, use_cache=False)
-    for cache in ("dynamic", "static"):
+    for cache in (None, "dynamic", "static"):
         assert_same_generation(generate(model, ragged, cache_implementation=cache), expected)
     beams = generate(model, ragged, num_beams=3, use_cache=False)
     assert_same_generation(generate(model, ragged, num_beams=3), beams)
 
     one_pass = uncached_logits(model, ragged)
     for sizes in ([1] * 11, [4, 4, 3], [1, 9, 1]):
-        for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=20)):
+        caches = caches_of(model)
+        del caches["dynamic without a configuration"]  # holds more than the windows
+        for cache in caches.values():
             got = logits_in_chunks(model, ragged, sizes, cache)
             assert_same_on_real_tokens(got, one_pass, ragged["attention_mask"])
 
@@ -343,6 +348,29 @@ def test_a_window_of_one_token_generates_as_uncached_or_is_refused(tiny_model: T
     assert_every_mode_equals_uncached(model, ragged)
 
 
+def test_a_custom_loop_that_tries_candidates_equals_uncached(
+    tiny_model: TinyModel, variant: str, ragged: Batch
+) -> None:
+    # Contrastive search and its like: several candidates a step in a wider batch, one kept, or taken back altogether.
+    model = tiny_model(variant, sliding_window=None, layer_types=None)
+    ids, cache = ragged["input_ids"][:1], GrowingCache(model.config)
+    with torch.no_grad():
+        last = model(ids, past_key_values=cache).logits[:, -1]
+        for step in range(5):
+            candidates = last.topk(3).indices.T
+            cache.batch_repeat_interleave(3)
+            tried = model(candidates, past_key_values=cache).logits[:, -1]
+            expected = model(torch.cat((ids.expand(3, -1), candidates), dim=1), use_cache=False).logits[:, -1]
+            torch.testing.assert_close(tried, expected, rtol=1e-4, atol=1e-4)
+            chosen = [int(tried.amax(dim=-1).argmin())]
+            cache.batch_select_indices(torch.tensor(chosen))
+            if step % 2:  # second thoughts
+                cache.crop(-1)
+                tried[chosen] = model(candidates[chosen], past_key_values=cache).logits[:, -1]
+            ids, last = torch.cat((ids, candidates[chosen]), dim=1), tried[chosen]
+    assert cache.get_seq_length() == ids.shape[1] == 16
+
+
 # Memory
 
 
@@ -364,7 +392,7 @@ def storage_of(cache: Cache) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["growing", "dynamic", "static"])
 @pytest.mark.parametrize("sliding_window", [None, 4])
 def test_caches_hold_exactly_the_distinct_sources(
     tiny_config: Callable[..., ResFormerConfig],
@@ -390,6 +418,7 @@ def test_caches_hold_exactly_the_distinct_sources(
     sizes, storages = [], []
     for each in (model, llama):
         made = {
+            "growing": lambda given=each: GrowingCache(given.config),
             "dynamic": lambda given=each: DynamicCache(config=given.config),
             "static": lambda given=each: StaticCache(config=given.config, max_cache_len=20),
         }
@@ -405,7 +434,7 @@ def test_caches_hold_exactly_the_distinct_sources(
     assert Fraction(storages[0], storages[1]) == share
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("cache", [None, "dynamic", "static"], ids=["default", "dynamic", "static"])
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize(
     ("variant", "share"),
@@ -422,7 +451,7 @@ def test_caches_hold_exactly_the_distinct_sources(
     indirect=["variant"],
 )
 def test_generate_leaves_a_cache_of_the_published_size(
-    tiny_model: TinyModel, variant: str, share: Fraction, cache: str, chunk: int | None, ragged: Batch
+    tiny_model: TinyModel, variant: str, share: Fraction, cache: str | None, chunk: int | None, ragged: Batch
 ) -> None:
     options = {"cache_implementation": cache, "prefill_chunk_size": chunk, "disable_compile": True}
     got = generate(tiny_model(variant), ragged, **options).past_key_values
@@ -434,10 +463,9 @@ def test_generate_leaves_a_cache_of_the_published_size(
 
 
 def decode_after(
-    model: PreTrainedModel, batch: Batch, known: int, change: Callable[[Cache], object], rest: Batch
+    model: PreTrainedModel, cache: Cache, batch: Batch, known: int, change: Callable[[Cache], object], rest: Batch
 ) -> torch.Tensor:
     """Caches the first `known` tokens of `batch`, changes the cache, and feeds what `rest` has more than it holds."""
-    cache = DynamicCache(config=model.config)
     start = {name: tensor[:, :known] for name, tensor in batch.items()}
     logits_in_chunks(model, start, [known - 1, 1], cache)
     change(cache)
@@ -460,9 +488,10 @@ def test_a_cropped_cache_goes_on_from_where_it_was_cropped(tiny_model: TinyModel
     model = tiny_model(variant)
     other = {**ragged, "input_ids": ragged["input_ids"].clone()}
     other["input_ids"][:, 6:] = other["input_ids"][:, 6:].flip(1)  # what was cropped was something else
-    got = decode_after(model, other, 9, lambda cache: cache.crop(-3), ragged)
-    assert got.shape[1] == 5
-    assert_same_on_real_tokens(got, uncached_logits(model, ragged)[:, 6:], ragged["attention_mask"][:, 6:])
+    for new in (GrowingCache(model.config), DynamicCache(config=model.config)):
+        got = decode_after(model, new, other, 9, lambda cache: cache.crop(-3), ragged)
+        assert got.shape[1] == 5
+        assert_same_on_real_tokens(got, uncached_logits(model, ragged)[:, 6:], ragged["attention_mask"][:, 6:])
 
 
 @pytest.mark.parametrize("variant", [*HALF_SHARING, "transformer", "resformer", "gated-sink"], indirect=True)
@@ -480,9 +509,10 @@ def test_a_rearranged_cache_goes_on_with_the_rearranged_rows(
 ) -> None:
     model = tiny_model(variant)
     rearranged = {name: tensor[rows] for name, tensor in ragged.items()}
-    got = decode_after(model, ragged, 7, change, rearranged)
     expected = uncached_logits(model, rearranged)
-    assert_same_on_real_tokens(got, expected[:, 7:], rearranged["attention_mask"][:, 7:])
+    for new in (GrowingCache(model.config), DynamicCache(config=model.config)):
+        got = decode_after(model, new, ragged, 7, change, rearranged)
+        assert_same_on_real_tokens(got, expected[:, 7:], rearranged["attention_mask"][:, 7:])
     last = uncached_logits(model, ragged)[:, -1]
     assert all((last[a] - last[b]).abs().max() > 0.1 for a, b in ((0, 1), (0, 2), (1, 2)))
 
@@ -490,7 +520,13 @@ def test_a_rearranged_cache_goes_on_with_the_rearranged_rows(
 @pytest.mark.parametrize("variant", SHARING, indirect=True)
 def test_a_reset_cache_starts_anew(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
     model = tiny_model(variant)
-    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=20)):
+    for cache in caches_of(model).values():
+        if (
+            model.config.sliding_window is not None
+            and isinstance(cache, DynamicCache)
+            and cache.layer_class_to_replicate
+        ):
+            continue  # holds more than the windows
         flipped = {**ragged, "input_ids": ragged["input_ids"].flip(0).clamp(min=1)}
         logits_in_chunks(model, flipped, [11], cache)
         cache.reset()
@@ -513,12 +549,12 @@ def test_quantized_caches_work_or_are_refused_by_name(tiny_model: TinyModel, var
     model.register_forward_pre_hook(lambda *_: ran.append(1))
     with pytest.raises(ValueError, match=r"(?i)quantized.*(value_sources|key_sources|sliding)"):
         generate(model, ragged, **options)
+    if model.config.kv_sharing_modes is None and model.config.sliding_window is None:  # else it cannot be made
+        with pytest.raises(ValueError, match=r"(?i)quantized.*(value_sources|key_sources)"):
+            generate(model, ragged, past_key_values=QuantizedCache("fp8", config=model.config))
     assert not ran
 
 
-@pytest.mark.parametrize(
-    "variant", ["resformer-denseformer", "crossed-sharing", "fusedkv-lite", "kitchen-sink", "gated-sink"], indirect=True
-)
 def test_continuous_batching_gives_the_tokens_of_generate(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
     model = tiny_model(variant)
     prompts = [ids[mask.bool()] for ids, mask in zip(ragged["input_ids"], ragged["attention_mask"], strict=True)]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from resformer.configuration import METHODS, ResFormerConfig
     from resformer.convert import retrofit
     from resformer.modeling import (
+        GrowingCache,
         ResFormerForCausalLM,
         ResFormerForQuestionAnswering,
         ResFormerForSequenceClassification,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "GrowingCache": "resformer.modeling",
     "METHODS": "resformer.configuration",
     "ResFormerConfig": "resformer.configuration",
     "ResFormerForCausalLM": "resformer.modeling",
@@ -37,6 +39,7 @@ _SUBPACKAGES = ("configuration", "convert", "model_cards", "modeling", "training
 
 __all__ = [
     "METHODS",
+    "GrowingCache",
     "ResFormerConfig",
     "ResFormerForCausalLM",
     "ResFormerForQuestionAnswering",

@@ -1,0 +1,425 @@
+"""How fast the models decode and prefill, against `LlamaForCausalLM` with the cache that `generate` gives it.
+
+    python benchmarks/decode.py --output benchmarks/results/decode.json
+    python benchmarks/decode.py --threads 1 --clock cpu --output benchmarks/results/decode-1-thread.json
+    python benchmarks/decode.py --device cuda --dtype bfloat16 --output benchmarks/results/decode-cuda.json
+
+Decoding is timed through `generate()` on caches filled with random numbers; the weights are random too. All that is
+compared runs in the same process, one after the other in every round, in an order that turns with the rounds. A ratio
+is the median over the rounds of the ratio within a round. `llama again` is Llama a second time: how far its ratio is
+from 1 is how far the others can be trusted. Rounds in which other processes took more than a tenth of a core are left
+out where enough others remain.
+
+A growing cache copies itself to larger memory now and then. That is timed apart and added to each token's time.
+"""
+
+import argparse
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
+
+import resformer
+from resformer import METHODS, GrowingCache, ResFormerConfig, ResFormerForCausalLM
+from resformer.configuration import cache_bytes_per_token
+from resformer.modeling.growing_cache import new_slack
+
+SHAPE = {
+    "vocab_size": 32000,
+    "hidden_size": 512,
+    "intermediate_size": 1792,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 32768,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+#: Most of a core that others may use in a round that counts.
+QUIET = 0.1
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    context: int
+    tokens: int  #: generated in each round
+    arms: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"batch {self.batch}, context {self.context}"
+
+
+CASES = [
+    Case(1, 128, 16, ("llama", "llama again", "transformer", "resformer", "svformer", "denseformer")),
+    Case(1, 2048, 16, ("llama", "llama again", "resformer", "svformer", "denseformer")),
+    Case(1, 4096, 16, ("llama", "resformer", "resformer static", "svformer")),
+    Case(1, 16384, 6, ("llama", "resformer", "svformer")),
+    Case(8, 128, 16, ("llama", "llama again", "resformer", "svformer")),
+    Case(8, 2048, 6, ("llama", "resformer", "svformer")),
+]
+
+#: (case, faster, slower, must be, aim): tokens per second of the one over those of the other.
+TARGETS = [
+    ("batch 1, context 128", "resformer", "llama", 1.00, 1.10),
+    ("batch 1, context 2048", "resformer", "llama", 2.0, 2.6),
+    ("batch 1, context 4096", "resformer", "llama", 3.0, 3.7),
+    ("batch 1, context 16384", "resformer", "llama", 4.5, 5.5),
+    ("batch 8, context 2048", "resformer", "llama", 3.5, 5.5),
+    ("batch 1, context 4096", "resformer", "resformer static", 1 / 1.05, 1 / 0.95),
+    ("batch 8, context 2048", "svformer", "resformer", 0.98, 1.13),
+    ("batch 1, context 128", "denseformer", "transformer", 0.97, 1.00),
+]
+#: Of prefill time over Llama's: (must be, aim), for every method but those that do more work by design.
+PREFILL_TARGET = {"svformer": (1.05, 0.93)}
+PREFILL_DEFAULT = (1.05, 1.00)
+PREFILL_METHODS = [name for name in METHODS if name not in ("resformer-dense", "resformer-gated")]
+PREFILL_TOKENS = 1024
+
+
+@dataclass
+class Timings:
+    """Seconds by arm, one entry a round, and how much of a core others used in that round."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    others: list[float] = field(default_factory=list)
+
+    def counted(self) -> list[int]:
+        quiet = [index for index, load in enumerate(self.others) if load <= QUIET]
+        return quiet if len(quiet) >= 3 else list(range(len(self.others)))
+
+    def median(self, arm: str) -> float:
+        return statistics.median(self.seconds[arm][index] for index in self.counted())
+
+    def ratio(self, faster: str, slower: str, added: dict[str, float] | None = None) -> float:
+        """Median of slower / faster within a round: how many times as fast the first is."""
+        more = added or {}
+        return statistics.median(
+            (self.seconds[slower][index] + more.get(slower, 0.0))
+            / (self.seconds[faster][index] + more.get(faster, 0.0))
+            for index in self.counted()
+        )
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "rounds": len(self.others),
+            "rounds counted": len(self.counted()),
+            "others' load in them": round(max(self.others[index] for index in self.counted()), 2),
+        }
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return times.user + times.system + getattr(times, "nice", 0.0) + getattr(times, "irq", 0.0)
+
+
+def measure(
+    arms: dict[str, Callable[[], object]], options: argparse.Namespace, device: torch.device, rounds: int
+) -> Timings:
+    """Runs every arm once in each round, until all rounds are done or, after three, the time is up."""
+    clock = time.process_time if options.clock == "cpu" else time.perf_counter
+    timings = Timings({name: [] for name in arms})
+    names = list(arms)
+    process = psutil.Process()
+    start_of_all = time.perf_counter()
+    give_up = start_of_all + options.patience
+    for number in range(-1, rounds):  # the first warms up
+        if number >= 3 and time.perf_counter() - start_of_all > options.budget:
+            break
+        while (
+            options.clock == "wall"
+            and time.perf_counter() < give_up
+            and psutil.cpu_percent(interval=0.3) * psutil.cpu_count() > 100 * QUIET
+        ):
+            time.sleep(0.2)
+        start, own = busy_seconds(), sum(process.cpu_times()[:2])
+        began = time.perf_counter()
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            synchronise(device)
+            at = clock()
+            arms[name]()
+            synchronise(device)
+            if number >= 0:
+                timings.seconds[name].append(clock() - at)
+        others = busy_seconds() - start - (sum(process.cpu_times()[:2]) - own)
+        if number >= 0:
+            timings.others.append(max(others, 0.0) / (time.perf_counter() - began))
+    return timings
+
+
+def build(method: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if method == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    else:
+        model = ResFormerForCausalLM(ResFormerConfig.for_method(method, **SHAPE))
+    return model.to(device=device, dtype=dtype).eval()
+
+
+def filled(cache: Cache, model: PreTrainedModel, case: Case) -> Cache:
+    """`cache`, holding `case.context` random tokens."""
+    config = model.config
+    heads, head_dim, layers = config.num_key_value_heads, config.head_dim, config.num_hidden_layers
+    shape = (case.batch, heads, case.context, head_dim)
+    sources = {kind: getattr(config, f"{kind}_sources", None) or list(range(layers)) for kind in ("key", "value")}
+    for layer in range(layers):
+        keys, values = (
+            torch.randn(shape, device=model.device, dtype=model.dtype) if sources[kind][layer] == layer else None
+            for kind in ("key", "value")
+        )
+        if keys is not None or values is not None:
+            cache.update(keys, values, layer)
+    return cache
+
+
+class Decoding:
+    """Generates `case.tokens` tokens after the cached ones, and takes them back."""
+
+    def __init__(self, model: PreTrainedModel, arm: str, case: Case):
+        self.model, self.case = model, case
+        if arm.endswith("static"):
+            self.cache: Cache = StaticCache(config=model.config, max_cache_len=case.context + 256)
+        else:
+            self.cache = (DynamicCache if arm.startswith("llama") else GrowingCache)(config=model.config)
+        filled(self.cache, model, case)
+        self.ids = torch.randint(1, SHAPE["vocab_size"], (case.batch, case.context + 1), device=model.device)
+
+    def __call__(self) -> None:
+        self.model.generate(
+            self.ids,
+            attention_mask=torch.ones_like(self.ids),
+            past_key_values=self.cache,
+            max_new_tokens=self.case.tokens,
+            do_sample=False,
+            disable_compile=True,
+        )
+        if isinstance(self.cache, StaticCache):
+            for layer in self.cache.layers:
+                layer.cumulative_length.fill_(self.case.context)
+        else:
+            self.cache.crop(-self.case.tokens)
+
+    @torch.no_grad()
+    def growth(self) -> float:
+        """Seconds that copying the cache to larger memory takes for each token, copied as seldom as it is."""
+        layers = [layer for layer in self.cache.layers if getattr(layer, "keys", None) is not None or layer.values]
+        started = time.perf_counter()
+        for layer in layers:
+            for states in (layer.key_states, layer.value_states):
+                if states.held is not None:
+                    states.move_to_larger_memory(1)
+        synchronise(self.model.device)
+        return (time.perf_counter() - started) / new_slack(self.case.context)
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second that memory is read with, by the best of several sums over 512 MiB."""
+    numbers = torch.ones(2**27, device=device)
+    best = float("inf")
+    for _ in range(8):
+        synchronise(device)
+        at = time.perf_counter()
+        numbers.sum()
+        synchronise(device)
+        best = min(best, time.perf_counter() - at)
+    return numbers.nbytes / best
+
+
+def limits(model: PreTrainedModel, arm: str, case: Case, seconds: float, speed: float) -> dict[str, Any]:
+    """What a token costs at least, in bytes read and written, against the time that it took."""
+    weights = sum(parameter.nbytes for parameter in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    stored = cache_bytes_per_token(model.config, model.dtype) * case.batch * case.context
+    full = cache_bytes_per_token(LlamaConfig(**SHAPE), model.dtype) * case.batch * case.context
+    moved = {"weights read": weights, "keys and values read": full}  # every layer reads, also what others store
+    if arm.startswith("llama"):
+        moved["cache copied, read and written"] = 2 * stored
+    floor = sum(moved.values()) / speed
+    largest = max(moved, key=lambda name: moved[name])
+    bound = f"memory: {largest}" if floor > 0.5 * seconds else f"operations and Python, then memory: {largest}"
+    return {
+        "MB": {name: round(size / 1e6, 1) for name, size in moved.items()},
+        "least ms": round(1e3 * floor, 2),
+        "share of the time": round(floor / seconds, 2),
+        "limited by": bound,
+    }
+
+
+def decode(case: Case, models: dict[str, PreTrainedModel], options: argparse.Namespace, speed: float) -> Any:
+    device = models["llama"].device
+    chosen = {arm: models[arm.split()[0]] for arm in case.arms}
+    with torch.no_grad():
+        arms = {arm: Decoding(model, arm, case) for arm, model in chosen.items()}
+    timings = measure(dict(arms), options, device, options.rounds)
+    growth = {arm: arms[arm].growth() for arm in arms if isinstance(arms[arm].cache, GrowingCache)}
+    added = {arm: seconds * case.tokens for arm, seconds in growth.items()}
+    result: dict[str, Any] = {"tokens a round": case.tokens, **timings.report(), "arms": {}}
+    for arm, model in chosen.items():
+        seconds = timings.median(arm) / case.tokens + growth.get(arm, 0.0)
+        result["arms"][arm] = {
+            "ms a step": round(1e3 * seconds, 3),
+            "of these growth": round(1e3 * growth.get(arm, 0.0), 3),
+            "tokens/s": round(case.batch / seconds, 1),
+            "against llama": round(timings.ratio(arm, "llama", added), 3),
+            **limits(model, arm, case, seconds, speed),
+        }
+    met = []
+    for name, faster, slower, must, aim in TARGETS:
+        if name == case.name:
+            ratio = timings.ratio(faster, slower, added)
+            met.append(verdict(f"{faster} against {slower}", ratio, must, aim, ratio >= must, ratio >= aim))
+    return result, met
+
+
+def prefill(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Any:
+    ids = torch.randint(1, SHAPE["vocab_size"], (1, PREFILL_TOKENS), device=device)
+    models = {name: build(name, device, dtype) for name in ("llama", *PREFILL_METHODS)}
+    models["llama again"] = models["llama"]
+
+    @torch.no_grad()
+    def once(model: PreTrainedModel) -> None:
+        model(ids, use_cache=True, logits_to_keep=1)
+
+    arms = {name: lambda model=model: once(model) for name, model in models.items()}
+    timings = measure(arms, options, device, max(5, options.rounds // 2))
+    result: dict[str, Any] = {"tokens": PREFILL_TOKENS, **timings.report(), "arms": {}}
+    met = []
+    for name in models:
+        ratio = 1 / timings.ratio(name, "llama")
+        result["arms"][name] = {"ms": round(1e3 * timings.median(name), 1), "time of llama's": round(ratio, 3)}
+        if not name.startswith("llama"):
+            must, aim = PREFILL_TARGET.get(name, PREFILL_DEFAULT)
+            met.append(verdict(f"{name}: time of llama's", ratio, must, aim, ratio <= must, ratio <= aim))
+    result["limited by"] = "arithmetic: the products with the weights and the attention"
+    return result, met
+
+
+def verdict(what: str, got: float, must: float, aim: float, met: bool, aimed: bool) -> dict[str, Any]:
+    return {
+        "what": what,
+        "got": round(got, 3),
+        "must": round(must, 3),
+        "aim": round(aim, 3),
+        "met": met,
+        "aim met": aimed,
+    }
+
+
+def cache_sizes(model: PreTrainedModel, device: torch.device) -> Any:
+    """What an SVFormer's cache holds and has allocated after each of many lengths, against Llama's tokens' bytes."""
+    layers = SHAPE["num_hidden_layers"]
+    per_token = cache_bytes_per_token(LlamaConfig(**SHAPE), model.dtype)
+    worst, exact = 0.0, True
+    case = Case(1, 1000, 0, ())
+    cache = filled(GrowingCache(model.config), model, case)
+    ids = torch.ones(1, 1, dtype=torch.long, device=device)
+    with torch.no_grad():
+        for tokens in range(1001, 1601):
+            model(ids, past_key_values=cache, logits_to_keep=1)
+            held = [states for layer in cache.layers for states in (layer.keys, layer.values) if states is not None]
+            exact &= sum(states.nbytes for states in held) * 2 * layers == per_token * tokens * (layers + 1)
+            bound = max(256, tokens // 16)
+            allocated = max(states.untyped_storage().nbytes() / states.nbytes for states in held)
+            worst = max(worst, (allocated - 1) * tokens / bound)
+    return {
+        "share of llama's bytes": f"{layers + 1}/{2 * layers}",
+        "exact at 1001 to 1600 tokens": exact,
+        "most slack, as a share of what may be": round(worst, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (2)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--cases", default="", help="only the decoding cases whose name holds this; 'prefill' for none")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for quiet in each case (60)")
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds after which a case ends (120)")
+    parser.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall", help="'cpu' for one thread that is disturbed"
+    )
+    parser.add_argument("--update", action="store_true", help="replace the cases of this run only in the output")
+    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+
+    speed = bandwidth(device)
+    before = json.loads(options.output.read_text(encoding="utf-8")) if options.update else {}
+    results: dict[str, Any] = {
+        "command": shlex.join(["python", *sys.argv]),
+        "commands before": [*before.get("commands before", []), *([before["command"]] if before else [])],
+        "versions": {
+            "resformer": resformer.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {
+            "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
+            "cores": psutil.cpu_count(),
+            "threads": options.threads,
+            "dtype": options.dtype,
+            "clock": options.clock,
+            "read bandwidth, GB/s": round(speed / 1e9, 1),
+        },
+        "shape": SHAPE,
+        "decoding": before.get("decoding", {}),
+        "targets": before.get("targets", []),
+    }
+    models = {
+        name: build(name, device, dtype) for name in ("llama", "transformer", "resformer", "svformer", "denseformer")
+    }
+    for case in CASES:
+        if options.cases in case.name:
+            result, met = decode(case, models, options, speed)
+            results["decoding"][case.name] = result
+            results["targets"] = [each for each in results["targets"] if each["case"] != case.name]
+            results["targets"] += [{"case": case.name, **each} for each in met]
+            arms = "  ".join(
+                f"{arm} {each['ms a step']} ms ({each['against llama']})" for arm, each in result["arms"].items()
+            )
+            print(f"{case.name} [{result['rounds counted']}/{result['rounds']} rounds]: {arms}", flush=True)
+            write(results, options.output)
+    results["cache"] = cache_sizes(models["svformer"], device)
+    if "prefill" in before:
+        results["prefill"] = before["prefill"]
+    if options.cases in ("", "prefill"):
+        models.clear()
+        results["prefill"], met = prefill(options, device, dtype)
+        results["targets"] = [each for each in results["targets"] if not each["case"].startswith("prefill")]
+        results["targets"] += [{"case": f"prefill of {PREFILL_TOKENS}", **each} for each in met]
+    for each in results["targets"]:
+        state = "aim met" if each["aim met"] else "met" if each["met"] else "MISSED"
+        print(f"{each['case']}: {each['what']} {each['got']} (must {each['must']}, aim {each['aim']}): {state}")
+    print(results["cache"])
+    write(results, options.output)
+
+
+def write(results: dict[str, Any], output: Path | None) -> None:
+    """What there is so far: a run that is cut short leaves its finished cases."""
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,515 @@
+"""A `GrowingCache` does all that a `DynamicCache` does, to the bit, in place and with bounded slack."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import (
+    Cache,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StaticCache,
+)
+
+from resformer import GrowingCache, ResFormerConfig
+from resformer.configuration import cache_bytes, cache_bytes_per_token
+from resformer.modeling.growing_cache import GrowingLayer, GrowingSlidingWindowLayer
+
+TinyModel = Callable[..., PreTrainedModel]
+Batch = dict[str, torch.Tensor]
+
+HEADS, HEAD_DIM = 2, 4
+
+
+def config_of(window: int | None = None, layers: int = 2) -> LlamaConfig | MistralConfig:
+    shape = {"num_hidden_layers": layers, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": HEADS}
+    return LlamaConfig(**shape) if window is None else MistralConfig(**shape, sliding_window=window)
+
+
+def states(batch: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(batch, HEADS, tokens, HEAD_DIM, generator=generator)
+
+
+def held(cache: Cache) -> list[torch.Tensor]:
+    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
+
+
+def slack(cache: Cache) -> int:
+    """Bytes that the cache keeps alive beyond what it holds."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held(cache)}
+    return sum(storages.values()) - sum(tensor.nbytes for tensor in held(cache))
+
+
+def assert_alike(mine: Cache, naive: Cache, query_length: int = 3) -> None:
+    assert mine.get_seq_length() == naive.get_seq_length()
+    assert mine.get_max_length() == naive.get_max_length()
+    for layer in range(len(naive.layers)):
+        assert mine.get_mask_sizes(query_length, layer) == naive.get_mask_sizes(query_length, layer)
+    assert len(held(mine)) == len(held(naive))
+    for a, b in zip(held(mine), held(naive), strict=True):
+        assert torch.equal(a, b)
+
+
+# The same as a DynamicCache, whatever is done to it
+
+STEP = st.one_of(
+    st.tuples(st.just("update"), st.integers(1, 300)),
+    st.tuples(st.just("update"), st.just(1)),
+    st.tuples(st.just("crop"), st.integers(0, 40)),
+    st.tuples(st.just("crop"), st.integers(100, 800)),
+    st.tuples(st.just("reorder"), st.integers(0, 5)),
+    st.tuples(st.just("repeat"), st.integers(1, 2)),
+    st.tuples(st.just("select"), st.integers(0, 5)),
+    st.tuples(st.just("copy"), st.just(0)),
+    st.tuples(st.just("pickle"), st.just(0)),
+    st.tuples(st.just("assign"), st.integers(1, 5)),
+    st.tuples(st.just("reset"), st.just(0)),
+    st.tuples(st.just("offload"), st.just(0)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=st.lists(STEP, max_size=14), window=st.sampled_from([None, 2, 7, 300]), record=st.booleans())
+def test_any_sequence_of_operations_leaves_what_it_leaves_of_a_dynamic_cache(
+    steps: list[tuple[str, int]], window: int | None, record: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    mine: Any = GrowingCache(config_of(window))
+    naive: Any = DynamicCache(config=config_of(window))
+    batch, total = 3, 0
+    if record:
+        mine.activate_past_recording()
+        naive.activate_past_recording()
+    for what, number in [("update", 5), *steps]:
+        if what == "update":
+            for layer in range(2):
+                keys, values = states(batch, number, generator), states(batch, number, generator)
+                with torch.no_grad():
+                    got = mine.update(keys.clone(), values.clone(), layer)
+                    expected = naive.update(keys, values, layer)
+                assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+            total += number
+        elif what == "crop":
+            number = min(number, total - 1)
+            # A window that was overrun has forgotten what came before, unless it was told to remember.
+            if number < 1 or (window is not None and total >= window and (not record or number > 40)):
+                continue
+            with torch.no_grad():
+                mine.crop(-number)
+            naive.crop(-number)
+            total -= number
+        elif what == "assign":  # what libraries do that compress caches
+            if window is not None:
+                continue
+            for layer in [*mine.layers, *naive.layers]:
+                if layer.keys is not None:
+                    with torch.no_grad():
+                        layer.keys, layer.values = layer.keys[..., :number, :], layer.values[..., :number, :]
+            total = min(total, number)
+        elif what == "reset":
+            mine.reset()
+            naive.reset()
+            total = 0
+        elif what == "copy":
+            mine = copy.deepcopy(mine)
+        elif what == "pickle":
+            mine = pickle.loads(pickle.dumps(mine))
+        elif what == "offload":
+            for layer in mine.layers:
+                layer.offload()
+                layer.prefetch()
+        else:
+            rows = torch.randint(0, batch, (number + 1,), generator=generator)
+            if what == "reorder":
+                rows = torch.randint(0, batch, (batch,), generator=generator)
+            for cache in (mine, naive):
+                if what == "reorder":
+                    cache.reorder_cache(rows)
+                elif what == "select":
+                    cache.batch_select_indices(rows)
+                else:
+                    cache.batch_repeat_interleave(number)
+            if total:
+                batch = {"reorder": batch, "select": len(rows), "repeat": batch * number}[what]
+                if batch > 12:
+                    mine.batch_select_indices(torch.arange(3))
+                    naive.batch_select_indices(torch.arange(3))
+                    batch = 3
+        if total:
+            assert_alike(mine, naive)
+            if not record:
+                tokens = held(mine)[0].shape[-2]
+                assert slack(mine) <= max(256, tokens // 16) * 2 * 2 * batch * HEADS * HEAD_DIM * 4
+
+
+def test_a_window_that_remembers_shows_what_masks_expect() -> None:
+    # Within an assistant's turn several passes follow one another before `crop` says what stays.
+    mine, naive = GrowingCache(config_of(window=7, layers=1)), DynamicCache(config=config_of(window=7, layers=1))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for cache in (mine, naive):
+            cache.activate_past_recording()
+        for tokens in (5, 61, 1, 3):
+            keys, values = states(1, tokens, generator), states(1, tokens, generator)
+            expected = naive.update(keys, values, 0)
+            assert all(torch.equal(a, b) for a, b in zip(mine.update(keys, values, 0), expected, strict=True))
+        for cache in (mine, naive):
+            cache.crop(-2)
+        assert_alike(mine, naive)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_what_was_returned_stays_as_it_was(window: int | None) -> None:
+    # A caller may hold the keys of an earlier step; only what is cropped away may be written over.
+    cache, generator = GrowingCache(config_of(window)), torch.Generator().manual_seed(0)
+    seen = []
+    with torch.no_grad():
+        for tokens in (3, 1, 1, 200, 1, 300, 1, 1):
+            keys, values = cache.update(states(1, tokens, generator), states(1, tokens, generator), 0)
+            seen += [(keys, keys.clone()), (values, values.clone())]
+    assert all(torch.equal(tensor, then) for tensor, then in seen)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("start", [1, 100, 4096, 20000])
+def test_slack_is_at_most_256_tokens_or_a_sixteenth_and_copies_are_few(start: int) -> None:
+    cache, generator = GrowingCache(config_of(layers=1)), torch.Generator().manual_seed(0)
+    token = 2 * HEADS * HEAD_DIM * 4
+    places = set()
+    with torch.no_grad():
+        cache.update(states(1, start, generator), states(1, start, generator), 0)
+        assert slack(cache) == 0  # a prompt that is never continued takes what it takes
+        for tokens in range(start + 1, start + 1001):
+            keys, _ = cache.update(states(1, 1, generator), states(1, 1, generator), 0)
+            places.add(keys.data_ptr())
+            assert keys.shape[-2] == tokens
+            assert slack(cache) <= max(256, tokens // 16) * token
+    assert len(places) <= 6
+
+
+def test_a_window_takes_the_window_and_bounded_slack() -> None:
+    cache, generator = GrowingCache(config_of(window=100, layers=1)), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tokens in (1000, *[1] * 700, 600, 1, 1):
+            cache.update(states(1, tokens, generator), states(1, tokens, generator), 0)
+            assert held(cache)[0].shape[-2] == 99
+            assert slack(cache) <= 256 * 2 * HEADS * HEAD_DIM * 4
+    assert cache.get_seq_length() == 2302
+
+
+def test_rejected_guesses_do_not_have_everything_copied() -> None:
+    # Assisted decoding appends some tokens and takes back most of them, at every step.
+    cache, generator = GrowingCache(config_of(layers=1)), torch.Generator().manual_seed(0)
+    places = set()
+    with torch.no_grad():
+        cache.update(states(1, 3000, generator), states(1, 3000, generator), 0)
+        for _ in range(150):
+            keys, _ = cache.update(states(1, 21, generator), states(1, 21, generator), 0)
+            places.add(keys.data_ptr())
+            cache.crop(-20)
+            assert slack(cache) <= 256 * 2 * HEADS * HEAD_DIM * 4
+    assert len(places) <= 2
+
+
+def test_a_view_of_something_larger_is_not_kept_alive() -> None:
+    # Models with one projection for queries, keys and values hand on thirds of it.
+    cache = GrowingCache(config_of(layers=1))
+    whole = torch.randn(1, HEADS, 1000, 100 * HEAD_DIM)
+    with torch.no_grad():
+        cache.update(whole[..., :HEAD_DIM], whole[..., HEAD_DIM : 2 * HEAD_DIM], 0)
+    assert slack(cache) == 0
+
+
+@pytest.mark.parametrize("sliding_window", [None, 4])
+def test_bytes_are_those_of_the_distinct_sources(
+    tiny_model: TinyModel, variant: str, sliding_window: int | None, ragged: Batch
+) -> None:
+    model = tiny_model(variant, sliding_window=sliding_window, layer_types=None)
+    with torch.no_grad():
+        cache = model(**ragged).past_key_values
+    assert type(cache) is GrowingCache
+    assert sum(tensor.nbytes for tensor in held(cache)) == cache_bytes(model.config, 11, 3, "float32")
+    keys = {n for n, layer in enumerate(cache.layers) if layer.keys is not None}
+    values = {n for n, layer in enumerate(cache.layers) if layer.values is not None}
+    assert keys == set(model.config.all_key_sources)
+    assert values == set(model.config.all_value_sources)
+    assert {cache.get_seq_length(n) for n in keys | values} == {11}
+    generated = model.generate(**ragged, max_new_tokens=9, return_dict_in_generate=True, do_sample=False)
+    per_token = cache_bytes_per_token(model.config, "float32") * 3
+    assert slack(generated.past_key_values) <= 256 * per_token
+
+
+# Who uses it
+
+
+def test_plain_calls_and_generate_use_it_and_other_choices_stand(
+    tiny_model: TinyModel, variant: str, ragged: Batch
+) -> None:
+    model = tiny_model(variant)
+    options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
+    assert type(model(**ragged).past_key_values) is GrowingCache
+    assert type(model.model(**ragged).past_key_values) is GrowingCache
+    assert model(**ragged, use_cache=False).past_key_values is None
+    assert type(model.generate(**ragged, **options).past_key_values) is GrowingCache
+    assert model.generate(**ragged, **options, use_cache=False).past_key_values is None
+    chosen = {"dynamic": DynamicCache, "static": StaticCache}
+    for name, cache_class in chosen.items():
+        got = model.generate(**ragged, **options, cache_implementation=name).past_key_values
+        assert type(got) is cache_class
+    for cache in (
+        DynamicCache(config=model.config),
+        StaticCache(config=model.config, max_cache_len=20),
+        GrowingCache(model.config),
+    ):
+        assert model.generate(**ragged, **options, past_key_values=cache).past_key_values is cache
+        assert cache.get_seq_length() == 12
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=5)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)),
+}
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sample", "beam", "assisted", "lookup"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_llama_style_models_generate_with_it_as_with_their_own(family: str, mode: str, ragged: Batch) -> None:
+    model = FAMILIES[family]().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    prompt = {name: tensor[:1] for name, tensor in ragged.items()} if mode in ("assisted", "lookup") else ragged
+    options: dict[str, Any] = {
+        "greedy": {},
+        "sample": {"do_sample": True, "top_k": 20},
+        "beam": {"num_beams": 3, "num_return_sequences": 2},
+        "assisted": {"assistant_model": copy.deepcopy(model)},
+        "lookup": {"prompt_lookup_num_tokens": 3},
+    }[mode]
+    outputs = []
+    for cache in (None, GrowingCache(model.config)):
+        torch.manual_seed(1)
+        given_cache = {} if cache is None else {"past_key_values": cache}
+        options_of_this = {"do_sample": False, "max_new_tokens": 9, **options, **given_cache}
+        outputs.append(model.generate(**prompt, **options_of_this, output_logits=True, return_dict_in_generate=True))
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    for naive, mine in zip(outputs[0].logits, outputs[1].logits, strict=True):
+        torch.testing.assert_close(mine, naive, rtol=1e-5, atol=1e-5)
+    assert type(outputs[1].past_key_values) is GrowingCache
+
+
+def test_layers_follow_the_configuration_and_come_as_they_are_needed_without_one() -> None:
+    mixed = ResFormerConfig(
+        num_hidden_layers=4,
+        hidden_size=16,
+        num_attention_heads=4,
+        sliding_window=6,
+        layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        key_sources=[0, 1, 0, 3],
+        value_sources=[0, 1, 0, 1],
+    )
+    kinds = [type(layer).__name__ for layer in GrowingCache(mixed).layers]
+    assert kinds == ["GrowingLayer", "GrowingSlidingWindowLayer", "DummyLayer", "GrowingSlidingWindowLayer"]
+    cache = GrowingCache()
+    assert len(cache) == 0
+    generator = torch.Generator().manual_seed(0)
+    cache.update(states(1, 3, generator), states(1, 3, generator), 2)
+    assert [type(layer) for layer in cache.layers] == [GrowingLayer] * 3
+    assert [cache.get_seq_length(n) for n in range(4)] == [0, 0, 3, 0]
+    assert isinstance(cache, DynamicCache)
+    assert not cache.is_compileable
+    assert cache.is_croppable
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("variant", ["resformer", "svformer", "crossed-sharing", "kitchen-sink"], indirect=True)
+def test_gradients_flow_through_the_cache(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    model = tiny_model(variant, dtype=torch.float64).train()
+    ids = ragged["input_ids"][:1]
+    gradients = []
+    for cache in (None, GrowingCache(model.config), DynamicCache(config=model.config)):
+        model.zero_grad()
+        if cache is None:
+            logits = model(ids, use_cache=False).logits
+        else:
+            parts = (slice(0, 5), slice(5, 6), slice(6, 7), slice(7, 11))
+            logits = torch.cat([model(ids[:, part], past_key_values=cache).logits for part in parts], dim=1)
+        nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for got in gradients[1:]:
+        for a, b in zip(got, gradients[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def test_gradients_of_a_step_outlive_later_steps_without_gradients(tiny_model: TinyModel, ragged: Batch) -> None:
+    # Writing in place to what autograd has saved would raise, or give a wrong gradient.
+    model = tiny_model("resformer", dtype=torch.float64)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)  # keys and values of layer 0 need no gradient, its queries do
+    ids = ragged["input_ids"][:1]
+    results = []
+    for new_cache in (lambda: GrowingCache(model.config), lambda: DynamicCache(config=model.config)):
+        cache = new_cache()
+        model.zero_grad()
+        with torch.no_grad():
+            model(ids[:, :5], past_key_values=cache)
+            model(ids[:, 5:6], past_key_values=cache)
+        loss = model(ids[:, 6:8], past_key_values=cache).logits.square().mean()
+        with torch.no_grad():
+            model(ids[:, 8:9], past_key_values=cache)
+            last = model(ids[:, 9:10], past_key_values=cache).logits
+        loss.backward()
+        results.append((last, [parameter.grad for parameter in model.parameters() if parameter.requires_grad]))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-9, atol=1e-9)
+    for mine, naive in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(mine, naive, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("inside", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("outside", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_a_cache_made_in_one_mode_is_continued_in_another(
+    tiny_model: TinyModel, inside: Callable[[], Any], outside: Callable[[], Any], ragged: Batch
+) -> None:
+    model = tiny_model("svformer").requires_grad_(False)
+    ids = ragged["input_ids"][:1]
+    expected = model(ids, use_cache=False).logits
+    cache = GrowingCache(model.config)
+    with inside():
+        model(ids[:, :4], past_key_values=cache)
+        model(ids[:, 4:6], past_key_values=cache)
+    with outside():
+        got = model(ids[:, 6:9], past_key_values=cache).logits
+    torch.testing.assert_close(got, expected[:, 6:9], rtol=1e-4, atol=1e-4)
+    with inside():
+        got = model(ids[:, 9:], past_key_values=cache).logits
+    torch.testing.assert_close(got, expected[:, 9:], rtol=1e-4, atol=1e-4)
+
+
+# Copies
+
+
+@pytest.mark.parametrize("duplicate", ["deepcopy", "pickle", "torch.save", "layers"])
+@pytest.mark.parametrize("window", [None, 6])
+def test_copies_go_their_own_ways(duplicate: str, window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    cache = GrowingCache(config_of(window))
+    naive = DynamicCache(config=config_of(window))
+    with torch.no_grad():
+        for tokens in (4, 1):
+            for layer in range(2):
+                keys, values = states(1, tokens, generator), states(1, tokens, generator)
+                cache.update(keys, values, layer)
+                naive.update(keys, values, layer)
+        if duplicate == "deepcopy":
+            twin = copy.deepcopy(cache)
+        elif duplicate == "pickle":
+            twin = pickle.loads(pickle.dumps(cache))
+        elif duplicate == "torch.save":
+            file = io.BytesIO()
+            torch.save(cache, file)
+            file.seek(0)
+            twin = torch.load(file, weights_only=False)
+        else:
+            twin = copy.copy(cache)
+            twin.layers = [copy.copy(layer) for layer in cache.layers]
+        for branch in (cache, twin):
+            other = copy.deepcopy(naive)
+            for layer in range(2):
+                keys, values = states(1, 2, generator), states(1, 2, generator)
+                branch.update(keys, values, layer)
+                other.update(keys, values, layer)
+            assert_alike(branch, other)
+        assert not torch.equal(held(cache)[0], held(twin)[0])
+
+
+def test_a_file_holds_no_slack() -> None:
+    cache, generator = GrowingCache(config_of(layers=1)), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tokens in (10, 1):
+            cache.update(states(1, tokens, generator), states(1, tokens, generator), 0)
+    assert slack(cache) > 0
+    assert slack(pickle.loads(pickle.dumps(cache))) == 0
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_data_parallelism_puts_gathered_caches_together(window: int | None) -> None:
+    # torch.nn.parallel gathers by calling the class with what iterating over the replicas' caches gives, side by side.
+    caches, generator = [GrowingCache(config_of(window)) for _ in range(2)], torch.Generator().manual_seed(0)
+    for cache in caches:
+        for layer in range(2):
+            with torch.no_grad():
+                cache.update(states(1, 3, generator), None if layer else states(1, 3, generator), layer)
+    gathered = GrowingCache(
+        tuple(
+            None if part[0] is None else torch.cat([one.reshape(1) if one.dim() == 0 else one for one in part])
+            for part in zip(*layers, strict=True)
+        )
+        for layers in zip(*caches, strict=True)
+    )
+    assert gathered.get_seq_length() == 3
+    kind = GrowingLayer if window is None else GrowingSlidingWindowLayer
+    assert [type(layer) for layer in gathered.layers] == [kind, kind]
+    assert torch.equal(gathered.layers[0].values, torch.cat([cache.layers[0].values for cache in caches]))
+    assert gathered.layers[1].values is None
+
+
+# Refusals
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    cache, generator = GrowingCache(config_of(layers=1)), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        cache.update(states(2, 3, generator), states(2, 3, generator), 0)
+        cache.update(states(2, 1, generator), states(2, 1, generator), 0)
+        with pytest.raises(ValueError, match=r"\(2, 2, 4, 4\).*\(1, 2, 1, 4\)"):  # copying would broadcast it
+            cache.update(states(1, 1, generator), states(1, 1, generator), 0)
+        assert cache.get_seq_length() == 4
+        with pytest.raises(ValueError, match=r"(?i)crop.*positive"):
+            cache.crop(1)
+
+
+def test_another_dtype_is_promoted_as_it_is_in_a_dynamic_cache() -> None:
+    generator = torch.Generator().manual_seed(0)
+    caches = GrowingCache(config_of(layers=1)), DynamicCache(config=config_of(layers=1))
+    parts = [states(1, tokens, generator) for tokens in (3, 1, 1)]
+    with torch.no_grad():
+        for cache in caches:
+            for part, dtype in zip(parts, (torch.bfloat16, torch.bfloat16, torch.float32), strict=True):
+                got = cache.update(part.to(dtype), part.to(dtype), 0)
+            assert got[0].dtype == torch.float32
+    assert_alike(*caches)
+
+
+def test_sliding_layers_refuse_what_dynamic_ones_refuse() -> None:
+    cache, generator = GrowingCache(config_of(window=4, layers=1)), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        cache.update(states(1, 6, generator), states(1, 6, generator), 0)
+        with pytest.raises(RuntimeError, match="activate_past_recording"):
+            cache.crop(-1)

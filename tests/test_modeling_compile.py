@@ -1,0 +1,127 @@
+"""Every method compiles whole, once, for all steps of decoding, and exports with any batch and length."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import COMBINATIONS
+from transformers import CompileConfig, PreTrainedModel, StaticCache
+
+from resformer import METHODS, GrowingCache
+from resformer.modeling.linear import Linear
+
+TinyModel = Callable[..., PreTrainedModel]
+Batch = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def small(tiny_model: TinyModel, request: pytest.FixtureRequest) -> PreTrainedModel:
+    """A model of the test's `variant` or `method`; three layers do for a named method, compilers take long enough."""
+    name = request.getfixturevalue("method" if "method" in request.fixturenames else "variant")
+    return tiny_model(name) if name in COMBINATIONS else tiny_model(name, num_hidden_layers=5 if "4x5" in name else 3)
+
+
+def decoded(model: PreTrainedModel, batch: Batch, **options: Any) -> Any:
+    return model.generate(**batch, do_sample=False, output_logits=True, return_dict_in_generate=True, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [*METHODS, "kitchen-sink", "gated-sink"], indirect=True)
+def test_generate_with_a_static_cache_compiles_one_whole_graph(
+    small: PreTrainedModel, variant: str, ragged: Batch
+) -> None:
+    model, graphs = small, []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    expected = decoded(model, ragged, max_new_tokens=6, use_cache=False)
+    torch.compiler.reset()
+    compilation = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    compilation._compile_all_devices = True  # generate compiles on accelerators only, unless told
+    options = {"cache_implementation": "static", "compile_config": compilation}
+    got = decoded(model, ragged, max_new_tokens=6, **options)
+    assert torch.equal(got.sequences, expected.sequences)
+    for mine, naive in zip(got.logits, expected.logits, strict=True):
+        torch.testing.assert_close(mine, naive, rtol=1e-4, atol=1e-4)
+    # Transformers' static windows count in a Python number, which the compiler learns to be one at its second value.
+    once = 2 if "sliding_attention" in model.config.layer_types else 1
+    assert len(graphs) == once
+    # A shorter prompt and fewer tokens: the same graph.
+    start = {name: tensor[:, 2:] for name, tensor in ragged.items()}
+    again = decoded(model, start, max_new_tokens=4, **options)
+    assert torch.equal(again.sequences, decoded(model, start, max_new_tokens=4, use_cache=False).sequences)
+    assert len(graphs) == once
+
+
+@pytest.mark.slow
+def test_exporting_every_method_with_dynamic_batch_and_length(
+    tiny_model: TinyModel, method: str, ragged: Batch
+) -> None:
+    model = tiny_model(method, use_cache=False)
+    shape = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    with torch.no_grad():
+        program = torch.export.export(
+            model,
+            (),
+            kwargs={**ragged, "use_cache": False},
+            dynamic_shapes={"input_ids": shape, "attention_mask": shape, "use_cache": None},
+        ).module()
+        for rows, columns in ((3, 11), (2, 9), (5, 17)):
+            ids = torch.randint(3, 97, (rows, columns))
+            mask = torch.ones_like(ids)
+            mask[1, :3] = 0
+            got = program(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            expected = model(ids, attention_mask=mask).logits
+            torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_takes_a_growing_cache(tiny_model: TinyModel, ragged: Batch) -> None:
+    # It concatenates there, as a DynamicCache: what a graph writes to must not grow under it.
+    model = tiny_model("svformer", num_hidden_layers=2)
+    ids = ragged["input_ids"][:1]
+    expected = model(ids, use_cache=False).logits
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    cache = GrowingCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :4], past_key_values=cache)
+        model(ids[:, 4:5], past_key_values=cache)
+        parts = [compiled(ids[:, at : at + 1], past_key_values=cache).logits for at in (5, 6)]
+        parts += [model(ids[:, 7:8], past_key_values=cache).logits, compiled(ids[:, 8:], past_key_values=cache).logits]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected[:, 5:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["resformer", "svformer"], indirect=True)
+def test_a_compiled_call_without_a_cache_makes_one_that_is_continued(
+    tiny_model: TinyModel, method: str, ragged: Batch
+) -> None:
+    model = tiny_model(method, num_hidden_layers=2)
+    ids = ragged["input_ids"][:1]
+    expected = model(ids, use_cache=False).logits
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        first = compiled(ids[:, :8], use_cache=True)
+        rest = model(ids[:, 8:], past_key_values=first.past_key_values)
+    got = torch.cat((first.logits, rest.logits), dim=1)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_does_not_meet_the_spread_products(tiny_model: TinyModel) -> None:
+    # Python branches on devices, threads and sizes would break the graph or guard it.
+    model = tiny_model("transformer", num_hidden_layers=1)
+    cache = StaticCache(config=model.config, max_cache_len=8)
+    assert type(model.lm_head) is type(model.model.layers[0].mlp.up_proj) is Linear
+    torch.compiler.reset()
+    with torch.no_grad():
+        model(torch.tensor([[5, 6]]), past_key_values=cache)
+        step = {"input_ids": torch.tensor([[7]]), "position_ids": torch.tensor([[2]])}
+        explained = torch._dynamo.explain(model)(**step, past_key_values=cache)
+    assert explained.graph_break_count == 0
+    assert "bmm" not in "".join(graph.code for graph in explained.graphs)
