@@ -33,6 +33,7 @@ CASES: dict[str, tuple[list[str], float, float]] = {
     "copy, hashes": (["--verify", "hashes"], float("nan"), float("nan")),
     "drop projections, headers": (["--method", "svformer", "--lossy", "--verify", "headers"], 1.15, 1.0),
     "to float16, headers": (["--dtype", "float16", "--verify", "headers"], 2.0, 1.3),
+    "copy, headers, durable": (["--verify", "headers", "--durable"], float("nan"), float("nan")),
     "to float32, headers": (["--dtype", "float32", "--verify", "headers"], float("nan"), float("nan")),
 }
 
@@ -186,7 +187,7 @@ def measure(work: Path, rounds: int, layers: int) -> dict[str, object]:
         ),
         "memory_bound_mb_beyond_torch": round(1.5 * largest / 1e6 + 100, 1),
         "cases": cases,
-        "note": "cp -r leaves its data to be written to the disk later; a conversion waits until it is there (fsync)",
+        "note": "cp -r and conversions leave data to be written to the disk later; --durable waits for it (fsync)",
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, local disk, all files in the page cache",
         "versions": {
             "resformer": resformer.__version__,

@@ -69,6 +69,7 @@ class Conversion:
     link: bool = False
     force: bool = False
     verify: Verify = "auto"
+    durable: bool = False
     progress: bool = True
 
 
@@ -192,7 +193,8 @@ def carry_out(conversion: Conversion, finish: Callable[[Path, Outcome], dict[str
         )
         for name, text in finish(partial, outcome).items():
             write_text(partial / name, text)
-        flush(partial, written.shared)
+        if conversion.durable:
+            flush(partial, written.shared)
     return outcome
 
 

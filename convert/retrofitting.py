@@ -87,6 +87,7 @@ def retrofit(
     dtype: str | torch.dtype = "auto",
     link: bool = False,
     verify: Verify = "auto",
+    durable: bool = False,
     max_shard_size: int | None = None,
     allow_pickle: bool = False,
     progress: bool = True,
@@ -112,6 +113,8 @@ def retrofit(
         verify: `"headers"` reads names, dtypes and shapes back; `"hashes"` also every byte that was written;
             `"logits"` also loads both models, one after the other, and compares their logits on fixed prompts.
             `"auto"` is logits where the model fits into free memory, else hashes.
+        durable: wait until every byte is on the disk before the result is put in place, so that a power failure right
+            after it finds all or nothing. Otherwise the system writes it within its usual half minute, as after `cp`.
         max_shard_size: split weight files that are larger, in bytes.
         allow_pickle: read `pytorch_model*.bin` where there are no safetensors, restricted to tensors.
         progress: show one bar, in bytes, on a terminal.
@@ -162,7 +165,16 @@ def retrofit(
         result_config(config, "ResFormerForCausalLM", weights_dtype),
     )
     conversion = Conversion(
-        opened, plan, target, weights_dtype, exact=not lost, link=link, force=force, verify=verify, progress=progress
+        opened,
+        plan,
+        target,
+        weights_dtype,
+        exact=not lost,
+        link=link,
+        force=force,
+        verify=verify,
+        durable=durable,
+        progress=progress,
     )
     warnings = [*opened.checkpoint.notes, *notes]
     if opened.file is None and not opened.checkpoint.has_tokenizer:

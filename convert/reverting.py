@@ -65,6 +65,7 @@ def revert(
     revision: str | None = None,
     link: bool = False,
     verify: Verify = "auto",
+    durable: bool = False,
     progress: bool = True,
 ) -> RevertReport:
     """Writes the ResFormer checkpoint `source` as a plain one of the family that it came from.
@@ -75,7 +76,7 @@ def revert(
     Args:
         source: a folder or a Hub id.
         output: a new or empty folder.
-        force, dry_run, revision, link, verify, progress: as for `retrofit`.
+        force, dry_run, revision, link, verify, durable, progress: as for `retrofit`.
 
     Raises:
         CheckpointError: the checkpoint is none of ours, or its connections have an effect; the message says how large.
@@ -106,7 +107,16 @@ def revert(
         result_config(theirs, architecture, dtype),
     )
     conversion = Conversion(
-        opened, plan, target, dtype, exact=True, link=link, force=force, verify=verify, progress=progress
+        opened,
+        plan,
+        target,
+        dtype,
+        exact=True,
+        link=link,
+        force=force,
+        verify=verify,
+        durable=durable,
+        progress=progress,
     )
     outcome = foretell(conversion) if dry_run else None
     report = RevertReport(

@@ -219,7 +219,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def flush(folder: Path, shared: set[str]) -> None:
-    """Has the system write every file of `folder` to the disk, but those that it shares with the source."""
+    """Waits until every file of `folder` is on the disk, but those that it shares with the source."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name not in shared]
     # All at once: the disk orders the writes better than a file after the other would.
     with ThreadPoolExecutor(8) as pool, _writing(folder):
@@ -428,8 +428,6 @@ def _put_in_place(partial: Path, target: Path, old: Path, *, force: bool) -> Non
         finally:
             lock.give()
     shutil.rmtree(old, ignore_errors=True)
-    with suppress(OSError):  # the result stands; only its name may not have reached the disk yet
-        _fsync(target.parent)
 
 
 def _swap(one: Path, other: Path) -> bool:

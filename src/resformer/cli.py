@@ -139,6 +139,7 @@ _Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a 
 _Link = Annotated[
     bool, typer.Option("--link", help="Hard-link weight files that do not change: instant, but edits reach both.")
 ]
+_Durable = Annotated[bool, typer.Option("--durable", help="Wait until all of it is on the disk: power may fail.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, write nothing.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
@@ -176,6 +177,7 @@ def convert(
     dtype: Annotated[str, typer.Option(help="Convert the weights: float32, bfloat16, float16.")] = "auto",
     link: _Link = False,
     verify: _Verify = Verification.AUTO,
+    durable: _Durable = False,
     max_shard_size: Annotated[
         int | None, typer.Option(help="Split weight files that are larger, in bytes.", min=1)
     ] = None,
@@ -200,6 +202,7 @@ def convert(
             dtype=dtype,
             link=link,
             verify=verify.value,
+            durable=durable,
             max_shard_size=max_shard_size,
             allow_pickle=allow_pickle,
             **_parse_fields(set_ or []),
@@ -234,6 +237,7 @@ def revert(
     revision: _Revision = None,
     link: _Link = False,
     verify: _Verify = Verification.AUTO,
+    durable: _Durable = False,
     dry_run: _DryRun = False,
     as_json: _Json = False,
 ) -> None:
@@ -242,7 +246,14 @@ def revert(
         from resformer.convert import revert as revert_checkpoint
 
         report = revert_checkpoint(
-            source, output, force=force, dry_run=dry_run, revision=revision, link=link, verify=verify.value
+            source,
+            output,
+            force=force,
+            dry_run=dry_run,
+            revision=revision,
+            link=link,
+            verify=verify.value,
+            durable=durable,
         )
         if _told_as_json(report, as_json):
             return
