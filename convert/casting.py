@@ -36,11 +36,16 @@ def converted(tensor: Tensor, dtype: str, rounding: Rounding) -> Iterator[memory
         rounding: counts are added to it.
     """
     made = (_convert(piece, tensor.dtype, dtype, rounding) for piece in _numbers(tensor))
-    with ThreadPoolExecutor(1) as worker:
-        upcoming = worker.submit(next, made, None)
-        while (piece := upcoming.result()) is not None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more would wait for the core that is writing, at every piece
+    try:
+        with ThreadPoolExecutor(1) as worker:
             upcoming = worker.submit(next, made, None)
-            yield piece
+            while (piece := upcoming.result()) is not None:
+                upcoming = worker.submit(next, made, None)
+                yield piece
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _numbers(tensor: Tensor) -> Iterator[memoryview]:
