@@ -117,7 +117,8 @@ def test_finetuning_learns_and_starts_both_models_alike(exact_start: Callable[[s
         with torch.no_grad():
             loss = model.eval()(ids, labels=ids).loss
         assert loss.dtype == torch.float32
-        assert torch.equal(loss, model(ids, labels=ids).loss)
+        # With gradients the depth average is summed in another order.
+        torch.testing.assert_close(model(ids, labels=ids).loss.detach(), loss, rtol=1e-6, atol=0.0)
         assert "autocast" not in repr(model.forward)
     assert results["llama"].perplexity_before == results["resformer-denseformer"].perplexity_before
     matrix = model.model.value_mixing_matrix()
