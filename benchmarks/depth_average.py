@@ -170,19 +170,20 @@ def work(kind: str, threads: int, rounds: int, detail: str) -> dict:
     return seconds(steps, rounds, clock)
 
 
+def described(case: Case) -> dict:
+    layers, width, tokens, (dilation, period), dtype = case
+    shape = {"layers": layers, "width": width, "tokens": tokens}
+    return {**shape, "dilation x period": f"{dilation}x{period}", "dtype": dtype}
+
+
 def measure_alone(case: Case, threads: int, rounds: int, keep_memory: bool) -> dict:
     took = child(["alone", str(threads), str(rounds), json.dumps(case)], keep_memory)
     medians = {form: statistics.median(times) for form, times in took.items()}
     bare = medians.pop("no averages")
     again = medians.pop("no averages, again")
     net = {form: median - bare for form, median in medians.items()}
-    layers, width, tokens, (dilation, period), dtype = case
     return {
-        "layers": layers,
-        "width": width,
-        "tokens": tokens,
-        "dilation x period": f"{dilation}x{period}",
-        "dtype": dtype,
+        **described(case),
         "threads": threads,
         "allocator": "keeps memory" if keep_memory else "default",
         "no averages, ms": round(1e3 * bare, 1),
@@ -197,14 +198,10 @@ def measure_memory(case: Case) -> dict:
     names = ["no averages", "stack + einsum", "addcmul chain", "resformer"]
     peaks = {form: child(["memory", "2", "0", json.dumps([case, form])], keep_memory=False)["bytes"] for form in names}
     net = {form: peaks[form] - peaks["no averages"] for form in names[1:]}
-    layers, width, tokens, (dilation, period), dtype = case
+    layers, width, tokens, _, dtype = case
     states = (layers + 1) * width * tokens * getattr(torch, dtype).itemsize
     return {
-        "layers": layers,
-        "width": width,
-        "tokens": tokens,
-        "dilation x period": f"{dilation}x{period}",
-        "dtype": dtype,
+        **described(case),
         "all states, MB": round(states / 1e6),
         "peak beyond no averages, MB": {form: round(value / 1e6) for form, value in net.items()},
         "of stack + einsum": {form: round(value / net["stack + einsum"], 3) for form, value in net.items()},

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from resformer.configuration import ResFormerConfig
-from resformer.convert.connections import expected_shapes, read_connections
-from resformer.convert.conversion import Verify, check_tensors, dominant_dtype, no_bars
+from resformer.convert.connections import expected_shapes
+from resformer.convert.conversion import Verify, check_tensors, check_verify, dominant_dtype, memory_for_logits, no_bars
 from resformer.convert.errors import CheckpointError
-from resformer.convert.families import backbone_config
+from resformer.convert.families import backbone_config, without_connections
 from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.convert.source import Source, open_source
 from resformer.convert.verification import LogitsComparison, compare_logits, free_memory, pieces, same_bytes
@@ -54,10 +54,14 @@ def verify(one: str | Path, other: str | Path, *, verify: Verify = "auto", revis
     Raises:
         CheckpointError: one of them cannot be read.
     """
+    check_verify(verify)
     first, second = open_source(one, revision, ours=True), open_source(other, ours=True)
+    connections: set[str] = set()
     for source in (first, second):
         ours = source.config if isinstance(source.config, ResFormerConfig) else backbone_config(source.config)
-        check_tensors(source, expected_shapes(ours))
+        expected = expected_shapes(ours)
+        check_tensors(source, expected)
+        connections |= expected.keys() - expected_shapes(without_connections(ours)).keys()
     a, b = first.checkpoint.tensors, second.checkpoint.tensors
     common = [name for name in a if name in b]
     different: dict[str, float | None] = {}
@@ -68,7 +72,6 @@ def verify(one: str | Path, other: str | Path, *, verify: Verify = "auto", revis
         if not (same_form and same_bytes(a[name], b[name])):
             different[name] = _distance(a[name], b[name])
     only_a, only_b = sorted(a.keys() - b.keys()), sorted(b.keys() - a.keys())
-    connections = {*_connections(first), *_connections(second)}
     return Comparison(
         first.name,
         second.name,
@@ -81,10 +84,6 @@ def verify(one: str | Path, other: str | Path, *, verify: Verify = "auto", revis
     )
 
 
-def _connections(source: Source) -> list[str]:
-    return read_connections(source)[1] if isinstance(source.config, ResFormerConfig) else []
-
-
 def _logits(first: Source, second: Source, verify: Verify) -> LogitsComparison | None:
     if verify not in ("auto", "logits"):
         return None
@@ -94,8 +93,8 @@ def _logits(first: Source, second: Source, verify: Verify) -> LogitsComparison |
             "tensors alone with --verify hashes."
         )
     dtype = dominant_dtype(first.checkpoint)
-    size = max(sum(tensor.elements for tensor in s.checkpoint.tensors.values()) for s in (first, second))
-    if verify == "auto" and 1.2 * size * dtype.itemsize + 2**29 > free_memory():
+    needed = max(memory_for_logits(source.checkpoint, dtype) for source in (first, second))
+    if verify == "auto" and needed > free_memory():
         return None
     with no_bars():
         return compare_logits(lambda: first.load(dtype), lambda: second.load(dtype))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from tqdm.auto import tqdm
@@ -16,7 +16,7 @@ from resformer.convert.casting import Rounding
 from resformer.convert.errors import CheckpointError, VerificationError, brief, listed
 from resformer.convert.planning import CarriedShard, Plan
 from resformer.convert.reading import Checkpoint
-from resformer.convert.safetensors_format import FLOATING, Tensor
+from resformer.convert.safetensors_format import FLOATING
 from resformer.convert.source import Source
 from resformer.convert.verification import (
     LogitsComparison,
@@ -44,8 +44,11 @@ __all__ = [
     "Verify",
     "carry_out",
     "check_tensors",
+    "check_verify",
     "dominant_dtype",
     "foretell",
+    "memory_for_logits",
+    "model_bytes",
     "no_bars",
     "result_config",
 ]
@@ -83,6 +86,18 @@ class Outcome:
     rounding: Rounding = field(default_factory=Rounding)
     warnings: tuple[str, ...] = ()
     files: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What every report says of it."""
+        return {"transfer": self.transfer, "verified": self.verified, "verification": self.logits}
+
+
+def check_verify(verify: str) -> None:
+    """Raises `ValueError` for what is no `Verify`."""
+    *others, last = get_args(Verify)
+    if verify not in (*others, last):
+        raise ValueError(f"verify={verify!r}: expected {', '.join(others)} or {last}.")
 
 
 def check_tensors(source: Source, expected: Mapping[str, tuple[int, ...]]) -> tuple[bool, list[str]]:
@@ -204,9 +219,14 @@ def foretell(conversion: Conversion) -> Outcome:
     return Outcome(transfer, "", warnings=tuple(_choose(conversion)[1]))
 
 
-def model_bytes(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
+def model_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     """What a model takes in memory."""
-    return sum(tensor.elements for tensor in tensors.values()) * dtype.itemsize
+    return sum(tensor.elements for tensor in checkpoint.tensors.values()) * dtype.itemsize
+
+
+def memory_for_logits(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """What comparing a model's logits takes: the model, and room for a forward pass."""
+    return int(1.2 * model_bytes(checkpoint, dtype)) + 2**29
 
 
 def _choose(conversion: Conversion) -> tuple[str, list[str]]:
@@ -214,7 +234,7 @@ def _choose(conversion: Conversion) -> tuple[str, list[str]]:
         return conversion.verify, []
     if conversion.source.model is not None:
         return "logits", []
-    needed = int(1.2 * model_bytes(conversion.source.checkpoint.tensors, conversion.dtype)) + 2**29
+    needed = memory_for_logits(conversion.source.checkpoint, conversion.dtype)
     free = free_memory()
     if needed <= free:
         return "logits", []

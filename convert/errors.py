@@ -3,7 +3,7 @@
 import reprlib
 from collections.abc import Collection
 
-__all__ = ["CheckpointError", "OutputError", "VerificationError", "brief", "listed", "shown"]
+__all__ = ["CheckpointError", "OutputError", "VerificationError", "brief", "listed", "plain", "shown"]
 
 
 class CheckpointError(Exception):
@@ -36,11 +36,15 @@ def shown(name: object) -> str:
     return _short.repr(name)
 
 
+def plain(text: object) -> str:
+    """Letters and line ends alone: what a terminal would obey, or cannot show, is escaped."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in str(text))
+
+
 def brief(text: object, most: int = 400) -> str:
     """What a library says of a bad value: on one line, of a bounded length, with control characters escaped."""
     line = " ".join(str(text).splitlines())
-    plain = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line[:most])
-    return plain if len(line) <= most else f"{plain}..."
+    return plain(line[:most]) if len(line) <= most else f"{plain(line[:most])}..."
 
 
 def listed(names: Collection[str], most: int = 5) -> str:

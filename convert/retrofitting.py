@@ -1,7 +1,6 @@
 """Retrofits: a Llama-style checkpoint in, a ResFormer checkpoint with added connections out."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,8 +19,10 @@ from resformer.convert.conversion import (
     Verify,
     carry_out,
     check_tensors,
+    check_verify,
     dominant_dtype,
     foretell,
+    model_bytes,
     result_config,
 )
 from resformer.convert.errors import CheckpointError
@@ -127,12 +128,10 @@ def retrofit(
         ValueError: `method`, `fields`, `dtype` or `verify` are wrong.
     """
     target_dtype = _dtype(dtype)
-    if verify not in ("auto", "headers", "hashes", "logits"):
-        raise ValueError(f"verify={verify!r}: expected auto, headers, hashes or logits.")
+    check_verify(verify)
     _check_fields(fields)
     target = Path(output).expanduser()
-    if os.path.lexists(target):  # before anything is read or fetched
-        check_target(target, None, force=force)
+    check_target(target, None, force=force)  # before anything is read or fetched
     opened = open_source(source, revision, dtype=target_dtype, allow_pickle=allow_pickle)
     check_target(target, opened.folder if opened.file is None else None, force=force)
     stored = opened.checkpoint.tensors
@@ -179,7 +178,6 @@ def retrofit(
     warnings = [*opened.checkpoint.notes, *notes]
     if opened.file is None and not opened.checkpoint.has_tokenizer:
         warnings.append(f"{opened.name} has no tokenizer that can be read: save one beside the result.")
-    outcome = foretell(conversion) if dry_run else None
     report = RetrofitReport(
         source=opened.name,
         revision=opened.revision,
@@ -195,31 +193,24 @@ def retrofit(
         dropped=dropped,
         carried_files=len(plan.carried),
         written_files=len(plan.written),
-        transfer=Transfer() if outcome is None else outcome.transfer,
-        memory=sum(tensor.elements for tensor in stored.values()) * weights_dtype.itemsize,
+        transfer=Transfer(),
+        memory=model_bytes(opened.checkpoint, weights_dtype),
         verified="",
         left_behind=[*opened.checkpoint.left_behind, *(f"config.json: {key}" for key in opened.dropped_config)],
         warnings=warnings,
     )
-    if outcome is not None:
-        return replace(report, warnings=[*warnings, *outcome.warnings])
+
+    def told(outcome: Outcome) -> RetrofitReport:
+        return replace(
+            report, **outcome.told, rounding=outcome.rounding, warnings=[*report.warnings, *outcome.warnings]
+        )
 
     def finish(folder: Path, outcome: Outcome) -> dict[str, str]:
-        nonlocal report
         if not opened.save_gguf_extras(folder):
-            warnings.append(f"{opened.name} has no tokenizer that can be read: save one beside the result.")
-        report = replace(
-            report,
-            transfer=outcome.transfer,
-            verified=outcome.verified,
-            verification=outcome.logits,
-            rounding=outcome.rounding,
-            warnings=[*warnings, *outcome.warnings],
-        )
-        return _provenance(report, outcome.files)
+            report.warnings.append(f"{opened.name} has no tokenizer that can be read: save one beside the result.")
+        return _provenance(told(outcome), outcome.files)
 
-    carry_out(conversion, finish)
-    return report
+    return told(foretell(conversion) if dry_run else carry_out(conversion, finish))
 
 
 def losses(config: ResFormerConfig) -> list[str]:

@@ -1,7 +1,6 @@
 """Reverts: a retrofit that has learned nothing goes back to its family, every tensor byte for byte."""
 
-import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from resformer.convert.conversion import (
     Verify,
     carry_out,
     check_tensors,
+    check_verify,
     dominant_dtype,
     foretell,
     result_config,
@@ -82,9 +82,9 @@ def revert(
         CheckpointError: the checkpoint is none of ours, or its connections have an effect; the message says how large.
         OutputError, VerificationError: as for `retrofit`.
     """
+    check_verify(verify)
     target = Path(output).expanduser()
-    if os.path.lexists(target):
-        check_target(target, None, force=force)
+    check_target(target, None, force=force)
     opened = open_source(source, revision, ours=True)
     check_target(target, opened.folder, force=force)
     if not isinstance(opened.config, ResFormerConfig):
@@ -118,8 +118,8 @@ def revert(
         durable=durable,
         progress=progress,
     )
-    outcome = foretell(conversion) if dry_run else None
-    report = RevertReport(
+    outcome = foretell(conversion) if dry_run else carry_out(conversion, _nothing_more)
+    return RevertReport(
         source=opened.name,
         revision=opened.revision,
         output=str(target),
@@ -128,21 +128,9 @@ def revert(
         removed=added,
         carried_files=len(plan.carried),
         written_files=len(plan.written),
-        transfer=Transfer() if outcome is None else outcome.transfer,
-        verified="",
-        warnings=[*opened.checkpoint.notes, *notes, *(outcome.warnings if outcome else ())],
+        **outcome.told,
+        warnings=[*opened.checkpoint.notes, *notes, *outcome.warnings],
     )
-    if outcome is None:
-        outcome = carry_out(conversion, _nothing_more)
-        warnings = [*report.warnings, *outcome.warnings]
-        report = replace(
-            report,
-            transfer=outcome.transfer,
-            verified=outcome.verified,
-            verification=outcome.logits,
-            warnings=warnings,
-        )
-    return report
 
 
 def deviation(model: ResFormerForCausalLM) -> tuple[float, str]:

@@ -33,19 +33,15 @@ from resformer.convert.tensors import CODES, to_tensor, to_torch
 __all__ = ["Source", "open_source"]
 
 #: What is fetched before the weights are: enough to refuse a checkpoint that cannot be converted.
-_SMALL_HUB_FILES = [
-    *("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*LICENSE*", "*LICENCE*", "*NOTICE*", "*USE_POLICY*"),
-]
+_SMALL_HUB_FILES = "*.json *.jinja *.model *.txt *.tiktoken *LICENSE* *LICENCE* *NOTICE* *USE_POLICY*".split()
 #: Keys that every configuration may have and that say nothing about the architecture.
-_METADATA_KEYS = {
-    *("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "pretraining_tp", "id2label"),
-    *("label2id", "is_encoder_decoder", "chunk_size_feed_forward", "output_hidden_states", "return_dict"),
-    *("problem_type", "_from_model_config", "use_return_dict", "output_attentions"),
-}
+_METADATA_KEYS = set(
+    "model_type architectures torch_dtype dtype transformers_version pretraining_tp id2label label2id "
+    "is_encoder_decoder chunk_size_feed_forward output_hidden_states return_dict problem_type _from_model_config "
+    "use_return_dict output_attentions".split()
+)
 #: Keys of older configurations that Transformers still reads, whatever the family.
-_LEGACY_KEYS = {
-    *("head_dim", "rope_theta", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings"),
-}
+_LEGACY_KEYS = set("head_dim rope_theta rope_scaling partial_rotary_factor original_max_position_embeddings".split())
 _SIZES = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "max_position_embeddings max_window_layers sliding_window"

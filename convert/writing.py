@@ -103,7 +103,7 @@ def check_target(target: Path, source: Path | None, *, force: bool) -> None:
 
 def foresee(plan: Plan, target: Path, *, link: bool) -> Transfer:
     """What `write_plan` will do; nothing is left on the disk."""
-    folder = next(parent for parent in Path(os.path.realpath(target)).parents if os.path.isdir(parent))
+    folder = _folder_above(target)
     transfer = Transfer(
         copied=sum(file.size for file in plan.side_files), written=sum(shard.size for shard in plan.written)
     )
@@ -119,7 +119,7 @@ def foresee(plan: Plan, target: Path, *, link: bool) -> Transfer:
 
 def check_space(transfer: Transfer, target: Path) -> None:
     """Raises `OutputError` if the disk has no room for what `foresee` said."""
-    folder = next(parent for parent in Path(os.path.realpath(target)).parents if os.path.isdir(parent))
+    folder = _folder_above(target)
     if not os.access(folder, os.W_OK):
         raise OutputError(f"{folder}: cannot be written to.")
     free, needed = shutil.disk_usage(folder).free, transfer.moved + 64 * MIB
@@ -128,6 +128,11 @@ def check_space(transfer: Transfer, target: Path) -> None:
             f"{folder}: has {free:,} bytes free, the result takes {transfer.moved:,} and some room to spare. --link "
             "(link=True) links whole shards of a source on the same disk instead of copying them."
         )
+
+
+def _folder_above(target: Path) -> Path:
+    """The innermost folder above `target` that there is."""
+    return next(parent for parent in Path(os.path.realpath(target)).parents if os.path.isdir(parent))
 
 
 @contextmanager

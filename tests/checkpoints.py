@@ -25,6 +25,12 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+#: The methods that can start as the identity.
+EXACT = (
+    "transformer resformer resformer-plus resformer-dense resformer-gated denseformer denseformer-4x5 "
+    "resformer-denseformer"
+).split()
+
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 32,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, byte_tokenizer, family_model, save_checkpoint
+from checkpoints import EXACT, FAMILIES, byte_tokenizer, family_model, save_checkpoint
 from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, LlamaForCausalLM
 
@@ -18,10 +18,6 @@ from resformer.convert.retrofitting import CONNECTION_FIELDS, losses
 from resformer.convert.safetensors_format import Tensor
 from resformer.convert.verification import compare_logits
 
-EXACT = (
-    "transformer resformer resformer-plus resformer-dense resformer-gated denseformer denseformer-4x5 "
-    "resformer-denseformer"
-).split()
 LOSSY = [name for name in METHODS if name not in EXACT]
 PROMPT = torch.arange(1, 61).view(2, 30)
 

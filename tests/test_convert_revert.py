@@ -6,18 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, save_checkpoint
+from checkpoints import EXACT, FAMILIES, save_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from resformer import ResFormerForCausalLM, retrofit
 from resformer.convert import CheckpointError, revert
-
-PROMPT = torch.arange(1, 61).view(2, 30)
-EXACT = (
-    "transformer resformer resformer-plus resformer-dense resformer-gated denseformer denseformer-4x5 "
-    "resformer-denseformer"
-).split()
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:

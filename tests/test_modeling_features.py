@@ -645,29 +645,6 @@ def test_compiled_decoding_with_a_static_cache_compiles_once(
             assert graphs.frame_count == 1, f"{graphs.frame_count - 1} recompiles by the token at {at}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", COMPILED, indirect=True)
-def test_exporting_with_dynamic_batch_and_length_changes_no_logit(
-    tiny_model: TinyModel, variant: str, ragged: Batch
-) -> None:
-    model = tiny_model(variant, use_cache=False)
-    shape = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
-    with torch.no_grad():
-        program = torch.export.export(
-            model,
-            (),
-            kwargs={**ragged, "use_cache": False},
-            dynamic_shapes={"input_ids": shape, "attention_mask": shape, "use_cache": None},
-        )
-        for rows, columns in ((3, 11), (2, 8), (5, 17)):
-            ids = torch.randint(3, 97, (rows, columns))
-            mask = torch.ones_like(ids)
-            mask[1, :3] = 0
-            got = program.module()(input_ids=ids, attention_mask=mask, use_cache=False).logits
-            expected = logits_of(model, ids, attention_mask=mask)
-            assert_close(got[mask.bool()], expected[mask.bool()])
-
-
 # Refusals
 
 

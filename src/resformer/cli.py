@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from resformer.convert.errors import CheckpointError, OutputError, VerificationError, brief
+from resformer.convert.errors import CheckpointError, OutputError, VerificationError, brief, plain
 from resformer.version import __version__
 
 __all__ = ["app", "main"]
@@ -81,8 +81,7 @@ def _reporting_errors() -> Iterator[None]:
 
 def _echo(text: object = "", err: bool = False) -> None:
     """Prints a line of ours; a stranger's file may have named something in it: letters alone reach the terminal."""
-    plain = "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in str(text))
-    typer.echo(plain, err=err)
+    typer.echo(plain(text), err=err)
 
 
 def _own_command(*more: str) -> str:
