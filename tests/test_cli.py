@@ -87,7 +87,7 @@ def test_traceback_is_shown_on_demand(llama: Path, tmp_path: Path) -> None:
 def test_exit_codes_tell_verification_and_interruption_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     import typer
 
-    from resformer import cli
+    from resformer.commands.terminal import reporting_errors
     from resformer.convert import CheckpointError, OutputError, VerificationError
 
     for error, code in (
@@ -98,7 +98,7 @@ def test_exit_codes_tell_verification_and_interruption_apart(monkeypatch: pytest
         (RuntimeError("x"), 1),
         (KeyboardInterrupt(), 130),
     ):
-        with pytest.raises(typer.Exit) as exit_, cli._reporting_errors():
+        with pytest.raises(typer.Exit) as exit_, reporting_errors():
             raise error
         assert exit_.value.exit_code == code
 

@@ -24,11 +24,8 @@ CONFIG = ConfigParser()
 CONFIG.read(ROOT / "setup.cfg", encoding="utf-8")
 PACKAGES = CONFIG["options"]["packages"].split()
 #: Package -> its folder, relative to the root.
-FOLDERS = {
-    name: dict(re.findall(r"(\S+) = (\S+)", CONFIG["options"]["package_dir"])).get(name, "src/resformer")
-    for name in PACKAGES
-}
-MAPPED = {name: folder for name, folder in FOLDERS.items() if name != "resformer"}
+MAPPED = dict(re.findall(r"(\S+) = (\S+)", CONFIG["options"]["package_dir"]))
+FOLDERS = {name: MAPPED.get(name, f"src/{name.replace('.', '/')}") for name in PACKAGES}
 DIST_INFO = f"resformer-{resformer.__version__}.dist-info"
 
 needs_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
@@ -51,7 +48,9 @@ def packaged() -> dict[str, str]:
         f"{package.replace('.', '/')}/{name.removeprefix(folder + '/')}": name
         for package, folder in FOLDERS.items()
         for name in sources()
-        if name.startswith(folder + "/") and (package != "resformer" or name.count("/") == 2) and not is_link(name)
+        if name.startswith(folder + "/")
+        and (package in MAPPED or name.count("/") == folder.count("/") + 1)
+        and not is_link(name)
     }
 
 

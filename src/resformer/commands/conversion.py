@@ -1,0 +1,258 @@
+"""`resformer convert`, `revert`, `verify` and `inspect`."""
+
+import json
+import shlex
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from resformer.commands.terminal import (
+    VERIFICATION_FAILED,
+    AsJson,
+    app,
+    echo,
+    reporting_errors,
+    row,
+    size,
+    told_as_json,
+)
+
+__all__ = ["convert", "inspect", "revert", "verify"]
+
+
+def _parse_fields(assignments: list[str]) -> dict[str, Any]:
+    """`name=value` pairs, the values as JSON (`dwa=true`, `value_sources=[0,0,2,2]`) or else as text."""
+    fields = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            raise ValueError(f"--set {assignment}: expected name=value.")
+        try:
+            fields[name] = json.loads(value)
+        except json.JSONDecodeError:
+            fields[name] = value
+    return fields
+
+
+_Source = Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or a Hub id.")]
+_Output = Annotated[Path, typer.Argument(help="The folder to write; new or empty.")]
+_Force = Annotated[bool, typer.Option("--force", help="Replace what OUTPUT holds.")]
+_Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
+_Link = Annotated[
+    bool, typer.Option("--link", help="Hard-link weight files that do not change: instant, but edits reach both.")
+]
+_Durable = Annotated[bool, typer.Option("--durable", help="Wait until all of it is on the disk: power may fail.")]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, write nothing.")]
+
+
+class Verification(StrEnum):
+    """What `--verify` takes."""
+
+    AUTO = "auto"
+    HEADERS = "headers"
+    HASHES = "hashes"
+    LOGITS = "logits"
+
+
+_Verify = Annotated[
+    Verification,
+    typer.Option(
+        help="How the result is checked: names and shapes read back; every byte too; logits too. auto: logits where "
+        "the model fits into free memory."
+    ),
+]
+
+
+@app.command()
+def convert(
+    source: _Source,
+    output: _Output,
+    method: Annotated[str, typer.Option(help="A method, `resformer methods` lists them.")] = "resformer",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="A connection field on top of the method's; repeatable."),
+    ] = None,
+    lossy: Annotated[bool, typer.Option("--lossy", help="Allow methods that change what the model computes.")] = False,
+    force: _Force = False,
+    revision: _Revision = None,
+    dtype: Annotated[str, typer.Option(help="Convert the weights: float32, bfloat16, float16.")] = "auto",
+    link: _Link = False,
+    verify: _Verify = Verification.AUTO,
+    durable: _Durable = False,
+    max_shard_size: Annotated[
+        int | None, typer.Option(help="Split weight files that are larger, in bytes.", min=1)
+    ] = None,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read pytorch_model*.bin where there are no safetensors.")
+    ] = False,
+    dry_run: _DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Retrofit a Llama-style checkpoint with cross-layer connections, its logits unchanged."""
+    with reporting_errors():
+        from resformer.convert import retrofit
+
+        report = retrofit(
+            source,
+            output,
+            method,
+            lossy=lossy,
+            force=force,
+            dry_run=dry_run,
+            revision=revision,
+            dtype=dtype,
+            link=link,
+            verify=verify.value,
+            durable=durable,
+            max_shard_size=max_shard_size,
+            allow_pickle=allow_pickle,
+            **_parse_fields(set_ or []),
+        )
+        if told_as_json(report, as_json):
+            return
+        added = sum(report.added.values())
+        row("source", f"{report.source} ({report.family}, {report.dtype})")
+        row("method", f"{report.method} {json.dumps(report.fields)}")
+        row("parameters", f"{report.parameters:,}: {added:,} added in {len(report.added)} tensors")
+        row("tensors", f"{report.kept} kept, {len(report.added)} new, {len(report.dropped)} dropped")
+        _tell_transfer(report)
+        if report.rounding.overflowed or report.rounding.flushed:
+            row(
+                "rounding",
+                f"{report.rounding.overflowed:,} numbers became infinite, {report.rounding.flushed:,} became 0",
+            )
+        for loss in report.losses:
+            row("lossy", loss)
+        if report.left_behind:
+            row("left behind", ", ".join(report.left_behind))
+        if dry_run:
+            row("memory", f"{size(report.memory)} to compare logits, little else")
+        _tell_result(report, dry_run)
+
+
+@app.command()
+def revert(
+    source: Annotated[str, typer.Argument(help="A ResFormer checkpoint: a folder or a Hub id.")],
+    output: _Output,
+    force: _Force = False,
+    revision: _Revision = None,
+    link: _Link = False,
+    verify: _Verify = Verification.AUTO,
+    durable: _Durable = False,
+    dry_run: _DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a retrofit that has learned nothing plain again, every tensor byte for byte."""
+    with reporting_errors():
+        from resformer.convert import revert as revert_checkpoint
+
+        report = revert_checkpoint(
+            source,
+            output,
+            force=force,
+            dry_run=dry_run,
+            revision=revision,
+            link=link,
+            verify=verify.value,
+            durable=durable,
+        )
+        if told_as_json(report, as_json):
+            return
+        row("source", report.source)
+        row("family", report.family)
+        row("tensors", f"{report.kept} kept, {len(report.removed)} removed")
+        _tell_transfer(report)
+        _tell_result(report, dry_run)
+
+
+@app.command()
+def verify(
+    one: Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or a Hub id.")],
+    other: Annotated[str, typer.Argument(help="Another one, its retrofit for example.")],
+    verify: _Verify = Verification.AUTO,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of ONE.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two checkpoints' tensors byte for byte, and their logits. Exit code 4 if they differ."""
+    with reporting_errors():
+        from resformer.convert import verify as compare
+
+        comparison = compare(one, other, verify=verify.value, revision=revision)
+        if as_json:
+            echo(json.dumps(comparison.as_dict(), indent=2, sort_keys=True))
+        else:
+            what = "of one form" if verify is Verification.HEADERS else "identical byte for byte"
+            row("tensors", f"{comparison.identical} {what}, {len(comparison.different)} different")
+            for name, far in comparison.different.items():
+                row("", f"{name}: " + ("shapes or kinds differ" if far is None else f"by up to {far:.3g}"))
+            row("only in one", ", ".join(comparison.only_in_one) or "-")
+            row("only in other", ", ".join(comparison.only_in_other) or "-")
+            row("logits", comparison.logits or "not compared")
+            row("same", "yes" if comparison.same else "no")
+        if not comparison.same:
+            raise typer.Exit(VERIFICATION_FAILED)
+
+
+@app.command()
+def inspect(
+    source: _Source,
+    revision: _Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a checkpoint holds: family, method, mixing matrices, sizes, cache bytes per token."""
+    with reporting_errors():
+        from resformer.convert import inspect as inspect_checkpoint
+
+        found = inspect_checkpoint(source, revision=revision)
+        if told_as_json(found, as_json):
+            return
+        row("source", found.source)
+        row("model", f"{found.model_type}, backbone of {found.family or 'no family'}")
+        row("method", f"{found.method or 'without a name'} {json.dumps(found.fields)}")
+        row("files", f"{found.files}, {size(found.bytes)}")
+        dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in found.dtypes.items())
+        row("parameters", f"{found.parameters:,} ({dtypes})")
+        for name, shape in found.added.items():
+            row("", f"{name} {shape}")
+        heads = f"{found.attention_heads} heads, {found.key_value_heads} for keys and values, of {found.head_dim}"
+        tied = ", tied" if found.tied else ""
+        row("shape", f"{found.layers} layers, {found.hidden_size} wide, {heads}, {found.vocab_size:,} tokens{tied}")
+        row("cache", f"{found.cache_bytes_per_token:,} bytes a token, {found.cache_share:.0%} of the full one")
+        _tell_matrix("M, values", found.value_mixing_matrix, shift=0)
+        _tell_matrix("D, depth", found.depth_mixing_matrix, shift=1)
+
+
+def _tell_transfer(report: Any) -> None:
+    moved = ", ".join(f"{size(count)} {how}" for how, count in vars(report.transfer).items() if count)
+    row("files", f"{report.carried_files} carried over whole, {report.written_files} written: {moved}")
+
+
+def _tell_result(report: Any, dry_run: bool) -> None:
+    if dry_run:
+        row("would write", report.output)
+        row("do it", shlex.join(["resformer", *(word for word in sys.argv[1:] if word != "--dry-run")]))
+        return
+    levels = {"headers": "headers", "hashes": "headers, bytes", "logits": "headers, bytes"}
+    logits = f", logits {report.verification}" if report.verification is not None else ""
+    row("verified", levels[report.verified] + logits)
+    row("wrote", report.output)
+
+
+def _tell_matrix(name: str, matrix: list[list[float]] | None, shift: int) -> None:
+    """The rows that are not plain Llama's, each with its coefficients."""
+    if matrix is None:
+        row(name, "plain Llama")
+        return
+    for n, entries in enumerate(matrix):
+        plain = [float(m == n + shift) for m in range(len(entries))]
+        if entries != plain:
+            shown = " ".join(
+                f"[{m}]=" + ("gate" if entry != entry else f"{entry:.4g}")
+                for m, entry in enumerate(entries)
+                if entry != 0
+            )
+            row(name, f"row {n}: {shown}")
+            name = ""

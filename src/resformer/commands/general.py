@@ -1,0 +1,47 @@
+"""`resformer methods` and `demo`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from resformer.commands.terminal import app, echo, reporting_errors
+
+__all__ = ["demo", "methods"]
+
+
+@app.command()
+def methods(
+    layers: Annotated[int, typer.Option(help="Show the fields for a model of this many layers.", min=1)] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
+) -> None:
+    """List the named methods and the configuration fields that they set."""
+    with reporting_errors():
+        from resformer.configuration import METHODS
+
+        fields = {name: method(layers) for name, method in METHODS.items()}
+        if as_json:
+            echo(json.dumps(fields, indent=2))
+            return
+        for name, values in fields.items():
+            echo(f"{name:22} {json.dumps(values)}")
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Where the checkpoints go.")] = Path("demo"),
+    model: Annotated[
+        str | None, typer.Option(help="A checkpoint folder, .gguf file or Hub id instead of SmolLM2-135M.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="An exact method.")] = "resformer-denseformer",
+    steps: Annotated[int, typer.Option(help="Fine-tuning steps of each model.", min=1)] = 12,
+    block: Annotated[int, typer.Option(help="Tokens per training sequence.", min=8)] = 512,
+    batch: Annotated[int, typer.Option(help="Sequences per step.", min=1)] = 2,
+    prompt: Annotated[str, typer.Option(help="What to generate from at the end.")] = "def read_lines(path):\n",
+) -> None:
+    """Retrofit a real model, prove it unchanged, fine-tune it beside the original, save, reload, generate."""
+    with reporting_errors():
+        from resformer.demo import run_demo
+
+        run_demo(output=output, model=model, method=method, steps=steps, block=block, batch=batch, prompt=prompt)

@@ -1,0 +1,135 @@
+"""What all commands share: the application, its errors and exit codes, and how they speak.
+
+Data goes to stdout, words for people to stderr.
+"""
+
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from resformer.convert.errors import CheckpointError, OutputError, VerificationError, brief, plain
+from resformer.version import __version__
+
+__all__ = ["VERIFICATION_FAILED", "AsJson", "app", "echo", "reporting_errors", "row", "size", "told_as_json"]
+
+FAILED, USAGE, INVALID_INPUT, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 4, 130
+
+app = typer.Typer(
+    help="Cross-layer connections for Hugging Face Transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_options = {"traceback": False}
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        echo(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    traceback: Annotated[bool, typer.Option(help="Show Python's traceback of an error.")] = False,
+) -> None:
+    _options["traceback"] = traceback
+
+
+@contextmanager
+def reporting_errors() -> Iterator[None]:
+    """Turns exceptions into one line on stderr and the exit code that the design gives them."""
+    before = {}
+    try:
+        _quiet_off_a_terminal()
+        if threading.current_thread() is threading.main_thread():
+            before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        yield
+    except KeyboardInterrupt:
+        echo("Interrupted. Nothing was left behind; run the command again.", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        if _options["traceback"] or isinstance(error, typer.Exit):
+            raise
+        echo(f"Error: {brief(error, 4000)}", err=True)
+        if isinstance(error, CheckpointError) and error.option is not None:
+            echo(f"Try: {own_command(error.option)}", err=True)
+        raise typer.Exit(_exit_code(error)) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def echo(text: object = "", err: bool = False) -> None:
+    """Prints a line of ours; a stranger's file may have named something in it: letters alone reach the terminal."""
+    typer.echo(plain(text), err=err)
+
+
+def own_command(*more: str) -> str:
+    """The command as the user gave it, with something added."""
+    return " ".join(["resformer", shlex.join(sys.argv[1:]), *more])
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """A polite kill is a Ctrl-C, which clears up what was begun; a second one must not stop the clearing up."""
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _exit_code(error: Exception) -> int:
+    if isinstance(error, VerificationError):
+        return VERIFICATION_FAILED
+    if isinstance(error, OutputError):
+        return FAILED
+    if isinstance(error, CheckpointError):
+        return INVALID_INPUT
+    return USAGE if isinstance(error, (ValueError, typer.BadParameter)) or _is_validation(error) else FAILED
+
+
+def _is_validation(error: Exception) -> bool:
+    from huggingface_hub.errors import StrictDataclassError
+
+    return isinstance(error, StrictDataclassError)
+
+
+def _quiet_off_a_terminal() -> None:
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported, which nothing has done yet
+
+
+def row(name: str, value: object) -> None:
+    echo(f"{name:14}{brief(value, 4000)}")
+
+
+def size(count: float) -> str:
+    """Bytes, in the unit that suits them."""
+    unit = "bytes"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if count < 1000:
+            break
+        count, unit = count / 1000, larger
+    return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+
+
+def told_as_json(report: Any, as_json: bool) -> bool:
+    """Warnings go to stderr in any case; returns whether the rest has been told too."""
+    for warning in report.warnings:
+        echo(f"Warning: {brief(warning, 4000)}", err=True)
+    if as_json:
+        echo(json.dumps(report.as_dict(), indent=2, sort_keys=True))
+    return as_json
