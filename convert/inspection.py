@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from resformer.configuration import ResFormerConfig, cache_bytes_per_token
+from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token
 from resformer.convert.connections import expected_shapes, method_of, read_connections
 from resformer.convert.conversion import check_tensors, dominant_dtype
 from resformer.convert.errors import CheckpointError
@@ -41,6 +41,7 @@ class Inspection:
     tied: bool
     cache_bytes_per_token: int  # in the dtype of most weights
     cache_share: float  # of a model without sharing
+    cache_bytes_per_token_by_method: dict[str, int]  # of models of this shape
     value_mixing_matrix: list[list[float]] | None  # (N, N); NaN where a gate decides. None if it is the identity
     depth_mixing_matrix: list[list[float]] | None  # (N, N + 1). None if it is plain Llama's
     warnings: list[str]
@@ -94,6 +95,7 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         tied=tied,
         cache_bytes_per_token=per_token,
         cache_share=per_token / cache_bytes_per_token(plain, dtype),
+        cache_bytes_per_token_by_method=cache_bytes_by_method(ours, dtype),
         value_mixing_matrix=matrices[0],
         depth_mixing_matrix=matrices[1],
         warnings=[*opened.checkpoint.notes, *notes],

@@ -146,6 +146,7 @@ def test_verify_exits_with_4_where_checkpoints_differ(llama: Path, tmp_path: Pat
     assert json.loads(done.stdout)["same"] is False
     done = resformer("inspect", tmp_path / "out")
     assert "cache         384 bytes a token, 50% of the full one" in done.stdout
+    assert "\n              448 with svformer\n              768 with every other method\n" in done.stdout
     assert "M, values     row 1: [0]=1" in done.stdout
 
 

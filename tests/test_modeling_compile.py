@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import COMBINATIONS
-from transformers import CompileConfig, PreTrainedModel, StaticCache
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel, StaticCache
+from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
 from resformer import METHODS, GrowingCache
 from resformer.modeling.linear import Linear
@@ -128,3 +129,17 @@ def test_a_compiled_step_does_not_meet_the_spread_products(tiny_model: TinyModel
         explained = torch._dynamo.explain(model)(**step, past_key_values=cache)
     assert explained.graph_break_count == 0
     assert "bmm" not in "".join(graph.code for graph in explained.graphs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_exported_decoding_step_with_a_static_cache_equals_uncached(tiny_model: TinyModel, method: str) -> None:
+    model = tiny_model(method)
+    cache = {"batch_size": 1, "max_cache_len": 16}
+    model.generation_config = GenerationConfig(use_cache=True, cache_implementation="static", cache_config=cache)
+    exporter = TorchExportableModuleForDecoderOnlyLM(model, **cache)
+    step = exporter.export(input_ids=torch.tensor([[5]]), cache_position=torch.tensor([0])).module()
+    ids = torch.tensor([[5, 7, 9, 11, 13]])
+    steps = [step(input_ids=ids[:, at : at + 1], cache_position=torch.tensor([at])) for at in range(5)]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(steps, dim=1), model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-5)

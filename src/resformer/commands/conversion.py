@@ -221,6 +221,11 @@ def inspect(
         tied = ", tied" if found.tied else ""
         row("shape", f"{found.layers} layers, {found.hidden_size} wide, {heads}, {found.vocab_size:,} tokens{tied}")
         row("cache", f"{found.cache_bytes_per_token:,} bytes a token, {found.cache_share:.0%} of the full one")
+        by_size: dict[int, list[str]] = {}
+        for name, count in found.cache_bytes_per_token_by_method.items():
+            by_size.setdefault(count, []).append(name)
+        for count, names in sorted(by_size.items()):
+            row("", f"{count:,} with {'every other method' if count == max(by_size) else ', '.join(names)}")
         _tell_matrix("M, values", found.value_mixing_matrix, shift=0)
         _tell_matrix("D, depth", found.depth_mixing_matrix, shift=1)
 
