@@ -88,7 +88,7 @@ class HubServer:
     repositories: dict[str, Repository] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=lambda: {"hf_test": "you"})  # token -> user, who owns `user/*`
     objects: dict[str, bytes] = field(default_factory=dict)  # SHA-256 -> content of a large file
-    requests: list[str] = field(default_factory=list)  # "METHOD /path?query", as they came
+    requests: list[str] = field(default_factory=list)  # "METHOD /path?query [range]", as they came
     part_size: int | None = None  # larger files are uploaded in parts of so many bytes
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class HubServer:
         return self.repositories[repo_id].branches["main"]
 
     def asked(self, pattern: str) -> list[str]:
-        """The requests so far, `METHOD /path?query`, that match."""
+        """The requests so far that match."""
         return [request for request in self.requests if re.search(pattern, request)]
 
     def cut_requests(self, pattern: str, times: int = 1) -> None:
@@ -167,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        request = f"{self.command} {self.path}"
+        request = " ".join(filter(None, [self.command, self.path, self.headers.get("Range")]))
         url = urlsplit(self.path)
         self._query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         self._hub.requests.append(request)
@@ -203,7 +203,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._describe(f"{owner}/{name}", rest)
             case "POST", ["api", "models", owner, name, what, *rest]:
                 repo_id = f"{owner}/{name}"
-                repository = self._writable(repo_id)
+                # Whoever may read may open a pull request.
+                repository = (self._readable if self._query.get("create_pr") == "1" else self._writable)(repo_id)
+                self._writer()
                 match what, rest:
                     case "preupload", [revision]:
                         return self._preupload(repository, revision, json.loads(body))
@@ -215,7 +217,8 @@ class _Handler(BaseHTTPRequestHandler):
                     case "tag", [revision]:
                         return self._name(repository.tags, json.loads(body)["tag"], self._sha(repository, revision))
             case "POST", [owner, name, "info", "lfs", "objects", what]:
-                self._writable(f"{owner}/{name.removesuffix('.git')}")
+                self._readable(f"{owner}/{name.removesuffix('.git')}")
+                self._writer()
                 return self._batch(parts, json.loads(body)) if what == "batch" else self._verify(json.loads(body))
             case _, ["objects", *_] if "Authorization" in self.headers:
                 raise _Answer(400, "storage takes signed addresses, and must not see tokens")
