@@ -81,7 +81,7 @@ class _Fault:
     status: int = 0
 
 
-@dataclass
+@dataclass(repr=False)  # pytest would print every byte that it serves
 class HubServer:
     """`with HubServer() as hub:` serves `hub.repositories` at `hub.url`."""
 
