@@ -1,119 +1,474 @@
-"""A Hub on loopback: enough of its HTTP interface to create, push to and load from model repositories."""
+"""A Hub on loopback: the HTTP interface that huggingface_hub uses to push model repositories and to load from them.
+
+Commits are atomic, large files go by Git LFS, repositories may be private, and any request can be made to fail.
+"""
 
 import base64
 import hashlib
 import json
+import re
+import socket
 import threading
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
-__all__ = ["HubServer"]
+import yaml
+
+__all__ = ["HubServer", "Repository"]
+
+_GIT_ATTRIBUTES = b"".join(
+    b"%s filter=lfs diff=lfs merge=lfs -text\n" % pattern
+    for pattern in (b"*.safetensors", b"*.bin", b"*.pt", b"*.pth", b"*.gguf")
+)
+_POINTER_SIZE = 134
 
 
+class Repository(MutableMapping[str, bytes]):
+    """A model repository; as a mapping, the files of `main`: each change is a commit."""
+
+    def __init__(self, *, private: bool = False) -> None:
+        self.private = private
+        self.commits: dict[str, dict[str, bytes]] = {}
+        self.messages: list[str] = []
+        self.branches: dict[str, str] = {}
+        self.tags: dict[str, str] = {}
+        self.pull_requests: dict[str, str] = {}
+        self.commit({".gitattributes": _GIT_ATTRIBUTES}, "initial commit")
+
+    def commit(self, files: dict[str, bytes], message: str, branch: str = "main") -> str:
+        digest = hashlib.sha1(f"{len(self.messages)} {message}".encode())
+        for name, content in sorted(files.items()):
+            digest.update(name.encode() + content)
+        sha = digest.hexdigest()
+        self.commits[sha] = files
+        self.messages.append(message)
+        (self.pull_requests if branch.startswith("refs/pr/") else self.branches)[branch] = sha
+        return sha
+
+    def resolve(self, revision: str) -> str | None:
+        """The commit of a branch, tag, pull request or (abbreviated) commit id."""
+        for refs in (self.branches, self.tags, self.pull_requests):
+            if revision in refs:
+                return refs[revision]
+        return next((sha for sha in self.commits if len(revision) >= 7 and sha.startswith(revision)), None)
+
+    def __getitem__(self, name: str) -> bytes:
+        return self.commits[self.branches["main"]][name]
+
+    def __setitem__(self, name: str, content: bytes) -> None:
+        self.commit({**self, name: content}, f"Upload {name}")
+
+    def __delitem__(self, name: str) -> None:
+        self.commit({other: content for other, content in self.items() if other != name}, f"Delete {name}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.commits[self.branches["main"]])
+
+    def __len__(self) -> int:
+        return len(self.commits[self.branches["main"]])
+
+
+@dataclass
+class _Fault:
+    pattern: str  # of "METHOD /path?query"
+    times: int
+    kind: str  # "request": cut while the body comes; "answer": cut while the answer goes, the work done; "status"
+    status: int = 0
+
+
+@dataclass(repr=False)  # pytest would print every byte that it serves
 class HubServer:
-    """`with HubServer() as hub:` serves `hub.repositories` (id -> file name -> bytes) at `hub.url`."""
+    """`with HubServer() as hub:` serves `hub.repositories` at `hub.url`."""
 
-    def __init__(self) -> None:
-        self.repositories: dict[str, dict[str, bytes]] = {}
-        self.requests: list[str] = []
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    tokens: dict[str, str] = field(default_factory=lambda: {"hf_test": "you"})  # token -> user, who owns `user/*`
+    objects: dict[str, bytes] = field(default_factory=dict)  # SHA-256 -> content of a large file
+    requests: list[str] = field(default_factory=list)  # "METHOD /path?query [range]", as they came
+    part_size: int | None = None  # larger files are uploaded in parts of so many bytes
+
+    def __post_init__(self) -> None:
+        self.lock = threading.RLock()
+        self.parts: dict[tuple[str, int], bytes] = {}
+        self._faults: list[_Fault] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self._server.daemon_threads = True
         self._server.hub = self  # type: ignore[attr-defined]
         self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.storage = f"http://localhost:{self._server.server_port}"  # another host's, as large files of the Hub are
 
     def __enter__(self) -> "HubServer":
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._server.shutdown()
         self._server.server_close()
 
-    def add(self, repo_id: str, folder: Path) -> None:
-        """Puts the files of `folder` into a repository."""
-        files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        self.repositories.setdefault(repo_id, {}).update(files)
+    def environment(self, home: Path, token: str | None = "hf_test", **variables: str) -> dict[str, str]:
+        """What a process needs in its environment, before it imports huggingface_hub, to take this for the Hub."""
+        found = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+        return {**found, **({"HF_TOKEN": token} if token else {}), **variables}
+
+    def add(self, repo_id: str, folder: Path, *, private: bool = False) -> Repository:
+        """Puts the files of `folder` into a repository, in one commit."""
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        repository = self.repositories.setdefault(repo_id, Repository(private=private))
+        repository.commit({**repository, **files}, "Upload folder")
+        self.objects.update({_sha256(data): data for name, data in files.items() if _is_large(repository, name, data)})
+        return repository
 
     def commit_id(self, repo_id: str) -> str:
-        digest = hashlib.sha1()
-        for name, content in sorted(self.repositories[repo_id].items()):
-            digest.update(name.encode() + content)
-        return digest.hexdigest()
+        return self.repositories[repo_id].branches["main"]
+
+    def asked(self, pattern: str) -> list[str]:
+        """The requests so far that match."""
+        return [request for request in self.requests if re.search(pattern, request)]
+
+    def cut_requests(self, pattern: str, times: int = 1) -> None:
+        """Closes the connection in the middle of the next bodies sent here."""
+        self._faults.append(_Fault(pattern, times, "request"))
+
+    def cut_answers(self, pattern: str, times: int = 1) -> None:
+        """Closes the connection in the middle of the next answers: all is done, only the client cannot know."""
+        self._faults.append(_Fault(pattern, times, "answer"))
+
+    def fail(self, pattern: str, status: int, times: int = 1) -> None:
+        """Answers the next requests with an error of the server's."""
+        self._faults.append(_Fault(pattern, times, "status", status))
+
+    def fault(self, request: str) -> _Fault | None:
+        with self.lock:
+            for fault in self._faults:
+                if fault.times and re.search(fault.pattern, request):
+                    fault.times -= 1
+                    return fault
+        return None
+
+
+class _Answer(Exception):
+    """What a request is answered with, where it is not the ordinary thing."""
+
+    def __init__(self, status: int, message: str, code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.headers = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {})}
+
+
+class _Cut(Exception):
+    pass
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def do_GET(self) -> None:
-        parts = self._parts()
-        if parts[:2] == ["api", "models"] and len(parts) >= 4:
-            self._describe("/".join(parts[2:4]), parts[4:])
-        elif len(parts) > 4 and parts[2] == "resolve":
-            self._file("/".join(parts[:2]), "/".join(parts[4:]))
-        else:
-            self._json({"error": "not found"}, 404)
+        request = " ".join(filter(None, [self.command, self.path, self.headers.get("Range")]))
+        url = urlsplit(self.path)
+        self._query = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        self._hub.requests.append(request)
+        self._fault = self._hub.fault(request)
+        parts = [unquote(part) for part in url.path.strip("/").split("/")]
+        try:
+            body = self._body()
+            if self._fault is not None and self._fault.kind == "status":
+                raise _Answer(self._fault.status, "the server has a bad day")
+            with self._hub.lock:
+                self._user = self._known_user()
+                answer = self._route(parts, body)
+            self._send(*answer)
+        except _Answer as error:
+            content = json.dumps({"error": str(error)}).encode()
+            self._send(content, error.status, {"Content-Type": "application/json", **error.headers})
+        except (_Cut, ConnectionError):
+            self.close_connection = True
 
-    def do_POST(self) -> None:
-        parts, body = self._parts(), self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if parts == ["api", "repos", "create"]:
-            name = json.loads(body)
-            repo_id = f"{name.get('organization') or 'you'}/{name['name']}"
-            self._hub.repositories.setdefault(repo_id, {".gitattributes": b""})
-            self._json({"url": f"{self._hub.url}/{repo_id}", "id": repo_id, "name": repo_id})
-        elif parts == ["api", "validate-yaml"]:
-            self._json({"errors": [], "warnings": []})
-        elif "preupload" in parts:
-            files = [
-                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-                for file in json.loads(body)["files"]
-            ]
-            self._json({"files": files})
-        elif "commit" in parts:
-            self._commit("/".join(parts[2:4]), body)
-        else:
-            self._json({"error": "not found"}, 404)
+    do_HEAD = do_POST = do_PUT = do_GET
 
-    def _describe(self, repo_id: str, rest: list[str]) -> None:
-        files = self._hub.repositories.get(repo_id)
-        if files is None:
-            self._json({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
-        elif rest[:1] == ["tree"]:
-            self._json([{"type": "file", "path": name, "size": len(data), "oid": "0"} for name, data in files.items()])
-        else:
-            siblings = [{"rfilename": name} for name in files]
-            self._json({"id": repo_id, "modelId": repo_id, "sha": self._hub.commit_id(repo_id), "siblings": siblings})
+    def _route(self, parts: list[str], body: bytes) -> tuple[bytes, int, dict[str, str]]:
+        match self.command, parts:
+            case "POST", ["api", "repos", "create"]:
+                return self._create(json.loads(body))
+            case "POST", ["api", "validate-yaml"]:
+                return self._validate(json.loads(body)["content"])
+            case "GET", ["api", "whoami-v2"]:
+                user = self._writer()
+                token = {"accessToken": {"role": "write", "displayName": "test"}}
+                return _json({"type": "user", "name": user, "fullname": user, "orgs": [], "auth": token})
+            case "GET", ["api", "models", owner, name, *rest]:
+                return self._describe(f"{owner}/{name}", rest)
+            case "POST", ["api", "models", owner, name, what, *rest]:
+                repo_id = f"{owner}/{name}"
+                # Whoever may read may open a pull request.
+                repository = (self._readable if self._query.get("create_pr") == "1" else self._writable)(repo_id)
+                self._writer()
+                match what, rest:
+                    case "preupload", [revision]:
+                        return self._preupload(repository, revision, json.loads(body))
+                    case "commit", [branch]:
+                        return self._commit(repo_id, repository, branch, body)
+                    case "branch", [branch]:
+                        sha = self._sha(repository, json.loads(body).get("startingPoint", "main"))
+                        return self._name(repository.branches, branch, sha)
+                    case "tag", [revision]:
+                        return self._name(repository.tags, json.loads(body)["tag"], self._sha(repository, revision))
+            case "POST", [owner, name, "info", "lfs", "objects", what]:
+                self._readable(f"{owner}/{name.removesuffix('.git')}")
+                self._writer()
+                return self._batch(parts, json.loads(body)) if what == "batch" else self._verify(json.loads(body))
+            case _, ["objects", *_] if "Authorization" in self.headers:
+                raise _Answer(400, "storage takes signed addresses, and must not see tokens")
+            case "PUT", ["objects", oid]:
+                if _sha256(body) != oid:
+                    raise _Answer(400, "the content does not match its SHA-256")
+                self._hub.objects[oid] = body
+                return b"", 200, {}
+            case "PUT", ["objects", oid, number]:
+                self._hub.parts[oid, int(number)] = body
+                return b"", 200, {"ETag": f'"{_sha256(body)}"'}
+            case "POST", ["objects", oid]:
+                return self._complete(oid, json.loads(body))
+            case "GET" | "HEAD", ["objects", oid]:
+                return self._ranged(self._hub.objects[oid], {"ETag": f'"{oid}"'})
+            case "GET" | "HEAD", [owner, name, "resolve", revision, *file]:
+                return self._file(self._readable(f"{owner}/{name}"), revision, "/".join(file))
+        raise _Answer(404, f"{self.command} {self.path}: this Hub has no such thing")
 
-    def _file(self, repo_id: str, name: str) -> None:
-        content = self._hub.repositories.get(repo_id, {}).get(name)
+    # Who may do what.
+
+    def _known_user(self) -> str | None:
+        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        if token and token not in self._hub.tokens:
+            raise _Answer(401, "Invalid credentials in Authorization header")
+        return self._hub.tokens.get(token)
+
+    def _writer(self) -> str:
+        if self._user is None:
+            raise _Answer(401, "Invalid username or password.")
+        return self._user
+
+    def _readable(self, repo_id: str) -> Repository:
+        """To whom a private repository is not theirs, there is none."""
+        repository = self._hub.repositories.get(repo_id)
+        if repository is None or (repository.private and repo_id.split("/")[0] != self._user):
+            raise _Answer(404 if self._user else 401, "Repository not found", "RepoNotFound")
+        return repository
+
+    def _writable(self, repo_id: str) -> Repository:
+        repository = self._readable(repo_id)
+        if repo_id.split("/")[0] != self._writer():
+            raise _Answer(403, "you have no write access to this repository")
+        return repository
+
+    # Repositories and their revisions.
+
+    def _create(self, wanted: dict[str, Any]) -> tuple[bytes, int, dict[str, str]]:
+        owner = wanted.get("organization") or self._writer()
+        if owner != self._writer():
+            raise _Answer(403, f"You don't have the rights to create a model under the namespace {owner!r}")
+        repo_id = f"{owner}/{wanted['name']}"
+        status = 409 if repo_id in self._hub.repositories else 200
+        private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
+        self._hub.repositories.setdefault(repo_id, Repository(private=private))
+        return _json({"url": f"{self._hub.url}/{repo_id}", "id": repo_id, "name": repo_id}, status)
+
+    def _validate(self, card: str) -> tuple[bytes, int, dict[str, str]]:
+        header = re.match(r"---\n(.*?)\n---\n", card, flags=re.DOTALL)
+        try:
+            metadata = yaml.safe_load(header[1]) if header else {}
+        except yaml.YAMLError as error:
+            return _json({"errors": [{"message": str(error)}], "warnings": []}, 400)
+        if metadata.get("license", "other") not in ("apache-2.0", "mit", "llama3", "other"):
+            return _json({"errors": [{"message": '"license" must be one of [apache-2.0, ...]'}], "warnings": []}, 400)
+        return _json({"errors": [], "warnings": []})
+
+    def _sha(self, repository: Repository, revision: str) -> str:
+        sha = repository.resolve(revision)
+        if sha is None:
+            raise _Answer(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return sha
+
+    def _name(self, refs: dict[str, str], name: str, sha: str) -> tuple[bytes, int, dict[str, str]]:
+        if name in refs:
+            raise _Answer(409, f"Reference already exists: {name}")
+        refs[name] = sha
+        return _json({})
+
+    def _describe(self, repo_id: str, rest: list[str]) -> tuple[bytes, int, dict[str, str]]:
+        repository = self._readable(repo_id)
+        match rest:
+            case ["refs"]:
+                return _json(
+                    {
+                        "branches": _refs("refs/heads/", repository.branches),
+                        "tags": _refs("refs/tags/", repository.tags),
+                        "converts": [],
+                        "pullRequests": _refs("", repository.pull_requests),
+                    }
+                )
+            case ["tree", revision, *folder]:
+                return self._tree(repository, self._sha(repository, revision), "".join(f"{part}/" for part in folder))
+            case [] | ["revision", _]:
+                sha = self._sha(repository, rest[1] if rest else "main")
+                files = repository.commits[sha]
+                siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
+                about = {"private": repository.private, "tags": [], "downloads": 0, "likes": 0}
+                return _json({"id": repo_id, "modelId": repo_id, "sha": sha, "siblings": siblings, **about})
+        raise _Answer(404, "Not found")
+
+    def _tree(self, repository: Repository, sha: str, folder: str) -> tuple[bytes, int, dict[str, str]]:
+        found: dict[str, dict[str, Any]] = {}
+        for name, content in repository.commits[sha].items():
+            if not name.startswith(folder):
+                continue
+            inner, *deeper = name.removeprefix(folder).split("/")
+            if deeper and self._query.get("recursive", "").lower() != "true":
+                found[inner] = {"type": "directory", "path": folder + inner, "oid": "0" * 40, "size": 0}
+                continue
+            found[name] = {"type": "file", "path": name, "size": len(content), "oid": _git_hash(content)}
+            if _is_large(repository, name, content):
+                found[name]["lfs"] = {"oid": _sha256(content), "size": len(content), "pointerSize": _POINTER_SIZE}
+        if folder and not found:
+            raise _Answer(404, f"{folder} does not exist", "EntryNotFound")
+        return _json(list(found.values()))
+
+    # Uploads.
+
+    def _preupload(
+        self, repository: Repository, revision: str, wanted: dict[str, Any]
+    ) -> tuple[bytes, int, dict[str, str]]:
+        present = repository.commits[self._sha(repository, revision)]
+        files = []
+        for file in wanted["files"]:
+            name, sample = file["path"], base64.b64decode(file["sample"])
+            mode = "lfs" if _is_large(repository, name, sample, file["size"]) else "regular"
+            oid = None
+            if name in present:
+                oid = _sha256(present[name]) if mode == "lfs" else _git_hash(present[name])
+            files.append({"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        return _json({"files": files})
+
+    def _batch(self, parts: list[str], wanted: dict[str, Any]) -> tuple[bytes, int, dict[str, str]]:
+        objects = []
+        for item in wanted["objects"]:
+            entry: dict[str, Any] = {"oid": item["oid"], "size": item["size"]}
+            if item["oid"] not in self._hub.objects:
+                href, size = f"{self._hub.storage}/objects/{item['oid']}", self._hub.part_size
+                upload: dict[str, Any] = {"href": href}
+                if size is not None and item["size"] > size:
+                    count = -(-item["size"] // size)
+                    urls = {f"{number:05}": f"{href}/{number}" for number in range(1, count + 1)}
+                    upload["header"] = {"chunk_size": str(size), **urls}
+                verify = f"{self._hub.url}/{'/'.join(parts[:2])}/info/lfs/objects/verify"
+                entry["actions"] = {"upload": upload, "verify": {"href": verify}}
+            objects.append(entry)
+        return _json({"transfer": "basic", "objects": objects})
+
+    def _complete(self, oid: str, wanted: dict[str, Any]) -> tuple[bytes, int, dict[str, str]]:
+        contents = [self._hub.parts[oid, part["partNumber"]] for part in wanted["parts"]]
+        etags = [f'"{_sha256(content)}"' for content in contents]
+        if etags != [part["etag"] for part in wanted["parts"]] or _sha256(b"".join(contents)) != oid:
+            raise _Answer(400, "the parts do not make the file")
+        self._hub.objects[oid] = b"".join(contents)
+        return _json({"success": True})
+
+    def _verify(self, wanted: dict[str, Any]) -> tuple[bytes, int, dict[str, str]]:
+        if len(self._hub.objects.get(wanted["oid"], b"")) != wanted["size"]:
+            raise _Answer(404, "the object is not there, or has another size")
+        return _json({})
+
+    def _commit(
+        self, repo_id: str, repository: Repository, branch: str, body: bytes
+    ) -> tuple[bytes, int, dict[str, str]]:
+        pull_request = self._query.get("create_pr") == "1"
+        parent = self._sha(repository, branch)
+        if not pull_request and branch not in {**repository.branches, **repository.pull_requests}:
+            raise _Answer(400, f"{branch} is no branch")
+        files = dict(repository.commits[parent])
+        message = ""
+        for operation in map(json.loads, body.splitlines()):
+            value = operation["value"]
+            match operation["key"]:
+                case "header":
+                    message = value["summary"]
+                    if value.get("parentCommit", parent) != parent:
+                        raise _Answer(412, "A commit has happened since. Please refresh and try again.")
+                case "file":
+                    content = base64.b64decode(value["content"])
+                    if _is_large(repository, value["path"], content):
+                        raise _Answer(400, f"{value['path']}: binary files must go by LFS")
+                    files[value["path"]] = content
+                case "lfsFile":
+                    if value["oid"] not in self._hub.objects:
+                        raise _Answer(400, f"LFS pointer of {value['path']} points to a file that does not exist")
+                    files[value["path"]] = self._hub.objects[value["oid"]]
+                case "deletedFile":
+                    if files.pop(value["path"], None) is None:
+                        raise _Answer(404, "A file with this name doesn't exist", "EntryNotFound")
+                case other:
+                    raise _Answer(400, f"{other}: this Hub has no such operation")
+        answer: dict[str, Any] = {"success": True}
+        if pull_request:
+            number = len(repository.pull_requests) + 1
+            branch = f"refs/pr/{number}"
+            answer["pullRequestUrl"] = f"{self._hub.url}/{repo_id}/discussions/{number}"
+        sha = repository.commit(files, message, branch)
+        return _json({**answer, "commitUrl": f"{self._hub.url}/{repo_id}/commit/{sha}", "commitOid": sha})
+
+    # Downloads.
+
+    def _file(self, repository: Repository, revision: str, name: str) -> tuple[bytes, int, dict[str, str]]:
+        sha = self._sha(repository, revision)
+        content = repository.commits[sha].get(name)
         if content is None:
-            self._json({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
-            return
-        headers = {"X-Repo-Commit": self._hub.commit_id(repo_id), "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
-        self._send(content, 200, headers)
+            missing = _Answer(404, "Entry not found", "EntryNotFound")
+            missing.headers["X-Repo-Commit"] = sha
+            raise missing
+        headers = {"X-Repo-Commit": sha}
+        if not _is_large(repository, name, content):
+            return self._ranged(content, {**headers, "ETag": f'"{_git_hash(content)}"'})
+        oid = _sha256(content)
+        self._hub.objects.setdefault(oid, content)
+        linked = {"X-Linked-Etag": f'"{oid}"', "X-Linked-Size": str(len(content))}
+        return b"", 302, {**headers, **linked, "Location": f"{self._hub.storage}/objects/{oid}"}
 
-    def _commit(self, repo_id: str, body: bytes) -> None:
-        files = self._hub.repositories[repo_id]
-        for line in body.splitlines():
-            operation = json.loads(line)
-            if operation["key"] == "file":
-                files[operation["value"]["path"]] = base64.b64decode(operation["value"]["content"])
-        sha = self._hub.commit_id(repo_id)
-        self._json({"success": True, "commitUrl": f"{self._hub.url}/{repo_id}/commit/{sha}", "commitOid": sha})
+    def _ranged(self, content: bytes, headers: dict[str, str]) -> tuple[bytes, int, dict[str, str]]:
+        headers["Accept-Ranges"] = "bytes"
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        if not wanted:
+            return content, 200, headers
+        start, end = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
+        if start >= len(content):
+            raise _Answer(416, "Range not satisfiable")
+        headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
+        return content[start:end], 206, headers
+
+    # HTTP.
 
     @property
     def _hub(self) -> HubServer:
         return self.server.hub  # type: ignore[attr-defined]
 
-    def _parts(self) -> list[str]:
-        self._hub.requests.append(f"{self.command} {self.path}")
-        return [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
-
-    def _json(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        self._send(json.dumps(value).encode(), status, {"Content-Type": "application/json", **(headers or {})})
+    def _body(self) -> bytes:
+        cut = self._fault is not None and self._fault.kind == "request"
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            pieces = []
+            while size := int(self.rfile.readline(), 16):
+                pieces.append(self.rfile.read(size))
+                self.rfile.readline()
+                if cut:
+                    self._hang_up()
+            self.rfile.readline()
+            return b"".join(pieces)
+        length = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(length // 2 if cut else length)
+        if cut:
+            self._hang_up()
+        return body
 
     def _send(self, content: bytes, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -121,8 +476,40 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
+        cut = self._fault is not None and self._fault.kind == "answer"
         if self.command != "HEAD":
-            self.wfile.write(content)
+            self.wfile.write(content[: len(content) // 2] if cut else content)
+        if cut:
+            self.wfile.flush()
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        self.connection.shutdown(socket.SHUT_RDWR)
+        raise _Cut
 
     def log_message(self, *arguments: object) -> None:
         pass
+
+
+def _json(value: Any, status: int = 200) -> tuple[bytes, int, dict[str, str]]:
+    return json.dumps(value).encode(), status, {"Content-Type": "application/json"}
+
+
+def _refs(prefix: str, refs: dict[str, str]) -> list[dict[str, str]]:
+    return [{"name": name, "ref": prefix + name, "targetCommit": sha} for name, sha in refs.items()]
+
+
+def _is_large(repository: Repository, name: str, sample: bytes, size: int | None = None) -> bool:
+    """Whether a file goes by LFS: by `.gitattributes`, by its size, or because it is binary."""
+    size = len(sample) if size is None else size
+    patterns = [line.split()[0] for line in repository.get(".gitattributes", b"").decode().splitlines() if line]
+    large = any(fnmatch(name, pattern) for pattern in patterns) or size > 10_000_000 or b"\0" in sample[:512]
+    return bool(size) and large
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _git_hash(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()

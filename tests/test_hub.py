@@ -1,0 +1,415 @@
+"""Pushing to a Hub and loading from it, over HTTP, with the real huggingface_hub in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import save_checkpoint
+from hub_server import HubServer
+
+import resformer.convert
+from resformer.convert import retrofit
+
+TESTS = Path(__file__).parent
+pytestmark = pytest.mark.slow
+
+PRELUDE = """
+import json, sys
+import torch
+import transformers
+from huggingface_hub import HfApi
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from checkpoints import SIZES, byte_tokenizer
+from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+
+TOKENS = torch.arange(1, 17).reshape(2, 8)
+
+def tiny(method="resformer", seed=0, **fields):
+    torch.manual_seed(seed)
+    model = ResFormerForCausalLM(ResFormerConfig.for_method(method, **{**SIZES, **fields})).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+def load(*arguments, **options):
+    return AutoModelForCausalLM.from_pretrained(*arguments, **options)
+"""
+
+#: Runs commands in one process, each with its own token; answers with exit codes, outputs and words.
+COMMANDS = """
+import json, sys
+from typer.testing import CliRunner
+from resformer.cli import app
+
+done = []
+for token, *arguments in json.loads(sys.argv[1]):
+    sys.argv = ["resformer", *arguments]
+    result = CliRunner().invoke(app, arguments, env={"HF_TOKEN": token})
+    done.append([result.exit_code, result.stdout, result.stderr])
+print(json.dumps(done))
+"""
+
+
+def run(hub: HubServer, home: Path, code: str, *arguments: str, **variables: str) -> str:
+    """What a script prints that takes `hub` for the Hub; `HF_HOME` is `home`."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+        **hub.environment(home, **variables),
+    }
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def resformer_commands(hub: HubServer, home: Path, *commands: list[object]) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of `[token, argument, ...]`, each."""
+    texts = [[None if word is None else str(word) for word in command] for command in commands]
+    return [tuple(done) for done in json.loads(run(hub, home, COMMANDS, json.dumps(texts), token=None))]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A retrofit, with the card that it writes."""
+    save_checkpoint(tmp_path / "llama")
+    retrofit(tmp_path / "llama", tmp_path / "out", "resformer", verify="headers")
+    return tmp_path / "out"
+
+
+def test_every_method_and_revision_loads_with_the_same_logits(tmp_path: Path) -> None:
+    with HubServer() as hub:
+        run(
+            hub,
+            tmp_path,
+            PRELUDE
+            + """
+for method in METHODS:
+    model = tiny(method)
+    model.push_to_hub(f"you/{method}")
+    assert torch.equal(logits(load(f"you/{method}")), logits(model)), method
+
+api, first, second, third = HfApi(), *(tiny(seed=seed) for seed in (1, 2, 3))
+sha = first.push_to_hub("you/revised").oid
+byte_tokenizer().push_to_hub("you/revised")
+api.create_tag("you/revised", tag="v1.0")
+second.push_to_hub("you/revised")
+third.push_to_hub("you/revised", revision="experiment")
+for revision, model in {None: second, "main": second, "v1.0": first, sha: first, "experiment": third}.items():
+    loaded = load("you/revised", **({} if revision is None else {"revision": revision}))
+    assert torch.equal(logits(loaded), logits(model)), revision
+assert AutoTokenizer.from_pretrained("you/revised", revision="v1.0")("ab").input_ids == byte_tokenizer()("ab").input_ids
+""",
+        )
+        assert set(hub.repositories["you/revised"].branches) == {"main", "experiment"}
+        assert hub.asked("PUT /objects/")
+
+
+def test_shards_go_by_lfs_and_in_parts_and_reload_offline(tmp_path: Path) -> None:
+    with HubServer(part_size=9000) as hub:
+        run(
+            hub,
+            tmp_path,
+            PRELUDE
+            + """
+model = tiny("resformer-denseformer")
+model.push_to_hub("you/sharded", max_shard_size="20KB")
+assert torch.equal(logits(load("you/sharded")), logits(model))
+torch.save(logits(model), "logits.pt")
+before = HfApi().model_info("you/sharded").sha
+model.push_to_hub("you/sharded", max_shard_size="20KB")
+assert HfApi().model_info("you/sharded").sha == before, "the same files make no commit"
+""",
+        )
+        repository = hub.repositories["you/sharded"]
+        shards = [name for name in repository if name.endswith(".safetensors")]
+        assert len(shards) > 2
+        assert "model.safetensors.index.json" in repository
+        assert len(hub.asked("PUT /objects/.*/2$")) >= 2  # second parts
+        assert len(hub.asked("PUT")) == len(set(hub.asked("PUT"))), "what is there is not uploaded again"
+        so_far = len(hub.requests)
+        offline = 'assert torch.equal(logits(load("you/sharded")), torch.load("logits.pt"))'
+        run(hub, tmp_path, PRELUDE + offline, HF_HUB_OFFLINE="1")
+        assert len(hub.requests) == so_far
+
+
+def test_private_repositories_tokens_and_what_is_missing_are_told_apart(tmp_path: Path) -> None:
+    with HubServer(tokens={"hf_test": "you", "hf_other": "other"}) as hub:
+        printed = run(
+            hub,
+            tmp_path,
+            PRELUDE
+            + """
+model = tiny()
+model.push_to_hub("you/private", private=True)
+model.push_to_hub("you/public")
+assert torch.equal(logits(load("you/private", token="hf_test")), logits(model))
+HfApi().delete_file("model.safetensors", "you/public")
+
+caches = map("cache-{}".format, range(9))  # what is cached needs no token
+
+def failing(step):
+    try:
+        step()
+    except Exception as error:
+        return type(error).__name__ + ": " + str(error)
+    return "no error"
+
+print(json.dumps([
+    failing(lambda: load("you/private", token=False, cache_dir=next(caches))),
+    failing(lambda: load("you/private", token="hf_other", cache_dir=next(caches))),
+    failing(lambda: load("you/private", token="hf_wrong", cache_dir=next(caches))),
+    failing(lambda: model.push_to_hub("you/public", token="hf_wrong")),
+    failing(lambda: model.push_to_hub("you/public", token="hf_other")),
+    failing(lambda: load("you/absent")),
+    failing(lambda: load("you/private", revision="nowhere")),
+    failing(lambda: load("you/public", cache_dir=next(caches))),
+]))
+""",
+        )
+        messages = json.loads(printed)
+        expected = [
+            "you/private is not a local folder and is not a valid model identifier",
+            "you/private is not a local folder and is not a valid model identifier",
+            "Invalid credentials in Authorization header",
+            "Invalid credentials in Authorization header",
+            "you have no write access",
+            "you/absent is not a local folder and is not a valid model identifier",
+            "nowhere is not a valid git identifier",
+            "you/public does not appear to have a file named pytorch_model.bin or model.safetensors",
+        ]
+        for message, words in zip(messages, expected, strict=True):
+            assert words in message
+        assert hub.repositories["you/private"].private
+        assert len(hub.repositories["you/public"].messages) == 3  # initial, upload, deletion: no other push got through
+
+
+def test_trainer_pushes_every_save(tmp_path: Path) -> None:
+    with HubServer() as hub:
+        run(
+            hub,
+            tmp_path,
+            PRELUDE
+            + """
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+class StepsTakeLongerThanPushes(TrainerCallback):
+    def on_save(self, *arguments, **options):
+        trainer.push_in_progress.wait_until_done()
+
+model = tiny()
+rows = [{"input_ids": list(range(n, n + 8)), "labels": list(range(n, n + 8))} for n in range(1, 5)]
+trainer = Trainer(
+    model=model,
+    args=TrainingArguments(
+        "trained", max_steps=2, save_steps=1, report_to="none", use_cpu=True, per_device_train_batch_size=2,
+        push_to_hub=True, hub_model_id="you/trained", hub_strategy="every_save",
+    ),
+    train_dataset=rows,
+    processing_class=byte_tokenizer(),
+    callbacks=[StepsTakeLongerThanPushes()],
+)
+trainer.train()
+trainer.push_to_hub()
+assert torch.equal(logits(load("you/trained")), logits(model.eval()))
+""",
+        )
+        messages = hub.repositories["you/trained"].messages
+        assert {"Training in progress, step 1", "Training in progress, step 2", "End of training"} <= set(messages)
+        assert {"README.md", "config.json", "model.safetensors"} <= set(hub.repositories["you/trained"])
+
+
+def test_cut_uploads_leave_no_half_commit(tmp_path: Path) -> None:
+    with HubServer() as hub:
+        hub.cut_requests("PUT /objects/")
+        hub.fail("POST .*objects/verify", 503)
+        hub.cut_requests("POST .*/again/commit/")
+        printed = run(
+            hub,
+            tmp_path,
+            PRELUDE
+            + """
+model = tiny(vocab_size=40_000)
+model.push_to_hub("you/cut", max_shard_size="2MB")
+try:
+    model.push_to_hub("you/again", max_shard_size="2MB")
+except Exception as error:  # the commit alone is not tried again by huggingface_hub
+    print(HfApi().list_repo_files("you/again"))
+model.push_to_hub("you/again", max_shard_size="2MB")
+""",
+        )
+        assert printed == "['.gitattributes']\n"
+        uploads = hub.asked("PUT /objects/")
+        assert len(uploads) == len(set(uploads)) + 1, "the one that was cut is sent again, and no other"
+        for repository in hub.repositories.values():
+            assert repository.messages == ["initial commit", "Upload ResFormerForCausalLM"]
+        assert dict(hub.repositories["you/again"]) == dict(hub.repositories["you/cut"])
+
+
+def test_cut_download_is_resumed(tmp_path: Path) -> None:
+    with HubServer() as hub:
+        hub.cut_answers("GET /objects/")
+        run(
+            hub,
+            tmp_path,
+            PRELUDE
+            + """
+model = tiny(vocab_size=200_000, tie_word_embeddings=True)  # 25 MB: what came is kept in pieces of 10 MiB
+model.push_to_hub("you/large")
+assert torch.equal(logits(load("you/large")), logits(model))
+""",
+        )
+        assert len(hub.asked("GET /objects/.* bytes=10485760-")) == 1
+
+
+def test_push_is_one_commit_that_loads(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("checkpoint-5/model.safetensors", "optimizer.pt", "x.tmp", ".git/config", "__pycache__/x.pyc", ".env"):
+        (checkpoint / name).parent.mkdir(exist_ok=True)
+        (checkpoint / name).write_bytes(b"debris")
+    with HubServer() as hub:
+        dry, pushed, again, converted = resformer_commands(
+            hub,
+            tmp_path,
+            ["hf_test", "push", checkpoint, "you/model", "--dry-run", "--tag", "v1.0"],
+            ["hf_test", "push", checkpoint, "you/model", "--private", "--tag", "v1.0", "--message", "First"],
+            ["hf_test", "push", checkpoint, "you/model", "--json"],
+            ["hf_test", "revert", "you/model", tmp_path / "plain", "--revision", "v1.0", "--json"],
+        )
+        names = {path.name for path in checkpoint.iterdir() if path.is_file()} - {"optimizer.pt", "x.tmp", ".env"}
+        assert dry[0] == pushed[0] == again[0] == 0, dry[2] + pushed[2] + again[2]
+        left_behind = "left behind   .env, .git/, __pycache__/, checkpoint-5/, optimizer.pt, x.tmp\n"
+        assert left_behind in dry[1]
+        assert all(f"  {name}  " in dry[1] for name in names)
+        assert f"do it         resformer push {checkpoint} you/model --tag v1.0\n" in dry[1]
+
+        repository = hub.repositories["you/model"]
+        assert repository.private
+        assert set(repository) == names | {".gitattributes"}
+        assert repository["README.md"] == (checkpoint / "README.md").read_bytes()
+        assert repository.messages == ["initial commit", "First"], "the second push changes nothing"
+        sha = repository.tags["v1.0"]
+        assert pushed[1].endswith(f"commit        {sha}\n{hub.url}/you/model/commit/{sha}\n")
+        assert pushed[2] == "Warning: README.md does not name you/model: its code may load something else.\n"
+        report = json.loads(again[1])
+        assert report["commit"] == sha
+        assert report["bytes"] == sum((checkpoint / name).stat().st_size for name in names)
+
+        assert converted[0] == 0, converted[2]
+        assert json.loads(converted[1])["source"] == "you/model"
+        assert (tmp_path / "plain" / "model.safetensors").read_bytes() == (
+            tmp_path / "llama" / "model.safetensors"
+        ).read_bytes()
+
+
+def test_push_replaces_weights_that_would_be_loaded_instead(checkpoint: Path, tmp_path: Path) -> None:
+    with HubServer(tokens={"hf_test": "you", "hf_other": "other"}) as hub:
+        old = hub.add("you/model", tmp_path / "llama")  # one model.safetensors, which wins over an index
+        branch, request, foreign = resformer_commands(
+            hub,
+            tmp_path,
+            ["hf_test", "push", checkpoint, "you/model", "--revision", "next", "--json"],
+            ["hf_test", "push", checkpoint, "you/model", "--create-pr", "--json"],
+            ["hf_other", "push", checkpoint, "you/model", "--create-pr", "--json"],
+        )
+        assert json.loads(branch[1])["deleted"] == ["model.safetensors"], branch[2]
+        new = old.commits[old.branches["next"]]
+        assert "model.safetensors" not in new
+        assert {"model.safetensors.index.json", "model-00002-of-00002.safetensors"} <= set(new)
+        assert "model.safetensors" in old, "main is as it was"
+        for number, done in enumerate((request, foreign), start=1):
+            report = json.loads(done[1])
+            assert report["revision"] == f"refs/pr/{number}"
+            assert report["url"] == f"{hub.url}/you/model/discussions/{number}"
+            assert old.commits[old.pull_requests[f"refs/pr/{number}"]] == new
+
+
+def test_push_tries_again_and_never_commits_twice(checkpoint: Path, tmp_path: Path) -> None:
+    with HubServer() as hub:
+        hub.fail("POST /api/repos/create", 503)
+        hub.cut_requests("PUT /objects/")
+        hub.cut_requests("POST .*/commit/main")
+        hub.cut_answers("POST .*/commit/main")  # made, but nobody hears of it
+        hub.cut_answers("POST .*/tag/")
+        ((code, out, err),) = resformer_commands(
+            hub, tmp_path, ["hf_test", "push", checkpoint, "you/model", "--tag", "v1", "--json"]
+        )
+        assert code == 0, err
+        repository = hub.repositories["you/model"]
+        assert repository.messages == ["initial commit", "Upload resformer checkpoint"]
+        assert json.loads(out)["commit"] == repository.branches["main"] == repository.tags["v1"]
+
+
+def test_push_says_in_one_line_what_to_do(checkpoint: Path, tmp_path: Path) -> None:
+    bare, broken, strange = (tmp_path / name for name in ("bare", "broken", "strange"))
+    for folder, card in ((bare, None), (broken, "---\na: [\n---\n"), (strange, "---\nlicense: nobody's\n---\nyou/x\n")):
+        folder.mkdir()
+        for path in checkpoint.iterdir():
+            if path.name != "README.md":
+                (folder / path.name).hardlink_to(path)
+        if card is not None:
+            (folder / "README.md").write_text(card)
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    (torn / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    with HubServer() as hub:
+        hub.add("you/public", tmp_path / "llama")
+        hub.repositories["you/public"].tags["v1"] = hub.commit_id("you/public")
+        before = dict(hub.repositories["you/public"])
+        cases: list[tuple[list[Any], int, str]] = [
+            ([None, "push", checkpoint, "you/x"], 1, "you/x: no token. Run `hf auth login`"),
+            (["hf_wrong", "push", checkpoint, "you/x"], 1, "you/x: the Hub does not accept this token"),
+            (["hf_test", "push", checkpoint, "other/x"], 1, "other/x: this token may not write there"),
+            (["hf_test", "push", checkpoint, "you/public", "--private"], 1, "you/public: exists and is public."),
+            (["hf_test", "push", checkpoint, "you/public", "--tag", "v1"], 1, "has a tag v1 already"),
+            (["hf_test", "push", checkpoint, "a/b/c"], 2, "'repo_name' or 'namespace/repo_name': 'a/b/c'"),
+            (["hf_test", "push", checkpoint, "you/x", "--create-pr", "--tag", "v1"], 2, "neither a revision nor a tag"),
+            (["hf_test", "push", tmp_path / "nothing", "you/x"], 3, "expected a checkpoint folder"),
+            (["hf_test", "push", torn, "you/x"], 3, f"{torn}"),
+            (["hf_test", "push", bare, "you/x"], 3, "there is no model card"),
+            (["hf_test", "push", broken, "you/x"], 3, "its metadata cannot be read"),
+            (["hf_test", "push", strange, "you/x"], 3, '"license" must be one of'),
+        ]
+        for (words, code, message), done in zip(
+            cases, resformer_commands(hub, tmp_path, *(case[0] for case in cases)), strict=True
+        ):
+            assert done[0] == code, (words, done)
+            assert done[1] == ""
+            assert message in done[2]
+            assert len([line for line in done[2].splitlines() if line.startswith("Error: ")]) == 1
+            assert "Traceback" not in done[2]
+        assert dict(hub.repositories["you/public"]) == before
+        assert not hub.asked("commit")
+    ((code, _, err),) = resformer_commands(hub, tmp_path, ["hf_test", "push", checkpoint, "you/x"])  # it is closed
+    assert code == 1
+    assert f"you/x: {hub.url} cannot be reached" in err
+
+
+def test_links_out_of_the_folder_are_not_shared(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("mine")
+    (checkpoint / "notes.txt").symlink_to(tmp_path / "secret.txt")
+    with HubServer() as hub:
+        ((code, _, err),) = resformer_commands(hub, tmp_path, ["hf_test", "push", checkpoint, "you/x", "--dry-run"])
+        assert code == 3
+        assert "notes.txt: is a link out of its folder" in err
+
+
+@pytest.mark.skipif(not hasattr(resformer.convert, "bundle"), reason="there is no bundle to push")
+def test_bundle_is_pushed_with_the_code_that_loads_it(checkpoint: Path, tmp_path: Path) -> None:
+    with HubServer() as hub:
+        ((code, out, err),) = resformer_commands(
+            hub, tmp_path, ["hf_test", "push", checkpoint, "you/flat", "--bundle", "--json"]
+        )
+        assert code == 0, err
+        assert json.loads(out)["checkpoint"] == str(checkpoint)
+        assert {"configuration_resformer.py", "modeling_resformer.py"} <= set(hub.repositories["you/flat"])
+        assert "AutoModelForCausalLM" in json.loads(hub.repositories["you/flat"]["config.json"])["auto_map"]
+        assert not list(tmp_path.glob(".resformer-push-*"))
