@@ -194,7 +194,7 @@ def render(template: str, **values: Any) -> str:
     environment.filters["code"] = _as_code
     environment.filters["quoted"] = lambda text: json.dumps(str(text), ensure_ascii=False)
     environment.filters["cell"] = lambda text: " ".join(str(text).split()).replace("|", "\\|")
-    environment.filters["number"] = "{:,}".format
+    environment.filters["number"] = lambda number: f"{number + 0:,}"  # + 0: so that a missing one names itself
     text = environment.get_template(template).render(**values)
     return re.sub(r"\n{3,}", "\n\n", text)
 
@@ -247,7 +247,7 @@ def _card(
         fields=fields,
         facts=FACTS.get(method or ""),
         papers=papers,
-        licence=carried,
+        licence={name: carried.get(name) for name in ("license", "license_name", "license_link")},
         derived=template != "scratch.md.jinja",
         results=table_rows(measured),
         cache=_cache(config, dtype),
