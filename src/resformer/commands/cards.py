@@ -117,19 +117,19 @@ def _build(
     }
     try:
         if training.get("source") is not None:
-            told = {"revision": None, "method": method_of(config), **training}
-            return "fine-tuned", finetuned_card(**told, **given, base_model=base_model)
+            tuned = {"revision": None, "method": method_of(config), **training}
+            return "fine-tuned", finetuned_card(**tuned, **given, base_model=base_model)
         if training and record is not None:
             origin = {"source": record["source"], "revision": record["revision"], "method": record["method"]}
             return "fine-tuned", finetuned_card(**{**training, **origin}, **given, base_model=base_model)
         if record is not None:
             _check_record(checkpoint, record)
             return "retrofitted", retrofit_card(record, **given, base_model=base_model)
+        told = {key: value for key, value in training.items() if key not in ("source", "revision", "method")}
+        parameters = sum(tensor.elements for tensor in opened.checkpoint.tensors.values())
+        return "from-scratch", scratch_card(method=method_of(config), parameters=parameters, **told, **given)
     except (KeyError, TypeError, AttributeError, UndefinedError, ValueError) as error:  # what others' JSON may lack
         raise CheckpointError(f"{checkpoint}: its record, or the metrics, do not tell all: {error}") from error
-    told = {key: value for key, value in training.items() if key not in ("source", "revision", "method")}
-    parameters = sum(tensor.elements for tensor in opened.checkpoint.tensors.values())
-    return "from-scratch", scratch_card(method=method_of(config), parameters=parameters, **told, **given)
 
 
 def _check_record(checkpoint: Path, record: dict[str, Any]) -> None:
