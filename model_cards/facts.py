@@ -320,7 +320,7 @@ FACTS: dict[str, MethodFacts] = {
         "there is training to repair it.",
         parameters="-(N - 1) d d_kv",
         count=lambda layers, width, heads, values: -(layers - 1) * width * values,
-        cache="(N + 1) / 2N",
+        cache="(N + 1) / (2 N)",
         exact=False,
         limits="Never the source's function as a retrofit: needs --lossy and much training. Smaller learning rates "
         "help. " + _SERVING,
@@ -384,7 +384,7 @@ FACTS: dict[str, MethodFacts] = {
         avoid="As a retrofit, unless there is training to repair it.",
         parameters="-2 floor(N / 2) d d_kv",
         count=lambda layers, width, heads, values: -2 * (layers // 2) * width * values,
-        cache="1/2 (ceil(N / 2) / N for odd N)",
+        cache="ceil(N / 2) / N",
         exact=False,
         limits="Never the source's function as a retrofit: needs --lossy and much training. FusedKV's authors find "
         "that "
@@ -404,7 +404,7 @@ FACTS: dict[str, MethodFacts] = {
         avoid="As a retrofit, unless there is training to repair it.",
         parameters="-2 (N - floor(N / 2)) d d_kv",
         count=lambda layers, width, heads, values: -2 * (layers - layers // 2) * width * values,
-        cache="1/2 (floor(N / 2) / N for odd N)",
+        cache="floor(N / 2) / N",
         exact=False,
         limits="Never the source's function as a retrofit: needs --lossy and much training. Keys and values of "
         "different "
