@@ -32,7 +32,7 @@ from resformer.convert.source import open_source
 from resformer.convert.tensors import CODES
 from resformer.convert.verification import LogitsComparison
 from resformer.convert.writing import Transfer, check_target
-from resformer.model_cards import retrofit_card
+from resformer.model_cards import carried_metadata, retrofit_card
 from resformer.version import __version__
 
 __all__ = ["CONNECTION_FIELDS", "RetrofitReport", "losses", "retrofit"]
@@ -208,7 +208,7 @@ def retrofit(
     def finish(folder: Path, outcome: Outcome) -> dict[str, str]:
         if not opened.save_gguf_extras(folder):
             report.warnings.append(f"{opened.name} has no tokenizer that can be read: save one beside the result.")
-        return _provenance(told(outcome), outcome.files)
+        return _provenance(told(outcome), outcome.files, config, carried_metadata(opened.folder / "README.md"))
 
     return told(foretell(conversion) if dry_run else carry_out(conversion, finish))
 
@@ -257,7 +257,9 @@ def _connections(method: str, num_hidden_layers: int, fields: dict[str, Any]) ->
     return connections
 
 
-def _provenance(report: RetrofitReport, files: Mapping[str, Any]) -> dict[str, str]:
+def _provenance(
+    report: RetrofitReport, files: Mapping[str, Any], config: ResFormerConfig, source_card: Mapping[str, Any]
+) -> dict[str, str]:
     """The model card, and a record that two runs write alike: no clock, no machine."""
     # A path says more about a machine than about a model: of a local source only the last part is told.
     told = {**report.as_dict(), "source": report.source if report.revision is not None else Path(report.source).name}
@@ -265,10 +267,11 @@ def _provenance(report: RetrofitReport, files: Mapping[str, Any]) -> dict[str, s
     unsaid = ("output", "warnings", "transfer", "memory", "left_behind")
     record = {
         **{key: value for key, value in told.items() if key not in unsaid},
+        "source_card": source_card,
         "files": files,
         "versions": {"resformer": __version__, "torch": torch.__version__, "transformers": transformers_version},
     }
     return {
         RECORD: json.dumps(record, indent=2, sort_keys=True) + "\n",
-        "README.md": str(retrofit_card(told)),
+        "README.md": str(retrofit_card(told, config=config, source_card=source_card)),
     }

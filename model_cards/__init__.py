@@ -1,5 +1,22 @@
-"""Model cards: a template per kind of checkpoint, filled in from what was measured."""
+"""Model cards: a template per kind of checkpoint and a card per method, filled in from what was measured."""
 
-from resformer.model_cards.cards import finetuned_card, retrofit_card
+from resformer.model_cards.cards import finetuned_card, is_as_made, retrofit_card, scratch_card
+from resformer.model_cards.method_cards import method_card, packaged_method_card, write_method_cards
+from resformer.model_cards.metrics import Metric, eval_result_files, harness_metrics, metrics_of
+from resformer.model_cards.source_card import carried_metadata, well_formed
 
-__all__ = ["finetuned_card", "retrofit_card"]
+__all__ = [
+    "Metric",
+    "carried_metadata",
+    "eval_result_files",
+    "finetuned_card",
+    "harness_metrics",
+    "is_as_made",
+    "method_card",
+    "metrics_of",
+    "packaged_method_card",
+    "retrofit_card",
+    "scratch_card",
+    "well_formed",
+    "write_method_cards",
+]

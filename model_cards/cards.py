@@ -1,30 +1,83 @@
-"""The builders of model cards. Every number in a card is an argument: nothing is made up here."""
+"""The builders of model cards. Every number in a card is an argument, or follows from one: nothing is made up here.
 
-from collections.abc import Mapping, Sequence
+Callers give what was measured: a `RetrofitReport`, the `metrics.json` of a training, results of an evaluation.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import PurePath
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-__all__ = ["finetuned_card", "retrofit_card"]
+from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token
+from resformer.model_cards.facts import FACTS, papers_of
+from resformer.model_cards.metrics import Metric, metrics_of, table_rows
+from resformer.model_cards.source_card import well_formed
+
+__all__ = ["added_parameters", "finetuned_card", "is_as_made", "render", "retrofit_card", "scratch_card"]
+
+_MARK = "<!-- Made by `resformer card`. SHA-256 of the text above: "
+_TAGS = {
+    "value_residual": "value-residual",
+    "neutreno_lambda": "neutreno",
+    "dwa": "depth-weighted-averaging",
+    "value_sources": "kv-sharing",
+    "key_sources": "kv-sharing",
+}
+#: Field of a run -> (what the table calls it, its format).
+_RUN_ROWS = {
+    "perplexity_before": ("held-out perplexity before", "{:.3f}"),
+    "perplexity_after": ("held-out perplexity after", "{:.3f}"),
+    "training_tokens": ("training tokens", "{:,}"),
+    "steps": ("steps", "{:,}"),
+}
 
 
-def retrofit_card(report: Mapping[str, Any], repository: str | None = None) -> ModelCard:
+def retrofit_card(
+    report: Mapping[str, Any],
+    repository: str | None = None,
+    *,
+    config: ResFormerConfig | None = None,
+    source_card: Mapping[str, Any] | None = None,
+    metrics: Iterable[Metric | Mapping[str, Any]] = (),
+    base_model: str | None = None,
+    bundle: bool = False,
+) -> ModelCard:
     """The card of a retrofitted checkpoint.
 
     Args:
-        report: `RetrofitReport.as_dict()`.
+        report: `RetrofitReport.as_dict()`, or the record of a converted folder (`resformer_conversion.json`).
         repository: the Hub id, or path, that the card's code loads; default: the output folder's name.
+        config: the checkpoint's; gives the cost of its cache.
+        source_card: what the source's own card says (`carried_metadata`): licence, languages, data.
+        metrics: further results.
+        base_model: Hub id of the source; default: the source, if it came from the Hub.
+        bundle: the folder holds its own code (`auto_map` in config.json).
+
+    Raises:
+        ValueError: a metric lacks what a card must say of it.
+        jinja2.UndefinedError: `report` lacks a value that a card states.
     """
-    return _render(
+    return _card(
         "retrofit.md.jinja",
-        _metadata(report["source"], report["revision"]),
         title=f"{PurePath(report['source']).name} with {report['method']}",
         repository=repository or PurePath(report["output"]).name,
+        method=report["method"],
+        fields=report["fields"],
+        config=config,
+        dtype=report["dtype"],
+        base_model=base_model or (report["source"] if report["revision"] is not None else None),
+        source_card=source_card or report.get("source_card") or {},
+        metrics=metrics,
+        bundle=bundle,
+        report=report,
         added_parameters=sum(report["added"].values()),
-        **{key: value for key, value in report.items() if key not in ("output", "added", "verification")},
-        verification=_logits(report["verification"]),
+        logits=_logits(report["verification"]),
     )
 
 
@@ -32,31 +85,209 @@ def finetuned_card(
     *,
     source: str,
     revision: str | None,
-    method: str,
+    method: str | None,
     corpus: str,
     evaluation_tokens: int,
     runs: Sequence[Mapping[str, Any]],
     repository: str,
+    config: ResFormerConfig | None = None,
+    datasets: Sequence[str] = (),
+    source_card: Mapping[str, Any] | None = None,
+    metrics: Iterable[Metric | Mapping[str, Any]] = (),
+    base_model: str | None = None,
+    bundle: bool = False,
 ) -> ModelCard:
-    """The card of a fine-tuned retrofit.
+    """The card of a fine-tuned retrofit. A `metrics.json` holds these arguments from `source` to `runs`, `datasets` and
+    `metrics`.
 
     Args:
         source, revision: the checkpoint that was retrofitted.
-        runs: for each model trained side by side its `name`, `perplexity_before`, `perplexity_after`, `training_tokens`
-            and `steps`.
+        corpus: what it was trained on and, the held-out part of it, evaluated on.
+        evaluation_tokens: in that held-out part.
+        runs: for each model trained side by side its `name` (the method's, for the one that the card is about),
+            `perplexity_before`, `perplexity_after`, `training_tokens` and `steps`.
         repository: the Hub id, or path, that the card's code loads.
+        datasets: Hub ids of what it was trained on.
+        config, source_card, metrics, base_model, bundle: as of `retrofit_card`.
+
+    Raises:
+        ValueError: a metric, or a run, lacks what a card must say of it.
     """
-    return _render(
+    return _card(
         "finetuned.md.jinja",
-        _metadata(source, revision),
-        title=f"{PurePath(source).name} with {method}, fine-tuned",
-        source=source,
+        title=f"{PurePath(source).name} with {method or 'cross-layer connections'}, fine-tuned",
+        repository=repository,
         method=method,
+        fields=_fields(config),
+        config=config,
+        dtype="bfloat16",
+        base_model=base_model or (source if revision is not None else None),
+        source_card=source_card or {},
+        datasets=datasets,
+        metrics=[*metrics, *_perplexities(method, corpus, evaluation_tokens, runs)],
+        bundle=bundle,
+        source=source,
+        revision=revision,
         corpus=corpus,
         evaluation_tokens=evaluation_tokens,
-        runs=runs,
-        repository=repository,
+        runs=_run_table(runs),
     )
+
+
+def scratch_card(
+    *,
+    method: str | None,
+    repository: str,
+    config: ResFormerConfig,
+    parameters: int | None = None,
+    corpus: str | None = None,
+    evaluation_tokens: int | None = None,
+    runs: Sequence[Mapping[str, Any]] = (),
+    datasets: Sequence[str] = (),
+    source_card: Mapping[str, Any] | None = None,
+    metrics: Iterable[Metric | Mapping[str, Any]] = (),
+    bundle: bool = False,
+) -> ModelCard:
+    """The card of a model that was not made from another. Arguments and errors: as of `finetuned_card`; what is not
+    given is not told.
+
+    Args:
+        parameters: of the model.
+        source_card: licence, languages and data of this model itself.
+    """
+    measured = _perplexities(method, corpus, evaluation_tokens, runs) if corpus and evaluation_tokens else []
+    return _card(
+        "scratch.md.jinja",
+        title=repository.rstrip("/").rpartition("/")[2],
+        repository=repository,
+        method=method,
+        fields=_fields(config),
+        config=config,
+        dtype="bfloat16",
+        base_model=None,
+        source_card=source_card or {},
+        datasets=datasets,
+        metrics=[*metrics, *measured],
+        bundle=bundle,
+        parameters=parameters,
+        corpus=corpus,
+        evaluation_tokens=evaluation_tokens,
+        runs=_run_table(runs) if runs else None,
+    )
+
+
+def is_as_made(text: str) -> bool:
+    """Whether `text` is a card of ours that nobody has edited since."""
+    above, mark, rest = text.rpartition(_MARK)
+    return bool(mark) and rest == f"{_digest(above)} -->\n"
+
+
+def render(template: str, **values: Any) -> str:
+    """A template of this folder with `values`; one that it names and does not get is an error."""
+    environment = Environment(
+        loader=FunctionLoader(lambda name: files("resformer.model_cards").joinpath(name).read_text(encoding="utf-8")),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["code"] = _as_code
+    environment.filters["quoted"] = lambda text: json.dumps(str(text), ensure_ascii=False)
+    environment.filters["cell"] = lambda text: " ".join(str(text).split()).replace("|", "\\|")
+    environment.filters["number"] = lambda number: f"{number + 0:,}"  # + 0: so that a missing one names itself
+    text = environment.get_template(template).render(**values)
+    return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def added_parameters(method: str, config: ResFormerConfig) -> int:
+    """How many parameters a named method adds to Llama of this shape; fewer than none if it has layers share."""
+    heads = config.num_key_value_heads or config.num_attention_heads
+    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    return FACTS[method].count(config.num_hidden_layers, config.hidden_size, heads, heads * head_dim)
+
+
+def _card(
+    template: str,
+    *,
+    title: str,
+    method: str | None,
+    fields: Mapping[str, Any],
+    config: ResFormerConfig | None,
+    dtype: str,
+    base_model: str | None,
+    source_card: Mapping[str, Any],
+    metrics: Iterable[Metric | Mapping[str, Any]],
+    datasets: Sequence[str] = (),
+    **values: Any,
+) -> ModelCard:
+    carried = well_formed(source_card)
+    papers = papers_of(method, fields)
+    measured = _as_metrics(metrics)
+    active = [name for name in _TAGS if fields.get(name) not in (None, False, 0, "none")]
+    tags = ["resformer", *([method] if method else []), *(_TAGS[name] for name in active)]
+    card_data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=base_model,
+        base_model_relation="finetune" if base_model is not None else None,
+        license=carried.get("license"),
+        license_name=carried.get("license_name"),
+        license_link=carried.get("license_link"),
+        language=carried.get("language"),
+        datasets=list(dict.fromkeys([*carried.get("datasets", []), *datasets])) or None,
+        tags=[*tags, *(f"arxiv:{paper.arxiv}" for paper in papers)],
+        model_name=title if measured else None,
+        eval_results=[metric.as_eval_result() for metric in measured] or None,
+    )
+    text = render(
+        template,
+        card_data=card_data.to_yaml(),
+        title=" ".join(title.split()),
+        method=method,
+        fields=fields,
+        facts=FACTS.get(method or ""),
+        papers=papers,
+        licence={name: carried.get(name) for name in ("license", "license_name", "license_link")},
+        derived=template != "scratch.md.jinja",
+        results=table_rows(measured),
+        cache=_cache(config, dtype),
+        added=added_parameters(method, config) if method in FACTS and config is not None else None,
+        **values,
+    )
+    # Not ModelCard.from_template: what a template asks for and does not get would be left blank there.
+    card = ModelCard(text)
+    card.text += f"\n{_MARK}{_digest(f'{card}{chr(10)}')} -->\n"
+    return card
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _as_code(text: object) -> str:
+    """Text that others have written, in a code span that it cannot leave."""
+    return "`" + " ".join(str(text).replace("`", "'").split()) + "`"
+
+
+def _as_metrics(metrics: Iterable[Metric | Mapping[str, Any]]) -> list[Metric]:
+    return [
+        metric if isinstance(metric, Metric) else metrics_of({"metrics": [metric]}, "card")[0] for metric in metrics
+    ]
+
+
+def _fields(config: ResFormerConfig | None) -> dict[str, Any]:
+    """The connections that `config` has."""
+    if config is None:
+        return {}
+    found = {name: getattr(config, name) for name in _TAGS}
+    return {name: value for name, value in found.items() if value not in (None, False, 0, "none")}
+
+
+def _cache(config: ResFormerConfig | None, dtype: str) -> dict[str, Any] | None:
+    if config is None:
+        return None
+    own, full = cache_bytes_per_token(config, dtype), cache_bytes_by_method(config, dtype)["transformer"]
+    return {"bytes": own, "full": full, "share": own / full, "dtype": dtype}
 
 
 def _logits(verification: Mapping[str, Any] | None) -> str:
@@ -71,15 +302,20 @@ def _logits(verification: Mapping[str, Any] | None) -> str:
     )
 
 
-def _metadata(source: str, revision: str | None) -> ModelCardData:
-    card_data = ModelCardData(
-        library_name="transformers", pipeline_tag="text-generation", tags=["resformer", "value-residual"]
-    )
-    if revision is not None:  # it came from the Hub
-        card_data["base_model"], card_data["base_model_relation"] = source, "finetune"
-    return card_data
+def _run_table(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    for run in runs:
+        if missing := [name for name in ("name", *_RUN_ROWS) if run.get(name) is None]:
+            raise ValueError(f"The run {run.get('name', '?')!r} has no `{missing[0]}`: a card does not guess it.")
+    rows = [(title, [form.format(run[name]) for run in runs]) for name, (title, form) in _RUN_ROWS.items()]
+    return {"names": [run["name"] for run in runs], "rows": rows}
 
 
-def _render(template: str, card_data: ModelCardData, **values: Any) -> ModelCard:
-    text = files("resformer.model_cards").joinpath(template).read_text(encoding="utf-8")
-    return ModelCard.from_template(card_data, template_str=text, **values)
+def _perplexities(
+    method: str | None, corpus: str, evaluation_tokens: int, runs: Sequence[Mapping[str, Any]]
+) -> list[Metric]:
+    """The held-out perplexity of the run that the card is about."""
+    return [
+        Metric("perplexity", run["perplexity_after"], corpus, "held out", note=f"{evaluation_tokens} tokens")
+        for run in runs
+        if run.get("name") == method and run.get("perplexity_after") is not None
+    ]

@@ -1,0 +1,70 @@
+"""One card per named method, made from `facts.py`, from what a configuration says, and from results files.
+
+The cards in `methods/` are made by `write_method_cards("model_cards/methods", metrics)`; a test holds them to it.
+"""
+
+from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
+
+from resformer.configuration import METHODS, ResFormerConfig, cache_bytes_by_method
+from resformer.model_cards.cards import added_parameters, render
+from resformer.model_cards.facts import FACTS, PAPERS
+from resformer.model_cards.metrics import Metric, table_rows
+
+__all__ = ["method_card", "packaged_method_card", "write_method_cards"]
+
+_SMOLLM2_135M = {
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+
+
+def method_card(method: str, metrics: Iterable[Metric] = ()) -> str:
+    """The card of a named method, with those of `metrics` that are about it (`Metric.method`).
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if method not in METHODS:
+        raise ValueError(f"Unknown method {method!r}: expected one of {', '.join(METHODS)}.")
+    facts, shape = FACTS[method], ResFormerConfig(**_SMOLLM2_135M)
+    cache = cache_bytes_by_method(shape)
+    return render(
+        "method.md.jinja",
+        name=method,
+        facts=facts,
+        shape=shape,
+        count=added_parameters(method, shape),
+        share=cache[method] / cache["transformer"],
+        cache=cache[method],
+        papers=[PAPERS[key] for key in facts.papers],
+        sources={
+            "independent": "independent",
+            **{key: f"[{paper.arxiv}](https://arxiv.org/abs/{paper.arxiv})" for key, paper in PAPERS.items()},
+        },
+        results=table_rows([metric for metric in metrics if metric.method == method]),
+    )
+
+
+def packaged_method_card(method: str) -> str:
+    """The finished card of a named method.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if method not in METHODS:
+        raise ValueError(f"Unknown method {method!r}: expected one of {', '.join(METHODS)}.")
+    return files("resformer.model_cards").joinpath("methods", f"{method}.md").read_text(encoding="utf-8")
+
+
+def write_method_cards(folder: str | Path, metrics: Iterable[Metric] = ()) -> None:
+    """Writes the card of each method to `folder`."""
+    found = list(metrics)
+    for method in METHODS:
+        (Path(folder) / f"{method}.md").write_text(method_card(method, found), encoding="utf-8")

@@ -1,0 +1,625 @@
+"""Cards state what was measured and nothing else, in a form that the Hub and a reader's Markdown understand."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from checkpoints import EXACT, save_checkpoint
+from huggingface_hub import ModelCard, parse_eval_result_entries
+from jinja2 import UndefinedError
+from markdown_it import MarkdownIt
+from mdit_py_plugins.dollarmath import dollarmath_plugin
+from typer.testing import CliRunner
+
+from resformer import METHODS, ResFormerConfig, retrofit
+from resformer.cli import app
+from resformer.configuration import cache_bytes_by_method
+from resformer.convert.connections import model_on_meta
+from resformer.convert.retrofitting import losses
+from resformer.model_cards import (
+    Metric,
+    carried_metadata,
+    eval_result_files,
+    finetuned_card,
+    harness_metrics,
+    is_as_made,
+    method_card,
+    metrics_of,
+    packaged_method_card,
+    retrofit_card,
+    scratch_card,
+)
+from resformer.model_cards.cards import added_parameters
+from resformer.model_cards.facts import FACTS, PAPERS
+
+ROOT = Path(__file__).parents[1]
+
+STATED = """---
+license: other
+license_name: small-licence
+license_link: https://example.org/LICENSE
+language: [en, de]
+datasets: [owner/corpus]
+---
+# A source
+"""
+TRAINING: dict[str, Any] = {
+    "source": "owner/llama",
+    "revision": "0123abcd",
+    "method": "resformer",
+    "corpus": "the collected minutes",
+    "evaluation_tokens": 8192,
+    "datasets": ["owner/minutes"],
+    "runs": [
+        {
+            "name": "Llama",
+            "perplexity_before": 10.5551,
+            "perplexity_after": 9.8222,
+            "steps": 1200,
+            "training_tokens": 12288,
+        },
+        {
+            "name": "resformer",
+            "perplexity_before": 10.5551,
+            "perplexity_after": 9.7943,
+            "steps": 1201,
+            "training_tokens": 12289,
+        },
+    ],
+    "metrics": [{"name": "loss", "value": 2.28171, "dataset": "WikiText-2", "split": "test"}],
+}
+HARNESS: dict[str, Any] = {
+    "results": {
+        "arc": {"alias": "arc", "acc,none": 0.41},
+        "arc_easy": {
+            "alias": "arc_easy",
+            "sample_len": 2376,
+            "acc,none": 0.4321,
+            "acc_stderr,none": 0.0102,
+            "acc_norm,none": 0.3943,
+            "acc_norm_stderr,none": "N/A",
+        },
+        "arc_hard": {"alias": "arc_hard", "acc,none": 0.25, "acc_stderr,none": 0.04},
+        "ours": {"alias": "ours", "exact_match,strict": 0.5},
+    },
+    "configs": {
+        "arc_easy": {"dataset_path": "allenai/ai2_arc", "dataset_name": "ARC-Easy", "test_split": "test"},
+        "arc_hard": {"dataset_path": "allenai/ai2_arc", "dataset_name": "ARC-Hard", "test_split": "test"},
+        "ours": {"dataset_path": "json", "validation_split": "validation"},
+    },
+    "n-shot": {"arc_easy": 5, "arc_hard": 0, "ours": 0},
+    "n-samples": {
+        "arc_easy": {"original": 2376, "effective": 2376},
+        "arc_hard": {"original": 1172, "effective": 100},
+        "ours": {"original": 12, "effective": 12},
+    },
+    "lm_eval_version": "0.4.13",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source, and an exact and a lossy retrofit of it."""
+    folder = tmp_path_factory.mktemp("cards")
+    save_checkpoint(folder / "llama")
+    (folder / "llama" / "README.md").write_text(STATED)
+    retrofit(folder / "llama", folder / "exact", "resformer-denseformer")
+    retrofit(folder / "llama", folder / "lossy", "svformer", lossy=True)
+    return folder
+
+
+@pytest.fixture
+def copied(checkpoints: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A checkpoint that a test may change."""
+
+    def copy(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        for file in (checkpoints / name).iterdir():
+            (tmp_path / name / file.name).write_bytes(file.read_bytes())
+        return tmp_path / name
+
+    return copy
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "resformer_conversion.json").read_text())
+
+
+def finetuned(config: ResFormerConfig, **changes: Any) -> ModelCard:
+    given = {**TRAINING, "repository": "you/tuned", "config": config, **changes}
+    return finetuned_card(**{**given, "metrics": [*given["metrics"], *harness_metrics(HARNESS)]})
+
+
+def cards_and_inputs(checkpoints: Path) -> Iterator[tuple[str, list[Any]]]:
+    """Each kind of card of an exact and of a lossy retrofit, and the numbers that it was made from."""
+    for name in ("exact", "lossy"):
+        config, record = ResFormerConfig.from_pretrained(checkpoints / name), record_of(checkpoints / name)
+        derived = [sum(record["added"].values()), len(record["dropped"]), list(cache_of(config, 4))]
+        quoted = [int(number) for loss in record["losses"] for number in re.findall(r"\d+", loss)]
+        yield (checkpoints / name / "README.md").read_text(), [record, derived, quoted]
+        method, derived = record["method"], [added_by(config), list(cache_of(config, 2))]
+        runs = [TRAINING["runs"][0], {**TRAINING["runs"][1], "name": method}]
+        yield str(finetuned(config, method=method, runs=runs)), [TRAINING, HARNESS, derived]
+        made = scratch_card(method=method, repository="you/new", config=config, parameters=4321, metrics=[METRIC])
+        yield str(made), [4321, asdict(METRIC), derived]
+
+
+METRIC = Metric("loss", 3.25, "WikiText-2", "test", samples=77, of_samples=99)
+
+
+def plain_of(config: ResFormerConfig) -> ResFormerConfig:
+    names = "num_hidden_layers hidden_size num_attention_heads num_key_value_heads vocab_size intermediate_size".split()
+    return ResFormerConfig(**{name: getattr(config, name) for name in [*names, "tie_word_embeddings"]})
+
+
+def cache_of(config: ResFormerConfig, itemsize: int) -> tuple[int, int, float]:
+    """Bytes a token, those of the full cache, and their quotient, counted one layer after the other."""
+    own, full = (
+        sum(len(set(sources)) for sources in (c.all_key_sources, c.all_value_sources))
+        * config.num_key_value_heads
+        * config.head_dim
+        * itemsize
+        for c in (config, plain_of(config))
+    )
+    return own, full, own / full
+
+
+def added_by(config: ResFormerConfig) -> int:
+    ours, theirs = (sum(p.numel() for p in model_on_meta(c).parameters()) for c in (config, plain_of(config)))
+    return ours - theirs
+
+
+def numbers_in(values: Any) -> Iterator[float]:
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, list):
+        for value in values:
+            yield from numbers_in(value)
+    elif isinstance(values, (int, float)) and not isinstance(values, bool):
+        yield values
+
+
+#: Names and formulas, whose digits are no results.
+NAMES = [
+    "top-1",
+    "float32",
+    "bfloat16",
+    "WikiText-2",
+    "allenai/ai2_arc",
+    *({f.parameters for f in FACTS.values()} - {"0"}),
+]
+
+
+def printed(card: str) -> list[str]:
+    """The numbers in a card's tables, in what it says of tokens, and in its metadata."""
+    header, _, text = card.partition("\n---\n")
+    for name in sorted(NAMES, key=len, reverse=True):
+        text = text.replace(name, "")
+    lines = [line for line in text.splitlines() if line.startswith("|") or " tokens" in line]
+    index = yaml.safe_load(header.removeprefix("---\n")).get("model-index", [])
+    return [*re.findall(r"-?\d[\d,]*(?:\.\d+)?", "\n".join(lines)), *map(str, numbers_in(index))]
+
+
+def test_every_number_in_a_card_is_in_its_inputs(checkpoints: Path) -> None:
+    for card, inputs in cards_and_inputs(checkpoints):
+        known = list(numbers_in(inputs))
+        found = printed(card)
+        assert len(found) > 3
+        for number in found:
+            digits = len(number.partition(".")[2])
+            value = float(number.replace(",", ""))
+            same = [k for k in known if value in (round(k, digits), round(100 * k, digits))]
+            assert same, f"{number} is in no input of\n{card}"
+
+
+def test_a_number_that_nobody_measured_would_be_noticed(checkpoints: Path) -> None:
+    """The negative control of the test above."""
+    card, inputs = next(cards_and_inputs(checkpoints))
+    assert "31337" in printed(card.replace("| parameters | ", "| parameters | 31337 "))
+    assert 31337 not in list(numbers_in(inputs))
+
+
+def test_front_matter_passes_the_hubs_parsing_and_goes_round(checkpoints: Path) -> None:
+    for card, _ in cards_and_inputs(checkpoints):
+        data = ModelCard(card).data
+        assert str(ModelCard(card)) == card
+        assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
+        assert data.tags[0] == "resformer"
+        assert {"arxiv:2410.17897"} <= set(data.tags)
+        assert is_as_made(card)
+        assert not is_as_made(card.replace("Limits", "Limit"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tags_name_the_method_its_connections_and_its_papers(method: str) -> None:
+    config = ResFormerConfig.for_method(method, num_hidden_layers=6)
+    tags = scratch_card(method=method, repository="you/new", config=config).data.tags
+    assert len(tags) == len(set(tags))
+    assert method in tags
+    assert ("value-residual" in tags) == (config.value_residual != "none")
+    assert ("depth-weighted-averaging" in tags) == config.dwa
+    assert ("kv-sharing" in tags) == (config.value_sources is not None)
+    assert [tag for tag in tags if tag.startswith("arxiv:")] == [
+        f"arxiv:{PAPERS[p].arxiv}" for p in FACTS[method].papers
+    ]
+
+
+def test_base_model_is_a_hub_id_or_is_not_stated(checkpoints: Path) -> None:
+    record = record_of(checkpoints / "exact")
+    data = retrofit_card(record, "you/new").data
+    assert (data.base_model, data.get("base_model_relation")) == (None, None)
+    data = retrofit_card({**record, "source": "owner/llama", "revision": "0123abcd"}, "you/new").data
+    assert (data.base_model, data.base_model_relation) == ("owner/llama", "finetune")
+    data = retrofit_card(record, "you/new", base_model="owner/other").data
+    assert (data.base_model, data.base_model_relation) == ("owner/other", "finetune")
+    assert finetuned(ResFormerConfig()).data.base_model == "owner/llama"
+
+
+def test_licence_languages_and_data_are_the_sources(checkpoints: Path) -> None:
+    card = ModelCard.load(checkpoints / "exact" / "README.md")
+    assert (card.data.license, card.data.license_name) == ("other", "small-licence")
+    assert card.data.license_link == "https://example.org/LICENSE"
+    assert (card.data.language, card.data.datasets) == (["en", "de"], ["owner/corpus"])
+    assert "`small-licence`. Its text: <https://example.org/LICENSE>." in card.text
+    assert record_of(checkpoints / "exact")["source_card"]["license"] == "other"
+
+
+def test_unknown_licence_is_not_made_up(checkpoints: Path) -> None:
+    record = {**record_of(checkpoints / "exact"), "source_card": {}}
+    card = retrofit_card(record, "you/new")
+    assert card.data.license is None
+    assert "states no licence that could be read, so none is claimed" in card.text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no front matter",
+        "---\n- a list\n---\n",
+        "---\nlicense: [mit, apache-2.0]\n---\n",
+        "---\nlicense: 'mit\\n\\n# Buy this'\n---\n",
+        "---\nlicense: {a: b}\nlanguage: no\ndatasets: ['<script>']\n---\n",
+        "---\nlicense_link: 'javascript:alert(1)'\nlicense_name: '](https://x.y)'\n---\n",
+        "---\nlicense: !!python/object/apply:os.system [ls]\n---\n",
+        "---\na: " + "[" * 5000 + "\n---\n",
+    ],
+)
+def test_what_has_not_the_form_of_metadata_is_not_carried(text: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(text)
+    assert carried_metadata(tmp_path / "README.md") == {}
+
+
+def test_no_card_and_a_huge_card_carry_nothing(tmp_path: Path) -> None:
+    assert carried_metadata(tmp_path / "README.md") == {}
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n" + "x" * 2**23)
+    assert carried_metadata(tmp_path / "README.md") == {}
+
+
+def test_exact_and_lossy_retrofits_say_which_they_are(checkpoints: Path) -> None:
+    exact, lossy = (ModelCard.load(checkpoints / name / "README.md").text for name in ("exact", "lossy"))
+    assert "identical to the source's to the bit on 128 tokens" in exact
+    assert "train it before use" not in exact
+    assert "train it before use" in lossy
+    assert "identical" not in lossy
+    assert "58.3 % of the full" in lossy  # (6 + 1) / 12
+
+
+def test_a_bundle_is_loaded_with_its_own_code(checkpoints: Path) -> None:
+    record = record_of(checkpoints / "exact")
+    bundle, plain = (retrofit_card(record, "you/new", bundle=flag).text for flag in (True, False))
+    assert 'from_pretrained("you/new", trust_remote_code=True)' in bundle
+    assert "import resformer  #" not in bundle
+    assert "trust_remote_code" not in plain
+    assert "import resformer  #" in plain
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("name", ["name", "value", "dataset", "split"])
+def test_a_metric_that_does_not_say_what_it_is_is_refused(name: str) -> None:
+    entry = {"name": "loss", "value": 2.5, "dataset": "WikiText-2", "split": "test"}
+    assert metrics_of({"metrics": [entry]}) == [Metric("loss", 2.5, "WikiText-2", "test")]
+    with pytest.raises(ValueError, match=rf"m\.json: metrics\[0\] has no `{name}`"):
+        metrics_of({"metrics": [{key: value for key, value in entry.items() if key != name}]}, "m.json")
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        metrics_of({"metrics": [{**entry, name: None}]})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "2.5"])
+def test_a_metric_without_a_finite_number_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="no number"):
+        Metric("loss", value, "WikiText-2", "test")  # type: ignore[arg-type]
+
+
+def test_a_misspelt_field_of_a_metric_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown field 'splits'"):
+        metrics_of({"metrics": [{"name": "loss", "value": 1, "dataset": "a", "split": "b", "splits": "c"}]})
+
+
+def test_a_task_without_a_split_and_other_json_are_refused() -> None:
+    with pytest.raises(ValueError, match="'ours' names no split"):
+        harness_metrics({**HARNESS, "configs": {**HARNESS["configs"], "ours": {"dataset_path": "json"}}})
+    with pytest.raises(ValueError, match="no results of lm-evaluation-harness"):
+        harness_metrics(TRAINING)
+
+
+def test_a_template_without_its_value_is_an_error(checkpoints: Path) -> None:
+    record = record_of(checkpoints / "exact")
+    del record["parameters"]
+    with pytest.raises(UndefinedError, match="parameters"):
+        retrofit_card(record, "you/new")
+
+
+def test_a_run_without_its_figures_is_refused() -> None:
+    run = {key: value for key, value in TRAINING["runs"][0].items() if key != "steps"}
+    with pytest.raises(ValueError, match="'Llama' has no `steps`"):
+        finetuned(ResFormerConfig(), runs=[run])
+
+
+# Results
+
+
+def test_results_of_the_harness_are_all_there_with_what_they_were_measured_on() -> None:
+    found = {(metric.task, metric.name): metric for metric in harness_metrics(HARNESS)}
+    assert list(found) == [
+        ("arc_easy", "acc"),
+        ("arc_easy", "acc_norm"),
+        ("arc_hard", "acc"),
+        ("ours", "exact_match (strict)"),
+    ]
+    easy = found["arc_easy", "acc"]
+    assert (easy.value, easy.stderr, easy.shots, easy.samples, easy.split) == (0.4321, 0.0102, 5, 2376, "test")
+    assert (easy.dataset_id, easy.config) == ("allenai/ai2_arc", "ARC-Easy")
+    assert (found["ours", "exact_match (strict)"].dataset_id, found["arc_easy", "acc_norm"].stderr) == (None, None)
+
+
+def test_results_have_the_hubs_legacy_and_current_form() -> None:
+    card = finetuned(ResFormerConfig())
+    results = {(r.dataset_type, r.dataset_config, r.metric_type): r for r in ModelCard(str(card)).data.eval_results}
+    assert results["allenai/ai2_arc", "ARC-Easy", "acc"].metric_value == 0.4321
+    assert results["the-collected-minutes", None, "perplexity"].metric_value == 9.7943  # of this model, not of Llama
+    assert results["WikiText-2".lower(), None, "loss"].dataset_split == "test"
+    files = eval_result_files(harness_metrics(HARNESS))
+    entries = [entry for text in files.values() for entry in parse_eval_result_entries(yaml.safe_load(text))]
+    # Neither what was measured on a part, nor what is on no dataset of the Hub.
+    assert [(entry.dataset_id, entry.task_id, entry.value) for entry in entries] == [
+        ("allenai/ai2_arc", "arc_easy", 0.4321),
+        ("allenai/ai2_arc", "arc_easy", 0.3943),
+    ]
+    assert all(re.fullmatch(r"\.eval_results/[\w.-]+\.yaml", name) for name in files)
+    assert "5-shot" in entries[0].notes
+
+
+# The methods' cards
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_method_cards_are_what_the_facts_make_of_them(method: str) -> None:
+    studies = sorted((ROOT / "benchmarks" / "results" / "study").glob("*.json"))
+    measured = [m for path in studies for m in metrics_of(json.loads(path.read_text()), path.name)]
+    again = "python -c \"from resformer.model_cards import *; write_method_cards('model_cards/methods', METRICS)\""
+    assert packaged_method_card(method) == method_card(method, measured), f"make them anew: {again}"
+
+
+def test_there_is_a_card_of_each_method_and_no_other() -> None:
+    assert {path.stem for path in (ROOT / "model_cards" / "methods").iterdir()} == set(METHODS) == set(FACTS)
+
+
+def test_method_cards_take_up_our_results() -> None:
+    ours = [replace(METRIC, method="svformer"), replace(METRIC, method="resformer", value=9.5)]
+    assert "| loss | WikiText-2 | test | 77 of 99 samples | 3.25 |" in method_card("svformer", ours)
+    assert "9.5" not in method_card("svformer", ours)
+    assert "None yet: not measured." in method_card("cla2", ours)
+
+
+@pytest.mark.parametrize("layers", [6, 11])
+@pytest.mark.parametrize("method", METHODS)
+def test_added_parameters_are_those_of_the_model(method: str, layers: int) -> None:
+    shape = {"hidden_size": 48, "intermediate_size": 16, "num_attention_heads": 6, "num_key_value_heads": 2}
+    config = ResFormerConfig.for_method(method, num_hidden_layers=layers, vocab_size=50, **shape)
+    assert added_parameters(method, config) == added_by(config)
+
+
+@pytest.mark.parametrize("layers", [6, 11])
+@pytest.mark.parametrize("method", METHODS)
+def test_cache_formulas_are_those_of_the_configuration(method: str, layers: int) -> None:
+    formula = FACTS[method].cache.replace("2 N", "2 * N")
+    share = eval(formula, {"N": layers, "ceil": math.ceil, "floor": math.floor})
+    cache = cache_bytes_by_method(ResFormerConfig(num_hidden_layers=layers))
+    assert share == cache[method] / cache["transformer"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_facts_agree_with_the_converter_and_the_configuration(method: str) -> None:
+    facts = FACTS[method]
+    assert facts.exact == (method in EXACT)
+    fields = METHODS[method](6)
+    if not facts.exact:
+        assert losses(ResFormerConfig.for_method(method, num_hidden_layers=6))
+    if fields.get("neutreno_lambda"):
+        assert str(fields["neutreno_lambda"]) in facts.equation
+    if fields.get("value_residual") == "constant":
+        first, own = fields["value_residual_init"]
+        assert f"{first:g} V_0 + V_n" in facts.equation
+        assert own == 1
+    if fields.get("dwa_dilation"):
+        assert rf"(\mathrm{{mod}}\, {fields['dwa_dilation']})" in facts.equation
+        assert f"{fields['dwa_period']} \\text{{ divides }} n+1" in facts.equation
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_secondhand_results_say_so(method: str) -> None:
+    rows = [line for line in packaged_method_card(method).splitlines() if line.startswith(("| 82M", "| 468M, Wiki"))]
+    for line in rows:  # all but the paper's own table of losses
+        assert ("as reported in secondary summaries" in line) != ("| 2.7389 |" in line)
+
+
+# How they look, and whether they work
+
+
+def all_cards(checkpoints: Path) -> Iterator[str]:
+    yield from (card for card, _ in cards_and_inputs(checkpoints))
+    yield from map(packaged_method_card, METHODS)
+
+
+def test_tables_and_equations_come_out(checkpoints: Path) -> None:
+    markdown = MarkdownIt("commonmark").enable("table").use(dollarmath_plugin)
+    for card in all_cards(checkpoints):
+        body = card.partition("\n---\n")[2] or card
+        tokens = markdown.parse(body)
+        kinds = [token.type for token in tokens]
+        assert kinds.count("math_block") == 1
+        assert kinds.count("table_open") == body.count("|---|\n") >= 1
+        assert kinds.count("tr_open") == sum(line.startswith("|") for line in body.splitlines()) - body.count("|---|\n")
+        prose = [token.content for token in tokens if token.type == "inline"]
+        assert not [text for text in prose if text.startswith("|") or "{%" in text or "Undefined" in text]
+        assert kinds.count("fence") >= 2
+        assert "\n\n\n" not in card
+
+
+def python_of(card: str) -> str:
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", card, flags=re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["exact", "lossy"])
+def test_code_of_a_checkpoints_card_runs(name: str, checkpoints: Path) -> None:
+    code = python_of((checkpoints / name / "README.md").read_text())
+    assert code.count("from_pretrained") == 2
+    assert "optimizer.step()" in code
+    done = subprocess.run([sys.executable, "-c", code], cwd=checkpoints, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The first layer's values")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_code_of_a_methods_card_runs(method: str) -> None:
+    names: dict[str, Any] = {}
+    exec(python_of(packaged_method_card(method)), names)
+    assert names["model"].config.num_hidden_layers == 8
+
+
+def test_building_cards_needs_no_model() -> None:
+    code = "import sys, resformer.model_cards; assert 'resformer.modeling' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# The command
+
+
+def card(*arguments: object) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["card", *map(str, arguments)])
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_command_makes_the_card_that_the_converter_made(copied: Callable[[str], Path]) -> None:
+    folder = copied("exact")
+    made = (folder / "README.md").read_text()
+    (folder / "README.md").unlink()
+    code, said, _ = card(folder)
+    assert code == 0
+    assert "of a retrofitted model" in said
+    assert (folder / "README.md").read_text() == made
+
+
+def test_command_makes_the_card_of_a_training(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = copied("exact")
+    (folder / "resformer_conversion.json").unlink()
+    (tmp_path / "metrics.json").write_text(json.dumps({**TRAINING, "seconds": 3.5}))
+    (tmp_path / "eval.json").write_text(json.dumps(HARNESS))
+    results = ["--metrics", tmp_path / "metrics.json", "--eval", tmp_path / "eval.json"]
+    code, said, _ = card(folder, *results, "--license", "mit")
+    assert code == 0
+    assert "of a fine-tuned model" in said
+    made = ModelCard.load(folder / "README.md")
+    assert (made.data.base_model, made.data.license, made.data.datasets) == (
+        "owner/llama",
+        "mit",
+        ["owner/corpus", "owner/minutes"],
+    )
+    assert "| held-out perplexity after | 9.822 | 9.794 |" in made.text
+    assert sorted(path.name for path in (folder / ".eval_results").iterdir()) == [
+        "allenai-ai2_arc_arc_easy_acc.yaml",
+        "allenai-ai2_arc_arc_easy_acc_norm.yaml",
+    ]
+    assert card(folder, *results)[0] == 0  # a card of ours is replaced
+    assert ModelCard.load(folder / "README.md").data.license == "mit"  # and keeps what it was told
+
+
+def test_command_tells_a_model_from_scratch(copied: Callable[[str], Path]) -> None:
+    folder = copied("exact")
+    (folder / "resformer_conversion.json").unlink()
+    (folder / "README.md").unlink()
+    assert card(folder)[0] == 0
+    made = ModelCard.load(folder / "README.md")
+    assert "How it was trained is not recorded here." in made.text
+    assert (made.data.base_model, made.data.license) == (None, None)
+    assert "resformer-denseformer" in made.data.tags
+
+
+def test_command_leaves_a_card_that_a_person_wrote(copied: Callable[[str], Path]) -> None:
+    folder = copied("exact")
+    edited = (folder / "README.md").read_text().replace("## Limits", "## Limits\n\nIt cannot sing.")
+    (folder / "README.md").write_text(edited)
+    code, _, said = card(folder)
+    assert code == 3
+    assert "edited by hand" in said
+    assert (folder / "README.md").read_text() == edited
+    assert card(folder, "--force")[0] == 0
+    assert "It cannot sing." not in (folder / "README.md").read_text()
+
+
+def test_command_does_not_call_a_trained_model_its_source(copied: Callable[[str], Path]) -> None:
+    folder = copied("exact")
+    weights = next(folder.glob("*00002.safetensors"))
+    weights.rename(folder / "other.safetensors")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {k: v.replace(weights.name, "other.safetensors") for k, v in index["weight_map"].items()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    code, _, said = card(folder)
+    assert code == 3
+    assert "Was the model trained since?" in said
+
+
+def test_command_dry_run_prints_and_writes_nothing(copied: Callable[[str], Path]) -> None:
+    folder = copied("exact")
+    (folder / "README.md").unlink()
+    before = sorted(folder.iterdir())
+    code, said, _ = card(folder, "--dry-run")
+    assert code == 0
+    assert said.startswith("---\n")
+    assert sorted(folder.iterdir()) == before
+
+
+def test_command_prints_a_methods_card() -> None:
+    assert card("--method", "svformer") == (0, packaged_method_card("svformer"), "")
+
+
+def test_command_refuses_what_it_cannot_read(checkpoints: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "half.json").write_text(json.dumps({"runs": TRAINING["runs"]}))
+    (tmp_path / "metrics.json").write_text(json.dumps(TRAINING))
+    exact = checkpoints / "exact"
+    for arguments, code, words in (
+        ((), 2, "either the folder of a checkpoint or --method"),
+        (("--method", "nonsense"), 2, "Unknown method"),
+        ((checkpoints / "llama",), 3, "no ResFormer"),
+        ((tmp_path / "missing",), 3, "no folder"),
+        ((exact, "--metrics", tmp_path / "bad.json"), 3, "cannot be read as JSON"),
+        ((exact, "--metrics", tmp_path / "half.json"), 3, "no `corpus`"),
+        ((exact, *["--metrics", tmp_path / "metrics.json"] * 2), 0, ""),
+        ((exact, "--eval", tmp_path / "metrics.json"), 3, "no results of lm-evaluation-harness"),
+        ((exact, "--license", "my own words"), 2, "expected a name"),
+    ):
+        done = card(*arguments, *(("--dry-run",) if arguments else ()))
+        assert done[0] == code, done
+        assert words in done[2]
