@@ -33,7 +33,7 @@ from resformer.convert.tensors import CODES, to_tensor, to_torch
 __all__ = ["Source", "open_source"]
 
 #: What is fetched before the weights are: enough to refuse a checkpoint that cannot be converted.
-_SMALL_HUB_FILES = "*.json *.jinja *.model *.txt *.tiktoken *LICENSE* *LICENCE* *NOTICE* *USE_POLICY*".split()
+_SMALL_HUB_FILES = "*.json *.jinja *.model *.txt *.tiktoken *LICENSE* *LICENCE* *NOTICE* *USE_POLICY* README.md".split()
 #: Keys that every configuration may have and that say nothing about the architecture.
 _METADATA_KEYS = set(
     "model_type architectures torch_dtype dtype transformers_version pretraining_tp id2label label2id "

@@ -2,6 +2,7 @@
 
 from resformer.commands import conversion as conversion
 from resformer.commands import general as general
+from resformer.commands import sharing as sharing
 from resformer.commands.terminal import app
 
 __all__ = ["app", "main"]
