@@ -6,8 +6,8 @@ families    the table of families that the decoder expresses exactly
 planning    the plan: which files go along whole, which are written anew
 writing     the writer: carries a plan out, all or nothing
 verification    the verifier: reads the result back and compares bytes and logits
-conversion  the four of them in order; retrofitting, reverting, bundling, comparison and inspection say what is converted
-flattening  the package's modules to the two files of a bundle
+conversion  the four of them in order; retrofitting, reverting, bundling, comparison and inspection say what is done
+flattening  the package's modules to the two files of code in a bundle
 """
 
 from typing import TYPE_CHECKING, Any

@@ -51,9 +51,7 @@ Written by `resformer bundle` from the modules of the package, each under a comm
 Transformers runs this file where `trust_remote_code=True` allows it. After `import resformer` the classes of the
 installed package take its place.
 """'''
-_TAIL = """\
-# What Transformers saves of these classes holds this code too.
-"""
+_TAIL = "# Makes Transformers save this code with every model of these classes.\n"
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,8 @@ def bundle(
 ) -> BundleReport:
     """Writes the ResFormer checkpoint `source` with its code, so that it loads where this package is not installed.
 
-    `AutoModelForCausalLM.from_pretrained(output, trust_remote_code=True)` then needs torch and Transformers alone, and so
-    do the other Auto classes. Weights, tokenizer, model card and the rest go along byte for byte; config.json gets an
+    `AutoModelForCausalLM.from_pretrained(output, trust_remote_code=True)` then needs torch and Transformers alone, and
+    so do the other Auto classes. Weights, tokenizer and model card go along byte for byte; config.json gets an
     `auto_map`. Where the package is imported its own classes are used, with or without `trust_remote_code`.
 
     Args:
@@ -183,11 +181,9 @@ def remote_code() -> dict[str, str]:
 
 
 def _tail(module: str) -> str:
-    classes = {auto_class: name.partition(".") for auto_class, name in AUTO_MAP.items()}
+    classes = [(auto_class, *name.split(".")) for auto_class, name in AUTO_MAP.items()]
     return _TAIL + "".join(
-        f'{name}.register_for_auto_class("{auto_class}")\n'
-        for auto_class, (home, _, name) in classes.items()
-        if home == module
+        f'{name}.register_for_auto_class("{auto_class}")\n' for auto_class, home, name in classes if home == module
     )
 
 

@@ -155,10 +155,11 @@ def _left_out(node: ast.stmt, without: set[str]) -> Iterator[ast.stmt]:
     for name in sorted(_names(node) & without):
         without.remove(name)
         yield node
-    for inner in node.body if isinstance(node, ast.ClassDef) else ():
-        for name in sorted({f"{node.name}.{name}" for name in _names(inner)} & without):  # type: ignore[union-attr]
-            without.remove(name)
-            yield inner
+    if isinstance(node, ast.ClassDef):
+        for inner in node.body:
+            for name in sorted({f"{node.name}.{name}" for name in _names(inner)} & without):
+                without.remove(name)
+                yield inner
 
 
 def _first_line(node: ast.stmt) -> int:
@@ -204,8 +205,8 @@ def _is_docstring(node: ast.stmt, tree: ast.Module) -> bool:
 
 def _comment(module: str, source: str) -> str:
     """The name of a module, and its docstring."""
-    docstring = ast.get_docstring(ast.parse(source)) or ""
-    text = [module, *(["", *docstring.splitlines()] if docstring else [])]
+    docstring = ast.get_docstring(ast.parse(source), clean=False) or ""
+    text = [module, *(["", *docstring.strip().splitlines()] if docstring else [])]
     return "\n".join([_RULE, *(f"# {line}".rstrip() for line in text), _RULE])
 
 
@@ -213,16 +214,20 @@ def _imports(imports: Mapping[str, tuple[str, str | None]]) -> Iterator[str]:
     """The import statements: the standard library's, others, and those from files beside this one."""
     groups: dict[int, list[str]] = {0: [], 1: [], 2: []}
     members: dict[str, list[str]] = {}
+    aliased: list[tuple[str, list[str]]] = []
     for bound, (module, name) in imports.items():
         if name is None:
             shown = module if bound == module else f"{module} as {bound}"
             groups[_group(module)].append(f"import {shown}")
+        elif bound == name:
+            members.setdefault(module, []).append(name)
         else:
-            members.setdefault(module, []).append(name if bound == name else f"{name} as {bound}")
+            aliased.append((module, [f"{name} as {bound}"]))
     for group in groups.values():
         group.sort()
-    for module in sorted(members):
-        groups[_group(module)].append(_listing(f"from {module} import ", sorted(members[module], key=_by_kind)))
+    statements = [*((module, sorted(names, key=_by_kind)) for module, names in members.items()), *aliased]
+    for module, names in sorted(statements, key=lambda statement: (statement[0], _by_kind(statement[1][0]))):
+        groups[_group(module)].append(_listing(f"from {module} import ", names))
     return ("\n".join(group) for group in groups.values() if group)
 
 
