@@ -256,8 +256,8 @@ class ResFormerPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: ResFormerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        # As remote code there are two classes of this name, the one imported here and the one that AutoConfig has loaded
-        # by itself; Transformers' heads ask AutoModel for the decoder of the latter.
+        # As remote code there are two classes of this name: what is imported here, and what AutoConfig has loaded by
+        # itself. Transformers' heads ask AutoModel for the decoder of the latter.
         if type(config).__name__ == ResFormerConfig.__name__:
             AutoModel.register(type(config), ResFormerModel, exist_ok=True)
 
