@@ -17,7 +17,7 @@ from resformer.convert.conversion import (
     dominant_dtype,
     foretell,
 )
-from resformer.convert.errors import CheckpointError
+from resformer.convert.errors import CheckpointError, shown
 from resformer.convert.files import regular_file
 from resformer.convert.flattening import flatten
 from resformer.convert.planning import Plan, plan_shards
@@ -31,11 +31,12 @@ from resformer.version import __version__
 __all__ = ["AUTO_MAP", "BundleReport", "bundle", "remote_code"]
 
 _CONFIGURATION, _MODELING = "configuration_resformer", "modeling_resformer"
+_CAUSAL_LM = "ResFormerForCausalLM"
 #: What stands in config.json: Auto class -> the class in the files that go along.
 AUTO_MAP = {
     "AutoConfig": f"{_CONFIGURATION}.ResFormerConfig",
     "AutoModel": f"{_MODELING}.ResFormerModel",
-    "AutoModelForCausalLM": f"{_MODELING}.ResFormerForCausalLM",
+    "AutoModelForCausalLM": f"{_MODELING}.{_CAUSAL_LM}",
     "AutoModelForQuestionAnswering": f"{_MODELING}.ResFormerForQuestionAnswering",
     "AutoModelForSequenceClassification": f"{_MODELING}.ResFormerForSequenceClassification",
     "AutoModelForTokenClassification": f"{_MODELING}.ResFormerForTokenClassification",
@@ -115,6 +116,11 @@ def bundle(
             "`resformer convert` gives it connections."
         )
     checkpoint = opened.checkpoint
+    if (found := checkpoint.config.get("architectures", [_CAUSAL_LM])) != [_CAUSAL_LM]:
+        raise CheckpointError(
+            f"{opened.name}: config.json has architectures={shown(found)}; only {_CAUSAL_LM} can be bundled. Train the "
+            "other heads from a bundle, with trust_remote_code=True: what that saves holds the code."
+        )
     tied, notes = check_tensors(opened, expected_shapes(opened.config))
     config = {key: value for key, value in checkpoint.config.items() if key not in opened.dropped_config}
     if opened.config.tie_word_embeddings and not tied:
