@@ -226,9 +226,7 @@ def test_other_checkpoints_are_refused(tmp_path: Path) -> None:
 def test_other_heads_are_told_what_to_do(saved: Path, tmp_path: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(saved)
     model.save_pretrained(tmp_path / "classifier")
-    with pytest.raises(
-        CheckpointError, match="Classification'\\]; only ResFormerForCausalLM can"
-    ):
+    with pytest.raises(CheckpointError, match="Classification'\\]; only ResFormerForCausalLM can"):
         bundle(tmp_path / "classifier", tmp_path / "out")
 
 
