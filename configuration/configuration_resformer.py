@@ -398,4 +398,4 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-_INSIDE = ("resformer", "transformers", "huggingface_hub")
+_INSIDE = (__name__.partition(".")[0], "transformers", "huggingface_hub")

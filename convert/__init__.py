@@ -6,7 +6,8 @@ families    the table of families that the decoder expresses exactly
 planning    the plan: which files go along whole, which are written anew
 writing     the writer: carries a plan out, all or nothing
 verification    the verifier: reads the result back and compares bytes and logits
-conversion  the four of them in order; retrofitting, reverting, comparison and inspection say what is converted
+conversion  the four of them in order; retrofitting, reverting, bundling, comparison and inspection say what is done
+flattening  the package's modules to the two files of code in a bundle
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,16 +15,19 @@ from typing import TYPE_CHECKING, Any
 from resformer.convert.errors import CheckpointError, OutputError, VerificationError
 
 if TYPE_CHECKING:
+    from resformer.convert.bundling import BundleReport, bundle
     from resformer.convert.comparison import Comparison, verify
     from resformer.convert.inspection import Inspection, inspect
     from resformer.convert.retrofitting import RetrofitReport, retrofit
     from resformer.convert.reverting import RevertReport, revert
 
 _HOMES = {
+    "BundleReport": "bundling",
     "Comparison": "comparison",
     "Inspection": "inspection",
     "RetrofitReport": "retrofitting",
     "RevertReport": "reverting",
+    "bundle": "bundling",
     "inspect": "inspection",
     "retrofit": "retrofitting",
     "revert": "reverting",
@@ -31,6 +35,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "BundleReport",
     "CheckpointError",
     "Comparison",
     "Inspection",
@@ -38,6 +43,7 @@ __all__ = [
     "RetrofitReport",
     "RevertReport",
     "VerificationError",
+    "bundle",
     "inspect",
     "retrofit",
     "revert",

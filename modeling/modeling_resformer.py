@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModel
 from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -252,6 +253,13 @@ class ResFormerPreTrainedModel(PreTrainedModel):
         "hidden_states": ResFormerDecoderLayer,
         "attentions": ResFormerAttention,
     }
+
+    def __init__(self, config: ResFormerConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        # As remote code there are two classes of this name: what is imported here, and what AutoConfig has loaded by
+        # itself. Transformers' heads ask AutoModel for the decoder of the latter.
+        if type(config).__name__ == ResFormerConfig.__name__:
+            AutoModel.register(type(config), ResFormerModel, exist_ok=True)
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype | None]:
         # Coefficients are loaded as they were saved: rounded to the model's dtype they would forget what they learned.

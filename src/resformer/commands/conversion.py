@@ -1,4 +1,4 @@
-"""`resformer convert`, `revert`, `verify` and `inspect`."""
+"""`resformer convert`, `revert`, `bundle`, `verify` and `inspect`."""
 
 import json
 import shlex
@@ -20,7 +20,7 @@ from resformer.commands.terminal import (
     told_as_json,
 )
 
-__all__ = ["convert", "inspect", "revert", "verify"]
+__all__ = ["bundle", "convert", "inspect", "revert", "verify"]
 
 
 def _parse_fields(assignments: list[str]) -> dict[str, Any]:
@@ -165,6 +165,43 @@ def revert(
         row("family", report.family)
         row("tensors", f"{report.kept} kept, {len(report.removed)} removed")
         _tell_transfer(report)
+        _tell_result(report, dry_run)
+
+
+@app.command()
+def bundle(
+    source: Annotated[str, typer.Argument(help="A ResFormer checkpoint: a folder or a Hub id.")],
+    output: _Output,
+    force: _Force = False,
+    revision: _Revision = None,
+    link: _Link = False,
+    verify: _Verify = Verification.AUTO,
+    durable: _Durable = False,
+    dry_run: _DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Put the code beside a checkpoint, so that it loads with trust_remote_code where resformer is not installed."""
+    with reporting_errors():
+        from resformer.convert import bundle as bundle_checkpoint
+
+        report = bundle_checkpoint(
+            source,
+            output,
+            force=force,
+            dry_run=dry_run,
+            revision=revision,
+            link=link,
+            verify=verify.value,
+            durable=durable,
+        )
+        if told_as_json(report, as_json):
+            return
+        row("source", report.source)
+        row("code", ", ".join(f"{name} ({size(count)})" for name, count in report.code.items()))
+        row("loads with", ", ".join(report.auto_map))
+        _tell_transfer(report)
+        if report.left_behind:
+            row("left behind", ", ".join(report.left_behind))
         _tell_result(report, dry_run)
 
 

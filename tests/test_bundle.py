@@ -1,0 +1,414 @@
+"""Bundles load, compute, train and save where resformer is not installed; where it is, its own classes are used."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import SIZES, byte_tokenizer, save_checkpoint
+from hub_server import HubServer
+from remote_worker import CHOSEN, numbers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.dynamic_module_utils import get_imports, get_relative_imports
+
+from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, retrofit
+from resformer.convert import CheckpointError, bundle, revert
+from resformer.convert.bundling import AUTO_MAP, remote_code
+from resformer.convert.flattening import flatten
+from resformer.version import __version__
+
+CODE = ["configuration_resformer.py", "modeling_resformer.py"]
+CARD = "---\nlicense: mit\n---\nA card.\n"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def save_model(folder: Path, method: str, **fields: Any) -> ResFormerForCausalLM:
+    """Saves a model with random coefficients, with its tokenizer and a card."""
+    model = ResFormerForCausalLM(ResFormerConfig.for_method(method, **{**SIZES, **fields})).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + ("norm" in name))
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    (folder / "README.md").write_text(CARD)
+    return model
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return torch.randint(1, SIZES["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory, ids: torch.Tensor) -> Path:
+    """A bundle for each method, under its name, and `expected/METHOD.safetensors`, the package's own numbers."""
+    folder = tmp_path_factory.mktemp("bundles")
+    (folder / "expected").mkdir()
+    (folder / "bundles").mkdir()
+    save_file({"ids": ids}, folder / "bundles" / "ids.safetensors")
+    for method in METHODS:
+        model = save_model(folder / "saved" / method, method)
+        save_file(numbers(model, ids), folder / "expected" / f"{method}.safetensors")
+        bundle(folder / "saved" / method, folder / "bundles" / method, verify="headers")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def remote(bundles: Path) -> Path:
+    """What `remote_worker.py` has written, from a process that cannot import resformer."""
+    results = bundles / "results"
+    results.mkdir()
+    home = {"HF_HOME": str(bundles / "home"), "HF_MODULES_CACHE": str(bundles / "home" / "modules")}
+    environment = {**os.environ, **home, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    worker = Path(__file__).with_name("remote_worker.py")
+    command = [sys.executable, str(worker), str(bundles / "bundles"), str(results)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=results)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return results
+
+
+@pytest.fixture(scope="module")
+def facts(remote: Path) -> dict[str, Any]:
+    return json.loads((remote / "facts.json").read_text())
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A small checkpoint of ours."""
+    save_model(tmp_path / "saved", "svformer", num_hidden_layers=2)
+    return tmp_path / "saved"
+
+
+# Without the package
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_the_packages_logits_and_tokens(method: str, bundles: Path, remote: Path) -> None:
+    expected, found = (load_file(folder / f"{method}.safetensors") for folder in (bundles / "expected", remote))
+    for name in ("logits", "tokens", "static"):
+        assert torch.equal(found[name], expected[name]), name
+    assert torch.equal(found["tokens"], found["static"])
+
+
+@pytest.mark.slow
+def test_nothing_of_the_package_is_imported(facts: dict[str, Any]) -> None:
+    assert facts["config is remote"]
+    assert facts["resformer"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("auto_class", [name for name in AUTO_MAP if name != "AutoConfig"])
+def test_every_head_loads_saves_and_loads_again(auto_class: str, facts: dict[str, Any]) -> None:
+    assert facts["heads"][auto_class] == {
+        "class": AUTO_MAP[auto_class].partition(".")[2],
+        "remote": True,
+        "same": True,
+        "files": CODE,
+        "auto_map": AUTO_MAP,
+    }
+
+
+@pytest.mark.slow
+def test_what_is_saved_of_a_part_holds_the_code_too(facts: dict[str, Any]) -> None:
+    assert facts["base of another"]
+
+
+@pytest.mark.slow
+def test_remote_models_train(facts: dict[str, Any]) -> None:
+    before, after = facts["losses"]
+    assert after < before
+
+
+@pytest.mark.slow
+def test_remote_configurations_are_whole(facts: dict[str, Any]) -> None:
+    assert facts["pickled config"]
+    assert facts["from_config"]
+    assert facts["named method"] == [0, 0, 0]
+    assert facts["warned at"] == ["remote_worker.py"]
+
+
+@pytest.mark.slow
+def test_what_remote_code_saves_can_be_bundled(bundles: Path, remote: Path, tmp_path: Path) -> None:
+    bundle(remote / "AutoModelForCausalLM", tmp_path / "again")
+    first, again = contents(bundles / "bundles" / CHOSEN), contents(tmp_path / "again")
+    assert [first[name] for name in (*CODE, "model.safetensors")] == [
+        again[name] for name in (*CODE, "model.safetensors")
+    ]
+
+
+# With the package
+
+
+@pytest.mark.parametrize("trust", [None, True])
+def test_installed_classes_win(bundles: Path, ids: torch.Tensor, trust: bool | None) -> None:
+    model = AutoModelForCausalLM.from_pretrained(bundles / "bundles" / CHOSEN, trust_remote_code=trust)
+    assert type(model) is ResFormerForCausalLM
+    assert type(model.config) is ResFormerConfig
+    expected = load_file(bundles / "expected" / f"{CHOSEN}.safetensors")
+    assert torch.equal(numbers(model, ids)["logits"], expected["logits"])
+
+
+# The folder
+
+
+def test_everything_but_the_configuration_goes_along_byte_for_byte(saved: Path, tmp_path: Path) -> None:
+    report = bundle(saved, tmp_path / "out")
+    source, out = contents(saved), contents(tmp_path / "out")
+    config, bundled = json.loads(source.pop("config.json")), json.loads(out.pop("config.json"))
+    assert bundled == {**config, "auto_map": AUTO_MAP}
+    assert out == {**source, **{name: text.encode() for name, text in remote_code().items()}}
+    assert (report.verified, report.left_behind, report.warnings) == ("logits", [], [])
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("ab").input_ids == byte_tokenizer()("ab").input_ids
+
+
+def test_the_record_of_a_retrofit_goes_along(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama")
+    retrofit(tmp_path / "llama", tmp_path / "retrofit", verify="headers")
+    bundle(tmp_path / "retrofit", tmp_path / "out", link=True)
+    retrofitted, out = contents(tmp_path / "retrofit"), contents(tmp_path / "out")
+    assert {name: out[name] for name in retrofitted if name != "config.json"} == {
+        name: content for name, content in retrofitted.items() if name != "config.json"
+    }
+    shard = "model-00001-of-00002.safetensors"
+    assert (tmp_path / "out" / shard).samefile(tmp_path / "retrofit" / shard)
+    assert revert(tmp_path / "out", tmp_path / "back").family == "llama"
+    assert not {*CODE} & {*contents(tmp_path / "back")}
+    assert "auto_map" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+def test_a_bundle_of_a_bundle_is_the_same(saved: Path, tmp_path: Path) -> None:
+    bundle(saved, tmp_path / "one", verify="headers")
+    report = bundle(tmp_path / "one", tmp_path / "other", verify="headers")
+    assert contents(tmp_path / "one") == contents(tmp_path / "other")
+    assert report.left_behind == []
+
+
+def test_code_and_settings_of_a_stranger_stay_behind(saved: Path, tmp_path: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    theirs = {"auto_map": {"AutoConfig": "evil.Config"}, "_attn_implementation": "evil/kernel"}
+    (saved / "config.json").write_text(json.dumps({**config, **theirs}))
+    (saved / "modeling_resformer.py").write_text("raise SystemExit('run')")
+    (saved / "evil.py").write_text("raise SystemExit('run')")
+    report = bundle(saved, tmp_path / "out", verify="logits")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**config, "auto_map": AUTO_MAP}
+    assert contents(tmp_path / "out")["modeling_resformer.py"].decode() == remote_code()["modeling_resformer.py"]
+    assert report.left_behind == ["evil.py", "config.json: _attn_implementation"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_the_hub_brings_its_card(saved: Path, tmp_path: Path) -> None:
+    with HubServer() as hub:
+        hub.add("you/model", saved)
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        done = resformer("bundle", "you/model", tmp_path / "out", "--json", **environment)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["revision"] == hub.commit_id("you/model")
+    assert (tmp_path / "out" / "README.md").read_text() == CARD
+
+
+def test_other_checkpoints_are_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama")
+    with pytest.raises(CheckpointError, match="of 'llama', which Transformers loads by itself"):
+        bundle(tmp_path / "llama", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_heads_are_told_what_to_do(saved: Path, tmp_path: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(saved)
+    model.save_pretrained(tmp_path / "classifier")
+    with pytest.raises(CheckpointError, match="Classification'\\]; only ResFormerForCausalLM can"):
+        bundle(tmp_path / "classifier", tmp_path / "out")
+
+
+# The command
+
+
+def resformer(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-m", "resformer", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.slow
+def test_the_command_writes_the_same_bytes_in_every_process(saved: Path, tmp_path: Path) -> None:
+    bundle(saved, tmp_path / "here", verify="headers")
+    done = resformer("bundle", saved, tmp_path / "there", "--verify", "headers", PYTHONHASHSEED="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"wrote         {tmp_path / 'there'}" in done.stdout
+    assert contents(tmp_path / "here") == contents(tmp_path / "there")
+
+
+def test_a_dry_run_writes_nothing(saved: Path, tmp_path: Path) -> None:
+    report = bundle(saved, tmp_path / "out", dry_run=True)
+    assert report.as_dict()["code"] == {name: len(text.encode()) for name, text in remote_code().items()}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+
+
+# The code
+
+
+def test_code_is_as_clean_as_the_package(tmp_path: Path) -> None:
+    for name, text in remote_code().items():
+        (tmp_path / name).write_text(text)
+        compile(text, name, "exec")
+    settings = ["--isolated", "--target-version", "py311", "--line-length", "120"]
+    # A comment that was a docstring is two letters longer.
+    chosen = ["--select", "F,E,I,W,UP", "--ignore", "E501"]
+    for command in (["check", *settings, *chosen], ["format", "--check", *settings]):
+        done = subprocess.run(["ruff", *command, str(tmp_path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_code_imports_nothing_but_torch_and_transformers(tmp_path: Path) -> None:
+    for name, text in remote_code().items():
+        (tmp_path / name).write_text(text)
+    others = {
+        name: set(get_imports(tmp_path / name)) - sys.stdlib_module_names - {"torch", "transformers"} for name in CODE
+    }
+    # What Transformers' own configurations are made with; it is not there without it.
+    assert others == {"configuration_resformer.py": {"huggingface_hub"}, "modeling_resformer.py": set()}
+    assert get_relative_imports(tmp_path / CODE[0]) == []
+    assert get_relative_imports(tmp_path / CODE[1]) == ["configuration_resformer"]
+    for text in remote_code().values():
+        assert f"resformer {__version__}," in text.split("\n")[1]
+        assert "before_first_use" not in text
+        assert ">>> from resformer" not in text
+
+
+PACKAGE = {
+    "p.a.main": '''"""Of main."""
+
+import torch
+from typing import Any
+
+from p.a.part import shared
+from p.b import Config
+from p.b.inner import other
+
+__all__ = ["Main"]
+
+
+@shared
+class Main:
+    """Of Main.
+
+    ```python
+    >>> from p import Main
+    ```"""
+
+    left = 1
+
+    def gone(self): ...
+
+    right: Any = torch  # stays
+
+
+# Goes with it.
+gone = [1]
+''',
+    "p.a.part": '''r"""Of part.
+
+    x = y
+"""
+
+from typing import Any, Literal
+
+__all__ = ["shared"]
+
+#: Not private.
+SHARED: Literal[1] = 1
+
+def shared(x: Any): return (other,   Config)  # odd layout stays
+''',
+}
+FLAT = '''# head
+
+from typing import Any, Literal
+
+import torch
+
+from .flat import Config, other
+
+__all__ = ["Main", "shared"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# p.a.part
+#
+# Of part.
+#
+#     x = y
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+#: Not private.
+SHARED: Literal[1] = 1
+
+def shared(x: Any): return (other,   Config)  # odd layout stays
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# p.a.main
+#
+# Of main.
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@shared
+class Main:
+    """Of Main."""
+
+    left = 1
+
+    right: Any = torch  # stays
+
+
+tail
+'''
+
+
+def flat(**changed: str) -> str:
+    sources = {**PACKAGE, **{f"p.a.{name}": source for name, source in changed.items()}}
+    options: dict[str, Any] = {"beside": {"p.b": "flat"}, "without": ["gone", "Main.gone"]}
+    return flatten("p.a.main", head="# head", tail="tail", read=sources.__getitem__, **options)
+
+
+def test_modules_become_one_with_comments_and_layout_as_they_are() -> None:
+    assert flat() == FLAT
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("def shared(): ...\ndef Main(): ...", "p.a.main and p.a.part mean different things by Main"),
+        ("def shared(): ...\nimport math as torch", "p.a.part and p.a.main mean different things by torch"),
+        ("def shared(): ...\nAny = 1", "p.a.part and p.a.main mean different things by Any"),
+        ("def shared(): ...\nimport math as Main", "p.a.main and p.a.part mean different things by Main"),
+        ("def shared(): ...\ndef sum(): ...", "would hide Python's own sum"),
+        ("def other(): ...", "imports shared from p.a.part, which does not define it"),
+        ("from p.a.main import Main\ndef shared(): ...", "p.a.part and p.a.main import each other"),
+        ("from p.c import x\ndef shared(): ...", "line 1: cannot stand in one file: from p.c import x"),
+        ("from p.a import x\ndef shared(): ...", "cannot stand in one file"),
+        ("from .x import x\ndef shared(): ...", "cannot stand in one file"),
+        ("import p.a.x\ndef shared(): ...", "cannot stand in one file"),
+        ("def shared():\n    from p.c import x", "line 2: imports from its package within a block"),
+    ],
+)
+def test_what_cannot_stand_in_one_file_is_refused(part: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        flat(part=part)
+
+
+def test_a_definition_to_leave_out_must_be_there() -> None:
+    with pytest.raises(ValueError, match=r"defines no Main\.gone that could be left out"):
+        flat(main=PACKAGE["p.a.main"].replace("def gone", "def kept"))
