@@ -1,4 +1,4 @@
-"""What a bug report needs to say about a machine: versions, processor, accelerators, settings. Nothing that is secret."""
+"""What a bug report says about a machine: versions, processor, accelerators, settings. Nothing that is secret."""
 
 import json
 import os

@@ -189,7 +189,7 @@ def _find_tasks(
     manager = TaskManager(include_path=include_path, include_defaults=False, metadata=arguments)
     if not set(names) <= set(manager.all_subtasks):
         manager = TaskManager(include_path=include_path, metadata=arguments)
-    found = []
+    found: list[str] = []
     for name in names:
         matching = [name] if Path(name).is_file() else manager.match_tasks([name])
         if not matching:
