@@ -39,14 +39,14 @@ class ResFormerConfig(PreTrainedConfig):
     With nothing set it is plain Llama, bit for bit. The backbone fields bear Llama's names and defaults; with the few
     fields of its relatives they also describe Mistral, Qwen2, Qwen3 and SmolLM3. Layers are counted from 0.
 
+    As in [`~transformers.LlamaConfig`] are `vocab_size`, `hidden_size`, `intermediate_size`, `num_hidden_layers`,
+    `num_attention_heads`, `num_key_value_heads`, `hidden_act`, `max_position_embeddings`, `initializer_range`,
+    `rms_norm_eps`, `use_cache`, `pad_token_id`, `bos_token_id`, `eos_token_id`, `pretraining_tp`,
+    `tie_word_embeddings`, `rope_parameters`, `attention_bias`, `attention_dropout`, `mlp_bias` and `head_dim`.
+    `num_key_value_heads` below `num_attention_heads` is grouped-query attention (arXiv 2305.13245) and combines with
+    everything below. `hidden_size` need not be a multiple of `num_attention_heads` when `head_dim` is given.
+
     Args:
-        vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
-        hidden_act, max_position_embeddings, initializer_range, rms_norm_eps, use_cache, pad_token_id, bos_token_id,
-        eos_token_id, pretraining_tp, tie_word_embeddings, rope_parameters, attention_bias, attention_dropout, mlp_bias,
-        head_dim:
-            As in [`~transformers.LlamaConfig`]. `num_key_value_heads` below `num_attention_heads` is grouped-query
-            attention (arXiv 2305.13245) and combines with everything below. `hidden_size` need not be a multiple of
-            `num_attention_heads` when `head_dim` is given.
         attention_out_bias (`bool`, *optional*):
             Whether `o_proj` has a bias; `None` means as `attention_bias`. Qwen2 has biases on q, k and v only.
         qk_norm (`bool`, defaults to `False`):
@@ -212,12 +212,12 @@ class ResFormerConfig(PreTrainedConfig):
 
     @property
     def all_value_sources(self) -> list[int]:
-        """`value_sources` with the default filled in: entry n is the layer whose values layer n attends to."""
+        """Entry n is the layer whose values layer n attends to; `value_sources` with the default filled in."""
         return list(range(self.num_hidden_layers)) if self.value_sources is None else self.value_sources
 
     @property
     def all_key_sources(self) -> list[int]:
-        """`key_sources` with the default filled in: entry n is the layer whose keys layer n attends to."""
+        """Entry n is the layer whose keys layer n attends to; `key_sources` with the default filled in."""
         return list(range(self.num_hidden_layers)) if self.key_sources is None else self.key_sources
 
     @property

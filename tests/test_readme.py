@@ -14,10 +14,11 @@ from resformer import METHODS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in ("converting", "quickstart", "sharing", "training"))]
 BLOCKS = r"^```(\w+)\n(.*?)^```"
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/converting.md", "docs/sharing.md"])
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_documents_run_from_top_to_bottom(document: str, tmp_path: Path) -> None:
     blocks = re.findall(BLOCKS, (ROOT / document).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     save_checkpoint(tmp_path / "source", tie_word_embeddings=True)

@@ -2,6 +2,7 @@
 
 from resformer.commands import cards as cards
 from resformer.commands import conversion as conversion
+from resformer.commands import evaluation as evaluation
 from resformer.commands import general as general
 from resformer.commands import sharing as sharing
 from resformer.commands.terminal import app

@@ -1,4 +1,4 @@
-"""`resformer methods` and `demo`."""
+"""`resformer methods`, `env` and `demo`."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from resformer.commands.terminal import app, echo, reporting_errors
+from resformer.commands.terminal import app, echo, reporting_errors, row, size
 
-__all__ = ["demo", "methods"]
+__all__ = ["demo", "env", "methods"]
 
 
 @app.command()
@@ -26,6 +26,23 @@ def methods(
             return
         for name, values in fields.items():
             echo(f"{name:22} {json.dumps(values)}")
+
+
+@app.command()
+def env(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
+    """Print what a bug report needs: versions, processor, accelerators, settings; secrets are masked."""
+    with reporting_errors():
+        from resformer.environment import describe_environment
+
+        found = describe_environment()
+        if as_json:
+            echo(json.dumps(found, indent=2))
+            return
+        packages, variables = found.pop("packages"), found.pop("variables")
+        if found["memory"] is not None:
+            found["memory"] = size(found["memory"])
+        for name, value in {**packages, **found, **variables}.items():
+            row(f"{name} ", "-" if value is None or value == [] else value)
 
 
 @app.command()

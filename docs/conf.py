@@ -1,0 +1,54 @@
+"""Sphinx: `python -m sphinx -W -n -b html docs OUTPUT`, with resformer and its extra `docs` installed."""
+
+import re
+
+from resformer.version import __version__
+
+project = "resformer"
+author = copyright = "The resformer authors"
+release = version = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx_copybutton"]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+html_theme = "furo"
+html_title = f"resformer {release}"
+exclude_patterns = ["_build"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+# Other projects' names: their pages are not looked up, so that a build needs no network.
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|transformers|datasets|huggingface_hub|pathlib|os|collections|typing|types|numpy)\..*"),
+    ("py:.*", "(Any|Callable|Iterable|Iterator|Literal|Mapping|Path|Sequence|optional)"),
+]
+
+
+def to_restructured_text(lines: list[str]) -> list[str]:
+    """Docstrings here are Markdown, as Transformers' are: code in fences and single backticks, links in brackets."""
+    converted, margin = [], None
+    for line in lines:
+        fence = re.fullmatch(r"(\s*)```(\w*)", line)
+        if margin is not None:  # within a fence
+            code, closing, _ = line.partition("```")
+            converted.append(f"{margin}    {code.removeprefix(margin)}".rstrip())
+            if closing:
+                converted.append("")
+                margin = None
+        elif fence:
+            margin = fence[1]
+            converted += ["", f"{margin}.. code-block:: {fence[2] or 'text'}", ""]
+        else:
+            line = re.sub(r"\[`~?([\w.]+)`\]", r"`\1`", line)
+            converted.append(re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", line))
+    return converted
+
+
+def setup(app):
+    """Converts every docstring before napoleon reads it."""
+
+    def convert(_app, _what, _name, _object, _options, lines):
+        lines[:] = to_restructured_text(lines)
+
+    app.connect("autodoc-process-docstring", convert, priority=400)

@@ -1,0 +1,65 @@
+"""`resformer eval`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from resformer.commands.terminal import app, echo, reporting_errors, row
+
+__all__ = ["evaluate"]
+
+
+def _batch_size(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise ValueError(f"--batch-size {text}: expected auto, or a number from 1 up.")
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder or a Hub id, ours or any causal model.")],
+    tasks: Annotated[str, typer.Option(help="Names of tasks or groups, patterns, task files; separated by commas.")],
+    include_path: Annotated[Path | None, typer.Option(help="A folder with task files of your own.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only so many documents of each task.", min=1)] = None,
+    batch_size: Annotated[
+        str, typer.Option(metavar="auto|N", help="Sequences at a time; auto fills an accelerator's memory.")
+    ] = "1",
+    num_fewshot: Annotated[
+        int | None, typer.Option(help="Examples before each question; default: what the task says.", min=0)
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the results file.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:1; default: the accelerator, if any.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16, float64.")] = "auto",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Run tasks of lm-evaluation-harness on a checkpoint."""
+    with reporting_errors():
+        from resformer import evaluation
+
+        if output is not None:
+            evaluation.check_output(output, force=force)
+        results = evaluation.evaluate(
+            checkpoint,
+            [name.strip() for name in tasks.split(",") if name.strip()],
+            revision=revision,
+            include_path=include_path,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            batch_size=_batch_size(batch_size),
+            device=device,
+            dtype=dtype,
+        )
+        if results is None:  # a process that helps the first one
+            return
+        # Told before it is written: a full disk then costs no evaluation.
+        for line in [evaluation.results_json(results)] if as_json else evaluation.results_table(results):
+            echo(line)
+        if output is not None:
+            evaluation.write_results(results, output)
+            if not as_json:
+                row("wrote", output)

@@ -1,0 +1,218 @@
+"""lm-evaluation-harness over our checkpoints: `evaluate` in Python, `resformer eval` on the command line.
+
+`python -m resformer.evaluation` is `lm_eval` itself, all of its options included, in a process that knows resformer's
+models: the harness has no way to be told of a package that it should import.
+"""
+
+import difflib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from resformer.convert.errors import CheckpointError, OutputError, brief
+from resformer.version import __version__
+
+__all__ = ["check_output", "evaluate", "main", "results_json", "results_table", "write_results"]
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+def evaluate(
+    checkpoint: str,
+    tasks: Sequence[str],
+    *,
+    revision: str | None = None,
+    include_path: str | Path | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int | str = 1,
+    device: str | None = None,
+    dtype: str = "auto",
+) -> dict[str, Any] | None:
+    """Runs tasks of lm-evaluation-harness on a causal language model: one of ours, or any that Transformers knows.
+
+    Only safetensors are read, and no code of the checkpoint is run. Tasks may hold Python code, which the harness runs.
+
+    Args:
+        checkpoint: a folder or a Hub id, with its tokenizer.
+        tasks: names of tasks, groups or tags, patterns such as `"mmlu_*"`, or task files.
+        revision: branch, tag or commit, for a Hub id.
+        include_path: a folder with task files of your own.
+        num_fewshot: examples before each question; default: what the task says.
+        limit: only so many documents of each task.
+        batch_size: sequences at a time, or `"auto"`: as many, of the longest there can be, as fit into the memory of
+            an accelerator.
+        device: `"cpu"`, `"cuda:1"`; default: the accelerator, if there is one.
+        dtype: of the weights; `"auto"` is what `config.json` says.
+
+    Returns:
+        The harness's results, with the versions of resformer, torch and datasets beside those that it records itself.
+        `None` in all processes but the first, where several share the work.
+
+    Raises:
+        CheckpointError: the model or its tokenizer cannot be loaded.
+        ImportError: lm-evaluation-harness is not installed.
+        ValueError: a task is unknown, or an argument is not what it may be.
+    """
+    lm_eval = _harness()
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}.")
+    device = _device(device)
+    arguments = {
+        "pretrained": checkpoint,
+        "dtype": dtype,
+        "revision": "main" if revision is None else revision,
+        "use_safetensors": True,
+    }
+    # Its bootstrap would fork this process, whose other threads may hold locks that no child ever gets.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    with redirect_stdout(sys.stderr):  # where the harness tells of its batch sizes
+        manager, found = _find_tasks(tasks, include_path, arguments)
+        model = _load(arguments, batch_size, device)
+        results = lm_eval.simple_evaluate(
+            model,
+            arguments,
+            tasks=found,
+            task_manager=manager,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            batch_size=batch_size,
+            device=device,
+            log_samples=False,
+        )
+    if results is None:
+        return None
+    results["config"]["model"] = "hf"  # it was loaded here, as the harness loads it under this name
+    results["model_source"], results["model_name"] = "hf", checkpoint
+    results["resformer_version"] = __version__
+    results.update({f"{package}_version": version(package) for package in ("torch", "datasets")})
+    return results
+
+
+def results_table(results: dict[str, Any]) -> list[str]:
+    """One line for each task, or group, and metric: its value, and its standard error where the harness has one."""
+    lines = []
+    for task, metrics in results["results"].items():
+        for key, value in metrics.items():
+            metric, comma, kind = key.partition(",")
+            if comma and not metric.endswith("_stderr"):
+                error = metrics.get(f"{metric}_stderr,{kind}")
+                name = metric if kind == "none" else f"{metric} ({kind})"
+                spread = f" +- {error:.2g}" if isinstance(error, float) else ""
+                lines.append(f"{task:24} {name:24} {value:.6g}{spread}")
+    return lines
+
+
+def check_output(path: Path, *, force: bool) -> None:
+    """Refuses, before an evaluation that may take hours, a file that could not be written after it.
+
+    Raises:
+        CheckpointError: the file is there and `force` is not set, or its folder is not there.
+    """
+    if not path.parent.is_dir():
+        raise CheckpointError(f"{path}: there is no folder {path.parent}; make it first.")
+    if path.is_dir():
+        raise CheckpointError(f"{path}: is a folder; name a file in it.")
+    if path.exists() and not force:
+        raise CheckpointError(
+            f"{path}: is there already; replace it with --force, or choose another output.", "--force"
+        )
+
+
+def write_results(results: dict[str, Any], path: Path) -> None:
+    """Writes the results as JSON, all or nothing.
+
+    Raises:
+        OutputError: the disk does not take them.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(results_json(results) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}.") from error
+
+
+def results_json(results: dict[str, Any]) -> str:
+    """The results in the form of the harness's files."""
+    from lm_eval.utils import handle_non_serializable
+
+    return json.dumps(results, indent=2, default=handle_non_serializable)
+
+
+def main() -> None:
+    """`lm_eval` with the command line's arguments."""
+    _harness()
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+def _harness() -> ModuleType:
+    try:
+        import lm_eval
+    except ModuleNotFoundError as error:
+        if error.name != "lm_eval":
+            raise
+        raise ImportError("Evaluation needs lm-evaluation-harness: pip install 'resformer[eval]'") from None
+    return lm_eval
+
+
+def _device(device: str | None) -> str:
+    import torch
+
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if accelerator is None else accelerator.type
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:  # the harness would take another one and not say so
+        raise ValueError(f"device={device!r} cannot be used: {brief(error)}") from error
+    return device
+
+
+def _find_tasks(
+    names: Sequence[str], include_path: str | Path | None, arguments: dict[str, Any]
+) -> tuple[Any, list[str]]:
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None and not Path(include_path).is_dir():
+        raise ValueError(f"include_path: {include_path} is not a folder.")
+    # The harness's own tasks are more than 10,000, whose files take seconds to read.
+    manager = TaskManager(include_path=include_path, include_defaults=False, metadata=arguments)
+    if not set(names) <= set(manager.all_subtasks):
+        manager = TaskManager(include_path=include_path, metadata=arguments)
+    found: list[str] = []
+    for name in names:
+        matching = [name] if Path(name).is_file() else manager.match_tasks([name])
+        if not matching:
+            close = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else "`lm_eval ls tasks` lists them."
+            raise ValueError(f"Unknown task {name!r}: {hint}")
+        found += matching
+    return manager, found
+
+
+def _load(arguments: dict[str, Any], batch_size: int | str, device: str) -> Any:
+    from lm_eval.models.huggingface import HFLM
+
+    checkpoint = arguments["pretrained"]
+    if os.path.isdir(checkpoint):  # under a relative path, the harness would ask the Hub for a model of that name
+        checkpoint = os.path.abspath(checkpoint)
+    try:
+        return HFLM(**{**arguments, "pretrained": checkpoint}, backend="causal", batch_size=batch_size, device=device)
+    except ImportError:
+        raise
+    except Exception as error:  # Transformers and safetensors raise nearly anything for a bad file
+        raise CheckpointError(f"{arguments['pretrained']}: cannot be loaded: {brief(error)}") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The documentation builds without a warning, its table of methods is what the code does, its links lead somewhere."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+from resformer.configuration import cache_bytes_by_method
+from resformer.convert.retrofitting import losses
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob(".github/**/*.md")])
+SMOLLM2_135M = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.slow
+def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-b", "html"]
+    command += ["-d", str(tmp_path / "doctrees"), str(ROOT / "docs"), str(tmp_path / "html")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    pages = {page.stem for page in (tmp_path / "html").glob("*.html")}
+    assert {page.stem for page in ROOT.glob("docs/*.md")} <= pages
+    index = (tmp_path / "html" / "index.html").read_text(encoding="utf-8")
+    for page in ROOT.glob("docs/*.md"):
+        assert f'href="{page.stem}.html"' in index or page.stem == "index", f"{page.name} is in no table of contents"
+    api = (tmp_path / "html" / "api.html").read_text(encoding="utf-8")
+    text = re.sub(r"<[^>]+>", "", api)
+    assert "value_residual_layers" in text
+    assert not re.findall(r"``|\[`|\.\. code", text), "markup that was not understood"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_table_of_methods_says_what_the_code_does(method: str) -> None:
+    config = ResFormerConfig.for_method(method, **SMOLLM2_135M)
+    if config.value_residual in ("learnable", "learnable_plus", "dense", "gated"):
+        config.value_residual_init = [0.0, 1.0]  # where a retrofit starts
+    with torch.device("meta"):
+        added = ResFormerForCausalLM(config).num_parameters() - 134_515_008
+    cache = cache_bytes_by_method(config)
+    exact = "no" if losses(config) else "yes"
+    row = f"| `{method}` | {exact} | {added:,} | {cache[method] / cache['transformer']:.1%} |".replace("%", " %")
+    assert row in (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_relative_links_lead_to_files(document: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"https?://|#", link)]
+    assert [link for link in links if not (document.parent / link.partition("#")[0]).exists()] == []
+
+
+def test_citation_names_the_papers_and_the_version() -> None:
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors", "type", "license"} <= set(citation)
+    cited = {reference["identifiers"][0]["value"] for reference in citation["references"]}
+    text = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/methods.md"))
+    assert {f"arXiv:{number}" for number in re.findall(r"arxiv\.org/abs/([\d.]+\d)", text)} <= cited

@@ -1,0 +1,72 @@
+"""`resformer env` says what a bug report needs, nothing that is secret, whatever state an installation is in."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from resformer.cli import app
+from resformer.environment import describe_environment
+
+
+def test_env_tells_the_versions_that_are_installed() -> None:
+    done = CliRunner().invoke(app, ["env", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    for package in ("resformer", "torch", "transformers", "safetensors", "huggingface_hub", "lm-eval"):
+        assert found["packages"][package] == metadata.version(package)
+    assert found["cores"] >= 1
+    assert found["memory"] > 2**28
+    assert isinstance(found["bf16_on_cpu"], bool)
+    text = CliRunner().invoke(app, ["env"]).stdout
+    assert f"transformers  {metadata.version('transformers')}" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("HF_TOKEN", "hf_abcdefgh", "***"),
+        ("HUGGING_FACE_HUB_TOKEN", "anything", "***"),
+        ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1", "1"),
+        ("TRANSFORMERS_CACHE", "{home}/cache", "~/cache"),
+        ("HF_HOME", "/home/someone/hf", "~/hf"),
+        ("HF_HUB_CACHE", "C:\\Users\\someone\\hf", "~\\hf"),
+        ("HF_ENDPOINT", "https://me:word@example.org/x?sig=abc&who=me", "https://***@example.org/x?***&***"),
+        ("TRANSFORMERS_NOTE", "with hf_abcdefgh inside", "with *** inside"),
+        ("OMP_NUM_THREADS", "3", "3"),
+    ],
+)
+def test_variables_are_shown_without_secrets(
+    name: str, value: str, shown: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(name, value.format(home=tmp_path))
+    assert describe_environment()["variables"][name] == shown
+
+
+def test_other_variables_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_DATABASE", "x")
+    assert "MY_DATABASE" not in describe_environment()["variables"]
+
+
+def test_broken_and_missing_packages_are_told(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libtorch.so: cannot open shared object file')")
+    (tmp_path / "psutil.py").write_text("raise RuntimeError('broken')")
+    (tmp_path / "peft-0.0.dist-info").mkdir()
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['resformer', 'env', '--json']\n"
+    code += "from resformer.cli import main; main()"
+    environment = {**os.environ, "HF_TOKEN": "hf_abcdefgh"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert "libtorch.so" in found["torch_error"]
+    assert found["memory"] is None
+    assert found["packages"]["peft"].startswith("broken: ")
+    assert found["packages"]["transformers"] == metadata.version("transformers")
+    assert "hf_abcdefgh" not in done.stdout

@@ -1,0 +1,215 @@
+"""`resformer eval`: the harness's tasks over local files give a retrofit its source's scores to the bit, offline."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from checkpoints import EXACT, save_checkpoint
+from typer.testing import CliRunner
+
+from resformer import retrofit
+from resformer.cli import app
+from resformer.convert import CheckpointError
+from resformer.evaluation import evaluate
+
+TASKS = {
+    "letters": """
+        output_type: multiple_choice
+        doc_to_text: "{{question}}"
+        doc_to_choice: "{{choices}}"
+        doc_to_target: "{{answer}}"
+        metric_list: [{metric: acc}, {metric: acc_norm}, {metric: brier_score}]
+    """,
+    "text": """
+        output_type: loglikelihood_rolling
+        doc_to_text: ""
+        doc_to_target: "{{question}}"
+        metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
+    """,
+    "write": """
+        output_type: generate_until
+        doc_to_text: "{{question}}"
+        doc_to_target: "{{question}}"
+        generation_kwargs: {max_gen_toks: 8, until: ["zzz"]}
+        metric_list: [{metric: chrf}]
+    """,
+}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the checkpoint `llama`, and in `tasks` three tasks over questions of different lengths."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    save_checkpoint(folder / "llama")
+    (folder / "tasks").mkdir()
+    documents = folder / "tasks" / "documents.jsonl"
+    rows = [
+        {"question": f"word {n} " * (1 + n % 4), "choices": [" a", " bcd", " efghi"], "answer": n % 3} for n in range(6)
+    ]
+    documents.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, lines in TASKS.items():
+        head = f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {documents}}}}}\n"
+        body = "\n".join(line.strip() for line in lines.splitlines())
+        (folder / "tasks" / f"{name}.yaml").write_text(f"{head}test_split: test\n{body}metadata: {{version: 1.0}}\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _nothing_outside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network, no cache of the user's, and no report of the machine, which takes the harness seconds."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")
+
+
+@pytest.fixture
+def only_our_tasks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the harness's own tasks out: more than 10,000, which take seconds to read."""
+    from lm_eval.tasks._index import TaskIndex
+
+    build = TaskIndex.build
+
+    def build_ours(paths: list[Path]) -> dict[str, Any]:
+        return build([path for path in paths if path.is_relative_to(folder)])
+
+    monkeypatch.setattr(TaskIndex, "build", staticmethod(build_ours))
+
+
+@pytest.fixture
+def scores(folder: Path) -> Callable[..., dict[str, dict[str, Any]]]:
+    def run(checkpoint: Path, **arguments: Any) -> dict[str, dict[str, Any]]:
+        results = evaluate(str(checkpoint), list(TASKS), include_path=folder / "tasks", device="cpu", **arguments)
+        assert results is not None
+        return results["results"]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def retrofits(folder: Path) -> Callable[[str], Path]:
+    def make(method: str) -> Path:
+        output = folder / method
+        if not output.exists():
+            retrofit(folder / "llama", output, method, lossy=True, link=True, verify="headers")
+        return output
+
+    return make
+
+
+def test_exact_retrofits_score_as_their_source_to_the_bit(
+    folder: Path, retrofits: Callable[[str], Path], scores: Callable[..., dict[str, dict[str, Any]]]
+) -> None:
+    expected = scores(folder / "llama")
+    assert set(expected) == set(TASKS)
+    for method in EXACT:
+        assert scores(retrofits(method)) == expected, method
+
+
+@pytest.mark.parametrize("method", ["resformer-constant", "svformer", "cla2"])
+def test_other_methods_have_scores_of_their_own_at_any_batch_size(
+    method: str, retrofits: Callable[[str], Path], scores: Callable[..., dict[str, dict[str, Any]]]
+) -> None:
+    one, four = (scores(retrofits(method), batch_size=size) for size in (1, 4))
+    for task, metrics in one.items():
+        for name, value in metrics.items():
+            expected = pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
+            assert four[task][name] == expected, (task, name)
+    assert one["text"]["bits_per_byte,none"] != scores(retrofits("transformer"))["text"]["bits_per_byte,none"]
+
+
+def test_command_writes_the_harnesses_results_with_versions(
+    folder: Path, retrofits: Callable[[str], Path], only_our_tasks: None
+) -> None:
+    output = folder / "results.json"
+    command = ["eval", str(retrofits("resformer")), "--tasks", "letters,te*", "--include-path", str(folder / "tasks")]
+    command += ["--limit", "3", "--batch-size", "2", "--num-fewshot", "0", "--device", "cpu", "--dtype", "float64"]
+    command += ["--output", str(output)]
+    done = CliRunner().invoke(app, [*command, "--json"])
+    assert done.exit_code == 0, done.output
+    results = json.loads(output.read_text())
+    assert json.loads(done.stdout) == results
+    assert results["n-samples"]["letters"] == {"original": 6, "effective": 3}
+    assert set(results["results"]) == {"letters", "text"}
+    assert 0 <= results["results"]["letters"]["acc,none"] <= 1
+    assert results["config"]["model_args"]["pretrained"] == results["model_name"] == command[1]
+    assert results["config"]["model_dtype"] == "torch.float64"
+    for package in ("resformer", "torch", "transformers", "datasets", "lm_eval"):
+        assert results[f"{package}_version"]
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code == 3
+    assert "is there already" in again.stderr
+    assert json.loads(output.read_text()) == results
+    done = CliRunner().invoke(app, [*command, "--force"])
+    letters, *_, wrote = done.stdout.splitlines()
+    assert letters.split()[:2] == ["letters", "acc"]
+    assert wrote == f"wrote         {output}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--tasks", "leters"], 2, "did you mean letters?"),
+        (["--tasks", "letters", "--batch-size", "0"], 2, "expected auto, or a number"),
+        (["--tasks", "letters", "--device", "abacus"], 2, "'abacus' cannot be used"),
+        (["--tasks", "letters", "--dtype", "int3"], 2, "expected one of auto, float32"),
+        (["--tasks", "letters", "--output", "nowhere/results.json"], 3, "there is no folder nowhere"),
+        (["--tasks", "letters", "--include-path", "nowhere"], 2, "nowhere is not a folder"),
+    ],
+)
+def test_misuse_is_one_message(arguments: list[str], code: int, words: str, folder: Path, only_our_tasks: None) -> None:
+    command = ["eval", str(folder / "llama"), "--include-path", str(folder / "tasks"), *arguments]
+    done = CliRunner().invoke(app, command)
+    assert (done.exit_code, done.stdout) == (code, "")
+    assert words in done.stderr
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "llama" / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: cannot be loaded"):
+        evaluate(str(tmp_path), ["letters"], include_path=folder / "tasks", device="cpu")
+
+
+def test_pickles_are_not_read(folder: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    for file in (folder / "llama").iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    torch.save(load_file(folder / "llama" / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*safetensors"):
+        evaluate(str(tmp_path), ["letters"], include_path=folder / "tasks", device="cpu")
+
+
+def test_without_the_harness_the_error_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Absent:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "lm_eval":
+                raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval")
+
+    monkeypatch.delitem(sys.modules, "lm_eval", raising=False)
+    monkeypatch.setattr("sys.meta_path", [Absent(), *sys.meta_path])
+    done = CliRunner().invoke(app, ["eval", str(folder / "llama"), "--tasks", "letters"])
+    assert done.exit_code == 1
+    assert "pip install 'resformer[eval]'" in done.stderr
+
+
+def test_the_harnesses_own_command_knows_our_models(folder: Path, retrofits: Callable[[str], Path]) -> None:
+    output = folder / "own"
+    command = "-m resformer.evaluation --model hf --tasks letters --device cpu --limit 2".split()
+    command += ["--model_args", f"pretrained={retrofits('resformer')}", "--output_path", str(output)]
+    command += ["--include_path", str(folder / "tasks")]
+    environment = {**os.environ, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    (results,) = output.rglob("results_*.json")
+    assert json.loads(results.read_text())["n-samples"]["letters"]["effective"] == 2
