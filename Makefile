@@ -6,7 +6,7 @@ ARGS ?=
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test lint types clean
+.PHONY: demo test lint types docs clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -22,6 +22,10 @@ lint: .venv/test
 
 types: .venv/test
 	$(BIN)/mypy
+
+docs: .venv/test
+	$(BIN)/python -m sphinx --fail-on-warning --nitpicky --quiet --builder html docs build/docs
+	@echo "build/docs/index.html"
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -190,11 +190,12 @@ def test_sdist_holds_the_project(built: Path) -> None:
     assert {member.name.partition("/")[0] for member in members} == {f"resformer-{resformer.__version__}"}
     assert [member.name for member in members if not (member.isfile() or member.isdir())] == [], "no links"
     found = {member.name.partition("/")[2] for member in members if member.isfile()}
-    tests = {name for name in sources() if name.startswith("tests/")}
+    beside = {name for name in sources() if name.startswith(("benchmarks/", "docs/", "tests/"))}
     top = {"LICENSE", "Makefile", "README.md", "constraints.txt", "pyproject.toml", "ruff.toml", "setup.cfg"}
-    assert tests | top | set(packaged().values()) <= found
+    top |= {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md"}
+    assert beside | top | set(packaged().values()) <= found
     generated = re.compile(r"PKG-INFO|MANIFEST\.in|src/resformer\.egg-info/.*")
-    assert {name for name in found - tests - top - set(packaged().values()) if not generated.fullmatch(name)} == set()
+    assert {name for name in found - beside - top - set(packaged().values()) if not generated.fullmatch(name)} == set()
 
 
 # What is asked for
