@@ -156,12 +156,10 @@ FACTS: dict[str, MethodFacts] = {
         title="ResFormer (learnable value residual)",
         summary="Each layer after the first attends to a learned mix of its own values and those of layer 0.",
         equation=_MIX + r", \qquad \lambda_{1,n}, \lambda_{2,n} \text{ learned}",
-        use="The first method to try, from scratch or on a trained checkpoint: two numbers a layer, no cost in "
-        "speed or "
-        "cache, and a retrofit starts as the source.",
-        avoid="To save memory: the cache keeps its size. For small-data encoders, where a value residual is "
-        "reported to "
-        "hurt.",
+        use="The first method to try, from scratch or on a trained checkpoint: two numbers a layer, no cost in speed "
+        "or cache, and a retrofit starts as the source.",
+        avoid="To save memory: the cache keeps its size. For small-data encoders, where a value residual is reported "
+        "to hurt.",
         parameters="2 (N - 1)",
         count=lambda layers, width, heads, values: 2 * (layers - 1),
         cache="1",
@@ -203,8 +201,8 @@ FACTS: dict[str, MethodFacts] = {
     ),
     "resformer-constant": MethodFacts(
         title="Constant-ResFormer",
-        summary="Identity-ResFormer with other fixed coefficients: twice the values of layer 0 on top of the "
-        "layer's own.",
+        summary="Identity-ResFormer with other fixed coefficients: twice the values of layer 0 on top of the layer's "
+        "own.",
         equation=r"V'_n = 2 V_0 + V_n, \qquad U_n = A_n V'_n \qquad (n \ge 1)",
         use="From scratch, without parameters: better than 0.5, 0.5 in the paper. `value_residual_init` sets others.",
         avoid="As a retrofit: use resformer, which can start as the source.",
@@ -244,8 +242,8 @@ FACTS: dict[str, MethodFacts] = {
         cache="1",
         exact=False,
         limits=_FIXED
-        + " The paper's 8 layers are generalised to the last third; sources disagree on the coefficient on "
-        "V_n (1 or 0.5), `value_residual_init` sets it.",
+        + "The paper's 8 layers are generalised to the last third; sources disagree on the coefficient on V_n (1 or "
+        "0.5), `value_residual_init` sets it.",
         papers=("resformer",),
         published=(_loss_82m("2.687"),),
         remarks=("The coefficient 5 and the last three of 8 layers are as reported in secondary summaries.",),
@@ -266,8 +264,7 @@ FACTS: dict[str, MethodFacts] = {
     "resformer-gated": MethodFacts(
         title="Gated ResFormer",
         summary="The coefficient on layer 0's values depends on the token and on the key/value head. Ours, after "
-        "RWKV-7 "
-        "and x-transformers; no paper describes it.",
+        "RWKV-7 and x-transformers; no paper describes it.",
         equation=r"V'_n = \left(a + \tanh(W_n H_n)\right) V_0 + \lambda_{2,n} V_n, \qquad U_n = A_n V'_n \qquad (n "
         r"\ge 1)",
         use="Where one number a layer is too blunt: it starts as resformer and can tell tokens apart.",
@@ -316,19 +313,17 @@ FACTS: dict[str, MethodFacts] = {
         use="From scratch, where the cache is what limits: long sequences, many at a time. Half of it is gone, and it "
         "combines with grouped heads.",
         avoid="For short sequences at equal size, where GQA with groups of 2 is better in the paper; as a retrofit, "
-        "unless "
-        "there is training to repair it.",
+        "unless there is training to repair it.",
         parameters="-(N - 1) d d_kv",
         count=lambda layers, width, heads, values: -(layers - 1) * width * values,
         cache="(N + 1) / (2 N)",
         exact=False,
-        limits="Never the source's function as a retrofit: needs --lossy and much training. Smaller learning rates "
-        "help. " + _SERVING,
+        limits="Never the source's function as a retrofit: needs --lossy and much training. Smaller "
+        "learning rates help. " + _SERVING,
         papers=("resformer",),
         remarks=(
             "In the paper it loses to full attention and to GQA2 at 2,048 tokens, beats GQA2 and CLA2 at 64k, and "
-            "needs "
-            "12.2 % more parameters for the Transformer's loss.",
+            "needs 12.2 % more parameters for the Transformer's loss.",
         ),
     ),
     "denseformer": MethodFacts(
@@ -342,8 +337,8 @@ FACTS: dict[str, MethodFacts] = {
         count=lambda layers, width, heads, values: _averages(layers, 1, 1),
         cache="1",
         exact=True,
-        limits="All blocks' outputs of the current tokens stay in memory. Its weights are not decayed here, since that "
-        "would pull the diagonal from 1; the paper's runs do decay them.",
+        limits="All blocks' outputs of the current tokens stay in memory. Its weights are not decayed here, since "
+        "that would pull the diagonal from 1; the paper's runs do decay them.",
         papers=("denseformer",),
         published=(
             Published("48 layers, OpenWebText2 perplexity", "18.61", "17.84", "denseformer"),
@@ -379,16 +374,15 @@ FACTS: dict[str, MethodFacts] = {
         title="CLA2 (cross-layer attention)",
         summary="Pairs of layers share the keys and values of the first of the two.",
         equation=r"U_n = \mathrm{attention}(Q_n, K_{s(n)}) \, V_{s(n)}, \qquad s(n) = 2 \lfloor n / 2 \rfloor",
-        use="From scratch, to halve the cache on top of grouped heads, in the form that ready-made key/value "
-        "sharing has.",
+        use="From scratch, to halve the cache on top of grouped heads, in the form that ready-made key/value sharing "
+        "has.",
         avoid="As a retrofit, unless there is training to repair it.",
         parameters="-2 floor(N / 2) d d_kv",
         count=lambda layers, width, heads, values: -2 * (layers // 2) * width * values,
         cache="ceil(N / 2) / N",
         exact=False,
         limits="Never the source's function as a retrofit: needs --lossy and much training. FusedKV's authors find "
-        "that "
-        "sharing across layers typically stays behind grouping heads within one.",
+        "that sharing across layers typically stays behind grouping heads within one.",
         papers=("cla",),
         remarks=(
             "The abstract: on top of multi-query attention, another halving of the cache at nearly its accuracy, in "
@@ -407,13 +401,11 @@ FACTS: dict[str, MethodFacts] = {
         cache="floor(N / 2) / N",
         exact=False,
         limits="Never the source's function as a retrofit: needs --lossy and much training. Keys and values of "
-        "different "
-        "layers fit no engine that shares both from one.",
+        "different layers fit no engine that shares both from one.",
         papers=("fusedkv",),
         remarks=(
-            "The abstract: from 332M to 4B parameters FusedKV halves the cache at a lower validation perplexity "
-            "than the "
-            "Transformer; the Lite form is slightly worse than FusedKV and moves less data.",
+            "The abstract: from 332M to 4B parameters FusedKV halves the cache at a lower validation perplexity than "
+            "the Transformer; the Lite form is slightly worse than FusedKV and moves less data.",
         ),
     ),
     "resformer-denseformer": MethodFacts(
