@@ -242,7 +242,7 @@ FACTS: dict[str, MethodFacts] = {
         cache="1",
         exact=False,
         limits=_FIXED
-        + "The paper's 8 layers are generalised to the last third; sources disagree on the coefficient on V_n (1 or "
+        + " The paper's 8 layers are generalised to the last third; sources disagree on the coefficient on V_n (1 or "
         "0.5), `value_residual_init` sets it.",
         papers=("resformer",),
         published=(_loss_82m("2.687"),),
