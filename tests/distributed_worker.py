@@ -1,7 +1,7 @@
 """One rank of test_distributed_training.py: `torchrun --nproc_per_node 2 distributed_worker.py ddp|fsdp FOLDER...`.
 
-Each folder holds a checkpoint and `batch.pt`, two rows for each rank. One step of SGD under DDP, or under FSDP2; what it
-makes of the checkpoint goes to `trained` in the folder, in plain Transformers' form. `FAILED.txt` takes an error.
+Each folder holds a checkpoint and `batch.pt`, two rows for each rank. One step of SGD under DDP, or under FSDP2; the
+result goes to `trained` in the folder, in plain Transformers' form. `FAILED.txt` takes an error.
 """
 
 import sys

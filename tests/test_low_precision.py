@@ -13,7 +13,7 @@ from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.training.optimizer import is_connection
 
 #: Root mean square over tokens and seeds. Measured at these seeds, the methods' ratios to Llama's own deviation are
-#: 0.77 to 1.15; at four other seeds SPREAD.
+#: 0.77 to 1.15; at four other seeds 0.77 to 1.02.
 ALLOWED = 1.4
 SEEDS = range(4)
 STEPS = 30
@@ -90,14 +90,14 @@ def test_losses_deviate_no_more_than_llamas(method: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["resformer", "resformer-plus", "resformer-dense", "resformer-gated", "denseformer"])
 def test_coefficients_of_a_bfloat16_model_learn_what_they_learn_in_float32(method: str) -> None:
-    for seed in SEEDS:
-        model = build(method, seed)
-        start = {name: p.detach().clone() for name, p in model.named_parameters() if is_connection(name)}
-        low = cast(model, torch.bfloat16)
-        moves = []
-        for trained in (model, low):
-            train(trained, seed)
-            moves.append(torch.cat([(trained.get_parameter(n).detach() - p).flatten() for n, p in start.items()]))
-            assert trained.get_parameter(next(iter(start))).dtype == torch.float32
-        cosine = torch.cosine_similarity(*moves, dim=0)
-        print("COS", method, seed, cosine.item(), (moves[1].norm() / moves[0].norm()).item())
+    model = build(method, 0)
+    start = {name: p.detach().clone() for name, p in model.named_parameters() if is_connection(name)}
+    low = cast(model, torch.bfloat16)
+    moves = []
+    for trained in (model, low):
+        train(trained, 0)
+        moves.append(torch.cat([(trained.get_parameter(name) - p).detach().flatten() for name, p in start.items()]))
+    assert {low.get_parameter(name).dtype for name in start} == {torch.float32}
+    # Measured at four seeds: 0.995 and more for the gates, 0.9987 and more for the rest; norms within 0.044.
+    assert torch.cosine_similarity(*moves, dim=0) > 0.98
+    assert abs(moves[1].norm() / moves[0].norm() - 1) < 0.1

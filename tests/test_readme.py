@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = r"^```(\w+)\n(.*?)^```"
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/converting.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/converting.md", "docs/training.md"])
 def test_documents_run_from_top_to_bottom(document: str, tmp_path: Path) -> None:
     blocks = re.findall(BLOCKS, (ROOT / document).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     save_checkpoint(tmp_path / "source", tie_word_embeddings=True)
