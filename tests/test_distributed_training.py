@@ -26,7 +26,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "accelerate"])
 def test_a_step_on_two_ranks_is_the_step_of_one(
     kind: str, tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
 ) -> None:
