@@ -14,7 +14,7 @@ from resformer.training.optimizer import is_connection
 
 #: Root mean square over tokens and seeds. Measured at these seeds, the methods' ratios to Llama's own deviation are
 #: 0.77 to 1.15; at four other seeds 0.77 to 1.02.
-ALLOWED = 1.4
+ALLOWED = 1.3
 SEEDS = range(4)
 STEPS = 30
 DTYPES = [torch.bfloat16, torch.float16]
