@@ -18,7 +18,6 @@ from transformers.integrations import deepspeed
 
 import resformer.training
 from resformer import METHODS, ResFormerForCausalLM, retrofit
-from resformer.training.optimizer import is_connection
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 CONFIGS = Path(next(iter(resformer.training.__path__))) / "configs"
@@ -54,9 +53,10 @@ def test_a_step_on_two_ranks_is_the_step_of_one(
         for key, parameter in model.named_parameters():
             moved = (after[key] - before[key]).abs().max()
             assert moved > 0, (name, key)
-            assert (parameter - after[key]).abs().max() <= 1e-3 * moved, (name, key, is_connection(key))
+            assert (parameter - after[key]).abs().max() <= 1e-3 * moved, (name, key)
 
 
+@pytest.mark.slow
 def test_the_documented_script_trains_on_two_processes(tmp_path: Path) -> None:
     document = (Path(__file__).parents[1] / "docs/training.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"^```python train.py\n(.*?)^```", document, flags=re.MULTILINE | re.DOTALL)
