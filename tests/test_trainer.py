@@ -1,0 +1,187 @@
+"""The stock Trainer's options change how a model is trained, never what it learns."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+
+from resformer import ResFormerConfig, ResFormerForCausalLM
+from resformer.training.optimizer import is_connection, parameter_groups
+
+#: One of every mechanism, and their combination.
+TRAINED = [
+    "transformer",
+    "resformer",
+    "resformer-plus",
+    "resformer-dense",
+    "resformer-gated",
+    "svformer",
+    "cla2",
+    "denseformer",
+    "resformer-denseformer",
+    "neutreno",
+]
+
+Build = Callable[..., Trainer]
+
+
+def rows(count: int, seed: int = 0, length: int = 12) -> list[dict[str, torch.Tensor]]:
+    """Random tokens; row n has labels on its last n mod 9 + 3 tokens only, so that batches differ in their number."""
+    ids = torch.randint(3, TINY["vocab_size"], (count, length), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    for n in range(count):
+        labels[n, : length - n % 9 - 3] = -100
+    return [{"input_ids": ids[n], "labels": labels[n]} for n in range(count)]
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Build:
+    """`trainer("svformer", max_steps=2)`: a Trainer of a model that starts alike each time, on the same rows."""
+
+    def build(method: str, model_fields: dict[str, Any] | None = None, **options: Any) -> Trainer:
+        torch.manual_seed(0)
+        fields = {**TINY, "num_hidden_layers": 4, "initializer_range": 0.2, **(model_fields or {})}
+        model = ResFormerForCausalLM(ResFormerConfig.for_method(method, **fields))
+        rest = {name: options.pop(name) for name in ("optimizers", "eval_dataset") if name in options}
+        if "optimizers" in rest:
+            rest["optimizers"] = (rest["optimizers"](model), None)
+        arguments = {
+            "output_dir": tmp_path / "run",
+            "max_steps": 3,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 0.1,
+            "optim": "sgd",  # AdamW's first steps are signs, which rounding turns over where a gradient is near 0
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+        }
+        return Trainer(model=model, args=TrainingArguments(**{**arguments, **options}), train_dataset=rows(16), **rest)
+
+    return build
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def trained(trainer: Trainer) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The loss of every step, and the weights after the last."""
+    trainer.train()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return losses(trainer), {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_trained_alike(
+    got: tuple[list[float], dict[str, torch.Tensor]], expected: tuple[list[float], dict[str, torch.Tensor]]
+) -> None:
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=0.0)
+    assert got[1].keys() == expected[1].keys()
+    for name, parameter in expected[1].items():
+        torch.testing.assert_close(
+            got[1][name], parameter, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: name + text
+        )
+
+
+@pytest.mark.parametrize("method", TRAINED)
+def test_accumulation_and_checkpointing_learn_what_the_plain_run_learns(method: str, trainer: Build) -> None:
+    plain = trainer(method)
+    before = {name: parameter.detach().clone() for name, parameter in plain.model.named_parameters()}
+    expected = trained(plain)
+    for name, parameter in expected[1].items():
+        assert (parameter - before[name]).abs().max() > 1e-4, name
+    for options in (
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}},
+    ):
+        assert_trained_alike(trained(trainer(method, **options)), expected)
+
+
+@pytest.mark.parametrize("method", ["resformer-gated", "resformer-denseformer"])
+def test_bf16_trains_close_to_float32(method: str, trainer: Build) -> None:
+    expected, got = trained(trainer(method)), trained(trainer(method, bf16=True))
+    assert got[0] != expected[0]
+    torch.testing.assert_close(got[0], expected[0], rtol=0.02, atol=0.0)
+    for name, parameter in got[1].items():
+        assert parameter.dtype == torch.float32, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["resformer-gated", "resformer-denseformer"])
+def test_compiled_training_learns_what_the_plain_run_learns(method: str, trainer: Build) -> None:
+    expected = trained(trainer(method, {"num_hidden_layers": 2}))
+    torch.compiler.reset()
+    compiled = trainer(method, {"num_hidden_layers": 2}, torch_compile=True)
+    assert_trained_alike(trained(compiled), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    compiled.save_model()
+    again = AutoModelForCausalLM.from_pretrained(compiled.args.output_dir)
+    for name, parameter in again.named_parameters():
+        torch.testing.assert_close(parameter, expected[1][name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("method", TRAINED)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(method: str, dtype: torch.dtype, trainer: Build) -> None:
+    def two_rates(model: PreTrainedModel) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            parameter_groups(model, learning_rate=1e-2, connection_learning_rate=3e-2, weight_decay=0.1)
+        )
+
+    def build() -> Trainer:
+        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
+        built = trainer(method, {"attention_dropout": 0.2}, optimizers=two_rates, **options)
+        for name, parameter in built.model.named_parameters():
+            if not is_connection(name):
+                parameter.data = parameter.data.to(dtype)
+        return built
+
+    whole = build()
+    expected = trained(whole)
+    again = build()
+    again.train(resume_from_checkpoint=str(Path(again.args.output_dir) / "checkpoint-2"))
+    assert losses(again) == expected[0]
+    assert len(expected[0]) == 4
+    for name, parameter in again.model.named_parameters():
+        assert torch.equal(parameter, expected[1][name]), name
+    states = [run.optimizer.state_dict()["state"] for run in (again, whole)]
+    assert states[0].keys() == states[1].keys()
+    for mine, theirs in zip(states[0].values(), states[1].values(), strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+
+
+@pytest.mark.parametrize("method", TRAINED)
+def test_the_best_model_is_loaded_at_the_end_and_reloads(method: str, trainer: Build) -> None:
+    # The whole training set at each step: its loss falls. The best shall be where it is greatest, at the first step.
+    run = trainer(
+        method,
+        eval_dataset=rows(16),
+        max_steps=4,
+        per_device_train_batch_size=16,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=True,
+    )
+    run.train()
+    measured = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
+    assert measured == sorted(measured, reverse=True)
+    assert len(set(measured)) == 4
+    assert run.state.best_metric == measured[0]
+    assert run.evaluate()["eval_loss"] == pytest.approx(measured[0], rel=1e-6)
+
+    run.save_model()
+    again = AutoModelForCausalLM.from_pretrained(run.args.output_dir)
+    assert type(again) is ResFormerForCausalLM
+    for (name, parameter), reloaded in zip(run.model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(parameter, reloaded), name
