@@ -118,9 +118,8 @@ def _tokens(blocks: object) -> list[int]:
 @pytest.mark.parametrize("block", [8, 61])
 def test_no_token_is_lost_but_the_tail(block: int) -> None:
     tokenizer = byte_tokenizer()
-    blocks = pack_documents(
-        Dataset.from_dict({"text": TEXTS}), tokenizer, block=block, held_out=0.2, held_out_blocks=1000
-    )
+    documents = Dataset.from_dict({"text": TEXTS})
+    blocks = pack_documents(documents, tokenizer, block=block, held_out=0.2, held_out_blocks=1000)
     for packed, side in ((blocks.train, False), (blocks.held_out, True)):
         expected: list[int] = []
         for text in TEXTS:
@@ -230,5 +229,5 @@ def test_too_little_text_is_said(
 
 def test_a_column_of_numbers_is_refused(tmp_path: Path) -> None:
     documents = load_documents([str(_jsonl(tmp_path / "rows.jsonl", TEXTS))], text_column="id")
-    with pytest.raises(DataError, match="holds 0; expected text"):
+    with pytest.raises(DataError, match="holds 0; expected text: name"):
         pack_documents(documents, byte_tokenizer(), block=8, held_out=0.1, held_out_blocks=4)

@@ -188,9 +188,7 @@ def pack_documents(
         train = stream.shuffle(seed=seed, buffer_size=_SHUFFLED)
         _check(held, "held-out")
         if next(iter(stream), None) is None:
-            raise DataError(
-                f"The stream does not fill one block of {block} tokens; use more text or a smaller --block."
-            )
+            raise DataError(f"The stream does not fill a block of {block} tokens; use more text or a smaller --block.")
         return Blocks(train, held)
     sides = []
     for wanted, side in ((False, "training"), (True, "held-out")):
@@ -217,7 +215,7 @@ def _tokenise(
     for text in texts:
         if not isinstance(text, str):
             raise DataError(
-                f"The text column holds {brief(repr(text), 60)}; expected text. Name it with --text-column."
+                f"The text column holds {brief(repr(text), 60)}; expected text; name another with --text-column."
             )
     chosen = [text for text in texts if text and is_held_out(text, share) == wanted]
     ids = tokenizer(chosen, add_special_tokens=False, verbose=False)["input_ids"] if chosen else []
@@ -240,6 +238,6 @@ def _check(blocks: PackedBlocks, side: str) -> None:
     if not len(blocks):
         way = "a larger --held-out, " if side == "held-out" else ""
         raise DataError(
-            f"The {side} documents have {len(blocks.tokens):,} tokens, too few for one block of {blocks.block}; use more "
-            f"text, {way}a smaller --block, or shorter documents (--sample-by line)."
+            f"The {side} documents have {len(blocks.tokens):,} tokens, too few for one block of {blocks.block}; "
+            f"use more text, {way}a smaller --block, or shorter documents (--sample-by line)."
         )

@@ -100,9 +100,7 @@ class DistillationTrainer(Trainer):
         if teacher is not None:
             ours, theirs = self.model.config.vocab_size, teacher.config.vocab_size
             if ours != theirs:
-                raise ValueError(
-                    f"The model has {ours:,} tokens, the teacher {theirs:,}; distil from the model's source."
-                )
+                raise ValueError(f"The model has {ours:,} tokens, the teacher {theirs:,}; distil from its source.")
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
 
     def compute_loss(

@@ -2,6 +2,7 @@
 
 from resformer.commands import conversion as conversion
 from resformer.commands import general as general
+from resformer.commands import training as training
 from resformer.commands.terminal import app
 
 __all__ = ["app", "main"]
