@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import byte_tokenizer, save_checkpoint
+from datasets import disable_progress_bars, enable_progress_bars
 from hub_server import HubServer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -165,7 +166,7 @@ def test_an_interrupted_run_says_how_to_go_on(work: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_train_as_one_does_and_one_writes(work: Path) -> None:
     shared = ["--data", "notes.txt", "--block", "32", "--held-out", "0.1", "--no-bf16", "--steps", "6"]
-    shared += ["--learning-rate", "1e-3", "--json", "--set", "optim=sgd"]
+    shared += ["--learning-rate", "1e-3", "--json", "--set", "optim=sgd", "--held-out-blocks", "40"]  # whole batches
     alone = finetune(work, "retrofit", "alone", *shared, "--batch", "4")
     assert alone.returncode == 0, alone.stderr
     launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
@@ -260,7 +261,9 @@ def test_misuse_is_one_line_with_the_way_out(
         for path in Path("bare").glob("token*"):
             path.unlink()
     before = set(work.iterdir())
+    disable_progress_bars()  # as the command itself does off a terminal, before tqdm is imported
     result = CliRunner().invoke(app, ["finetune", *arguments])
+    enable_progress_bars()
     assert result.exit_code == code, result.output
     assert words in result.stderr
     assert result.stderr.startswith("Error: ")

@@ -374,7 +374,7 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
 def _check_unfinished(options: FinetuneOptions) -> None:
     """Refuses to lose an unfinished run, or to go on with another one."""
     folder = options.unfinished
-    if not folder.exists():
+    if not folder.exists() or not any(folder.iterdir()):
         return
     if options.resume:
         try:
