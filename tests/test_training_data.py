@@ -154,10 +154,13 @@ def test_blocks_are_whole_across_the_chunks_of_the_column(tmp_path: Path) -> Non
 
 
 def test_more_data_moves_no_document_to_the_other_side() -> None:
-    few, many = TEXTS[50:100], TEXTS
-    assert {text for text in few if is_held_out(text, 0.1)} == {text for text in many if is_held_out(text, 0.1)} & set(
-        few
+    options = {"block": 2, "held_out": 0.2, "held_out_blocks": 9999}
+    few, many = (
+        _tokens(pack_documents(Dataset.from_dict({"text": texts}), byte_tokenizer(), **options).held_out)
+        for texts in (TEXTS[:100], TEXTS)
     )
+    assert many[: len(few)] == few
+    assert len(many) > len(few)
     for share in (0.02, 0.1, 0.5):
         numbers = [is_held_out(str(number), share) for number in range(20_000)]
         assert sum(numbers) / 20_000 == pytest.approx(share, rel=0.1)

@@ -51,7 +51,6 @@ _NAMED = {  # fields of TrainingArguments that have a name here
     "max_steps": "steps",
     "num_train_epochs": "epochs",
     "output_dir": "output",
-    "per_device_eval_batch_size": "batch",
     "per_device_train_batch_size": "batch",
     "resume_from_checkpoint": "resume",
     "torch_compile": "compile",
@@ -337,7 +336,6 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
     own = {
         "output_dir": str(options.unfinished),
         "per_device_train_batch_size": options.batch,
-        "per_device_eval_batch_size": options.batch,
         "gradient_accumulation_steps": options.accumulate,
         "learning_rate": options.learning_rate,
         "seed": options.seed,
@@ -349,6 +347,7 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
         "max_steps": -1 if options.steps is None else options.steps,
     }
     defaults = {
+        "per_device_eval_batch_size": options.batch,
         "weight_decay": 0.1,
         "adam_beta2": 0.95,
         "lr_scheduler_type": "cosine",
