@@ -1,0 +1,147 @@
+"""`resformer finetune`."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from resformer.commands.terminal import AsJson, app, echo, own_command, reporting_errors, row, size
+
+__all__ = ["finetune"]
+
+_INTERRUPTED = 130
+
+
+def _assignments(pairs: list[str]) -> dict[str, Any]:
+    values = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--set {pair}: expected name=value.")
+        values[name] = _number_or_text(value)
+    return values
+
+
+def _number_or_text(value: Any) -> Any:
+    """Text that is JSON is read as JSON: 5e-5 is a number, which YAML does not know."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        return value
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected lines of `name: value`.")
+    return {name: _number_or_text(value) for name, value in values.items()}
+
+
+@app.command()
+def finetune(
+    model: Annotated[str | None, typer.Argument(help="A checkpoint folder or a Hub id.")] = None,
+    output: Annotated[str | None, typer.Argument(help="The folder to write; new or empty.")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Text, JSON, CSV or parquet file, a folder of them, or Hub id[:configuration]; repeatable."),
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a Hub dataset.  [default: train]")] = None,
+    text_column: Annotated[str | None, typer.Option(help="Column that holds the text.  [default: text]")] = None,
+    sample_by: Annotated[
+        str | None,
+        typer.Option(help="A document of a plain text file: paragraph, line, document.  [default: paragraph]"),
+    ] = None,
+    streaming: Annotated[
+        bool | None, typer.Option("--streaming", help="Read as it trains, never all; needs --steps.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data.  [default: 1]")] = None,
+    block: Annotated[
+        int | None, typer.Option(help="Tokens per sequence.  [default: 1024, or all of the model's positions]")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences per device and pass.  [default: 8]")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Passes per step.  [default: 1]")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Of the backbone.  [default: 5e-5]")] = None,
+    connection_learning_rate: Annotated[
+        float | None, typer.Option(help="Of the cross-layer connections.  [default: 3e-4]")
+    ] = None,
+    held_out: Annotated[
+        float | None, typer.Option(help="Share of the documents to evaluate on.  [default: 0.02]")
+    ] = None,
+    held_out_blocks: Annotated[
+        int | None, typer.Option(help="Evaluate on so many blocks at most.  [default: 256]")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the order of the data and of dropout.  [default: 0]")] = None,
+    distill: Annotated[
+        str | None, typer.Option(help="Learn from the logits of this checkpoint too, MODEL's source for one.")
+    ] = None,
+    distill_weight: Annotated[float | None, typer.Option(help="Share of the teacher.  [default: 0.5]")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of both distributions.  [default: 1.0]")] = None,
+    bf16: Annotated[
+        bool | None, typer.Option("--bf16/--no-bf16", help="Autocast.  [default: where the processor has bfloat16]")
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool | None, typer.Option("--gradient-checkpointing", help="Less memory, more time.")
+    ] = None,
+    compile_: Annotated[bool | None, typer.Option("--compile", help="Use torch.compile.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Weights in training and as saved.  [default: float32]")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Checkpoint with the tokenizer.  [default: MODEL]")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Any field of Transformers' TrainingArguments; repeatable."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of these options; the command line wins.")] = None,
+    resume: Annotated[bool | None, typer.Option("--resume", help="Go on with a run that was stopped.")] = None,
+    force: Annotated[
+        bool | None, typer.Option("--force", help="Replace what OUTPUT holds, and discard an unfinished run.")
+    ] = None,
+    dry_run: Annotated[
+        bool | None, typer.Option("--dry-run", help="Read and pack the data; train and write nothing.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fine-tune a checkpoint on text, with the stock Trainer: a trained checkpoint, metrics.json and a card."""
+    given = {name.rstrip("_"): value for name, value in locals().items() if value is not None}
+    for name in ("set", "config", "as_json"):
+        given.pop(name, None)
+    with reporting_errors():
+        first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun or accelerate has started
+        from resformer.training.recipe import FinetuneOptions, finetune_checkpoint
+
+        from_file = _read_file(config) if config is not None else {}
+        options = FinetuneOptions.from_mapping({**from_file, **_assignments(set_ or []), **given})
+        try:
+            report = finetune_checkpoint(options)
+        except KeyboardInterrupt:
+            if first and options.unfinished.exists():
+                more = [] if options.resume else ["--resume"]
+                echo(f"Interrupted. Go on from the last checkpoint with: {own_command(*more)}", err=True)
+                raise typer.Exit(_INTERRUPTED) from None
+            raise
+        if not first:
+            return
+        if as_json:
+            echo(json.dumps(report.as_dict(), indent=2, sort_keys=True, default=str))
+            return
+        training = "a stream" if report.training_blocks is None else f"{report.training_blocks:,} blocks"
+        row("model", f"{options.model}, {report.parameters:,} parameters")
+        row("data", f"{training}, {report.held_out_blocks:,} held out, of {report.block:,} tokens")
+        if options.dry_run:
+            row("would write", options.output)
+            return
+        resumed = f", resumed from step {report.resumed_from:,}" if report.resumed_from else ""
+        row("trained", f"{report.steps:,} steps, {report.tokens:,} tokens{resumed}")
+        row(
+            "speed",
+            f"{report.tokens_per_second:,.0f} tokens/s, {report.seconds:,.1f} s, {size(report.peak_memory or 0)}",
+        )
+        row("loss", f"{report.loss_before:.4f} -> {report.loss_after:.4f} on the held-out blocks")
+        row("perplexity", f"{report.perplexity_before:.3f} -> {report.perplexity_after:.3f}")
+        row("wrote", options.output)

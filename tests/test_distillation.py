@@ -1,0 +1,134 @@
+"""Distillation: the loss against a naive float64 twin, its trainer against the gradient of the whole batch."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel, TrainingArguments, default_data_collator
+
+from resformer.training.distillation import DistillationTrainer, distillation_loss
+
+
+def naive(
+    logits: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, weight: float, temperature: float
+) -> torch.Tensor:
+    """Position by position, in float64, from the definitions."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row in range(labels.shape[0]):
+        for position in range(labels.shape[1] - 1):
+            label = int(labels[row, position + 1])
+            if label == -100:
+                continue
+            p = torch.softmax(logits[row, position].double(), -1)
+            p_soft = torch.softmax(logits[row, position].double() / temperature, -1)
+            q_soft = torch.softmax(teacher[row, position].double() / temperature, -1)
+            divergence = (q_soft * (q_soft / p_soft).log()).sum()
+            total = total - (1 - weight) * p[label].log() + weight * temperature**2 * divergence
+            count += 1
+    return total / count
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("chunk", [1, 5, 512])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_loss_and_gradient_are_the_naive_twins(
+    weight: float, temperature: float, chunk: int, dtype: torch.dtype
+) -> None:
+    logits = (2 * torch.randn(3, 7, 11)).to(dtype).requires_grad_()
+    teacher = (2 * torch.randn(3, 7, 11)).to(dtype)
+    labels = torch.randint(0, 11, (3, 7))
+    labels[0, :3] = labels[1, 6] = -100
+    twin = logits.detach().double().requires_grad_()
+    expected = naive(twin, teacher, labels, weight, temperature)
+    loss = distillation_loss(logits, teacher, labels, weight=weight, temperature=temperature, chunk=chunk)
+    (expected_gradient,) = torch.autograd.grad(expected, twin)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert gradient.dtype == dtype
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(loss.double(), expected, rtol=min(tolerance, 1e-5), atol=0.0)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=tolerance, atol=tolerance / 10)
+    # Ignored labels and last positions get no gradient at all.
+    counts = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100) != -100
+    assert (gradient[~counts] == 0).all()
+
+
+def test_a_student_equal_to_its_teacher_has_nothing_to_learn_from_it() -> None:
+    logits = torch.randn(2, 5, 9, requires_grad=True)
+    loss = distillation_loss(logits, logits, torch.zeros(2, 5, dtype=torch.long), weight=1.0, temperature=3.0)
+    loss.backward()
+    assert abs(loss.item()) < 1e-6
+    assert logits.grad is not None
+    assert logits.grad.abs().max() < 1e-7
+
+
+def _trainer(
+    model: PreTrainedModel, teacher: PreTrainedModel, folder: Path, *, batch: int, accumulate: int
+) -> DistillationTrainer:
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for row in range(4):
+        ids = torch.randint(3, 97, (12,), generator=generator)
+        labels = ids.clone()
+        labels[: 2 * row] = -100  # every micro-batch has another number of labels
+        rows.append({"input_ids": ids, "labels": labels})
+    return DistillationTrainer(
+        model=model,
+        args=TrainingArguments(
+            folder,
+            max_steps=1,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulate,
+            learning_rate=0.5,
+            lr_scheduler_type="constant",
+            optim="sgd",
+            max_grad_norm=0.0,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=rows,
+        data_collator=default_data_collator,
+        teacher=teacher,
+        weight=0.7,
+        temperature=2.0,
+    )
+
+
+@pytest.mark.parametrize(("batch", "accumulate"), [(4, 1), (1, 4), (2, 2)])
+def test_a_step_follows_the_gradient_of_the_whole_batch(
+    tiny_model: Callable[..., PreTrainedModel], tmp_path: Path, batch: int, accumulate: int
+) -> None:
+    teacher, model = tiny_model("transformer"), tiny_model("svformer", seed=1)
+    trainer = _trainer(model, teacher, tmp_path, batch=batch, accumulate=accumulate)
+    rows = default_data_collator(trainer.train_dataset)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    reference = tiny_model("svformer", seed=1)
+    with torch.no_grad():
+        teacher_logits = tiny_model("transformer")(rows["input_ids"]).logits
+    naive(reference(rows["input_ids"]).logits, teacher_logits, rows["labels"], 0.7, 2.0).backward()
+    trainer.train()
+    for name, parameter in reference.named_parameters():
+        moved = before[name] - model.get_parameter(name).detach()
+        torch.testing.assert_close(moved, 0.5 * parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+    assert not [
+        parameter for parameter in teacher.parameters() if parameter.requires_grad or parameter.grad is not None
+    ]
+    assert not teacher.training
+
+
+def test_evaluation_is_the_plain_cross_entropy(tiny_model: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+    model = tiny_model("svformer", seed=1)
+    trainer = _trainer(model, tiny_model("transformer"), tmp_path, batch=4, accumulate=1)
+    trainer.args.per_device_eval_batch_size = 4
+    rows = default_data_collator(trainer.train_dataset)
+    with torch.no_grad():
+        expected = model(**rows).loss.item()
+    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_another_vocabulary_is_refused(tiny_model: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="model has 97 tokens, the teacher 98"):
+        _trainer(tiny_model(), tiny_model(vocab_size=98), tmp_path, batch=1, accumulate=1)

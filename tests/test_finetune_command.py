@@ -1,0 +1,319 @@
+"""`resformer finetune`: a whole checkpoint or nothing, resumed to the bit, on one process or two."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import byte_tokenizer, save_checkpoint
+from datasets import disable_progress_bars, enable_progress_bars
+from hub_server import HubServer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from resformer import ResFormerForCausalLM, retrofit
+from resformer.training.data import load_documents, pack_documents
+from resformer.training.recipe import FinetuneOptions
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["--block", "32", "--batch", "4", "--held-out", "0.1", "--no-bf16"]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source, its retrofit and some text."""
+    folder = tmp_path_factory.mktemp("finetune")
+    save_checkpoint(folder / "source")
+    retrofit(folder / "source", folder / "retrofit", "resformer-denseformer")
+    retrofit(folder / "source", folder / "shared", "svformer", lossy=True)
+    lines = [f"Value {index} of the first layer reaches layer {index % 7}." for index in range(300)]
+    (folder / "notes.txt").write_text("\n\n".join(lines))
+    return folder
+
+
+def environment(work: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "HF_HOME": str(work / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+
+
+def finetune(
+    work: Path, *arguments: object, launcher: tuple[str, ...] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *launcher, *(["-m"] if launcher else []), "resformer", "finetune"]
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        cwd=work,
+        env={**environment(work), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def loss_of(folder: Path, work: Path, blocks: int) -> float:
+    """The mean loss on the held-out blocks, computed without the Trainer."""
+    documents = load_documents([str(work / "notes.txt")])
+    held_out = pack_documents(documents, byte_tokenizer(), block=32, held_out=0.1, held_out_blocks=blocks).held_out
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        losses = [model(**{name: ids[None] for name, ids in row.items()}).loss.item() for row in held_out]
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.slow
+def test_the_output_is_a_whole_checkpoint_with_true_metrics(work: Path) -> None:
+    done = finetune(
+        work, "retrofit", "out", "--data", "notes.txt", *SMALL, "--steps", "10", "--accumulate", "2", "--json",
+        "--learning-rate", "1e-2", "--connection-learning-rate", "2e-2", "--held-out-blocks", "5",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads(done.stdout)
+    assert metrics == json.loads((work / "out" / "metrics.json").read_text())
+    assert {path.name for path in (work / "out").iterdir()} == {
+        "README.md", "config.json", "generation_config.json", "metrics.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json", "chat_template.jinja",
+    }  # fmt: skip
+    assert not (work / "out.training").exists()
+    # What the metrics say is what anybody computes from the folders.
+    assert metrics["held_out_blocks"] == 5
+    assert metrics["loss_before"] == pytest.approx(loss_of(work / "retrofit", work, 5), rel=1e-5)
+    assert metrics["loss_after"] == pytest.approx(loss_of(work / "out", work, 5), rel=1e-5)
+    assert metrics["loss_after"] < metrics["loss_before"] - 1
+    assert metrics["perplexity_after"] == pytest.approx(math.exp(metrics["loss_after"]))
+    assert (metrics["steps"], metrics["tokens"]) == (10, 10 * 2 * 4 * 32)
+    assert metrics["tokens_per_second"] == pytest.approx(metrics["tokens"] / metrics["seconds"])
+    assert [entry["step"] for entry in metrics["evaluations"]] == list(range(1, 11))
+    assert done.stderr.count("held-out loss") == 11  # one line an evaluation, and nothing else, off a terminal
+    assert len(done.stderr.splitlines()) == 11, done.stderr
+    model = AutoModelForCausalLM.from_pretrained(work / "out")
+    assert isinstance(model, ResFormerForCausalLM)
+    assert (model.model.value_mixing_matrix()[1:, 0] != 0).all()
+    assert model.generation_config.temperature == 0.7
+    assert len(AutoTokenizer.from_pretrained(work / "out")) == 257
+    card = (work / "out" / "README.md").read_text()
+    assert f"{metrics['perplexity_after']:.3f}" in card
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_bit(work: Path) -> None:
+    arguments = ["retrofit", "--data", "notes.txt", *SMALL, "--steps", "24", "--learning-rate", "1e-2", "--distill",
+                 "source"]  # fmt: skip
+    whole = finetune(work, arguments[0], "whole", *arguments[1:])
+    assert whole.returncode == 0, whole.stderr
+    command = [sys.executable, "-m", "resformer", "finetune", arguments[0], "killed", *arguments[1:]]
+    with subprocess.Popen(command, cwd=work, env=environment(work), stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if re.match(r"step (9|1\d)/24", line):
+                process.send_signal(signal.SIGKILL)
+                break
+    assert process.returncode == -signal.SIGKILL
+    assert not (work / "killed").exists()
+    # A checkpoint that the kill cut short is passed over.
+    (work / "killed.training" / "checkpoint-23").mkdir()
+    (work / "killed.training" / "checkpoint-23" / "trainer_state.json").write_text('{"global')
+
+    refused = finetune(work, arguments[0], "killed", *arguments[1:])
+    assert refused.returncode == 3
+    assert "holds an unfinished run; go on with --resume, or begin again with --force" in refused.stderr
+    other = finetune(work, arguments[0], "killed", *arguments[1:], "--resume", "--seed", "1")
+    assert other.returncode == 3
+    assert "seed was 0, is 1" in other.stderr
+
+    resumed = finetune(work, arguments[0], "killed", *arguments[1:], "--resume", "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    assert 3 <= json.loads(resumed.stdout)["resumed_from"] < 20
+    expected, got = (load_file(work / name / "model.safetensors") for name in ("whole", "killed"))
+    assert expected.keys() == got.keys()
+    assert not [name for name in expected if not torch.equal(expected[name], got[name])]
+    one, other_metrics = (json.loads((work / name / "metrics.json").read_text()) for name in ("whole", "killed"))
+    for key in ("loss_before", "loss_after", "tokens", "evaluations"):
+        assert one[key] == other_metrics[key], key
+    assert not (work / "killed.training").exists()
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_says_how_to_go_on(work: Path) -> None:
+    command = [sys.executable, "-m", "resformer", "finetune", "source", "stopped", "--data", "notes.txt", *SMALL]
+    with subprocess.Popen(
+        [*command, "--steps", "500"], cwd=work, env=environment(work), stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step 50/"):
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stderr.read()
+    assert process.returncode == 130, rest
+    assert "Go on from the last checkpoint with: resformer finetune source stopped" in rest
+    assert "--resume" in rest
+    assert "Traceback" not in rest
+    assert not (work / "stopped").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_learn_about_what_one_does_and_one_writes(work: Path) -> None:
+    # One step on all the data, in whatever order; --held-out-blocks for whole evaluation batches.
+    shared = ["--data", "notes.txt", "--block", "32", "--held-out", "0.1", "--no-bf16", "--held-out-blocks", "40"]
+    for setting in ("optim=sgd", "warmup_steps=0", "max_grad_norm=0", "per_device_eval_batch_size=4"):
+        shared += ["--set", setting]
+    shared += ["--learning-rate", "1e-2", "--connection-learning-rate", "1e-2", "--json"]
+    blocks = json.loads(finetune(work, "retrofit", "alone", *shared, "--dry-run").stdout)["training_blocks"] // 2
+    alone = finetune(work, "retrofit", "alone", *shared, "--batch", blocks, "--accumulate", "2")
+    assert alone.returncode == 0, alone.stderr
+    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    both = finetune(work, "retrofit", "both", *shared, "--batch", blocks, launcher=launcher)
+    assert both.returncode == 0, both.stderr
+    metrics, expected = json.loads(both.stdout), json.loads(alone.stdout)  # one report
+    assert metrics["steps"] == expected["steps"] == 1
+    assert metrics["loss_before"] == pytest.approx(expected["loss_before"], rel=1e-5)
+    learned, expected_learned = (each["loss_before"] - each["loss_after"] for each in (metrics, expected))
+    assert learned == pytest.approx(expected_learned, rel=0.05)
+    assert learned > 0.05
+    assert both.stderr.count("held-out loss") == alone.stderr.count("held-out loss")
+    assert not (work / "both.training").exists()
+
+
+@pytest.mark.slow
+def test_distillation_brings_a_lossy_conversion_nearer_to_its_source(work: Path) -> None:
+    def divergence(folder: Path) -> float:
+        ids = torch.arange(1, 257).view(8, 32)
+        logits = []
+        for each in (folder, work / "source"):
+            with torch.no_grad():
+                logits.append(AutoModelForCausalLM.from_pretrained(each)(ids).logits.log_softmax(-1))
+        return torch.nn.functional.kl_div(*logits, log_target=True, reduction="sum").item() / 256
+
+    arguments = ["shared", "--data", "notes.txt", *SMALL, "--steps", "40", "--learning-rate", "3e-3"]
+    taught = finetune(
+        work, arguments[0], "taught", *arguments[1:], "--distill", "source", "--distill-weight", "1", "--temperature", 2
+    )
+    untaught = finetune(work, arguments[0], "untaught", *arguments[1:])
+    assert (taught.returncode, untaught.returncode) == (0, 0), taught.stderr + untaught.stderr
+    assert divergence(work / "taught") < 0.8 * divergence(work / "shared")
+    assert divergence(work / "taught") < 0.8 * divergence(work / "untaught")
+
+
+def test_a_plan_is_told_and_nothing_written(work: Path) -> None:
+    before = sorted(work.iterdir())
+    done = finetune(work, "source", "planned", "--data", "notes.txt", *SMALL, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "would write   planned" in done.stdout
+    assert {path for path in work.iterdir() if path not in before} <= {work / "home"}
+
+
+@pytest.mark.slow
+def test_a_file_of_options_is_read_and_the_command_line_wins(work: Path) -> None:
+    (work / "run.yaml").write_text(
+        "model: source\noutput: from-file\ndata: notes.txt\nblock: 32\nheld-out: 0.1\nbatch: 2\nsteps: 9\n"
+        "learning_rate: 1e-3\nbf16: false\nlr_scheduler_type: constant\nstreaming: true\n"
+    )
+    done = finetune(work, "--config", "run.yaml", "--steps", "2", "--set", "weight_decay=0.0", "--json")
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads(done.stdout)
+    assert metrics["steps"] == 2
+    assert metrics["training_blocks"] is None
+    assert metrics["arguments"]["learning_rate"] == 1e-3
+    assert metrics["arguments"]["trainer"] == {"lr_scheduler_type": "constant", "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["source", "new"], 2, "data is missing"),
+        (["source", "new", "--data", "missing.txt"], 3, "missing.txt: there is no such file"),
+        (["nowhere/model", "new", "--data", "notes.txt"], 3, "nowhere/model: is no checkpoint folder or Hub id"),
+        (["source", "retrofit", "--data", "notes.txt"], 3, "retrofit: is not empty; replace it with --force"),
+        (["source", "source/new", "--data", "notes.txt"], 3, "lies in the source folder"),
+        (["source", "new", "--data", "notes.txt", "--text-column", "body"], 3, "no column 'body' but 'text'"),
+        (["source", "new", "--data", "tiny.txt", "--block", "200"], 3, "too few for one block of 200"),
+        (["source", "new", "--data", "notes.txt", "--block", "999"], 2, "model has 256 positions; use --block 256"),
+        (["bare", "new", "--data", "notes.txt"], 3, "has no tokenizer that can be loaded; name a checkpoint"),
+        (["source", "new", "--data", "notes.txt", "--set", "weight_decy=1"], 2, "Did you mean 'weight_decay'?"),
+        (["source", "new", "--data", "notes.txt", "--set", "max_steps=1"], 2, "max_steps: is called steps here"),
+        (["source", "new", "--data", "notes.txt", "--set", "steps=many"], 2, "steps is 'many'; expected int"),
+        (["source", "new", "--data", "notes.txt", "--steps", "0"], 2, "steps is 0; expected more than 0"),
+        (["source", "new", "--data", "notes.txt", "--streaming"], 2, "streaming needs steps"),
+        (["source", "new", "--data", "notes.txt", "--held-out", "2"], 2, "held_out is 2.0; expected a share"),
+        (["source", "new", "--data", "notes.txt", "--set", "optim=magic"], 2, "magic"),
+        (["source", "new", "--config", "missing.yaml"], 2, "missing.yaml: cannot be read"),
+    ],
+)
+def test_misuse_is_one_line_with_the_way_out(
+    work: Path, arguments: list[str], code: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from resformer.cli import app
+
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", work / "home" / "datasets")
+    Path("tiny.txt").write_text("Hardly any text.\n")
+    if not Path("bare").exists():
+        save_checkpoint(Path("bare"))
+        for path in Path("bare").glob("token*"):
+            path.unlink()
+    before = set(work.iterdir())
+    disable_progress_bars()  # as the command itself does off a terminal, before tqdm is imported
+    result = CliRunner().invoke(app, ["finetune", *arguments])
+    enable_progress_bars()
+    assert result.exit_code == code, result.output
+    assert words in result.stderr
+    assert result.stderr.startswith("Error: ")
+    assert len([line for line in result.stderr.splitlines() if not line.startswith("Try: ")]) == 1
+    assert not (work / "new").exists()
+    assert set(work.iterdir()) - before <= {work / "home"}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"lerning_rate": 1.0}, "There is no option 'lerning_rate'. Did you mean 'learning_rate'?"),
+        ({"steps": 5, "epochs": 1}, "steps is 5 and epochs 1.0; give one"),
+        ({"bf16": "yes"}, "bf16 is 'yes'; expected bool"),
+        ({"steps": 2.5}, "steps is 2.5; expected int"),
+        ({"data": [1]}, r"data is \[1\]; expected a list of names"),
+    ],
+)
+def test_options_of_the_wrong_name_or_kind_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        FinetuneOptions.from_mapping({"model": "a", "output": "b", "data": "c", **values})
+
+
+@pytest.mark.slow
+def test_commands_of_the_document_run(work: Path, tmp_path: Path) -> None:
+    code = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "finetuning.md").read_text(), re.MULTILINE | re.DOTALL)
+    commands = [line for block in code for line in block.replace("\\\n", " ").splitlines() if line]
+    assert len(commands) > 4
+    (tmp_path / "notes.txt").write_text((work / "notes.txt").read_text())
+    (tmp_path / "run.yaml").write_text(
+        re.search(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "finetuning.md").read_text(), re.M | re.S)[1]  # type: ignore[index]
+    )
+    with HubServer() as hub:
+        hub.add("HuggingFaceTB/SmolLM2-135M", work / "source")
+        variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        for command in commands:
+            words = command.partition("#")[0].split()
+            if words[0] == "accelerate":
+                words = ["accelerate.commands.launch", *words[2:]]
+            done = subprocess.run(
+                [sys.executable, "-m", *words],
+                cwd=tmp_path,
+                env={**environment(work), **variables},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"

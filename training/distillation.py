@@ -1,0 +1,130 @@
+"""Distillation: what a conversion lost is learned back from the source model's logits (Hinton et al., 1503.02531)."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel, Trainer
+
+__all__ = ["DistillationTrainer", "distillation_loss"]
+
+_IGNORED = -100
+
+
+def distillation_loss(
+    logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    weight: float,
+    temperature: float = 1.0,
+    num_items: torch.Tensor | int | None = None,
+    chunk: int = 512,
+) -> torch.Tensor:
+    """(1 - w) CE(labels, student) + w T^2 KL(teacher || student), both distributions at temperature T in the second.
+
+    Position t predicts label t + 1; positions whose label is -100 count in neither term. The logarithms are taken in
+    float32 at least, of `chunk` positions at a time, and taken again in the backward pass: beyond the logits and their
+    gradient, memory for a few chunks is all that is needed.
+
+    Args:
+        logits: (batch, length, vocabulary), the student's.
+        teacher_logits: the same shape; no gradient goes into it.
+        labels: (batch, length), not shifted.
+        weight: w, in [0, 1].
+        temperature: T > 0.
+        num_items: the sums over positions are divided by this; default: by the number of labels that count.
+
+    Returns:
+        A scalar, in nats per token.
+
+    Raises:
+        ValueError: the shapes of the logits differ.
+    """
+    if logits.shape != teacher_logits.shape:
+        raise ValueError(f"The logits are of shape {tuple(logits.shape)}, the teacher's {tuple(teacher_logits.shape)}.")
+    targets = F.pad(labels[:, 1:], (0, 1), value=_IGNORED).flatten().to(logits.device)
+    if num_items is None:
+        num_items = (targets != _IGNORED).sum()
+    elif isinstance(num_items, torch.Tensor):
+        num_items = num_items.to(logits.device)
+    parts = zip(
+        logits.flatten(0, 1).split(chunk),
+        teacher_logits.detach().flatten(0, 1).split(chunk),
+        targets.split(chunk),
+        strict=True,
+    )
+    sums = [checkpoint(_chunk_sum, *part, weight, temperature, use_reentrant=False) for part in parts]
+    return torch.stack(sums).sum() / num_items
+
+
+def _chunk_sum(
+    logits: torch.Tensor, teacher_logits: torch.Tensor, targets: torch.Tensor, weight: float, temperature: float
+) -> torch.Tensor:
+    """The loss summed over positions; (positions, vocabulary) twice, and (positions,)."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    logits, teacher_logits = logits.to(dtype), teacher_logits.to(dtype)
+    likelihood = F.cross_entropy(logits, targets, ignore_index=_IGNORED, reduction="sum")
+    divergence = F.kl_div(
+        F.log_softmax(logits / temperature, dim=-1),
+        F.log_softmax(teacher_logits / temperature, dim=-1),
+        log_target=True,
+        reduction="none",
+    ).sum(-1)
+    return (1 - weight) * likelihood + weight * temperature**2 * divergence[targets != _IGNORED].sum()
+
+
+class DistillationTrainer(Trainer):
+    """The stock `Trainer` with `distillation_loss` in training; evaluation stays the plain cross-entropy.
+
+    Args:
+        teacher: the source model, whole on every device; `None`: no distillation.
+        weight, temperature: of `distillation_loss`.
+
+    Raises:
+        ValueError: the vocabularies of teacher and student differ.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        teacher: PreTrainedModel | None = None,
+        weight: float = 0.5,
+        temperature: float = 1.0,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        self.teacher, self.weight, self.temperature = teacher, weight, temperature
+        if teacher is not None:
+            ours, theirs = self.model.config.vocab_size, teacher.config.vocab_size
+            if ours != theirs:
+                raise ValueError(f"The model has {ours:,} tokens, the teacher {theirs:,}; distil from its source.")
+            self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        if self.teacher is None or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        labels = inputs["labels"]
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        outputs = model(**inputs)
+        with torch.no_grad(), self.accelerator.autocast():
+            teacher_logits = self.teacher(**inputs, use_cache=False).logits
+        loss = distillation_loss(
+            outputs.logits,
+            teacher_logits,
+            labels,
+            weight=self.weight,
+            temperature=self.temperature,
+            num_items=num_items_in_batch,
+        )
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())  # which the gradients' mean divides by
+        return (loss, outputs) if return_outputs else loss

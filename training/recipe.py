@@ -1,0 +1,499 @@
+"""The fine-tuning recipe: a checkpoint and text in, a trained checkpoint with its metrics and its card out."""
+
+import difflib
+import json
+import math
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import torch
+from accelerate import PartialState
+from datasets import IterableDataset
+from tqdm import tqdm
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from resformer.configuration import ResFormerConfig
+from resformer.convert.connections import method_of
+from resformer.convert.errors import CheckpointError, brief
+from resformer.convert.writing import check_target, replacing
+from resformer.model_cards import finetuned_card
+from resformer.training.data import Blocks, load_documents, pack_documents
+from resformer.training.distillation import DistillationTrainer
+from resformer.training.finetune import PeakMemory, processor_has_bf16
+from resformer.training.optimizer import parameter_groups
+
+__all__ = ["FinetuneOptions", "FinetuneReport", "finetune_checkpoint"]
+
+_HERE = ("resume", "force", "dry_run")  # say how to run, not what
+_NAMED = {  # fields of TrainingArguments that have a name here
+    "activation_checkpointing": "gradient_checkpointing",
+    "data_seed": "seed",
+    "gradient_accumulation_steps": "accumulate",
+    "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "output_dir": "output",
+    "per_device_train_batch_size": "batch",
+    "resume_from_checkpoint": "resume",
+    "torch_compile": "compile",
+}
+_TRAINER_FIELDS = {argument.name for argument in fields(TrainingArguments) if argument.init}
+
+
+@dataclass(frozen=True)
+class FinetuneOptions:
+    """What `resformer finetune` takes; every field but the first three has a default.
+
+    Raises:
+        ValueError: a value is out of its range, or two contradict each other.
+    """
+
+    model: str  # a checkpoint folder or a Hub id
+    output: str
+    data: list[str]  # files, folders, Hub ids (owner/name:configuration)
+    split: str = "train"
+    text_column: str = "text"
+    sample_by: str = "paragraph"  # what is a document in a plain text file
+    streaming: bool = False
+    steps: int | None = None
+    epochs: float | None = None  # 1 if steps are not given either
+    block: int | None = None  # tokens a sequence; default: 1,024 or as many as the model has positions
+    batch: int = 8  # sequences a device and a step
+    accumulate: int = 1
+    learning_rate: float = 5e-5
+    connection_learning_rate: float = 3e-4
+    held_out: float = 0.02  # the share of documents, in (0, 1)
+    held_out_blocks: int = 256
+    seed: int = 0
+    distill: str | None = None  # the teacher: a checkpoint folder or a Hub id
+    distill_weight: float = 0.5  # in [0, 1]
+    temperature: float = 1.0
+    bf16: bool | None = None  # autocast; default: where the processor has it
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    dtype: str = "float32"  # of the weights, in training and as saved
+    tokenizer: str | None = None  # default: the model's
+    trainer: dict[str, Any] = field(default_factory=dict)  # further fields of TrainingArguments
+    resume: bool = False
+    force: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "epochs", "block", "batch", "accumulate", "held_out_blocks", "temperature"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}; expected more than 0.")
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out is {self.held_out}; expected a share of the documents between 0 and 1.")
+        if not 0 <= self.distill_weight <= 1:
+            raise ValueError(f"distill_weight is {self.distill_weight}; expected 0 to 1.")
+        if self.block == 1:
+            raise ValueError("block is 1; a sequence needs 2 tokens at least, one to predict the other.")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"steps is {self.steps} and epochs {self.epochs}; give one of them.")
+        if self.streaming and self.steps is None:
+            raise ValueError("streaming needs steps: nobody knows how long a stream is.")
+        if self.sample_by not in ("paragraph", "line", "document"):
+            raise ValueError(f"sample_by is {self.sample_by!r}; expected paragraph, line or document.")
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype is {self.dtype!r}; expected float32, bfloat16 or float16.")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "FinetuneOptions":
+        """Options from a file or a command line: names with `-` or `_`, fields of `TrainingArguments` among them.
+
+        Raises:
+            ValueError: a name is unknown, a needed one missing, or a value of the wrong kind.
+        """
+        kinds = get_type_hints(cls)
+        known: dict[str, Any] = {}
+        trainer: dict[str, Any] = {}
+        for key, value in values.items():
+            name = str(key).replace("-", "_")
+            if name in kinds and name != "trainer":
+                known[name] = _of_kind(name, value, kinds[name])
+            elif name in _NAMED:
+                raise ValueError(f"{key}: is called {_NAMED[name]} here.")
+            elif name in _TRAINER_FIELDS:
+                trainer[name] = value
+            else:
+                close = difflib.get_close_matches(name, [*kinds, *_TRAINER_FIELDS], n=1)
+                raise ValueError(f"There is no option {key!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
+        for option in fields(cls):
+            if option.default is MISSING and option.default_factory is MISSING and not known.get(option.name):
+                raise ValueError(f"{option.name} is missing: give it on the command line or in the file.")
+        return cls(**known, trainer=trainer)
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """What decides the result: all but how this process was started."""
+        return {name: value for name, value in asdict(self).items() if name not in _HERE}
+
+    @property
+    def unfinished(self) -> Path:
+        """The folder beside the output that holds the checkpoints until the run ends."""
+        output = Path(self.output)
+        return output.with_name(f"{output.name}.training")
+
+
+@dataclass
+class FinetuneReport:
+    """What `metrics.json` holds. Losses are in nats per token, on the held-out blocks."""
+
+    arguments: dict[str, Any]
+    method: str | None  # the named method of the model; None: plain, or connections without a name
+    parameters: int
+    block: int
+    training_blocks: int | None  # None: a stream
+    held_out_blocks: int
+    loss_before: float | None = None
+    loss_after: float | None = None
+    perplexity_before: float | None = None
+    perplexity_after: float | None = None
+    steps: int | None = None
+    resumed_from: int = 0  # the step
+    tokens: int | None = None  # seen in training, on all devices, before a resumption too
+    seconds: float | None = None  # of training in this process, evaluation left out
+    tokens_per_second: float | None = None
+    peak_memory: int | None = None  # bytes: resident in all while training, or allocated on the accelerator
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
+    """Runs the recipe: packs the data, trains with the stock Trainer, writes `options.output` when all is done.
+
+    Under torchrun or `accelerate launch` every process calls it; the first one writes.
+
+    Raises:
+        CheckpointError: the model or its tokenizer cannot be loaded, or the output or an unfinished run is in the way.
+        DataError: the data cannot be read or do not suffice.
+        ValueError: an argument of the Trainer makes no sense.
+    """
+    output = Path(options.output)
+    arguments = _training_arguments(options)
+    first = arguments.process_index == 0
+    if first:
+        source = Path(options.model)
+        check_target(output, source if source.is_dir() else None, force=options.force)
+        _check_unfinished(options)
+    config = _loaded(AutoConfig, options.model)
+    tokenizer = _tokenizer(options, config)
+    block = _block(options, config)
+    with arguments.main_process_first(desc="packing"):
+        blocks = _blocks(options, tokenizer, block)
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    report = FinetuneReport(
+        arguments=options.run,
+        method=method_of(config) if isinstance(config, ResFormerConfig) else None,
+        parameters=parameters,
+        block=block,
+        training_blocks=None if isinstance(blocks.train, IterableDataset) else len(blocks.train),
+        held_out_blocks=len(blocks.held_out),
+        versions={"python": platform.python_version()}
+        | {name: version(name) for name in ("resformer", "torch", "transformers", "datasets", "accelerate")},
+    )
+    if options.dry_run:
+        return report
+
+    torch.manual_seed(options.seed)
+    model = _loaded(AutoModelForCausalLM, options.model, dtype=getattr(torch, options.dtype))
+    teacher = None
+    if options.distill is not None:
+        teacher = _loaded(AutoModelForCausalLM, options.distill, dtype=getattr(torch, options.dtype))
+    trainer = _RecipeTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=blocks.train,
+        eval_dataset=blocks.held_out,
+        data_collator=default_data_collator,
+        callbacks=[_EvaluationLines()],
+        teacher=teacher,
+        weight=options.distill_weight,
+        temperature=options.temperature,
+        connection_learning_rate=options.connection_learning_rate,
+    )
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    if not arguments.disable_tqdm:
+        trainer.add_callback(_Bar())
+
+    last = _last_checkpoint(options.unfinished) if options.resume else None
+    if first:
+        options.unfinished.mkdir(parents=True, exist_ok=True)
+        (options.unfinished / "arguments.json").write_text(json.dumps(options.run, indent=2))
+    PartialState().wait_for_everyone()
+    _train(trainer, last, report)
+    if not math.isfinite(report.loss_after or 0.0):
+        raise CheckpointError(f"The loss is {report.loss_after}; nothing was written. Try a lower --learning-rate.")
+
+    with replacing(output, force=options.force) if first else nullcontext(output) as folder:
+        trainer.save_model(str(folder))  # every process takes part where the weights are sharded
+        if first:
+            (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
+            tokenizer.save_pretrained(folder)
+            (folder / "metrics.json").write_text(json.dumps(report.as_dict(), indent=2, default=str) + "\n")
+            _write_card(folder / "README.md", options, report)
+    if first:
+        shutil.rmtree(options.unfinished)
+    PartialState().wait_for_everyone()
+    return report
+
+
+class _RecipeTrainer(DistillationTrainer):
+    """Gives the connections their own learning rate, whatever the optimizer."""
+
+    def __init__(self, *args: Any, connection_learning_rate: float, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.optimizer: torch.optim.Optimizer | None
+        self.connection_learning_rate = connection_learning_rate
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            model = self.model if model is None else model
+            groups = parameter_groups(
+                model,
+                learning_rate=self.args.learning_rate,
+                connection_learning_rate=self.connection_learning_rate,
+                weight_decay=self.args.weight_decay,
+            )
+            optimizer_class, settings = self.get_optimizer_cls_and_kwargs(self.args, model)
+            self.optimizer = optimizer_class(groups, **settings)
+        return self.optimizer
+
+
+class _EvaluationLines(TrainerCallback):
+    """One line an evaluation, on stderr."""
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            loss = metrics["eval_loss"]
+            steps = f"{state.global_step}/{state.max_steps}" if state.max_steps > 0 else "0"
+            line = f"step {steps}: held-out loss {loss:.4f}, perplexity {_perplexity(loss):.3f}"
+            tqdm.write(line, file=sys.stderr)
+
+
+class _Bar(ProgressCallback):
+    """The Trainer's bar, with the loss beside it instead of lines on stdout."""
+
+    def on_log(
+        self, args: TrainingArguments, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        if self.training_bar is not None and logs and "loss" in logs:
+            self.training_bar.set_postfix(loss=f"{float(logs['loss']):.4f}")
+
+
+def _train(trainer: _RecipeTrainer, last: Path | None, report: FinetuneReport) -> None:
+    """Evaluates, trains, evaluates, and fills in the report."""
+    seen_before = 0
+    report.loss_before = trainer.evaluate()["eval_loss"]
+    if last is not None:
+        state = json.loads((last / "trainer_state.json").read_text())
+        report.resumed_from, seen_before = state["global_step"], state["num_input_tokens_seen"]
+    with PeakMemory() as memory:
+        start = time.perf_counter()
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        report.seconds = time.perf_counter() - start
+    state = trainer.state
+    evaluations = [entry for entry in state.log_history if "eval_loss" in entry]
+    report.seconds -= sum(entry["eval_runtime"] for entry in evaluations if entry["step"] > report.resumed_from)
+    if not evaluations or evaluations[-1]["step"] != state.global_step:
+        evaluations.append({**trainer.evaluate(), "step": state.global_step})
+    report.evaluations = [{"step": entry["step"], "loss": entry["eval_loss"]} for entry in evaluations]
+    report.loss_after = evaluations[-1]["eval_loss"]
+    report.perplexity_before, report.perplexity_after = _perplexity(report.loss_before), _perplexity(report.loss_after)
+    report.steps, report.tokens = state.global_step, int(state.num_input_tokens_seen)
+    report.tokens_per_second = (report.tokens - seen_before) / report.seconds
+    report.peak_memory = memory.peak
+
+
+def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
+    """The stock arguments: what has a name of its own here, defaults, and on top what `options.trainer` says."""
+    own = {
+        "output_dir": str(options.unfinished),
+        "per_device_train_batch_size": options.batch,
+        "gradient_accumulation_steps": options.accumulate,
+        "learning_rate": options.learning_rate,
+        "seed": options.seed,
+        "data_seed": options.seed,
+        "bf16": processor_has_bf16() if options.bf16 is None else options.bf16,
+        "activation_checkpointing": options.gradient_checkpointing,
+        "torch_compile": options.compile,
+        "num_train_epochs": 1.0 if options.epochs is None else options.epochs,
+        "max_steps": -1 if options.steps is None else options.steps,
+    }
+    defaults = {
+        "per_device_eval_batch_size": options.batch,
+        "weight_decay": 0.1,
+        "adam_beta2": 0.95,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 0.05,  # shares of all steps, as the next two are
+        "eval_steps": 0.1,
+        "save_steps": 0.1,
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "save_total_limit": 2,
+        "logging_steps": 10,
+        "prediction_loss_only": True,
+        "include_num_input_tokens_seen": "all",
+        "report_to": "none",
+        "disable_tqdm": not sys.stderr.isatty(),
+        "use_cpu": not torch.accelerator.is_available(),
+    }
+    try:
+        return TrainingArguments(**{**defaults, **options.trainer, **own})
+    except TypeError as error:
+        raise ValueError(f"An argument of the Trainer is of the wrong kind: {brief(error)}") from error
+
+
+def _check_unfinished(options: FinetuneOptions) -> None:
+    """Refuses to lose an unfinished run, or to go on with another one."""
+    folder = options.unfinished
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if options.resume:
+        try:
+            before = json.loads((folder / "arguments.json").read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder}: is no unfinished run ({brief(error)}); remove it.") from error
+        now = json.loads(json.dumps(options.run))
+        if different := sorted(name for name in now if now[name] != before.get(name)):
+            changes = ", ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in different)
+            raise CheckpointError(
+                f"{folder}: holds another run: {changes}. Go on with its options, or use --force alone."
+            )
+    elif options.force and (folder / "arguments.json").is_file():
+        if not options.dry_run:
+            shutil.rmtree(folder)
+    else:
+        raise CheckpointError(
+            f"{folder}: holds an unfinished run; go on with --resume, or begin again with --force.", "--resume"
+        )
+
+
+def _last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that was written to its end: its state comes last."""
+    for path in sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+        try:
+            json.loads((path / "trainer_state.json").read_text())
+        except (OSError, ValueError):
+            continue
+        return path
+    return None
+
+
+def _loaded(auto_class: Any, name: str, **options: Any) -> Any:
+    try:
+        return auto_class.from_pretrained(name, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise CheckpointError(
+            f"{name}: is no checkpoint folder or Hub id that can be loaded: {brief(error)}"
+        ) from error
+
+
+def _tokenizer(options: FinetuneOptions, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    name = options.tokenizer or options.model
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, ImportError) as error:
+        raise CheckpointError(
+            f"{name}: has no tokenizer that can be loaded; name a checkpoint that has the right one with --tokenizer."
+        ) from error
+    if len(tokenizer) > config.vocab_size:
+        raise CheckpointError(
+            f"{name}: its tokenizer has {len(tokenizer):,} tokens, the model {config.vocab_size:,}; name the model's "
+            "own with --tokenizer."
+        )
+    return tokenizer
+
+
+def _block(options: FinetuneOptions, config: PreTrainedConfig) -> int:
+    positions = config.max_position_embeddings
+    if options.block is None:
+        return min(1024, positions)
+    if options.block > positions:
+        raise ValueError(f"block is {options.block:,}, the model has {positions:,} positions; use --block {positions}.")
+    return options.block
+
+
+def _blocks(options: FinetuneOptions, tokenizer: PreTrainedTokenizerBase, block: int) -> Blocks:
+    documents = load_documents(
+        options.data,
+        split=options.split,
+        text_column=options.text_column,
+        sample_by=options.sample_by,
+        streaming=options.streaming,
+    )
+    return pack_documents(
+        documents,
+        tokenizer,
+        block=block,
+        held_out=options.held_out,
+        held_out_blocks=options.held_out_blocks,
+        seed=options.seed,
+    )
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _write_card(path: Path, options: FinetuneOptions, report: FinetuneReport) -> None:
+    model = Path(options.model)
+    run = {
+        "name": model.name,
+        "perplexity_before": report.perplexity_before,
+        "perplexity_after": report.perplexity_after,
+        "training_tokens": report.tokens,
+        "steps": report.steps,
+    }
+    finetuned_card(
+        source=model.name if model.is_dir() else options.model,
+        revision=None,
+        method=report.method or "none",
+        corpus=", ".join(Path(source).name if Path(source).exists() else source for source in options.data),
+        evaluation_tokens=report.held_out_blocks * report.block,
+        runs=[run],
+        repository=Path(options.output).name,
+    ).save(path)
+
+
+def _of_kind(name: str, value: Any, kind: Any) -> Any:
+    """`value` as the field's type has it: a whole number is a float too, one name a list of one."""
+    kinds = get_args(kind) if type(None) in get_args(kind) else (kind,)
+    if kind == list[str]:
+        value = [value] if isinstance(value, str) else value
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return value
+    elif value is None and type(None) in kinds:
+        return None
+    elif float in kinds and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    elif type(value) in kinds:
+        return value
+    wanted = "a list of names" if kind == list[str] else " or ".join(k.__name__ for k in kinds if k is not type(None))
+    raise ValueError(f"{name} is {value!r}; expected {wanted}.")
