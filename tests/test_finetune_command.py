@@ -94,7 +94,7 @@ def test_the_output_is_a_whole_checkpoint_with_true_metrics(work: Path) -> None:
     assert metrics["perplexity_after"] == pytest.approx(math.exp(metrics["loss_after"]))
     assert (metrics["steps"], metrics["tokens"]) == (10, 10 * 2 * 4 * 32)
     assert metrics["tokens_per_second"] == pytest.approx(metrics["tokens"] / metrics["seconds"])
-    assert [entry["step"] for entry in metrics["evaluations"]] == list(range(1, 11))
+    assert [entry["step"] for entry in metrics["evaluations"]] == list(range(11))
     assert done.stderr.count("held-out loss") == 11  # one line an evaluation, and nothing else, off a terminal
     assert len(done.stderr.splitlines()) == 11, done.stderr
     model = AutoModelForCausalLM.from_pretrained(work / "out")
@@ -164,7 +164,7 @@ def test_an_interrupted_run_says_how_to_go_on(work: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_learn_about_what_one_does_and_one_writes(work: Path) -> None:
+def test_two_processes_learn_what_one_does_and_one_writes(work: Path) -> None:
     # One step on all the data, in whatever order; --held-out-blocks for whole evaluation batches.
     shared = ["--data", "notes.txt", "--block", "32", "--held-out", "0.1", "--no-bf16", "--held-out-blocks", "40"]
     for setting in ("optim=sgd", "warmup_steps=0", "max_grad_norm=0", "per_device_eval_batch_size=4"):
@@ -180,7 +180,7 @@ def test_two_processes_learn_about_what_one_does_and_one_writes(work: Path) -> N
     assert metrics["steps"] == expected["steps"] == 1
     assert metrics["loss_before"] == pytest.approx(expected["loss_before"], rel=1e-5)
     learned, expected_learned = (each["loss_before"] - each["loss_after"] for each in (metrics, expected))
-    assert learned == pytest.approx(expected_learned, rel=0.05)
+    assert learned == pytest.approx(expected_learned, rel=1e-4)
     assert learned > 0.05
     assert both.stderr.count("held-out loss") == alone.stderr.count("held-out loss")
     assert not (work / "both.training").exists()

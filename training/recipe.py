@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -30,12 +30,14 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
+from transformers.utils import cached_file
 
 from resformer.configuration import ResFormerConfig
 from resformer.convert.connections import method_of
 from resformer.convert.errors import CheckpointError, brief
+from resformer.convert.retrofitting import RECORD
 from resformer.convert.writing import check_target, replacing
-from resformer.model_cards import finetuned_card
+from resformer.model_cards import carried_metadata, finetuned_card
 from resformer.training.data import Blocks, load_documents, pack_documents
 from resformer.training.distillation import DistillationTrainer
 from resformer.training.finetune import PeakMemory, processor_has_bf16
@@ -43,6 +45,7 @@ from resformer.training.optimizer import parameter_groups
 
 __all__ = ["FinetuneOptions", "FinetuneReport", "finetune_checkpoint"]
 
+_OF_A_CARD = ("source", "revision", "method", "corpus", "evaluation_tokens", "runs", "datasets")
 _HERE = ("resume", "force", "dry_run")  # say how to run, not what
 _NAMED = {  # fields of TrainingArguments that have a name here
     "activation_checkpointing": "gradient_checkpointing",
@@ -175,6 +178,13 @@ class FinetuneReport:
     tokens_per_second: float | None = None
     peak_memory: int | None = None  # bytes: resident in all while training, or allocated on the accelerator
     evaluations: list[dict[str, float]] = field(default_factory=list)
+    #: What `resformer card --metrics` reads, by the names of `finetuned_card`.
+    source: str | None = None
+    revision: str | None = None
+    corpus: str | None = None
+    evaluation_tokens: int | None = None
+    datasets: list[str] = field(default_factory=list)
+    runs: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -249,13 +259,17 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
     if not math.isfinite(report.loss_after or 0.0):
         raise CheckpointError(f"The loss is {report.loss_after}; nothing was written. Try a lower --learning-rate.")
 
+    source_card = _tell_origin(options, config, report)
     with replacing(output, force=options.force) if first else nullcontext(output) as folder:
         trainer.save_model(str(folder))  # every process takes part where the weights are sharded
         if first:
             (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
             tokenizer.save_pretrained(folder)
             (folder / "metrics.json").write_text(json.dumps(report.as_dict(), indent=2, default=str) + "\n")
-            _write_card(folder / "README.md", options, report)
+            if isinstance(config, ResFormerConfig):  # of others we have nothing to tell
+                told = {name: getattr(report, name) for name in _OF_A_CARD}
+                card = finetuned_card(**told, repository=output.name, config=config, source_card=source_card)
+                card.save(folder / "README.md")
     if first:
         shutil.rmtree(options.unfinished)
     PartialState().wait_for_everyone()
@@ -310,7 +324,9 @@ class _Bar(ProgressCallback):
 def _train(trainer: _RecipeTrainer, last: Path | None, report: FinetuneReport) -> None:
     """Evaluates, trains, evaluates, and fills in the report."""
     seen_before = 0
-    report.loss_before = trainer.evaluate()["eval_loss"]
+    # Not by `evaluate()` before `train()`: Accelerate takes a model that was prepared for evaluation to be prepared for
+    # training too, and the gradients of several processes would not be averaged.
+    trainer.args.eval_on_start = last is None
     if last is not None:
         state = json.loads((last / "trainer_state.json").read_text())
         report.resumed_from, seen_before = state["global_step"], state["num_input_tokens_seen"]
@@ -320,11 +336,12 @@ def _train(trainer: _RecipeTrainer, last: Path | None, report: FinetuneReport) -
         report.seconds = time.perf_counter() - start
     state = trainer.state
     evaluations = [entry for entry in state.log_history if "eval_loss" in entry]
-    report.seconds -= sum(entry["eval_runtime"] for entry in evaluations if entry["step"] > report.resumed_from)
+    within = [entry for entry in evaluations if last is None or entry["step"] > report.resumed_from]
+    report.seconds -= sum(entry["eval_runtime"] for entry in within)
     if not evaluations or evaluations[-1]["step"] != state.global_step:
         evaluations.append({**trainer.evaluate(), "step": state.global_step})
     report.evaluations = [{"step": entry["step"], "loss": entry["eval_loss"]} for entry in evaluations]
-    report.loss_after = evaluations[-1]["eval_loss"]
+    report.loss_before, report.loss_after = evaluations[0]["eval_loss"], evaluations[-1]["eval_loss"]
     report.perplexity_before, report.perplexity_after = _perplexity(report.loss_before), _perplexity(report.loss_after)
     report.steps, report.tokens = state.global_step, int(state.num_input_tokens_seen)
     report.tokens_per_second = (report.tokens - seen_before) / report.seconds
@@ -462,24 +479,38 @@ def _perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def _write_card(path: Path, options: FinetuneOptions, report: FinetuneReport) -> None:
+def _tell_origin(options: FinetuneOptions, config: PreTrainedConfig, report: FinetuneReport) -> dict[str, Any]:
+    """Notes in the report what a card says of the run, and returns what the source's own card says."""
     model = Path(options.model)
-    run = {
-        "name": model.name,
-        "perplexity_before": report.perplexity_before,
-        "perplexity_after": report.perplexity_after,
-        "training_tokens": report.tokens,
-        "steps": report.steps,
+    commit = getattr(config, "_commit_hash", None)
+    found = {
+        name: cached_file(
+            options.model,
+            name,
+            revision=commit,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        for name in ("README.md", RECORD)
     }
-    finetuned_card(
-        source=model.name if model.is_dir() else options.model,
-        revision=None,
-        method=report.method or "none",
-        corpus=", ".join(Path(source).name if Path(source).exists() else source for source in options.data),
-        evaluation_tokens=report.held_out_blocks * report.block,
-        runs=[run],
-        repository=Path(options.output).name,
-    ).save(path)
+    report.source, report.revision = (model.resolve().name if model.is_dir() else options.model), commit
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        record = json.loads(Path(found[RECORD]).read_text(encoding="utf-8"))  # of what has been retrofitted
+        report.source, report.revision = record["source"], record["revision"]
+    local = [source for source in options.data if Path(source).expanduser().exists()]
+    report.datasets = [source.partition(":")[0] for source in options.data if source not in local]
+    report.corpus = ", ".join(Path(source).name if source in local else source for source in options.data)
+    report.evaluation_tokens = report.held_out_blocks * report.block
+    report.runs = [
+        {
+            "name": report.method or "the model",
+            "perplexity_before": report.perplexity_before,
+            "perplexity_after": report.perplexity_after,
+            "training_tokens": report.tokens,
+            "steps": report.steps,
+        }
+    ]
+    return carried_metadata(Path(found["README.md"] or "README.md of nobody"))
 
 
 def _of_kind(name: str, value: Any, kind: Any) -> Any:
