@@ -232,5 +232,5 @@ def test_too_little_text_is_said(
 
 def test_a_column_of_numbers_is_refused(tmp_path: Path) -> None:
     documents = load_documents([str(_jsonl(tmp_path / "rows.jsonl", TEXTS))], text_column="id")
-    with pytest.raises(DataError, match="holds 0; expected text: name"):
+    with pytest.raises(DataError, match="holds 0; expected text; name"):
         pack_documents(documents, byte_tokenizer(), block=8, held_out=0.1, held_out_blocks=4)
