@@ -24,7 +24,8 @@ def test_documents_run_from_top_to_bottom(document: str, tmp_path: Path) -> None
     save_checkpoint(tmp_path / "source", tie_word_embeddings=True)
     work = tmp_path / "work"
     work.mkdir()
-    (work / "notes.txt").write_text("Values of the first layer reach the last one.\n" * 40)
+    lines = [f"Values of the first layer reach layer {number} of {number + 1}." for number in range(400)]
+    (work / "notes.txt").write_text("\n".join(lines))
     python = []
     with HubServer() as hub:
         hub.add("HuggingFaceTB/SmolLM2-135M", tmp_path / "source")
