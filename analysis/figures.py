@@ -21,6 +21,9 @@ __all__ = ["Plot", "plots", "require_matplotlib"]
 #: Told apart on white and on black, and by their markers without any colour.
 _COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04")
 _MARKERS = "os^Dv*"
+_DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))  # a later line does not hide one that it lies upon
+#: Up to so many columns, a map has its numbers in it.
+_ANNOTATED = 13
 #: Stands for the text's colour, which a page in the dark turns over.
 _INK = "#010203"
 _LINES = {
@@ -54,7 +57,9 @@ class Plot:
             self.figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
             drawing = buffer.getvalue()
         drawing = drawing[drawing.index("<svg") :].replace(_INK, "currentColor")
-        drawing = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{self.key}-", drawing)
+        used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', drawing))
+        drawing = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", drawing)
+        drawing = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{self.key}-", drawing)
         head, _, rest = drawing.partition(">")
         (box,) = re.findall(r'viewBox="[^"]*"', head)
         return f'<svg {box} role="img" aria-label="{self.title}">{rest}'
@@ -116,21 +121,31 @@ def _figure(width: float = 6.4, height: float = 3.8, columns: int = 1) -> tuple[
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 
-def _each(analyses: Sequence[Analysis]) -> list[tuple[Analysis, str, str]]:
-    looks = [(_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)]) for i in range(len(analyses))]
-    return [(analysis, *look) for analysis, look in zip(analyses, looks, strict=True)]
+def _each(analyses: Sequence[Analysis]) -> list[tuple[Analysis, dict[str, Any]]]:
+    """The analyses, and how the line of each looks."""
+    return [
+        (
+            analysis,
+            {
+                "color": _COLOURS[i % len(_COLOURS)],
+                "marker": _MARKERS[i % len(_MARKERS)],
+                "linestyle": _DASHES[i % len(_DASHES)],
+            },
+        )
+        for i, analysis in enumerate(analyses)
+    ]
 
 
 def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
     title, label, logarithmic = _LINES[key]
     figure, (axes,) = _figure()
-    for analysis, colour, marker in _each(analyses):
+    for analysis, look in _each(analyses):
         mean = np.asarray(analysis.mean(key))
         deviation = np.nan_to_num(analysis.quantities[key]["deviation"])
         layer = np.arange(analysis.layers)
         low = np.maximum(mean - deviation, mean / 10) if logarithmic else mean - deviation
-        axes.fill_between(layer, low, mean + deviation, color=colour, alpha=0.15, linewidth=0)
-        axes.plot(layer, mean, color=colour, marker=marker, markersize=4, linewidth=1.6, label=analysis.name)
+        axes.fill_between(layer, low, mean + deviation, color=look["color"], alpha=0.15, linewidth=0)
+        axes.plot(layer, mean, **look, markersize=4, linewidth=1.6, label=analysis.name)
         if key in analysis.uniform and analysis is analyses[0]:
             axes.axhline(analysis.uniform[key], color=_INK, alpha=0.5, linestyle=":", label="if all attended alike")
     if logarithmic:
@@ -145,15 +160,14 @@ def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
 
 def _positions(analyses: Sequence[Analysis]) -> Plot:
     figure, (axes,) = _figure()
-    for analysis, colour, marker in _each(analyses):
+    for analysis, look in _each(analyses):
         layer = int(np.argmax(analysis.mean("importance_ratio")))
         importance = analysis.importance_by_position[layer]
-        axes.plot(
-            range(len(importance)), importance, color=colour, marker=marker, markersize=3, linewidth=1.2,
-            label=f"{analysis.name}, layer {layer}",
-        )  # fmt: skip
+        label = f"{analysis.name}, layer {layer}"
+        axes.plot(range(len(importance)), importance, **look, markersize=3, linewidth=1.2, label=label)
     axes.set_yscale("log")
-    title = "Token importance by position, where the first token's stands out most"
+    axes.yaxis.set_major_formatter(_short)
+    title = "Token importance by position"
     return _finished("importance_by_position", title, figure, axes, "position", "share of what all tokens receive")
 
 
@@ -183,11 +197,15 @@ def _maps(key: str, title: str, field: str, analyses: Sequence[Analysis]) -> Plo
         axes.grid(False)
         axes.set_aspect("equal")
         axes.invert_yaxis()
-        axes.set_title(analysis.name)
+        axes.set_title(f"{title[-1]} of {analysis.name}")
         axes.set_ylabel("row n: what layer n attends to" if key == "value_mixing" else "row n: what block n+1 reads")
         axes.set_xlabel("column m: values of layer m" if key == "value_mixing" else "column j: X_j (0: embeddings)")
         axes.set_xticks(*_centres(columns))
         axes.set_yticks(*_centres(rows))
+        if columns <= _ANNOTATED:
+            for (i, j), weight in np.ma.ndenumerate(shown):
+                ink = "white" if abs(weight) > 0.6 * most else "black"
+                axes.text(j + 0.5, i + 0.5, f"{weight:.2g}", ha="center", va="center", fontsize=7, color=ink)
         figure.colorbar(mesh, ax=axes, shrink=0.8)
     return Plot(key, title, figure)
 
