@@ -77,7 +77,8 @@ class Analysis:
 
     @property
     def warnings(self) -> list[str]:
-        return [f"{self.name}: {self.skipped} texts have fewer than two tokens and were left out"] * bool(self.skipped)
+        told = f"{self.name}: texts left out for having fewer than two tokens: {self.skipped}"
+        return [told] if self.skipped else []
 
 
 def analyze(

@@ -23,7 +23,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 from typer.testing import CliRunner
 
 from resformer.analysis import Analysis, Report, analyze, attention, figures, read_texts, write_report
-from resformer.analysis.attention import IMPLEMENTATION
+from resformer.analysis.attention import IMPLEMENTATION, MaskRows, chunked_attention
 from resformer.analysis.claims import judge, kind_of
 from resformer.analysis.measuring import DEFINITIONS
 from resformer.analysis.page import number
@@ -250,6 +250,7 @@ def test_nothing_as_large_as_tokens_times_tokens_is_made(
     assert largest.elements >= tokens * tokens
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_texts(tiny_model: Callable[..., PreTrainedModel]) -> None:
     tensors: dict[int, int] = {}
     arrays: dict[int, int] = {}
@@ -277,6 +278,20 @@ def test_memory_does_not_grow_with_the_number_of_texts(tiny_model: Callable[...,
     assert many.mean("entropy") == pytest.approx(analyze(model, TEXTS[:1]).mean("entropy"))
 
 
+@pytest.mark.parametrize("variant", ["transformer", "kitchen-sink"], indirect=True)
+@pytest.mark.usefixtures("few_queries_at_a_time")
+def test_importance_is_the_mean_of_a_token_s_column(variant: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
+    heard: dict[int, torch.Tensor] = {}
+    model, ids = tiny_model(variant, dtype=torch.float64), torch.tensor([TEXTS[0], TEXTS[0][::-1]])
+    model.set_attn_implementation(IMPLEMENTATION)
+    with torch.no_grad():
+        model(ids, importance_taker=lambda layer, importance, value: heard.update({layer: importance}))
+        model.set_attn_implementation("eager")
+        attentions = model(ids, output_attentions=True).attentions
+    for n, weights in enumerate(attentions):
+        torch.testing.assert_close(heard[n], weights.mean(dim=(1, 2)), rtol=2e-5, atol=1e-7)
+
+
 # What it refuses
 
 
@@ -284,7 +299,7 @@ def test_texts_are_truncated_and_short_ones_told(tiny_model: Callable[..., PreTr
     model = tiny_model()
     analysis = analyze(model, [[5], *TEXTS], max_tokens=4)
     assert (analysis.texts, analysis.tokens, analysis.skipped) == (3, 10, 1)
-    assert "1 texts have fewer than two tokens" in analysis.warnings[0]
+    assert "left out for having fewer than two tokens: 1" in analysis.warnings[0]
     assert analysis.quantities == analyze(model, [ids[:4] for ids in TEXTS]).quantities
     with pytest.raises(ValueError, match="max_tokens=1"):
         analyze(model, TEXTS, max_tokens=1)
@@ -306,6 +321,12 @@ def test_other_attention_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match="Gemma2ForCausalLM: attention with `softcap` cannot be analysed"):
         analyze(gemma, TEXTS)
     assert gemma.config._attn_implementation == was
+    states = torch.zeros(1, 1, 2, 8)
+    for added in ("softcap", "s_aux", "position_bias"):
+        with pytest.raises(NotImplementedError, match=f"attention with `{added}`"):
+            chunked_attention(torch.nn.Identity(), states, states, states, MaskRows({}), **{added: states})
+    with pytest.raises(NotImplementedError, match="mask interface"):
+        chunked_attention(torch.nn.Identity(), states, states, states, None)
     with pytest.raises(CheckpointError, match="GPT2Model has no `layers` that each have a `self_attn`"):
         analyze(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=97)), TEXTS)
 
@@ -352,6 +373,7 @@ def test_depth_claims_are_judged_by_the_matrix(tiny_model: Callable[..., PreTrai
     held = judge(replace(analysis, depth_mixing_matrix=matrix.tolist()))[3:]
     assert [(v["holds"], round(v["value"], 3)) for v in held] == [(True, 1), (True, 0.25), (True, -0.1)]
     matrix[4, :3] = 0.05, 1.5, 9
+    assert held[1]["detail"] == "against 0.00667", "0.1 among the 15 weights between"
     broken = judge(replace(analysis, depth_mixing_matrix=matrix.tolist()))[3:]
     assert [(v["holds"], v["layer"]) for v in broken] == [(False, 4), (False, None), (False, None)]
     plain = replace(analysis, depth_mixing_matrix=np.eye(6, 7, k=1).tolist())
@@ -545,6 +567,7 @@ def test_numbers_are_shown_to_three_digits(value: float | None, shown: str) -> N
     assert number(value) == shown
 
 
+@pytest.mark.slow
 def test_report_is_all_or_nothing(report: tuple[Report, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(plot: figures.Plot) -> bytes:
         raise KeyboardInterrupt
@@ -601,6 +624,7 @@ def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["analyze", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_command_lays_checkpoints_side_by_side(llama: Path, tmp_path: Path) -> None:
     retrofit(llama, tmp_path / "after", method="resformer")
     options = ("--text", llama.parent / "notes.txt", "--max-tokens", 40, "--texts", 3, "--device", "cpu")
