@@ -146,8 +146,8 @@ def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
         low = np.maximum(mean - deviation, mean / 10) if logarithmic else mean - deviation
         axes.fill_between(layer, low, mean + deviation, color=look["color"], alpha=0.15, linewidth=0)
         axes.plot(layer, mean, **look, markersize=4, linewidth=1.6, label=analysis.name)
-        if key in analysis.uniform and analysis is analyses[0]:
-            axes.axhline(analysis.uniform[key], color=_INK, alpha=0.5, linestyle=":", label="if all attended alike")
+    if key in analyses[0].uniform:
+        axes.axhline(analyses[0].uniform[key], color=_INK, alpha=0.5, linestyle=":", label="if all attended alike")
     if logarithmic:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(_short)

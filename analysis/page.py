@@ -129,10 +129,10 @@ def _summary(checkpoint: dict[str, Any]) -> str:
     alike, alike_layer = _extreme(means["similarity"], max)
     method = f", method {checkpoint['method']}" if checkpoint["model_type"] == "resformer" else ""
     lines = [
-        f"The first token receives up to {number(sink)} times what another does (layer {sink_layer}); it would be "
-        f"{number(checkpoint['uniform']['importance_ratio'])} if all attended alike.",
-        f"Its value state is down to {number(drain)} times as long as the others' (layer {drain_layer}), its hidden "
-        f"state up to {number(peak)} times (layer {peak_layer}).",
+        f"The first token receives at most {number(sink)} times what another does (layer {sink_layer}); it would "
+        f"be {number(checkpoint['uniform']['importance_ratio'])} if all attended alike.",
+        f"Its value state is at least {number(drain)} times as long as the others' (layer {drain_layer}), its hidden "
+        f"state at most {number(peak)} times (layer {peak_layer}).",
         f"Attention is most concentrated in layer {entropy_layer}: entropy {number(entropy)}; if all attended alike, "
         f"{number(checkpoint['uniform']['entropy'])}.",
         f"Tokens are most alike after layer {alike_layer}: similarity {number(alike)}.",
