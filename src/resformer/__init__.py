@@ -35,7 +35,7 @@ _HOMES = {
     "retrofit": "resformer.convert",
 }
 
-_SUBPACKAGES = ("configuration", "convert", "model_cards", "modeling", "training")
+_SUBPACKAGES = ("analysis", "configuration", "convert", "model_cards", "modeling", "training")
 
 __all__ = [
     "METHODS",

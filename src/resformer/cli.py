@@ -1,5 +1,6 @@
 """The command line: `resformer COMMAND`. Each module of `resformer.commands` adds its commands to `app`."""
 
+from resformer.commands import analysis as analysis
 from resformer.commands import cards as cards
 from resformer.commands import conversion as conversion
 from resformer.commands import evaluation as evaluation

@@ -1,0 +1,231 @@
+"""The papers' plots, with every checkpoint in each of them; matplotlib is imported when one is drawn."""
+
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from resformer.analysis.claims import LIMITS, averages_depth
+from resformer.analysis.measuring import Analysis
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Plot", "plots", "require_matplotlib"]
+
+#: Told apart on white and on black, and by their markers without any colour.
+_COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04")
+_MARKERS = "os^Dv*"
+_DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))  # a later line does not hide one that it lies upon
+#: Up to so many columns, a map has its numbers in it.
+_ANNOTATED = 13
+#: Stands for the text's colour, which a page in the dark turns over.
+_INK = "#010203"
+_LINES = {
+    "entropy": ("Attention entropy", "entropy of token importance (nats)", False),
+    "first_importance": ("Importance of the first token", "share of what all tokens receive", False),
+    "importance_ratio": ("Importance of the first token against the others", "first token / mean of the others", True),
+    "value_norm_ratio": ("Value-state norm of the first token", "first token / mean of the others", True),
+    "hidden_norm_ratio": ("Hidden-state norm of the first token", "first token / mean of the others", True),
+    "similarity": ("Token similarity", "mean cosine of hidden states", False),
+}
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure and what it is called."""
+
+    key: str
+    title: str
+    figure: "Figure"
+
+    def png(self) -> bytes:
+        """Dark on white."""
+        with _style(), io.BytesIO() as buffer:
+            self.figure.savefig(buffer, format="png", dpi=160, facecolor="white", metadata={"Software": None})
+            return buffer.getvalue()
+
+    def svg(self) -> str:
+        """An `<svg>` element to stand in a page, in the page's text colour, with identifiers of its own."""
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        with _style(), io.StringIO() as buffer:
+            self.figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+            drawing = buffer.getvalue()
+        drawing = drawing[drawing.index("<svg") :].replace(_INK, "currentColor")
+        used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', drawing))
+        drawing = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", drawing)
+        drawing = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{self.key}-", drawing)
+        head, _, rest = drawing.partition(">")
+        (box,) = re.findall(r'viewBox="[^"]*"', head)
+        return f'<svg {box} role="img" aria-label="{self.title}">{rest}'
+
+
+def require_matplotlib() -> None:
+    """Raises `ImportError`, with the way out, where there is none."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError("Figures need matplotlib: pip install 'resformer[analysis]'") from error
+
+
+def plots(analyses: Sequence[Analysis]) -> list[Plot]:
+    """All figures: a line per checkpoint in those by layer, a map per mixing matrix that is not plain Llama's."""
+    require_matplotlib()
+    with _style():
+        drawn = [_lines(key, analyses) for key in _LINES]
+        drawn.append(_positions(analyses))
+        for key, title, matrix, wanted in (
+            ("value_mixing", "Value mixing matrix M", "value_mixing_matrix", _mixes),
+            ("depth_mixing", "Depth mixing matrix D", "depth_mixing_matrix", averages_depth),
+        ):
+            if mixing := [analysis for analysis in analyses if wanted(analysis)]:
+                drawn.append(_maps(key, title, matrix, mixing))
+    return drawn
+
+
+def _mixes(analysis: Analysis) -> bool:
+    return not np.array_equal(analysis.value_mixing_matrix, np.eye(analysis.layers))
+
+
+def _style() -> Any:
+    from matplotlib import rc_context
+
+    inked: Any = "text.color axes.edgecolor axes.labelcolor xtick.color ytick.color grid.color".split()
+    return rc_context(
+        {
+            **dict.fromkeys(inked, _INK),
+            "axes.grid": True,
+            "axes.spines.right": False,
+            "axes.spines.top": False,
+            "axes.titlelocation": "left",
+            "font.family": "sans-serif",
+            "font.size": 10,
+            "grid.alpha": 0.15,
+            "legend.frameon": False,
+            "svg.fonttype": "none",
+            "svg.hashsalt": "resformer",
+            "text.parse_math": False,  # a checkpoint's name may have a $
+        }
+    )
+
+
+def _figure(width: float = 6.4, height: float = 3.8, columns: int = 1) -> tuple["Figure", Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(1, columns, squeeze=False)[0]
+
+
+def _each(analyses: Sequence[Analysis]) -> list[tuple[Analysis, dict[str, Any]]]:
+    """The analyses, and how the line of each looks."""
+    return [
+        (
+            analysis,
+            {
+                "color": _COLOURS[i % len(_COLOURS)],
+                "marker": _MARKERS[i % len(_MARKERS)],
+                "linestyle": _DASHES[i % len(_DASHES)],
+            },
+        )
+        for i, analysis in enumerate(analyses)
+    ]
+
+
+def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
+    title, label, logarithmic = _LINES[key]
+    figure, (axes,) = _figure()
+    for analysis, look in _each(analyses):
+        mean = np.asarray(analysis.mean(key))
+        deviation = np.nan_to_num(analysis.quantities[key]["deviation"])
+        layer = np.arange(analysis.layers)
+        low = np.maximum(mean - deviation, mean / 10) if logarithmic else mean - deviation
+        axes.fill_between(layer, low, mean + deviation, color=look["color"], alpha=0.15, linewidth=0)
+        axes.plot(layer, mean, **look, markersize=4, linewidth=1.6, label=analysis.name)
+    if key in analyses[0].uniform:
+        axes.axhline(analyses[0].uniform[key], color=_INK, alpha=0.5, linestyle=":", label="if all attended alike")
+    if logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(_short)
+        axes.yaxis.set_minor_formatter(_few_decades(axes))
+        axes.axhline(
+            LIMITS[key][0], color=_INK, alpha=0.6, linestyle="--", label=f"the paper's limit, {LIMITS[key][0]:g}"
+        )
+    return _finished(key, title, figure, axes, "layer", label)
+
+
+def _positions(analyses: Sequence[Analysis]) -> Plot:
+    figure, (axes,) = _figure()
+    for analysis, look in _each(analyses):
+        layer = int(np.argmax(analysis.mean("importance_ratio")))
+        importance = analysis.importance_by_position[layer]
+        label = f"{analysis.name}, layer {layer}"
+        axes.plot(range(len(importance)), importance, **look, markersize=3, linewidth=1.2, label=label)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(_short)
+    title = "Token importance by position"
+    return _finished("importance_by_position", title, figure, axes, "position", "share of what all tokens receive")
+
+
+def _finished(key: str, title: str, figure: "Figure", axes: "Axes", across: str, up: str) -> Plot:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_title(title)
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(fontsize="small")
+    return Plot(key, title, figure)
+
+
+def _maps(key: str, title: str, field: str, analyses: Sequence[Analysis]) -> Plot:
+    figure, row = _figure(4.8 * len(analyses), 4.2, len(analyses))
+    for axes, analysis in zip(row, analyses, strict=True):
+        matrix = np.asarray(getattr(analysis, field))
+        rows, columns = matrix.shape
+        readable = np.tri(rows, columns, k=columns - rows, dtype=bool)
+        gates = np.isnan(matrix)
+        shown = np.ma.masked_where(gates | ~readable, matrix)  # what a layer cannot read stays empty
+        most = float(np.abs(shown).max()) or 1.0
+        mesh = axes.pcolormesh(shown, cmap="RdBu_r", vmin=-most, vmax=most)
+        if gates.any():
+            axes.pcolormesh(np.ma.masked_where(~gates, np.ones(matrix.shape)), cmap="Greys", vmin=0, vmax=2)
+        axes.grid(False)
+        axes.set_aspect("equal")
+        axes.invert_yaxis()
+        axes.set_title(f"{title[-1]} of {analysis.name}")
+        axes.set_ylabel("row n: what layer n attends to" if key == "value_mixing" else "row n: what block n+1 reads")
+        axes.set_xlabel("column m: values of layer m" if key == "value_mixing" else "column j: X_j (0: embeddings)")
+        axes.set_xticks(*_centres(columns))
+        axes.set_yticks(*_centres(rows))
+        if columns <= _ANNOTATED:
+            for (i, j), weight in np.ma.ndenumerate(shown):
+                ink = "white" if abs(weight) > 0.6 * most else "black"
+                axes.text(j + 0.5, i + 0.5, f"{weight:.2g}", ha="center", va="center", fontsize=7, color=ink)
+        figure.colorbar(mesh, ax=axes, shrink=0.8)
+    return Plot(key, title, figure)
+
+
+def _centres(count: int) -> tuple[list[float], list[int]]:
+    every = math.ceil(count / 12)
+    labels = list(range(0, count, every))
+    return [label + 0.5 for label in labels], labels
+
+
+def _short(value: float, position: int | None = None) -> str:
+    return f"{value:g}"
+
+
+def _few_decades(axes: "Axes") -> Callable[[float, int | None], str]:
+    """Labels 2 and 5 between the powers of ten where there are few of those."""
+
+    def label(value: float, position: int | None = None) -> str:
+        low, high = axes.get_ylim()
+        digit = round(value / 10 ** math.floor(math.log10(value)))
+        return f"{value:g}" if high / low < 200 and digit in (2, 5) else ""
+
+    return label

@@ -1,0 +1,209 @@
+"""The HTML page of a report: what the numbers say in words, the figures, then every number. No script, no resource."""
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from resformer.analysis.figures import Plot
+
+__all__ = ["number", "page"]
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --paper: #f6f7f9; --card: #fff; --line: #dde2e9;
+  --good: #12714a; --bad: #b3341f; --tint: #eef2f7; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e7ebf0; --soft: #9aa6b5; --paper: #11151b; --card: #1a2029;
+  --line: #2d3643; --good: #5fd3a2; --bad: #ff9b85; --tint: #232b36; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
+main { max-width: 84rem; margin: auto; padding: 2.5rem clamp(1rem, 4vw, 3rem) 4rem; }
+h1 { font-size: clamp(1.6rem, 4vw, 2.4rem); line-height: 1.15; margin: 0 0 .5rem; letter-spacing: -.02em; }
+h2 { font-size: 1.3rem; margin: 2.8rem 0 .8rem; }
+p { max-width: 46rem; margin: .4rem 0; }
+.soft, figcaption { color: var(--soft); }
+.cards { display: grid; gap: 1.1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
+.card, figure { background: var(--card); border: 1px solid var(--line); border-radius: .8rem; margin: 0;
+  padding: 1rem 1.1rem; min-width: 0; }
+.card h3 { margin: 0 0 .4rem; overflow-wrap: anywhere; }
+.card ul { margin: 0; padding-left: 1.1rem; }
+figure svg { display: block; width: 100%; height: auto; }
+figure.wide { grid-column: 1 / -1; }
+figure.wide svg { max-height: 34rem; }
+figcaption { font-size: .92rem; padding-top: .6rem; overflow-wrap: anywhere; }
+.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .8rem; background: var(--card); }
+table { border-collapse: collapse; width: 100%; font-size: .92rem; }
+th, td { padding: .5rem .8rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
+tr:last-child > * { border-bottom: 0; }
+thead th { background: var(--tint); }
+table.numbers td, table.numbers th { text-align: right; font-variant-numeric: tabular-nums; padding: .25rem .7rem; }
+.holds { color: var(--good); font-weight: 650; }
+.breaks { color: var(--bad); font-weight: 650; }
+details { margin: .7rem 0; }
+summary { cursor: pointer; font-weight: 600; padding: .3rem 0; }
+dt { font-weight: 600; margin-top: .6rem; }
+dd { margin: 0; color: var(--soft); max-width: 60rem; }
+code { font: .88em ui-monospace, monospace; overflow-wrap: anywhere; }
+"""
+
+#: Figure -> what it shows; what the checkpoints' numbers say is added.
+_CAPTIONS = {
+    "entropy": "How widely attention is spread: low where a few tokens receive nearly all of it.",
+    "first_importance": "The share of all attention that goes to the first token; a high share is an attention sink.",
+    "importance_ratio": "The same against what another token receives on average. Causal attention favours early "
+    "tokens by itself, which the dotted line shows.",
+    "value_norm_ratio": "The length of the first token's value state V' against the others'. Far below 1 is a "
+    "value-state drain: the token is attended to, and gives nothing.",
+    "hidden_norm_ratio": "The length of the first token's hidden state against the others'. Far above 1 is a "
+    "hidden-state peak.",
+    "similarity": "How alike the hidden states of different tokens are. Near 1, tokens can hardly be told apart.",
+    "importance_by_position": "What each early token receives, in the layer where the first stands out most.",
+    "value_mixing": "The values a layer attends to are V'_n = sum_m M[n, m] V_m; the identity is plain Llama. Grey: a "
+    "gate decides for each token.",
+    "depth_mixing": "Block n + 1 reads Y_n = sum_j D[n, j] X_j; plain Llama has 1 right of the diagonal, 0 elsewhere.",
+}
+_VERDICT = {
+    True: ", as the paper says of such a model",
+    False: ", where the paper says otherwise of such a model",
+    None: "",
+}
+
+
+def number(value: float | None) -> str:
+    """As the page and the terminal show a number: three digits, or what is before the point."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def page(report: dict[str, Any], plots: Sequence[Plot]) -> str:
+    """The page, from `Report.as_dict()`: it shows no number that is not in there."""
+    checkpoints = report["checkpoints"]
+    names = ", ".join(checkpoint["name"] for checkpoint in checkpoints)
+    figures = "\n".join(_figure(plot, checkpoints) for plot in plots)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(names)}: attention, values and hidden states</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<main>
+<h1>Where attention goes, and what it finds there</h1>
+<p class="soft">Attention concentration, value-state drains, hidden-state peaks and over-smoothing, layer by layer, as
+"Value Residual Learning" defines them. Layers are counted from 0; lines are means over texts, bands one standard
+deviation.</p>
+<h2>In short</h2>
+<div class="cards">
+{"".join(_summary(checkpoint) for checkpoint in checkpoints)}
+</div>
+<h2>The papers' claims</h2>
+<p class="soft">Said of models trained from scratch, of ResFormer and of DenseFormer; each with the number of the layer
+that is furthest on the wrong side.</p>
+<div class="scroll">{_claims(report)}</div>
+<h2>Layer by layer</h2>
+<div class="cards">
+{figures}
+</div>
+<h2>All numbers</h2>
+{"".join(_numbers(checkpoint) for checkpoint in checkpoints)}
+<details><summary>What the names mean</summary><dl>
+{"".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in report["definitions"].items())}
+</dl></details>
+<details><summary>How this was made</summary>
+<p><code>{escape(report["command"] or "resformer.analysis.write_report")}</code></p>
+<p class="soft">{", ".join(f"{escape(name)} {escape(version)}" for name, version in report["versions"].items())}</p>
+</details>
+</main>
+</body>
+</html>
+"""
+
+
+def _summary(checkpoint: dict[str, Any]) -> str:
+    means = {name: values["mean"] for name, values in checkpoint["quantities"].items()}
+    sink, sink_layer = _extreme(means["importance_ratio"], max)
+    drain, drain_layer = _extreme(means["value_norm_ratio"], min)
+    peak, peak_layer = _extreme(means["hidden_norm_ratio"], max)
+    entropy, entropy_layer = _extreme(means["entropy"], min)
+    alike, alike_layer = _extreme(means["similarity"], max)
+    method = f", method {checkpoint['method']}" if checkpoint["model_type"] == "resformer" else ""
+    lines = [
+        f"The first token receives at most {number(sink)} times what another does (layer {sink_layer}); it would "
+        f"be {number(checkpoint['uniform']['importance_ratio'])} if all attended alike.",
+        f"Its value state is at least {number(drain)} times as long as the others' (layer {drain_layer}), its hidden "
+        f"state at most {number(peak)} times (layer {peak_layer}).",
+        f"Attention is most concentrated in layer {entropy_layer}: entropy {number(entropy)}; if all attended alike, "
+        f"{number(checkpoint['uniform']['entropy'])}.",
+        f"Tokens are most alike after layer {alike_layer}: similarity {number(alike)}.",
+    ]
+    return f"""<section class="card"><h3>{escape(checkpoint["name"])}</h3>
+<p class="soft">{escape(checkpoint["model_type"])}{escape(method)}: {checkpoint["layers"]} layers,
+{checkpoint["parameters"]:,} parameters. {checkpoint["texts"]:,} texts, {checkpoint["tokens"]:,} tokens, in
+{escape(checkpoint["dtype"])} on {escape(checkpoint["device"])}.</p>
+<ul>{"".join(f"<li>{line}</li>" for line in lines)}</ul></section>
+"""
+
+
+def _claims(report: dict[str, Any]) -> str:
+    checkpoints = report["checkpoints"]
+    rows = []
+    for claim, text in report["claims"].items():
+        verdicts = [next((v for v in one["claims"] if v["claim"] == claim), None) for one in checkpoints]
+        if any(verdicts):
+            rows.append(f'<tr><th scope="row">{escape(text)}</th>{"".join(map(_verdict, verdicts))}</tr>')
+    head = "".join(f'<th scope="col">{escape(checkpoint["name"])}</th>' for checkpoint in checkpoints)
+    return f'<table><thead><tr><th scope="col">Claim</th>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+
+
+def _verdict(verdict: dict[str, Any] | None) -> str:
+    if verdict is None:
+        return '<td class="soft">no such weights</td>'
+    where = "" if verdict["layer"] is None else f" in layer {verdict['layer']}"
+    agrees = None if verdict["expected"] is None else verdict["expected"] == verdict["holds"]
+    word, style = ("holds", "holds") if verdict["holds"] else ("does not hold", "breaks")
+    return (
+        f'<td><span class="{style}">{word}</span>: {number(verdict["value"])}{where}; {escape(verdict["detail"])}'
+        f"{_VERDICT[agrees]}</td>"
+    )
+
+
+def _figure(plot: Plot, checkpoints: Sequence[dict[str, Any]]) -> str:
+    said = "".join(f" {escape(one['name'])}: {_said(plot.key, one)}." for one in checkpoints)
+    style = ' class="wide"' if plot.key.endswith("_mixing") else ""
+    return f"<figure{style}>{plot.svg()}<figcaption>{escape(_CAPTIONS[plot.key])}{said}</figcaption></figure>"
+
+
+def _said(key: str, checkpoint: dict[str, Any]) -> str:
+    if key == "importance_by_position":
+        layer = _extreme(checkpoint["quantities"]["importance_ratio"]["mean"], max)[1]
+        first, second = checkpoint["importance_by_position"][layer][:2]
+        return f"{number(first)} for the first token of layer {layer}, {number(second)} for the second"
+    if key.endswith("_mixing"):
+        weights = [weight for row in checkpoint[f"{key}_matrix"] for weight in row if weight is not None]
+        return f"weights from {number(min(weights))} to {number(max(weights))}"
+    values = checkpoint["quantities"][key]["mean"]
+    (low, lowest), (high, highest) = _extreme(values, min), _extreme(values, max)
+    return f"from {number(low)} (layer {lowest}) to {number(high)} (layer {highest})"
+
+
+def _extreme(values: list[float], of: Any) -> tuple[float, int]:
+    value = of(values)
+    return value, values.index(value)
+
+
+def _numbers(checkpoint: dict[str, Any]) -> str:
+    quantities = checkpoint["quantities"]
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in quantities)
+    rows = ""
+    for layer in range(checkpoint["layers"]):
+        cells = "".join(f"<td>{_cell(values, layer)}</td>" for values in quantities.values())
+        rows += f'<tr><th scope="row">{layer}</th>{cells}</tr>'
+    return f"""<details><summary>{escape(checkpoint["name"])}</summary><div class="scroll"><table class="numbers">
+<thead><tr><th scope="col">layer</th>{head}</tr></thead><tbody>{rows}</tbody></table></div></details>
+"""
+
+
+def _cell(values: dict[str, list[float | None]], layer: int) -> str:
+    deviation = values["deviation"][layer]
+    return number(values["mean"][layer]) + ("" if deviation is None else f" ± {number(deviation)}")

@@ -1,0 +1,39 @@
+"""What the models read: files cut into texts, one after the other, never whole in memory."""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from resformer.convert.errors import CheckpointError
+
+__all__ = ["read_texts", "standard_texts"]
+
+#: No tokenizer for prose or code makes fewer tokens of so many characters than one, on average.
+_CHARACTERS_PER_TOKEN = 8
+
+
+def read_texts(files: Iterable[Path], *, texts: int, max_tokens: int) -> Iterator[str]:
+    """The first `texts` texts of UTF-8 files, each long enough for `max_tokens` tokens; a file's last may be shorter.
+
+    Files are cut at line ends where lines are of a usual length, and the same way for every tokenizer.
+
+    Raises:
+        CheckpointError: a file cannot be read as text.
+    """
+    return islice((text for file in files for text in _cut(file, _CHARACTERS_PER_TOKEN * max_tokens)), texts)
+
+
+def standard_texts(texts: int) -> Iterator[str]:
+    """The first `texts` held-out files of the standard library: what every machine has."""
+    from resformer.training.corpus import standard_library  # imports `datasets`
+
+    return islice(standard_library(held_out=True), texts)
+
+
+def _cut(file: Path, size: int) -> Iterator[str]:
+    try:
+        with file.open(encoding="utf-8") as opened:
+            while text := opened.read(size):
+                yield text + opened.readline(size)
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: cannot be read as text: {error}") from error

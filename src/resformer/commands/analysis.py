@@ -1,0 +1,109 @@
+"""`resformer analyze`."""
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from resformer.commands.terminal import AsJson, app, echo, own_command, reporting_errors, row, told_as_json
+
+if TYPE_CHECKING:
+    from resformer.analysis import Analysis
+
+__all__ = ["analyze"]
+
+_SHOWN = {
+    "entropy": "entropy",
+    "first_importance": "share",
+    "importance_ratio": "x others",
+    "value_norm_ratio": "value norm",
+    "hidden_norm_ratio": "hidden norm",
+    "similarity": "similarity",
+}
+
+
+@app.command()
+def analyze(
+    checkpoints: Annotated[
+        list[str], typer.Argument(metavar="CHECKPOINT...", help="Folders or Hub ids; several are laid side by side.")
+    ],
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="A UTF-8 file to read; repeatable. [default: the standard library's sources]"),
+    ] = None,
+    texts: Annotated[int, typer.Option(min=1, help="Read at most so many texts, of --max-tokens each.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a text.")] = 512,
+    output: Annotated[Path | None, typer.Option(help="Folder for analysis.json, figures and report.html.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Another checkpoint's tokenizer, for all of them.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... [default: an accelerator if there is one]")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an output folder that is not empty.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure attention sinks, value drains, hidden peaks and token similarity of checkpoints, layer by layer."""
+    with reporting_errors():
+        dtypes = ("float32", "bfloat16", "float16")
+        if dtype not in dtypes:
+            raise typer.BadParameter(f"--dtype {dtype}: expected one of {', '.join(dtypes)}.")
+
+        import torch
+        from tqdm import tqdm
+
+        from resformer.analysis import Report, read_texts, standard_texts, write_report
+        from resformer.analysis import analyze as analyze_one
+        from resformer.analysis.figures import require_matplotlib
+        from resformer.convert.writing import check_target
+
+        if output is not None:  # known before the work is done
+            require_matplotlib()
+            check_target(output, None, force=force)
+        found: list[Analysis] = []
+        for checkpoint, name in zip(checkpoints, _names(checkpoints), strict=True):
+            with tqdm(total=texts, desc=name, unit="text", leave=False) as bar:
+                read = read_texts(text, texts=texts, max_tokens=max_tokens) if text else standard_texts(texts)
+                found.append(
+                    analyze_one(
+                        checkpoint,
+                        read,
+                        tokenizer=tokenizer,
+                        max_tokens=max_tokens,
+                        name=name,
+                        device=device,
+                        dtype=getattr(torch, dtype),
+                        progress=bar.update,
+                    )
+                )
+        report = Report(found, own_command())
+        if output is not None:
+            write_report(report, output, force=force)
+        if told_as_json(report, as_json):
+            return
+        for analysis in found:
+            _print(analysis)
+        if output is not None:
+            row("report", output / "report.html")
+
+
+def _names(checkpoints: list[str]) -> list[str]:
+    """The last part of each, or all of it where two would be called the same."""
+    short = [os.path.basename(os.path.normpath(checkpoint)) for checkpoint in checkpoints]
+    return [
+        checkpoint if Counter(short)[name] > 1 else name for checkpoint, name in zip(checkpoints, short, strict=True)
+    ]
+
+
+def _print(analysis: "Analysis") -> None:
+    from resformer.analysis.claims import CLAIMS, DEPTH_CLAIMS, judge
+    from resformer.analysis.page import number
+
+    echo(f"{analysis.name}: {analysis.texts:,} texts, {analysis.tokens:,} tokens; of the first token:")
+    echo("layer" + "".join(f"{heading:>13}" for heading in _SHOWN.values()))
+    for layer in range(analysis.layers):
+        echo(f"{layer:5}" + "".join(f"{number(analysis.mean(quantity)[layer]):>13}" for quantity in _SHOWN))
+    for verdict in judge(analysis):
+        where = "" if verdict["layer"] is None else f" in layer {verdict['layer']}"
+        word = "holds" if verdict["holds"] else "does not hold"
+        echo(f"{word:14}{number(verdict['value'])}{where}. {(CLAIMS | DEPTH_CLAIMS)[verdict['claim']]}")
+    echo()

@@ -1,0 +1,694 @@
+"""Every number of an analysis against plain loops in float64, the memory it takes, and what the report shows."""
+
+import gc
+import json
+import math
+import re
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import FAMILIES, byte_tokenizer, family_model, save_checkpoint
+from conftest import VARIANTS
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from typer.testing import CliRunner
+
+from resformer.analysis import Analysis, Report, analyze, attention, figures, read_texts, write_report
+from resformer.analysis.attention import IMPLEMENTATION, MaskRows, chunked_attention
+from resformer.analysis.claims import judge, kind_of
+from resformer.analysis.measuring import DEFINITIONS
+from resformer.analysis.page import number
+from resformer.analysis.running import Running
+from resformer.cli import app
+from resformer.convert import CheckpointError, retrofit
+
+#: Texts of different lengths, as token ids.
+TEXTS = [[5, 17, 3, 60, 9, 9, 41, 22, 80, 4, 33, 71, 8], [64, 2], [12, 90, 31, 7, 55]]
+
+
+@pytest.fixture
+def few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention in several steps, with a remainder, for texts as short as these."""
+    monkeypatch.setattr(attention, "_MOST_WEIGHTS", 200)
+
+
+# The numbers
+
+
+def naive_quantities(model: PreTrainedModel, texts: list[list[int]]) -> dict[str, np.ndarray]:
+    """Quantity -> `(texts, layers)`, one product at a time, from eager attention's own weights."""
+    return {name: np.array([of_text(model, ids)[name] for ids in texts]) for name in DEFINITIONS}
+
+
+def of_text(model: PreTrainedModel, ids: list[int]) -> dict[str, list[float]]:
+    base, count = model.base_model, len(ids)
+    last: list[torch.Tensor] = []
+    hook = base.layers[-1].register_forward_hook(
+        lambda module, args, output: last.append(output if torch.is_tensor(output) else output[0])
+    )
+    raw: dict[int, torch.Tensor] = {}
+    hooks = [
+        layer.self_attn.v_proj.register_forward_hook(lambda module, args, output, n=n: raw.update({n: output[0]}))
+        for n, layer in enumerate(base.layers)
+        if hasattr(layer.self_attn, "v_proj")
+    ]
+    with torch.no_grad():
+        output = base(torch.tensor([ids]), output_attentions=True, output_hidden_states=True, use_cache=True)
+    hook.remove()
+    for hook in hooks:
+        hook.remove()
+    hidden = [*output.hidden_states[1:-1], last[0]]
+    found: dict[str, list[float]] = {name: [] for name in DEFINITIONS}
+    for n in range(len(base.layers)):
+        weights = output.attentions[n][0].tolist()
+        received = [
+            sum(weights[head][i][j] for head in range(len(weights)) for i in range(count)) / len(weights) / count
+            for j in range(count)
+        ]
+        share = [a / sum(received) for a in received]
+        found["entropy"].append(-sum(a * math.log(a) for a in share if a > 0))
+        found["first_importance"].append(share[0])
+        found["importance_ratio"].append(share[0] / (sum(share[1:]) / (count - 1)))
+        for name, states in (("value", attended_values(model, raw, output, n)), ("hidden", hidden[n][0].tolist())):
+            norms = [math.sqrt(sum(x * x for x in state)) for state in states]
+            found[f"first_{name}_norm"].append(norms[0])
+            found[f"other_{name}_norm"].append(sum(norms[1:]) / (count - 1))
+            found[f"{name}_norm_ratio"].append(norms[0] / (sum(norms[1:]) / (count - 1)))
+        cosines = []  # of `states`, which are the hidden ones, and their `norms`
+        for i in range(count):
+            for j in range(count):
+                if i != j:
+                    cosines.append(sum(x * y for x, y in zip(states[i], states[j], strict=True)) / norms[i] / norms[j])
+        found["similarity"].append(sum(cosines) / len(cosines))
+    return found
+
+
+def attended_values(model: PreTrainedModel, raw: dict[int, torch.Tensor], output: Any, n: int) -> list[list[float]]:
+    """V' of each token: by the mixing matrix, or where gates decide, what the cache holds of the layer read."""
+    if not hasattr(model.base_model, "value_mixing_matrix"):
+        return raw[n].tolist()
+    row = model.base_model.value_mixing_matrix()[n].double()
+    if row.isnan().any():
+        source = model.config.all_value_sources[n]
+        return output.past_key_values.layers[source].values[0].transpose(0, 1).flatten(1).tolist()
+    return sum(row[m] * raw[m] for m in raw if row[m] != 0).tolist()
+
+
+def check_against_loops(model: PreTrainedModel) -> None:
+    analysis = analyze(model, TEXTS)
+    assert (analysis.texts, analysis.tokens, analysis.skipped) == (3, 20, 0)
+    model.set_attn_implementation("eager")
+    for quantity, values in naive_quantities(model, TEXTS).items():
+        # Eager attention takes its softmax in float32 whatever the model is in.
+        np.testing.assert_allclose(analysis.mean(quantity), values.mean(0), rtol=2e-5, atol=1e-6, err_msg=quantity)
+        deviation = analysis.quantities[quantity]["deviation"]
+        np.testing.assert_allclose(deviation, values.std(0, ddof=1), rtol=2e-5, atol=1e-5, err_msg=quantity)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, indirect=True)
+@pytest.mark.usefixtures("few_queries_at_a_time")
+def test_quantities_are_those_of_plain_loops(variant: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
+    check_against_loops(tiny_model(variant, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("few_queries_at_a_time")
+def test_quantities_of_other_families_are_those_of_plain_loops(family: str) -> None:
+    check_against_loops(family_model(family).double())
+
+
+@pytest.mark.usefixtures("few_queries_at_a_time")
+def test_importance_by_position_is_the_mean_over_the_texts_that_are_so_long(
+    tiny_model: Callable[..., PreTrainedModel],
+) -> None:
+    model = tiny_model("resformer", attention="eager", dtype=torch.float64)
+    both, first, last = (analyze(model, texts) for texts in (TEXTS[::2], TEXTS[:1], TEXTS[2:]))
+    for n in range(6):
+        alone, short = first.importance_by_position[n], last.importance_by_position[n]
+        assert (len(alone), len(short)) == (13, 5)
+        assert sum(alone) == pytest.approx(1)
+        expected = [*(np.add(alone[:5], short) / 2), *alone[5:]]
+        assert both.importance_by_position[n] == pytest.approx(expected)
+
+
+@pytest.mark.usefixtures("few_queries_at_a_time")
+def test_uniform_reference_is_what_a_model_without_queries_has(tiny_model: Callable[..., PreTrainedModel]) -> None:
+    model = tiny_model("transformer", dtype=torch.float64)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data.zero_()
+    analysis = analyze(model, TEXTS)
+    for quantity, value in analysis.uniform.items():
+        assert analysis.mean(quantity) == pytest.approx([value] * 6)
+    assert analysis.uniform.keys() == {"entropy", "first_importance", "importance_ratio"}
+
+
+def test_matrices_are_the_models(tiny_model: Callable[..., PreTrainedModel]) -> None:
+    model = tiny_model("resformer-denseformer")
+    analysis = analyze(model, TEXTS)
+    assert analysis.value_mixing_matrix == model.model.value_mixing_matrix().tolist()
+    assert analysis.depth_mixing_matrix == model.model.depth_mixing_matrix().tolist()
+    llama = analyze(family_model("llama"), TEXTS)
+    assert llama.value_mixing_matrix == np.eye(6).tolist()
+    assert llama.depth_mixing_matrix == np.eye(6, 7, k=1).tolist()
+
+
+def test_running_means_and_deviations_are_those_of_all_values() -> None:
+    rows = [np.random.default_rng(seed).normal(1e6, 1, (2, width)) for seed, width in enumerate((4, 1, 3, 3))]
+    running = Running(2, 5)
+    for row in rows:
+        running.add(row)
+    for column in range(3):
+        values = np.stack([row[:, column] for row in rows if row.shape[1] > column])
+        np.testing.assert_allclose(running.mean[:, column], values.mean(0), rtol=1e-15)
+        np.testing.assert_allclose(running.deviation()[:, column], values.std(0, ddof=1), rtol=1e-9)
+    assert running.count.tolist() == [4, 3, 3, 1, 0]
+    assert np.isnan(running.deviation()[:, 3:]).all()
+
+
+# What it leaves alone, and what it takes
+
+
+def check_logits(model: PreTrainedModel, inputs: dict[str, torch.Tensor], implementation: str) -> None:
+    outputs = []
+    tolerance = {"rtol": 1e-9, "atol": 1e-9} if model.dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
+    for chosen in (implementation, IMPLEMENTATION):
+        model.set_attn_implementation(chosen)
+        with torch.no_grad():
+            outputs.append(model(**inputs, use_cache=False).logits[inputs["attention_mask"].bool()])
+    torch.testing.assert_close(outputs[1], outputs[0], **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    # In float64 eager attention makes NaN of queries that see nothing: its softmax is in float32.
+    [("sdpa", torch.float64), ("eager", torch.float32)],
+)
+@pytest.mark.usefixtures("few_queries_at_a_time")
+def test_logits_are_those_of_other_attention(
+    variant: str,
+    implementation: str,
+    dtype: torch.dtype,
+    tiny_model: Callable[..., PreTrainedModel],
+    ragged: dict[str, torch.Tensor],
+) -> None:
+    check_logits(tiny_model(variant, dtype=dtype), ragged, implementation)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("few_queries_at_a_time")
+def test_logits_of_other_families_are_those_of_sdpa(family: str, ragged: dict[str, torch.Tensor]) -> None:
+    check_logits(family_model(family).double(), ragged, "sdpa")
+
+
+def test_model_is_as_it_was(tiny_model: Callable[..., PreTrainedModel]) -> None:
+    model = tiny_model("resformer").train()
+    analyze(model, TEXTS)
+    assert model.config._attn_implementation == "sdpa"
+    assert model.training
+    assert model.model.layers[0].training
+    assert not any(layer._forward_hooks for layer in model.model.layers)
+    with pytest.raises(ValueError, match="no text of at least two tokens"):
+        analyze(model, [[7]])
+    assert model.config._attn_implementation == "sdpa"
+
+
+class Largest(TorchDispatchMode):
+    """Sees the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("variant", ["resformer", "kitchen-sink"], indirect=True)
+def test_nothing_as_large_as_tokens_times_tokens_is_made(
+    variant: str, tiny_model: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = 400
+    monkeypatch.setattr(attention, "_MOST_WEIGHTS", 4 * tokens * 10)
+    model = tiny_model(variant, max_position_embeddings=tokens)
+    with Largest() as largest:
+        analyze(model, [[3] * tokens])
+    assert 0 < largest.elements < tokens * tokens / 4
+    model.set_attn_implementation("eager")
+    with Largest() as largest, torch.no_grad():  # which the measure above does notice
+        model(torch.full((1, tokens), 3))
+    assert largest.elements >= tokens * tokens
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_number_of_texts(tiny_model: Callable[..., PreTrainedModel]) -> None:
+    tensors: dict[int, int] = {}
+    arrays: dict[int, int] = {}
+    done: list[int] = []
+    of_numpy = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
+
+    def texts() -> Iterator[list[int]]:
+        for i in range(60):
+            assert len(done) == i, "a text is asked for when the one before is done with"
+            if i in (20, 59):
+                gc.collect()
+                tensors[i] = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+                traces = tracemalloc.take_snapshot().filter_traces([of_numpy]).traces
+                arrays[i] = sum(trace.size for trace in traces)
+            yield TEXTS[0]
+
+    model = tiny_model("resformer-denseformer")
+    tracemalloc.start()
+    try:
+        many = analyze(model, texts(), progress=lambda: done.append(1))
+    finally:
+        tracemalloc.stop()
+    assert tensors[59] == tensors[20]
+    assert arrays[59] == arrays[20] > many.layers * len(DEFINITIONS) * 8, "the means alone take so much"
+    assert many.mean("entropy") == pytest.approx(analyze(model, TEXTS[:1]).mean("entropy"))
+
+
+@pytest.mark.parametrize("variant", ["transformer", "kitchen-sink"], indirect=True)
+@pytest.mark.usefixtures("few_queries_at_a_time")
+def test_importance_is_the_mean_of_a_token_s_column(variant: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
+    heard: dict[int, torch.Tensor] = {}
+    model, ids = tiny_model(variant, dtype=torch.float64), torch.tensor([TEXTS[0], TEXTS[0][::-1]])
+    model.set_attn_implementation(IMPLEMENTATION)
+    with torch.no_grad():
+        model(ids, importance_taker=lambda layer, importance, value: heard.update({layer: importance}))
+        model.set_attn_implementation("eager")
+        attentions = model(ids, output_attentions=True).attentions
+    for n, weights in enumerate(attentions):
+        torch.testing.assert_close(heard[n], weights.mean(dim=(1, 2)), rtol=2e-5, atol=1e-7)
+
+
+# What it refuses
+
+
+def test_texts_are_truncated_and_short_ones_told(tiny_model: Callable[..., PreTrainedModel]) -> None:
+    model = tiny_model()
+    analysis = analyze(model, [[5], *TEXTS], max_tokens=4)
+    assert (analysis.texts, analysis.tokens, analysis.skipped) == (3, 10, 1)
+    assert "left out for having fewer than two tokens: 1" in analysis.warnings[0]
+    assert analysis.quantities == analyze(model, [ids[:4] for ids in TEXTS]).quantities
+    with pytest.raises(ValueError, match="max_tokens=1"):
+        analyze(model, TEXTS, max_tokens=1)
+    with pytest.raises(ValueError, match="needs tokenizer="):
+        analyze(model, ["a string"])
+
+
+def test_broken_weights_are_named(tiny_model: Callable[..., PreTrainedModel]) -> None:
+    model = tiny_model()
+    model.model.layers[3].mlp.down_proj.weight.data.fill_(torch.nan)
+    with pytest.raises(CheckpointError, match=r"first_hidden_norm of layer 3 is nan on text 0"):
+        analyze(model, TEXTS)
+
+
+def test_other_attention_is_refused_by_name() -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
+    gemma = Gemma2ForCausalLM(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
+    was = gemma.config._attn_implementation
+    with pytest.raises(CheckpointError, match="Gemma2ForCausalLM: attention with `softcap` cannot be analysed"):
+        analyze(gemma, TEXTS)
+    assert gemma.config._attn_implementation == was
+    states = torch.zeros(1, 1, 2, 8)
+    for added in ("softcap", "s_aux", "position_bias"):
+        with pytest.raises(NotImplementedError, match=f"attention with `{added}`"):
+            chunked_attention(torch.nn.Identity(), states, states, states, MaskRows({}), **{added: states})
+    with pytest.raises(NotImplementedError, match="mask interface"):
+        chunked_attention(torch.nn.Identity(), states, states, states, None)
+    with pytest.raises(CheckpointError, match="GPT2Model has no `layers` that each have a `self_attn`"):
+        analyze(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=97)), TEXTS)
+
+
+# The claims
+
+
+def with_means(analysis: Analysis, **means: list[float]) -> Analysis:
+    changed = {name: {**analysis.quantities[name], "mean": values} for name, values in means.items()}
+    return replace(analysis, quantities={**analysis.quantities, **changed})
+
+
+def test_claims_are_judged_by_the_worst_layer(tiny_model: Callable[..., PreTrainedModel]) -> None:
+    analysis = analyze(tiny_model("resformer"), TEXTS)
+    good = with_means(
+        analysis,
+        importance_ratio=[1, 2, 9.9, 3, 4, 5],
+        value_norm_ratio=[1, 1, 1, 0.51, 2, 2],
+        hidden_norm_ratio=[2.9, 1, 1, 1, 1, 1],
+    )
+    assert [(v["holds"], v["value"], v["layer"], v["expected"]) for v in judge(good)] == [
+        (True, 9.9, 2, True),
+        (True, 0.51, 3, True),
+        (True, 2.9, 0, True),
+    ]
+    bad = with_means(
+        replace(analysis, value_mixing_matrix=np.eye(6).tolist()),
+        importance_ratio=[1, 11, 10, 3, 4, 5],
+        value_norm_ratio=[1, 1, 1, 1, 2, 0.5],
+        hidden_norm_ratio=[1, 1, 1, 1, 300, 4],
+    )
+    assert [(v["holds"], v["value"], v["layer"], v["expected"], v["detail"]) for v in judge(bad)] == [
+        (False, 11, 1, None, "2 of 6 layers break it"),
+        (False, 0.5, 5, False, "1 of 6 layers break it"),
+        (False, 300, 4, False, "2 of 6 layers break it"),
+    ]
+
+
+def test_depth_claims_are_judged_by_the_matrix(tiny_model: Callable[..., PreTrainedModel]) -> None:
+    analysis = analyze(tiny_model("denseformer"), TEXTS)
+    matrix = np.eye(6, 7, k=1)
+    matrix[:, 0] = [0.3, 0.3, 0.3, 0.3, -0.1, -0.2]
+    matrix[3, 2] = 0.1
+    held = judge(replace(analysis, depth_mixing_matrix=matrix.tolist()))[3:]
+    assert [(v["holds"], round(v["value"], 3)) for v in held] == [(True, 1), (True, 0.25), (True, -0.1)]
+    matrix[4, :3] = 0.05, 1.5, 9
+    assert held[1]["detail"] == "against 0.00667", "0.1 among the 15 weights between"
+    broken = judge(replace(analysis, depth_mixing_matrix=matrix.tolist()))[3:]
+    assert [(v["holds"], v["layer"]) for v in broken] == [(False, 4), (False, None), (False, None)]
+    plain = replace(analysis, depth_mixing_matrix=np.eye(6, 7, k=1).tolist())
+    assert [verdict["claim"] for verdict in judge(plain)] == [
+        "importance_ratio",
+        "value_norm_ratio",
+        "hidden_norm_ratio",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind"),
+    [
+        ("transformer", "transformer"),
+        ("resformer", "resformer"),
+        ("resformer-gated", "resformer"),
+        ("resformer-denseformer", "resformer"),
+        ("neutreno", "neutreno"),
+        ("resformer-neutreno", None),
+        ("svformer", None),
+        ("cla2", None),
+        ("denseformer", None),
+    ],
+    indirect=["variant"],
+)
+def test_kind_is_that_of_what_the_model_computes(
+    variant: str, kind: str | None, tiny_model: Callable[..., PreTrainedModel]
+) -> None:
+    assert kind_of(analyze(tiny_model(variant), TEXTS)) == kind
+
+
+# The report
+
+
+class Page(HTMLParser):
+    """The elements of a page, balanced; its text, tables and references."""
+
+    VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+    def __init__(self, html: str):
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.references: list[str] = []
+        self.identifiers: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.text = ""
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "srcset", "action", "data"):
+                self.references.append(str(value))
+            if name == "id":
+                self.identifiers.append(str(value))
+            assert not name.startswith("on"), name
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if not {"td", "th"}.isdisjoint(self.open):
+            self.tables[-1][-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
+    """A Llama and a DenseFormer with value residuals that have moved, and another with gates; names that bite."""
+    folder = tmp_path_factory.mktemp("report")
+    save_checkpoint(folder / "llama")
+    analyses = [
+        analyze(folder / "llama", ["Values of the first layer. ", "Reach the last one, " * 9], name='a $b$ <i>&"')
+    ]
+    for method in ("resformer-denseformer", "resformer-gated"):
+        retrofit(folder / "llama", folder / method, method=method)
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder / method)
+        for name, parameter in model.named_parameters():
+            if "value_residual" in name or "depth_average" in name:
+                parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+        analyses.append(analyze(model, TEXTS, name=method))
+    report = Report(analyses, "resformer analyze a b")
+    write_report(report, folder / "out")
+    return report, folder / "out"
+
+
+PLOTS = (
+    "depth_mixing entropy first_importance hidden_norm_ratio importance_by_position importance_ratio similarity "
+    "value_mixing value_norm_ratio"
+).split()
+
+
+def test_report_has_its_files(report: tuple[Report, Path]) -> None:
+    from matplotlib.image import imread
+
+    made, folder = report
+    names = {"analysis.json", "report.html", *(f"{plot}.png" for plot in PLOTS)}
+    assert {path.name for path in folder.iterdir()} == names
+    for plot in PLOTS:
+        pixels = imread(folder / f"{plot}.png")
+        assert min(pixels.shape[:2]) > 500
+        assert (pixels[0, 0, :3] == 1).all(), "on white"
+        assert pixels[..., :3].std() > 0.02, "something is drawn"
+    values = json.loads((folder / "analysis.json").read_text())
+    assert values == json.loads(json.dumps(made.as_dict()))
+    assert values["checkpoints"][2]["value_mixing_matrix"][1][:2] == [None, pytest.approx(1.0, abs=1)]
+    assert values["definitions"] == DEFINITIONS
+    assert values["command"] == "resformer analyze a b"
+    assert {"python", "resformer", "torch", "transformers"} == set(values["versions"])
+
+
+def test_page_is_well_formed_and_stands_alone(report: tuple[Report, Path]) -> None:
+    html = (report[1] / "report.html").read_text(encoding="utf-8")
+    page = Page(html)
+    assert html.startswith("<!DOCTYPE html>")
+    assert [name for name in page.references if not name.startswith(("#", "data:"))] == []
+    assert {name[1:] for name in page.references if name.startswith("#")} <= set(page.identifiers)
+    assert set(re.findall(r"url\(#([^)]+)\)", html)) <= set(page.identifiers)
+    assert len(page.identifiers) == len(set(page.identifiers))
+    assert re.search(r"@import|url\((?!#)", html) is None
+    assert {"script", "link", "iframe", "img"}.isdisjoint(page.tags)
+    assert page.tags.count("figure") == page.tags.count("svg") == page.tags.count("figcaption") == len(PLOTS)
+    for drawing in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL):
+        named = drawing.replace("<svg ", '<svg xmlns:xlink="http://www.w3.org/1999/xlink" ', 1)
+        ElementTree.fromstring(named)
+        assert "currentColor" in drawing
+        assert figures._INK not in drawing
+    assert 'name="viewport"' in html
+    assert "prefers-color-scheme: dark" in html
+    assert "<i>" not in html
+    assert 'a $b$ <i>&"' in page.text
+
+
+def test_page_shows_the_numbers_of_the_json(report: tuple[Report, Path]) -> None:
+    values = json.loads((report[1] / "analysis.json").read_text())
+    page = Page((report[1] / "report.html").read_text(encoding="utf-8"))
+    claims, *numbers = page.tables
+    checkpoints = values["checkpoints"]
+    for checkpoint, (head, *rows) in zip(checkpoints, numbers, strict=True):
+        assert head == ["layer", *DEFINITIONS]
+        for layer, (name, *cells) in enumerate(rows):
+            assert name == str(layer)
+            for quantity, cell in zip(DEFINITIONS, cells, strict=True):
+                mean, deviation = (checkpoint["quantities"][quantity][kind][layer] for kind in ("mean", "deviation"))
+                assert cell == f"{number(mean)} ± {number(deviation)}"
+                shown = float(cell.split(" ± ")[0].replace(",", ""))
+                assert shown == pytest.approx(mean, rel=6e-3)
+        assert len(rows) == 6
+    by_claim = {text: key for key, text in values["claims"].items()}
+    assert [by_claim[text] for text, *_ in claims[1:]] == list(values["claims"])
+    for text, *cells in claims[1:]:
+        for checkpoint, cell in zip(checkpoints, cells, strict=True):
+            verdicts = [v for v in checkpoint["claims"] if v["claim"] == by_claim[text]]
+            if not verdicts:
+                assert cell == "no such weights"
+                continue
+            said = "holds" if verdicts[0]["holds"] else "does not hold"
+            assert cell.startswith(f"{said}: {number(verdicts[0]['value'])}")
+
+
+def test_every_checkpoint_is_in_every_legend(report: tuple[Report, Path]) -> None:
+    html = (report[1] / "report.html").read_text(encoding="utf-8")
+    for drawing in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL):
+        text = Page(drawing).text
+        if "mixing" in drawing[:200]:
+            continue
+        for name in ('a $b$ <i>&"', "resformer-denseformer", "resformer-gated"):
+            assert name in text
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.012345, "0.0123"), (0.0, "0"), (12.345, "12.3"), (98765.4, "98,765"), (None, "-")]
+)
+def test_numbers_are_shown_to_three_digits(value: float | None, shown: str) -> None:
+    assert number(value) == shown
+
+
+@pytest.mark.slow
+def test_report_is_all_or_nothing(report: tuple[Report, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(plot: figures.Plot) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(figures.Plot, "png", fail)
+        with pytest.raises(KeyboardInterrupt):
+            write_report(report[0], tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="is not empty"):
+        write_report(report[0], tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+    write_report(report[0], tmp_path / "out", force=True)
+    assert not (tmp_path / "out" / "mine.txt").exists()
+
+
+def test_missing_matplotlib_is_told_with_the_way_out(
+    report: tuple[Report, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'resformer\[analysis\]'"):
+        write_report(report[0], tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Texts and the command
+
+
+def test_files_are_cut_at_line_ends_into_texts(tmp_path: Path) -> None:
+    lines = [f"line {i} of the file\n" for i in range(50)]
+    (tmp_path / "a").write_text("".join(lines))
+    (tmp_path / "b").write_text("short")
+    texts = list(read_texts([tmp_path / "a", tmp_path / "b"], texts=100, max_tokens=10))
+    assert "".join(texts) == "".join(lines) + "short"
+    assert all(len(text) >= 80 and text.endswith("\n") for text in texts[:-2])
+    assert all(len(text) <= 160 for text in texts)
+    assert list(read_texts([tmp_path / "a", tmp_path / "b"], texts=3, max_tokens=10)) == texts[:3]
+    (tmp_path / "c").write_bytes(b"\xff\xfe\xfd")
+    with pytest.raises(CheckpointError, match="c: cannot be read as text"):
+        list(read_texts([tmp_path / "c"], texts=1, max_tokens=10))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("command")
+    save_checkpoint(folder / "llama")
+    (folder / "notes.txt").write_text("Values of the first layer reach the last one.\n" * 40)
+    return folder / "llama"
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["analyze", *map(str, arguments)])
+
+
+@pytest.mark.slow
+def test_command_lays_checkpoints_side_by_side(llama: Path, tmp_path: Path) -> None:
+    retrofit(llama, tmp_path / "after", method="resformer")
+    options = ("--text", llama.parent / "notes.txt", "--max-tokens", 40, "--texts", 3, "--device", "cpu")
+    done = run(llama, tmp_path / "after", *options, "--output", tmp_path / "out", "--json")
+    assert done.exit_code == 0, done.output
+    printed = json.loads(done.stdout)
+    assert printed == json.loads((tmp_path / "out" / "analysis.json").read_text())
+    before, after = printed["checkpoints"]
+    assert (before["name"], after["name"]) == ("llama", "after")
+    assert (before["texts"], before["tokens"], before["device"]) == (3, 120, "cpu")
+    for quantity in DEFINITIONS:  # an exact retrofit computes what its source does
+        assert after["quantities"][quantity]["mean"] == pytest.approx(before["quantities"][quantity]["mean"], rel=1e-4)
+    tables = run(llama, tmp_path / "after", *options)
+    assert tables.exit_code == 0
+    entropy = number(before["quantities"]["entropy"]["mean"][5])
+    assert re.search(rf"^ +5 +{re.escape(entropy)} ", tables.stdout, flags=re.MULTILINE)
+    assert "The first token receives less than 10 times" in tables.stdout
+
+
+def test_checkpoints_of_one_name_are_told_apart(llama: Path, tmp_path: Path) -> None:
+    retrofit(llama, tmp_path / "llama", method="resformer")
+    done = run(llama, tmp_path / "llama", "--text", llama.parent / "notes.txt", "--max-tokens", 8, "--json")
+    assert [one["name"] for one in json.loads(done.stdout)["checkpoints"]] == [str(llama), str(tmp_path / "llama")]
+
+
+def test_misuse_has_its_exit_code_and_one_message(llama: Path, tmp_path: Path) -> None:
+    notes = llama.parent / "notes.txt"
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").touch()
+    family_model("llama").save_pretrained(tmp_path / "mute")
+    save_checkpoint(tmp_path / "torn")
+    weights = tmp_path / "torn" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    for arguments, code, words in (
+        ((llama, "--text", tmp_path / "none.txt"), 3, "none.txt: cannot be read as text"),
+        ((tmp_path / "none", "--text", notes), 3, "none: cannot be loaded"),
+        ((tmp_path / "torn", "--text", notes), 3, "torn: cannot be loaded"),
+        ((tmp_path / "mute", "--text", notes), 3, "--tokenizer"),
+        ((llama, "--text", notes, "--output", tmp_path / "full"), 3, "is not empty"),
+        ((llama, "--text", notes, "--dtype", "int8"), 2, "--dtype int8"),
+        ((llama, "--text", notes, "--texts", "0"), 2, "--texts"),
+    ):
+        done = run(*arguments)
+        assert (done.exit_code, done.stdout) == (code, ""), words
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_missing_tensor_is_refused(llama: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_checkpoint(tmp_path / "gap")
+    tensors = load_file(tmp_path / "gap" / "model.safetensors")
+    del tensors["model.layers.2.self_attn.q_proj.weight"]
+    save_file(tensors, tmp_path / "gap" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.self_attn\.q_proj\.weight is missing"):
+        analyze(tmp_path / "gap", ["some text"])
+
+
+def test_another_tokenizer_reads_for_all(tmp_path: Path) -> None:
+    family_model("llama").save_pretrained(tmp_path / "mute")
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    named = analyze(tmp_path / "mute", ["four"], tokenizer=tmp_path / "tokenizer")
+    given = analyze(tmp_path / "mute", ["four"], tokenizer=byte_tokenizer())
+    assert named.quantities["entropy"]["mean"] == given.quantities["entropy"]["mean"]
+    assert named.tokens == 4
+    assert named.as_dict()["quantities"]["entropy"]["deviation"] == [None] * 6, "one text has no deviation"
