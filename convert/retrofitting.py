@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from resformer.convert.conversion import (
     result_config,
 )
 from resformer.convert.errors import CheckpointError
+from resformer.convert.files import regular_file
 from resformer.convert.families import CONNECTION_FIELDS, backbone_config, without_connections
 from resformer.convert.planning import Plan, plan_shards
 from resformer.convert.source import open_source
@@ -208,7 +210,10 @@ def retrofit(
     def finish(folder: Path, outcome: Outcome) -> dict[str, str]:
         if not opened.save_gguf_extras(folder):
             report.warnings.append(f"{opened.name} has no tokenizer that can be read: save one beside the result.")
-        return _provenance(told(outcome), outcome.files, config, carried_metadata(opened.folder / "README.md"))
+        source_card: dict[str, Any] = {}
+        with suppress(CheckpointError):  # there is none, or it is a link out of its folder
+            source_card = carried_metadata(regular_file(opened.folder / "README.md"))
+        return _provenance(told(outcome), outcome.files, config, source_card)
 
     return told(foretell(conversion) if dry_run else carry_out(conversion, finish))
 

@@ -34,6 +34,8 @@ __all__ = ["Source", "open_source"]
 
 #: What is fetched before the weights are: enough to refuse a checkpoint that cannot be converted.
 _SMALL_HUB_FILES = "*.json *.jinja *.model *.txt *.tiktoken *LICENSE* *LICENCE* *NOTICE* *USE_POLICY* README.md".split()
+#: Where PEFT is installed, Transformers applies the adapter that it finds beside a model: it is to look where none is.
+_NO_ADAPTER = {"subfolder": "\0"}
 #: Keys that every configuration may have and that say nothing about the architecture.
 _METADATA_KEYS = set(
     "model_type architectures torch_dtype dtype transformers_version pretraining_tp id2label label2id "
@@ -81,7 +83,12 @@ class Source:
         try:
             # The class itself, where AutoModel would look for files.
             model, loading = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)].from_pretrained(
-                **arguments, config=self.config, dtype=dtype, local_files_only=True, output_loading_info=True
+                **arguments,
+                config=self.config,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
+                adapter_kwargs=_NO_ADAPTER,
             )
         except ImportError:
             raise

@@ -22,7 +22,9 @@ import torch
 from checkpoints import family_model, save_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import resformer.cli
@@ -841,6 +843,18 @@ def test_a_side_file_that_is_none_is_left_behind_and_named(kind: str, name: str,
     report = retrofit(source, source.parent / "out", verify=level)
     assert not (source.parent / "out" / name).exists()
     assert any(name in warning for warning in report.warnings)
+
+
+def test_an_adapter_beside_a_source_is_not_applied(copy: Callable[..., Path]) -> None:
+    source, ids = copy(), torch.arange(1, 17).view(1, 16)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    expected = model(ids).logits
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(source)
+    assert not torch.equal(AutoModelForCausalLM.from_pretrained(source)(ids).logits, expected)
+    report = retrofit(source, source.parent / "out")
+    assert "adapter_config.json" in report.left_behind
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(source.parent / "out")(ids).logits, expected)
 
 
 @pytest.mark.timeout(20)
