@@ -1,6 +1,7 @@
 """The command line: `resformer COMMAND`. Each module of `resformer.commands` adds its commands to `app`."""
 
 from resformer.commands import cards as cards
+from resformer.commands import comparison as comparison
 from resformer.commands import conversion as conversion
 from resformer.commands import evaluation as evaluation
 from resformer.commands import general as general
