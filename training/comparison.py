@@ -24,7 +24,7 @@ from resformer.convert.writing import replacing
 from resformer.environment import describe_environment
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.flops import training_flops
-from resformer.training.paired_run import Recipe, paired_run, write_json
+from resformer.training.paired_run import Recipe, paired_run, whole_batches, write_json
 from resformer.training.study_data import StudyData, study_data
 from resformer.training.study_plot import check_matplotlib, plot
 from resformer.training.study_table import BASELINE, rows_of
@@ -235,6 +235,8 @@ def _prepared(options: StudyOptions, *, write: bool) -> _Study:
         sample_by=options.sample_by,
     )
     study = _Study(options, data, _runs(options, data))
+    options.recipe.arguments(output, 0)  # what is wrong with these is told before anything is written
+    whole_batches(data.blocks, options.recipe.batch)
     if record.is_file():
         _check_same(record, study.plan)
     elif write:

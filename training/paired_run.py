@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from torch.utils.data import Subset
 from transformers import (
     PrinterCallback,
     Trainer,
@@ -25,12 +26,12 @@ from transformers import (
 
 from resformer.configuration import ResFormerConfig
 from resformer.modeling import ResFormerForCausalLM
-from resformer.training.data import Blocks
+from resformer.training.data import Blocks, DataError
 from resformer.training.finetune import processor_has_bf16
 from resformer.training.flops import step_memory, training_flops
 from resformer.training.recipe import last_checkpoint
 
-__all__ = ["Recipe", "paired_model", "paired_run", "write_json"]
+__all__ = ["Recipe", "paired_model", "paired_run", "whole_batches", "write_json"]
 
 _WARMING_UP = 2  # steps that are not timed, where there are more
 
@@ -158,6 +159,10 @@ def paired_run(
     Args:
         save_to: where the trained model goes.
         told: is called with the number of each step that is done.
+
+    Raises:
+        DataError: the training blocks do not fill a batch.
+        ValueError: as of `Recipe.arguments`.
     """
     arguments = recipe.arguments(folder, seed)
     model = paired_model(config, backbone, seed)
@@ -165,7 +170,7 @@ def paired_run(
     trainer = Trainer(
         model=model,
         args=arguments,
-        train_dataset=blocks.train,
+        train_dataset=whole_batches(blocks, recipe.batch),
         eval_dataset=blocks.held_out,
         data_collator=default_data_collator,
         callbacks=[watch],
@@ -203,6 +208,21 @@ def paired_run(
         "processes": arguments.world_size,
         "resumed_from": 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2]),
     }
+
+
+def whole_batches(blocks: Blocks, batch: int) -> Subset[dict[str, torch.Tensor]]:
+    """The training blocks but for a rest, with which each epoch would end in a smaller batch.
+
+    Raises:
+        DataError: there is not one batch.
+    """
+    count = len(blocks.train) // batch * batch
+    if not count:
+        raise DataError(
+            f"The training documents make {len(blocks.train)} blocks, too few for a batch of {batch}; use more text, "
+            "or a smaller --block or --batch."
+        )
+    return Subset(blocks.train, range(count))
 
 
 def write_json(path: Path, value: Any) -> None:
