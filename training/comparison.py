@@ -147,7 +147,7 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
         ValueError: an option is out of its range.
     """
     check_matplotlib()
-    first = PartialState().is_main_process
+    first = options.recipe.arguments(Path(options.output), 0).process_index == 0  # joins the processes, too
     with PartialState().main_process_first():
         study = _prepared(options, write=first)
     pending = [run for run in study.runs if not study.file(run).is_file()]
@@ -235,8 +235,7 @@ def _prepared(options: StudyOptions, *, write: bool) -> _Study:
         sample_by=options.sample_by,
     )
     study = _Study(options, data, _runs(options, data))
-    options.recipe.arguments(output, 0)  # what is wrong with these is told before anything is written
-    whole_batches(data.blocks, options.recipe.batch)
+    whole_batches(data.blocks, options.recipe.batch)  # too few are told before anything is written
     if record.is_file():
         _check_same(record, study.plan)
     elif write:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch.utils.data import Subset
 from transformers import (
     PrinterCallback,
@@ -61,21 +60,11 @@ class Recipe:
         """The stock Trainer's arguments.
 
         Raises:
-            ValueError: the batch cannot be divided among the processes, or into micro-batches.
+            ValueError: the batch cannot be divided among the devices, or into micro-batches.
         """
-        processes = PartialState().num_processes
-        each, rest = divmod(self.batch, processes)
-        if rest:
-            raise ValueError(f"batch is {self.batch}; expected a multiple of the {processes} processes.")
-        micro = each if self.micro_batch is None else self.micro_batch
-        if each % micro:
-            raise ValueError(f"micro_batch is {micro}; expected a divisor of the {each} sequences of a process.")
-        return TrainingArguments(
+        arguments = TrainingArguments(
             output_dir=str(folder),
             max_steps=self.steps,
-            per_device_train_batch_size=micro,
-            per_device_eval_batch_size=micro,
-            gradient_accumulation_steps=each // micro,
             learning_rate=self.learning_rate,
             lr_scheduler_type="cosine_with_min_lr",
             lr_scheduler_kwargs={"min_lr_rate": 0.1},
@@ -93,11 +82,22 @@ class Recipe:
             prediction_loss_only=True,
             bf16=processor_has_bf16() if self.bf16 is None else self.bf16,
             use_cpu=not torch.accelerator.is_available(),
+            ddp_find_unused_parameters=False,
             report_to="none",
             disable_tqdm=True,
             seed=seed,
             data_seed=seed,
         )
+        devices = arguments.world_size * max(1, arguments.n_gpu)
+        each, rest = divmod(self.batch, devices)
+        if rest:
+            raise ValueError(f"batch is {self.batch}; expected a multiple of the {devices} devices.")
+        micro = each if self.micro_batch is None else self.micro_batch
+        if each % micro:
+            raise ValueError(f"micro_batch is {micro}; expected a divisor of the {each} sequences of a device.")
+        arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = micro
+        arguments.gradient_accumulation_steps = each // micro
+        return arguments
 
 
 class _Watch(TrainerCallback):
