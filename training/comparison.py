@@ -213,7 +213,7 @@ def plan_study(options: StudyOptions) -> dict[str, Any]:
         **study.plan,
         "seeds": options.seeds,
         "tokens": tokens,
-        "epochs": tokens / study.data.fingerprint["training tokens"],
+        "epochs": tokens / study.data.fingerprint["training_tokens"],
         "runs": rows,
         "seconds": seconds,
     }

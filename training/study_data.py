@@ -40,8 +40,8 @@ class StudyData:
             for chunk in side.tokens.slice(0, 2**26).chunks:
                 digest.update(chunk.to_numpy().astype("<i8"))
         return {
-            "training tokens": len(self.blocks.train) * self.blocks.train.block,
-            "held-out tokens": len(self.blocks.held_out) * self.blocks.held_out.block,
+            "training_tokens": len(self.blocks.train) * self.blocks.train.block,
+            "held_out_tokens": len(self.blocks.held_out) * self.blocks.held_out.block,
             "sha256": digest.hexdigest(),
         }
 

@@ -27,7 +27,7 @@ def plot(study: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], path: Path
 
     sizes = study["sizes"]
     methods = list(dict.fromkeys(run["method"] for run in runs))
-    colours = {method: colormaps["tab20"](index % 20) for index, method in enumerate(methods)}
+    colours = {method: colormaps["tab20"](2 * index % 20 + index // 10 % 2) for index, method in enumerate(methods)}
     colours[BASELINE] = (0.0, 0.0, 0.0, 1.0)
     figure = Figure(figsize=(17, max(5.0, 1.5 + 0.3 * len(methods)) * len(sizes)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -56,7 +56,7 @@ def plot(study: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], path: Path
             found, colour = row["difference"], colours[row["method"]]
             half = None if found["low"] is None else found["high"] - found["mean"]
             final.errorbar(found["mean"], place, xerr=half, fmt="o", capsize=4, color=colour)
-            final.scatter(found["values"], [place] * len(found["values"]), marker="|", s=80, color=colour)
+            final.scatter(found["values"], [place] * len(found["values"]), marker="x", s=40, color=colour)
         final.set_yticks(range(len(shown)), [row["method"] for row in shown])
         final.invert_yaxis()
         title = "mean and 95 % interval" if seeds > 1 else "one seed, no interval"

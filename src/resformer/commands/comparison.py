@@ -100,7 +100,7 @@ def compare(
                 return
             for each in plan["runs"]:
                 row(each["size"], f"{each['method']}, {each['parameters']:,} parameters, {each['to_do']} runs to do")
-            row("data", f"{plan['data']['name']}, {plan['data']['training tokens']:,} tokens to train on")
+            row("data", f"{plan['data']['name']}, {plan['data']['training_tokens']:,} tokens to train on")
             row("budget", f"{plan['steps']:,} steps, {plan['tokens']:,} tokens, {plan['epochs']:.2f} epochs a run")
             row("time", f"{plan['seconds'] / 60:,.1f} min at the speed of transformer's first steps")
             row("would write", output)
