@@ -42,7 +42,7 @@ GQA = "transformer:num_key_value_heads=2"
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with some text, and a finished study of it."""
+    """A folder with some text."""
     folder = tmp_path_factory.mktemp("compare")
     lines = [f"Value {index} of the first layer reaches layer {index % 7}." for index in range(300)]
     (folder / "notes.txt").write_text("\n\n".join(lines))

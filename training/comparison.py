@@ -23,7 +23,6 @@ from resformer.convert.errors import CheckpointError, brief
 from resformer.convert.writing import replacing
 from resformer.environment import describe_environment
 from resformer.modeling import ResFormerForCausalLM
-from resformer.training.flops import training_flops
 from resformer.training.paired_run import Recipe, paired_run, whole_batches, write_json
 from resformer.training.study_data import StudyData, study_data
 from resformer.training.study_plot import check_matplotlib, plot
@@ -312,7 +311,6 @@ def _described(run: _Run) -> dict[str, Any]:
         "size": run.size,
         "method": run.method,
         "seed": run.seed,
-        "flops_per_token": training_flops(run.config, run.config.max_position_embeddings),
         "cache_bytes_per_token": cache_bytes_per_token(run.config),
     }
 
@@ -360,7 +358,7 @@ def _report(study: _Study, results: Sequence[Mapping[str, Any]], command: str) -
 
 
 def _notes(options: StudyOptions) -> list[str]:
-    notes = [
+    return [
         f"Loss: nats per token on the held-out blocks after {options.recipe.steps:,} steps of {options.recipe.batch} x "
         f"{options.block} tokens. Δ: minus {BASELINE}'s of the same seed"
         + (", with its 95 % confidence interval by Student's t." if options.seeds > 1 else "; one seed, no interval."),
@@ -369,7 +367,6 @@ def _notes(options: StudyOptions) -> list[str]:
         if len(options.sizes) > 1
         else f"Equal parameters need {BASELINE} at two --sizes at least, and are left out.",
     ]
-    return notes
 
 
 def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
