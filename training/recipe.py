@@ -43,7 +43,7 @@ from resformer.training.distillation import DistillationTrainer
 from resformer.training.finetune import PeakMemory, processor_has_bf16
 from resformer.training.optimizer import parameter_groups
 
-__all__ = ["FinetuneOptions", "FinetuneReport", "finetune_checkpoint"]
+__all__ = ["FinetuneOptions", "FinetuneReport", "finetune_checkpoint", "last_checkpoint"]
 
 _OF_A_CARD = ("source", "revision", "method", "corpus", "evaluation_tokens", "runs", "datasets")
 _HERE = ("resume", "force", "dry_run")  # say how to run, not what
@@ -250,7 +250,7 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
     if not arguments.disable_tqdm:
         trainer.add_callback(_Bar())
 
-    last = _last_checkpoint(options.unfinished) if options.resume else None
+    last = last_checkpoint(options.unfinished) if options.resume else None
     if first:
         options.unfinished.mkdir(parents=True, exist_ok=True)
         (options.unfinished / "arguments.json").write_text(json.dumps(options.run, indent=2))
@@ -412,7 +412,7 @@ def _check_unfinished(options: FinetuneOptions) -> None:
         )
 
 
-def _last_checkpoint(folder: Path) -> Path | None:
+def last_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint that was written to its end: its state comes last."""
     for path in sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
         try:

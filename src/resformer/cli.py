@@ -2,6 +2,7 @@
 
 from resformer.commands import analysis as analysis
 from resformer.commands import cards as cards
+from resformer.commands import comparison as comparison
 from resformer.commands import conversion as conversion
 from resformer.commands import evaluation as evaluation
 from resformer.commands import general as general

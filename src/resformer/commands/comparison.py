@@ -1,0 +1,116 @@
+"""`resformer compare`."""
+
+import json
+import math
+import os
+from typing import Annotated
+
+import typer
+
+from resformer.commands.terminal import INTERRUPTED, AsJson, app, echo, own_command, reporting_errors, row
+
+__all__ = ["compare"]
+
+
+@app.command()
+def compare(
+    output: Annotated[str, typer.Argument(help="The folder of the study; new, empty, or one to go on with.")],
+    methods: Annotated[
+        str, typer.Option(help="NAME[:FIELD=VALUE...], separated by commas; transformer is always compared with.")
+    ] = "resformer,denseformer,svformer",
+    sizes: Annotated[str, typer.Option(help="tiny, 10m, 82m, 180m, or NAME:FIELD=VALUE...; commas between.")] = "tiny",
+    seeds: Annotated[int, typer.Option(help="Paired runs of each method.")] = 3,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps of each run; or give --tokens.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Training tokens of each run, rounded up to steps.")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text, JSON, CSV or parquet file, folder, Hub id[:configuration]; repeatable. Default: "
+            "Python's standard library."
+        ),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Split of a Hub dataset.")] = "train",
+    text_column: Annotated[str, typer.Option(help="Column that holds the text.")] = "text",
+    sample_by: Annotated[
+        str, typer.Option(help="A document of a plain text file: paragraph, line, document.")
+    ] = "paragraph",
+    tokenizer: Annotated[
+        str, typer.Option(help="bytes, bpe:N trained on the data, a folder or a Hub id.")
+    ] = "bpe:4096",
+    block: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512,
+    batch: Annotated[int, typer.Option(help="Sequences per step, on all devices together.")] = 8,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences per device and pass.  [default: all]")] = None,
+    learning_rate: Annotated[float, typer.Option(help="The highest; it ends at a tenth.")] = 6e-4,
+    warmup: Annotated[float, typer.Option(help="Share of the steps.")] = 0.05,
+    weight_decay: Annotated[float, typer.Option(help="Of matrices; never of connections.")] = 0.1,
+    evaluations: Annotated[int, typer.Option(help="On the held-out blocks, per run; a checkpoint after each.")] = 10,
+    held_out: Annotated[float, typer.Option(help="Share of the documents of --data to evaluate on.")] = 0.02,
+    held_out_blocks: Annotated[int, typer.Option(help="Evaluate on so many blocks at most.")] = 128,
+    bf16: Annotated[
+        bool | None, typer.Option("--bf16/--no-bf16", help="Autocast.  [default: where the processor has bfloat16]")
+    ] = None,
+    save_models: Annotated[bool, typer.Option("--save-models", help="Keep the models of the first seed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its time; write nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train methods from scratch under one budget, paired by seed, and compare their held-out losses.
+
+    A study that was stopped goes on when the command is given again.
+    """
+    with reporting_errors():
+        if steps is None:
+            if tokens is None:
+                raise ValueError("the budget is missing: give --steps or --tokens.")
+            steps = math.ceil(tokens / (batch * block))
+        elif tokens is not None:
+            raise ValueError(f"--steps is {steps} and --tokens {tokens}: give one of them.")
+        from resformer.training.comparison import StudyOptions, names, plan_study, run_study
+        from resformer.training.paired_run import Recipe
+        from resformer.training.study_table import markdown
+
+        options = StudyOptions(
+            output,
+            Recipe(
+                steps=steps,
+                batch=batch,
+                micro_batch=micro_batch,
+                learning_rate=learning_rate,
+                warmup=warmup,
+                weight_decay=weight_decay,
+                evaluations=evaluations,
+                bf16=bf16,
+            ),
+            methods=names(methods),
+            sizes=names(sizes),
+            seeds=seeds,
+            data=data or [],
+            split=split,
+            text_column=text_column,
+            sample_by=sample_by,
+            tokenizer=tokenizer,
+            block=block,
+            held_out=held_out,
+            held_out_blocks=held_out_blocks,
+            save_models=save_models,
+        )
+        if dry_run:
+            plan = plan_study(options)
+            if as_json:
+                echo(json.dumps(plan, indent=2))
+                return
+            for each in plan["runs"]:
+                row(each["size"], f"{each['method']}, {each['parameters']:,} parameters, {each['to_do']} runs to do")
+            row("data", f"{plan['data']['name']}, {plan['data']['training_tokens']:,} tokens to train on")
+            row("budget", f"{plan['steps']:,} steps, {plan['tokens']:,} tokens, {plan['epochs']:.2f} epochs a run")
+            row("time", f"{plan['seconds'] / 60:,.1f} min at the speed of transformer's first steps")
+            row("would write", output)
+            return
+        try:
+            report = run_study(options, own_command())
+        except KeyboardInterrupt:
+            if os.environ.get("RANK", "0") == "0":
+                echo(f"Interrupted. Go on with: {own_command()}", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        if report is None:  # a process that helps the first one
+            return
+        echo(json.dumps(report, indent=2) if as_json else markdown(report))

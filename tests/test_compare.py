@@ -1,0 +1,559 @@
+"""`resformer compare`: pairs are pairs, a stopped study goes on, the numbers are what anybody computes."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from datasets import disable_progress_bars, enable_progress_bars
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel, Trainer
+from typer.testing import CliRunner
+
+from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+from resformer.cli import app
+from resformer.model_cards.metrics import metrics_of
+from resformer.training import paired_run as paired_run_module
+from resformer.training.comparison import names
+from resformer.training.data import Blocks, PackedBlocks, is_held_out
+from resformer.training.flops import forward_flops, step_memory, training_flops
+from resformer.training.optimizer import is_connection
+from resformer.training.paired_run import Recipe, paired_model, paired_run
+from resformer.training.study_data import study_data
+from resformer.training.study_table import interval, rows_of, student_quantile
+
+ROOT = Path(__file__).parents[1]
+SHAPE = "tiny:hidden_size=32:intermediate_size=48:num_hidden_layers=6:num_attention_heads=4"
+SMALL = ["--sizes", SHAPE, "--data", "notes.txt", "--tokenizer", "bytes", "--block", "32", "--batch", "4"]
+SMALL += ["--held-out", "0.1", "--held-out-blocks", "6", "--no-bf16"]
+GQA = "transformer:num_key_value_heads=2"
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with some text."""
+    folder = tmp_path_factory.mktemp("compare")
+    lines = [f"Value {index} of the first layer reaches layer {index % 7}." for index in range(300)]
+    (folder / "notes.txt").write_text("\n\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def compare(work: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`compare("out", "--steps", 4)` in this process, in the folder `work`."""
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", work / "home" / "datasets")
+
+    def run(*arguments: object) -> Any:
+        disable_progress_bars()  # as the command itself does off a terminal, before tqdm is imported
+        result = CliRunner().invoke(app, ["compare", *map(str, arguments)])
+        enable_progress_bars()
+        return result
+
+    return run
+
+
+def launch(work: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        *launcher,
+        *(["-m"] if launcher else []),
+        "resformer",
+        "compare",
+        *map(str, arguments),
+    ]
+
+
+def environment(work: Path) -> dict[str, str]:
+    return {**os.environ, "HF_HOME": str(work / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+class Recorded(PackedBlocks):
+    """Blocks that remember in which order they were read."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+def random_blocks(count: int = 10, block: int = 8, vocabulary: int = 97) -> Blocks:
+    ids = torch.randint(vocabulary, ((count + 3) * block,), generator=torch.Generator().manual_seed(0)).numpy()
+    train, held_out = (pa.chunked_array([part]) for part in (ids[: count * block], ids[count * block :]))
+    return Blocks(Recorded(train, block), PackedBlocks(held_out, block))
+
+
+# Pairs.
+
+
+def test_models_of_a_seed_start_from_one_backbone(tiny_config: Callable[..., ResFormerConfig], method: str) -> None:
+    backbone = tiny_config()
+    llama = paired_model(backbone, backbone, 3).state_dict()
+    model = paired_model(tiny_config(method), backbone, 3)
+    for name, parameter in model.named_parameters():
+        if is_connection(name):
+            assert name not in llama
+        else:
+            assert torch.equal(parameter, llama[name]), name
+    other = paired_model(tiny_config(method), backbone, 4)
+    assert not torch.equal(other.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+def test_fewer_key_value_heads_are_the_first_ones(tiny_config: Callable[..., ResFormerConfig]) -> None:
+    backbone = tiny_config(num_key_value_heads=4)
+    full, half = (paired_model(tiny_config(num_key_value_heads=heads), backbone, 0) for heads in (4, 2))
+    for name, parameter in half.named_parameters():
+        whole = full.get_parameter(name)
+        assert torch.equal(parameter, whole[: len(parameter)]), name
+        assert (len(parameter) < len(whole)) == (".k_proj" in name or ".v_proj" in name)
+
+
+@pytest.mark.parametrize(
+    ("method", "first"),
+    [("resformer", 0.5), ("resformer-plus", 0.5), ("resformer-dense", 0.5), ("resformer-constant", 2)],
+)
+def test_connections_start_at_their_from_scratch_values(
+    tiny_config: Callable[..., ResFormerConfig], method: str, first: float
+) -> None:
+    matrix = paired_model(tiny_config(method), tiny_config(), 0).model.value_mixing_matrix()
+    torch.testing.assert_close(matrix[1:, 0], torch.full((5,), float(first)))
+
+
+def test_methods_of_a_seed_see_the_same_batches(tiny_config: Callable[..., ResFormerConfig], tmp_path: Path) -> None:
+    def order(method: str, seed: int) -> list[int]:
+        blocks = random_blocks()
+        assert isinstance(blocks.train, Recorded)
+        config, backbone = tiny_config(method), tiny_config()
+        paired_run(config, backbone, blocks, Recipe(steps=6, batch=4), seed, folder=tmp_path / "unfinished")
+        return blocks.train.read[1:]  # the first is a sample for the memory
+
+    expected = order("transformer", 0)
+    assert len(expected) == 24
+    epochs = [expected[start : start + 8] for start in (0, 8, 16)]  # of 10 blocks, those that fill batches
+    assert [sorted(epoch) for epoch in epochs] == [list(range(8))] * 3
+    assert epochs[0] != epochs[1]
+    for method in ("svformer", "resformer-gated", "denseformer"):
+        assert order(method, 0) == expected
+    assert order("transformer", 1) != expected
+
+
+# The recipe.
+
+
+def test_the_recipe_is_the_papers(
+    tiny_config: Callable[..., ResFormerConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Trainer] = []
+
+    class Spy(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(paired_run_module, "Trainer", Spy)
+    recipe = Recipe(steps=20, batch=2, warmup=0.1, evaluations=20)
+    paired_run(tiny_config("resformer-denseformer"), tiny_config(), random_blocks(), recipe, 0, folder=tmp_path / "u")
+    (trainer,) = made
+    optimizer = trainer.optimizer.optimizer
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert trainer.args.max_grad_norm == 1.0
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in trainer.model.named_parameters():
+        assert decay[id(parameter)] == (0.1 if parameter.dim() == 2 and not is_connection(name) else 0.0), name
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.95)}
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert max(rates) == pytest.approx(6e-4)
+    assert rates.index(max(rates)) == 2
+    assert all(left > right for left, right in pairwise(rates[2:]))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(6e-5)
+
+
+def test_micro_batches_make_the_same_step(tiny_config: Callable[..., ResFormerConfig], tmp_path: Path) -> None:
+    losses = [
+        paired_run(
+            tiny_config(), tiny_config(), random_blocks(), Recipe(steps=5, batch=4, micro_batch=micro, bf16=False), 0,
+            folder=tmp_path / "unfinished",
+        )["loss"]
+        for micro in (None, 2)
+    ]  # fmt: skip
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    with pytest.raises(ValueError, match="micro_batch is 3; expected a divisor of the 4 sequences"):
+        Recipe(steps=5, batch=4, micro_batch=3).arguments(tmp_path, 0)
+
+
+def test_the_last_loss_is_the_models_and_the_curve_has_the_intervals(
+    tiny_config: Callable[..., ResFormerConfig], tmp_path: Path
+) -> None:
+    blocks = random_blocks()
+    result = paired_run(
+        tiny_config("resformer"), tiny_config(), blocks, Recipe(steps=7, batch=2, evaluations=3, bf16=False), 0,
+        folder=tmp_path / "unfinished", save_to=tmp_path / "model",
+    )  # fmt: skip
+    assert [point["step"] for point in result["curve"]] == [0, 3, 6, 7]
+    assert [point["tokens"] for point in result["curve"]] == [0, 48, 96, 112]
+    assert all(math.isfinite(point["training_loss"]) for point in result["curve"][1:])
+    model = ResFormerForCausalLM.from_pretrained(tmp_path / "model").eval()
+    ids = torch.stack([block["input_ids"] for block in blocks.held_out])
+    with torch.no_grad():
+        assert result["loss"] == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-5)
+    assert result["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert not (tmp_path / "unfinished").exists()
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(tiny_config: Callable[..., ResFormerConfig], tmp_path: Path) -> None:
+    def run(told: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
+        recipe = Recipe(steps=12, batch=4, evaluations=4, learning_rate=1e-2)
+        config, folder = tiny_config("resformer-denseformer"), tmp_path / "unfinished"
+        return paired_run(config, tiny_config(), random_blocks(), recipe, 0, folder=folder, told=told)
+
+    def stop(step: int) -> None:
+        if step == 8:
+            raise KeyboardInterrupt
+
+    whole = run()
+    with pytest.raises(KeyboardInterrupt):
+        run(stop)
+    resumed = run()
+    assert (whole["resumed_from"], resumed["resumed_from"]) == (0, 6)
+    assert resumed["curve"] == whole["curve"]
+
+
+# Costs.
+
+
+@pytest.mark.parametrize("variant", [*METHODS, "crossed-sharing"])
+def test_operations_are_those_that_torch_counts(tiny_model: Callable[..., PreTrainedModel], variant: str) -> None:
+    tokens = 16
+    model = tiny_model(variant, attention="eager")
+    config = model.config
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.arange(tokens)[None], use_cache=False)
+    parts = forward_flops(config, tokens)
+    # Eager attention computes the masked half too; torch counts matrix products and not the sums of the connections.
+    attention = parts["attention"] * 2 * tokens / (tokens + 1)
+    gates = 0
+    if config.value_residual == "gated":
+        gates = 2 * config.hidden_size * config.num_key_value_heads * len(config.mixing_layers)
+    counted = parts["projections"] + parts["head"] + attention + gates
+    averages = 0 if not config.dwa else parts["connections"]
+    assert counted * tokens <= counter.get_total_flops() <= (counted + 3 * averages) * tokens
+    assert training_flops(config, tokens) == 3 * sum(parts.values())
+
+
+def test_operations_of_connections_and_windows(tiny_config: Callable[..., ResFormerConfig]) -> None:
+    def cost(part: str, variant: str = "transformer", **fields: Any) -> float:
+        return forward_flops(tiny_config(variant, **fields), 16)[part]
+
+    values, width = 2 * 8, 32  # heads x head_dim, hidden_size; 6 layers
+    assert cost("connections") == 0
+    assert cost("connections", "resformer") == 2 * values * 5 * 2
+    assert cost("connections", "resformer-dense") == 2 * values * (2 + 3 + 4 + 5 + 6)
+    assert cost("connections", "resformer-gated") == 2 * values * 5 * 2 + 2 * width * 2 * 5
+    assert cost("connections", "neutreno") == 3 * width * 5
+    assert cost("connections", "denseformer") == 2 * width * (6 * 9 // 2)
+    assert cost("projections") - cost("projections", "svformer") == 2 * width * values * 5
+    assert cost("projections") - cost("projections", "cla2") == 2 * width * values * 6
+    assert cost("attention") == 4 * width * 6 * 17 / 2
+    assert cost("attention", sliding_window=4) == 4 * width * 6 * (1 + 2 + 3 + 13 * 4) / 16
+
+
+def test_memory_counts_what_a_step_holds(tiny_model: Callable[..., PreTrainedModel]) -> None:
+    model = tiny_model("resformer", vocab_size=5000)
+    held = 4 * model.num_parameters()
+    ids = torch.arange(32)[None]
+    one, eight = (
+        step_memory(model, {"input_ids": ids.repeat(rows, 1), "labels": ids.repeat(rows, 1)}, bf16=False)
+        for rows in (1, 8)
+    )
+    assert one > 4 * held  # parameters, gradients and two moments
+    logits = 4 * 32 * 5000
+    assert one + 7 * logits < eight < one + 7 * 6 * logits
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# Statistics.
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (10, 2.2281), (99, 1.9842)],
+)
+def test_quantiles_are_students(freedom: int, quantile: float) -> None:
+    assert student_quantile(freedom) == pytest.approx(quantile, abs=5e-5)
+
+
+def test_an_interval_needs_two_seeds() -> None:
+    found = interval([1.0, 2.0, 3.0])
+    assert found["mean"] == 2.0
+    assert found["high"] - 2.0 == pytest.approx(4.30265 / math.sqrt(3), rel=1e-5)
+    assert 2.0 - found["low"] == pytest.approx(found["high"] - 2.0)
+    assert interval([1.5]) == {"mean": 1.5, "low": None, "high": None, "values": [1.5]}
+
+
+def a_run(size: str, method: str, seed: int, loss: float | None, parameters: int, flops: float) -> dict[str, Any]:
+    middle = None if loss is None else loss + 1.0
+    curve = [{"step": step, "validation_loss": value} for step, value in ((0, 9.0), (50, middle), (100, loss))]
+    costs = {"cache_bytes_per_token": 64, "step_seconds": 0.5, "tokens_per_second": 10.0, "peak_memory": 100}
+    identity = {"size": size, "method": method, "seed": seed, "parameters": parameters, "training_flops": flops}
+    return {**identity, **costs, "loss": loss, "curve": curve}
+
+
+def test_views_compare_with_the_baseline_of_the_same_seed_cost_and_size() -> None:
+    runs = [
+        a_run("small", "transformer", 0, 4.0, 1000, 1e6),
+        a_run("small", "transformer", 1, 5.0, 1000, 1e6),
+        a_run("small", "svformer", 0, 4.1, 1000, 0.9e6),
+        a_run("small", "svformer", 1, 5.12, 1000, 0.9e6),
+        a_run("large", "transformer", 0, 3.0, 4000, 4e6),
+        a_run("large", "transformer", 1, 4.0, 4000, 4e6),
+        a_run("large", "svformer", 0, 3.5, 2000, 4e6),
+        a_run("large", "svformer", 1, 4.5, 2000, 4e6),
+        a_run("large", "denseformer", 0, 1.0, 9000, 4e6),
+        a_run("large", "denseformer", 1, None, 9000, 4e6),
+    ]
+    rows = {(size, row["method"]): row for size, each in rows_of(runs).items() for row in each}
+    small, large, diverged = rows["small", "svformer"], rows["large", "svformer"], rows["large", "denseformer"]
+    assert small["loss"] == pytest.approx(4.61)
+    assert small["difference"]["values"] == pytest.approx([0.1, 0.12])
+    # After 0.9e6 operations the baseline is at step 90, 0.2 above its end; svformer is at its end.
+    assert small["equal_flops"]["values"] == pytest.approx([-0.1, -0.08])
+    assert small["equal_parameters"]["values"] == pytest.approx([0.1, 0.12])
+    # 2,000 parameters are half way from 1,000 to 4,000; 3.5 and 4.5 are half way from 4 to 3 and from 5 to 4.
+    assert large["equal_parameters"]["mean"] == pytest.approx(0.0)
+    assert large["baseline_parameters"] == pytest.approx(2000)
+    assert small["baseline_parameters"] == pytest.approx(1000 / 4**0.11)
+    for key in ("loss", "difference", "equal_flops", "equal_parameters", "baseline_parameters"):
+        assert diverged[key] is None, key
+    assert rows["large", "transformer"]["difference"] is None
+    alone = rows_of([run for run in runs if run["size"] == "small" and run["seed"] == 0])["small"][1]
+    assert alone["equal_parameters"] is None
+    assert alone["difference"]["low"] is None
+
+
+# Data.
+
+
+def test_a_tokenizer_is_trained_on_the_training_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    seen = [text for i in range(400) if not is_held_out(text := f"abcdefgh number {i}", 0.3)]
+    unseen = [text for i in range(400) if is_held_out(text := f"zyxwvuts number {i}", 0.3)]
+    (tmp_path / "notes.txt").write_text("\n\n".join([*seen, *unseen]))
+    data = study_data([str(tmp_path / "notes.txt")], tokenizer="bpe:300", block=16, held_out=0.3, held_out_blocks=1000)
+    assert data.name == "notes.txt"
+    assert len(data.tokenizer("abcdefgh")["input_ids"]) == 1
+    assert len(data.tokenizer("zyxwvuts")["input_ids"]) == 8
+    text = data.tokenizer.decode(data.blocks.held_out[0]["input_ids"])
+    assert "zyxwvuts" in text
+    assert "abcdefgh" not in text
+    # Bytes of whole documents; the tail that fills no block is missing.
+    tokens = sum(len(data.tokenizer(text)["input_ids"]) + 1 for text in unseen)
+    assert data.bytes_per_token == pytest.approx(sum(map(len, unseen)) / tokens, rel=0.02)
+
+
+def test_bytes_are_tokens(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", work / "home" / "datasets")
+    data = study_data([str(work / "notes.txt")], tokenizer="bytes", block=32, held_out=0.1, held_out_blocks=6)
+    assert len(data.tokenizer) == 257
+    ids = torch.cat([block["input_ids"] for block in data.blocks.held_out])
+    assert data.bytes_per_token == (ids != data.tokenizer.eos_token_id).sum().item() / len(ids)
+    assert data.tokenizer.decode(data.tokenizer("naïve 値")["input_ids"]) == "naïve 値"
+    assert len(data.tokenizer("naïve 値")["input_ids"]) == len("naïve 値".encode())
+
+
+def test_lists_of_names_keep_the_commas_of_values() -> None:
+    assert names(f"svformer, {GQA},resformer:value_residual_init=[0.5,1]") == [
+        "svformer", GQA, "resformer:value_residual_init=[0.5,1]",
+    ]  # fmt: skip
+    assert names("tiny,10m") == ["tiny", "10m"]
+
+
+# The command.
+
+
+def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any]) -> None:
+    common = [*SMALL, "--steps", 4, "--evaluations", 2]
+    first = compare("study", "--methods", GQA, "--seeds", 1, *common)
+    assert first.exit_code == 0, first.output
+    assert "one seed, no interval" in first.stdout
+    assert "need transformer at two --sizes" in first.stdout
+    runs = {path: path.read_bytes() for path in (work / "study" / "runs").rglob("*.json")}
+    assert len(runs) == 2
+    assert (work / "study" / "study.png").read_bytes().startswith(b"\x89PNG")
+    assert not (work / "study" / "unfinished").exists()
+
+    again = compare("study", "--methods", f"{GQA},resformer", "--seeds", 2, *common, "--json")
+    assert again.exit_code == 0, again.output
+    assert again.stderr.count("held-out loss") == 4
+    assert {path: path.read_bytes() for path in runs} == runs
+    report = json.loads(again.stdout)
+    assert report == json.loads((work / "study" / "study.json").read_text())
+    (rows,) = report["sizes"].values()
+    assert [row["method"] for row in rows] == ["transformer", GQA, "resformer"]
+    assert rows[0]["parameters"] - rows[1]["parameters"] == 6 * 2 * 32 * 16
+    assert rows[1]["cache_bytes_per_token"] * 2 == rows[0]["cache_bytes_per_token"] == 6 * 2 * 32 * 2
+    for row in rows:
+        losses = [
+            json.loads(path.read_text())["loss"]
+            for path in sorted((work / "study" / "runs").rglob("*.json"))
+            if json.loads(path.read_text())["method"] == row["method"]
+        ]
+        assert row["losses"] == losses
+        assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2) / report["bytes_per_token"])
+    of_resformer = [metric for metric in metrics_of(report) if metric.method == "resformer"]
+    assert [metric.value for metric in of_resformer] == [rows[2]["loss"], rows[2]["difference"]["mean"]]
+    assert report["environments"][0]["packages"]["torch"] == torch.__version__
+
+    other = compare("study", "--methods", GQA, "--seeds", 1, *common, "--learning-rate", "1e-3")
+    assert other.exit_code == 3
+    assert "study: holds another study: learning_rate was 0.0006, is 0.001." in other.stderr
+
+
+def test_a_plan_is_told_and_nothing_written(work: Path, compare: Callable[..., Any]) -> None:
+    before = set(work.iterdir())
+    plan = compare("planned", "--methods", "resformer", "--tokens", 700, *SMALL, "--dry-run", "--json")
+    assert plan.exit_code == 0, plan.output
+    told = json.loads(plan.stdout)
+    assert (told["steps"], told["tokens"], told["seconds"] > 0) == (6, 768, True)
+    assert [(run["method"], run["to_do"]) for run in told["runs"]] == [("transformer", 3), ("resformer", 3)]
+    assert "min at the speed of" in compare("planned", "--tokens", 700, *SMALL, "--seeds", 1, "--dry-run").stdout
+    assert set(work.iterdir()) - before <= {work / "home"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ([], 2, "give --steps or --tokens"),
+        (["--steps", 4, "--tokens", 4], 2, "--steps is 4 and --tokens 4"),
+        (["--steps", 0], 2, "steps is 0; expected more than 0"),
+        (["--steps", 4, "--methods", "resfomer"], 2, "Unknown method 'resfomer'"),
+        (["--steps", 4, "--methods", "transformer:num_key_value_head=2"], 2, "Did you mean 'num_key_value_heads'?"),
+        (["--steps", 4, "--methods", "transformer:num_key_value_heads=3"], 2, "is not a multiple of"),
+        (["--steps", 4, "--sizes", "huge"], 2, "Unknown size 'huge'"),
+        (["--steps", 4, "--block", 1], 2, "block is 1"),
+        (["--steps", 4, "--tokenizer", "bpe:9"], 2, "a number of tokens from 257 up"),
+        (["--steps", 4, "--tokenizer", "./nowhere"], 3, "nowhere: is no tokenizer"),
+        (["--steps", 4, "--data", "missing.txt"], 3, "missing.txt: there is no such file"),
+        (["--steps", 4, "--micro-batch", 3], 2, "micro_batch is 3"),
+        (["--steps", 4, "--batch", 4000], 3, "blocks, too few for a batch of 4000"),
+    ],
+)
+def test_misuse_is_one_line_with_the_way_out(
+    work: Path, compare: Callable[..., Any], arguments: list[object], code: int, words: str
+) -> None:
+    result = compare("new", *SMALL, *arguments)
+    assert result.exit_code == code, result.output
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not (work / "new").exists()
+
+
+def test_other_files_are_left_alone(work: Path, compare: Callable[..., Any]) -> None:
+    (work / "mine").mkdir()
+    (work / "mine" / "thesis.txt").write_text("years of work")
+    result = compare("mine", *SMALL, "--steps", 4)
+    assert result.exit_code == 3
+    assert "mine: is there and no study; give another folder." in result.stderr
+    assert [path.name for path in (work / "mine").iterdir()] == ["thesis.txt"]
+
+
+def test_a_missing_matplotlib_is_told_before_the_work(
+    work: Path, compare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = compare("unplotted", *SMALL, "--steps", 4)
+    assert result.exit_code == 1
+    assert "pip install 'resformer[analysis]'" in result.stderr
+    assert not (work / "unplotted").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_study_goes_on_where_it_was(work: Path) -> None:
+    arguments = ["--methods", "resformer", "--seeds", 1, *SMALL, "--steps", 60, "--evaluations", 20]
+    whole = subprocess.run(launch(work, "whole", *arguments), cwd=work, env=environment(work), check=True,
+                           capture_output=True, text=True)  # fmt: skip
+    with subprocess.Popen(launch(work, "killed", *arguments), cwd=work, env=environment(work)) as process:
+        unfinished = work / "killed" / "unfinished"
+        while process.poll() is None:
+            if [path for path in unfinished.rglob("trainer_state.json") if "resformer" in path.parts]:
+                process.send_signal(signal.SIGKILL)
+                break
+            time.sleep(0.01)
+    assert process.wait() == -signal.SIGKILL
+    (finished,) = (work / "killed" / "runs").rglob("*.json")
+    before = finished.read_bytes()
+    resumed = subprocess.run(launch(work, "killed", *arguments), cwd=work, env=environment(work), check=True,
+                             capture_output=True, text=True)  # fmt: skip
+    assert finished.read_bytes() == before
+    assert resumed.stderr.count("held-out loss") == 1
+    assert whole.stderr.count("held-out loss") == 2
+    for path in (work / "whole" / "runs").rglob("*.json"):
+        expected, got = (json.loads((work / name / path.relative_to(work / "whole")).read_text())
+                         for name in ("whole", "killed"))  # fmt: skip
+        assert got["curve"] == expected["curve"]
+        assert (got["resumed_from"] > 0) == (got["method"] == "resformer")
+    assert not unfinished.exists()
+
+
+@pytest.mark.slow
+def test_an_interrupted_study_says_how_to_go_on(work: Path) -> None:
+    arguments = ["--seeds", 1, *SMALL, "--steps", 5000]
+    with subprocess.Popen(
+        launch(work, "stopped", *arguments), cwd=work, env=environment(work), stderr=subprocess.PIPE, text=True
+    ) as process:
+        while not (work / "stopped" / "unfinished").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate()
+    assert process.returncode == 130, told
+    assert "Interrupted. Go on with: resformer compare stopped" in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does(work: Path) -> None:
+    arguments = ["--methods", "resformer", "--seeds", 1, *SMALL, "--steps", 6, "--json"]
+    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    reports = []
+    for command in (launch(work, "one", *arguments), launch(work, "two", *arguments, launcher=launcher)):
+        done = subprocess.run(command, cwd=work, env=environment(work), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        reports.append(json.loads(done.stdout))
+    one, two = (next(iter(report["sizes"].values())) for report in reports)
+    for alone, both in zip(one, two, strict=True):
+        assert both["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+    runs = [json.loads(path.read_text()) for path in (work / "two" / "runs").rglob("*.json")]
+    assert [run["processes"] for run in runs] == [2, 2]
+
+
+@pytest.mark.slow
+def test_commands_of_the_document_run(work: Path, tmp_path: Path) -> None:
+    code = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "comparing.md").read_text(), re.MULTILINE | re.DOTALL)
+    commands = [line for block in code for line in block.replace("\\\n", " ").splitlines() if line]
+    assert commands
+    for command in commands:
+        words = command.split()
+        assert words[:2] == ["resformer", "compare"]
+        done = subprocess.run(
+            launch(work, *words[2:]), cwd=tmp_path, env=environment(work), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
+    report = json.loads((tmp_path / "study" / "study.json").read_text())
+    assert "standard library of Python" in report["data"]["name"]
+    assert report["metrics"]
+    assert all(row["loss"] < math.log(report["vocabulary"]) for rows in report["sizes"].values() for row in rows)

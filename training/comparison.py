@@ -1,0 +1,397 @@
+"""A comparison study: methods trained from scratch under one budget, paired by seed, resumed where it stopped."""
+
+import difflib
+import json
+import math
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from tqdm import tqdm
+from transformers import PreTrainedConfig
+
+from resformer.configuration import METHODS, ResFormerConfig, cache_bytes_per_token
+from resformer.convert.errors import CheckpointError, brief
+from resformer.convert.writing import replacing
+from resformer.environment import describe_environment
+from resformer.modeling import ResFormerForCausalLM
+from resformer.training.paired_run import Recipe, paired_run, whole_batches, write_json
+from resformer.training.study_data import StudyData, study_data
+from resformer.training.study_plot import check_matplotlib, plot
+from resformer.training.study_table import BASELINE, rows_of
+
+__all__ = ["SIZES", "StudyOptions", "names", "plan_study", "run_study"]
+
+#: Shapes by name; 82m and 180m are the ResFormer paper's, whose vocabulary of 50,257 makes them that large.
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"num_hidden_layers": 8, "num_attention_heads": 8, "hidden_size": 128, "intermediate_size": 448},
+    "10m": {"num_hidden_layers": 8, "num_attention_heads": 8, "hidden_size": 256, "intermediate_size": 896},
+    "82m": {"num_hidden_layers": 8, "num_attention_heads": 8, "hidden_size": 512, "intermediate_size": 1792},
+    "180m": {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768, "intermediate_size": 2688},
+}
+_FIELDS = {own.name for own in fields(ResFormerConfig)} - {inherited.name for inherited in fields(PreTrainedConfig)}
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """What `resformer compare` takes.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    output: str
+    recipe: Recipe
+    methods: Sequence[str] = (BASELINE, "resformer")  # NAME[:FIELD=VALUE...]; the baseline is always among them
+    sizes: Sequence[str] = ("tiny",)  # NAME[:FIELD=VALUE...]
+    seeds: int = 3
+    data: Sequence[str] = ()  # as of `load_documents`; none: Python's standard library
+    split: str = "train"
+    text_column: str = "text"
+    sample_by: str = "paragraph"
+    tokenizer: str = "bpe:4096"  # or bytes, a folder, a Hub id
+    block: int = 512
+    held_out: float = 0.02
+    held_out_blocks: int = 128
+    save_models: bool = False  # those of the first seed
+
+    def __post_init__(self) -> None:
+        numbers = {"seeds": self.seeds, "held_out_blocks": self.held_out_blocks} | {
+            name: getattr(self.recipe, name)
+            for name in ("steps", "batch", "micro_batch", "learning_rate", "evaluations")
+        }
+        for name, value in numbers.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}; expected more than 0.")
+        if self.block < 2:
+            raise ValueError(f"block is {self.block}; a sequence needs 2 tokens at least, one to predict the other.")
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out is {self.held_out}; expected a share of the documents between 0 and 1.")
+        if not 0 <= self.recipe.warmup < 1:
+            raise ValueError(f"warmup is {self.recipe.warmup}; expected a share of the steps from 0 to less than 1.")
+        if self.sample_by not in ("paragraph", "line", "document"):
+            raise ValueError(f"sample_by is {self.sample_by!r}; expected paragraph, line or document.")
+
+    @property
+    def all_methods(self) -> list[str]:
+        return list(dict.fromkeys((BASELINE, *self.methods)))
+
+
+def names(text: str) -> list[str]:
+    """The names of a list such as `svformer,transformer:num_key_value_heads=4`; lists among the values keep commas."""
+    return [name.strip() for name in re.split(r",(?=\s*[a-z0-9]*[a-z])", text) if name.strip()]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One model to train."""
+
+    size: str
+    method: str
+    seed: int
+    config: ResFormerConfig
+    backbone: ResFormerConfig
+
+    @property
+    def place(self) -> Path:
+        """Where its files are, below `runs` and the like."""
+        return Path(*(re.sub(r"[^\w.-]+", "-", name) for name in (self.size, self.method, str(self.seed))))
+
+
+@dataclass
+class _Study:
+    """The study of some options: its data are read, its tokenizer is there."""
+
+    options: StudyOptions
+    data: StudyData
+    runs: list[_Run] = field(default_factory=list)
+
+    @property
+    def output(self) -> Path:
+        return Path(self.options.output)
+
+    def file(self, run: _Run) -> Path:
+        return self.output / "runs" / run.place.with_name(f"{run.place.name}.json")
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What two invocations must agree on; methods, sizes and seeds can be added to a study."""
+        return {
+            "data": {"name": self.data.name, **self.data.fingerprint},
+            "tokenizer": self.options.tokenizer,
+            "block": self.options.block,
+            "save_models": self.options.save_models,
+            **asdict(self.options.recipe),
+        }
+
+
+def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None:
+    """Trains what is not trained yet and writes `study.json` and `study.png`; returns what is in the former.
+
+    Below the output, `runs` has a file for each run, `unfinished` the checkpoints of one that was stopped, `tokenizer`
+    the tokenizer and `models` the trained models. Under `accelerate launch` every process calls this; the first one
+    writes, and the others return `None`.
+
+    Raises:
+        CheckpointError: the output holds something else, or the data or the tokenizer cannot be read.
+        ImportError: matplotlib is missing.
+        ValueError: an option is out of its range.
+    """
+    check_matplotlib()
+    first = options.recipe.arguments(Path(options.output), 0).process_index == 0  # joins the processes, too
+    with PartialState().main_process_first():
+        study = _prepared(options, write=first)
+    pending = [run for run in study.runs if not study.file(run).is_file()]
+    PartialState().wait_for_everyone()  # the first one is about to write such files
+    environment = {key: value for key, value in describe_environment().items() if key != "variables"}
+    with _progress(len(pending), options.recipe.steps, quiet=not first) as (told, finished):
+        for number, run in enumerate(pending, start=1):
+            result = paired_run(
+                run.config,
+                run.backbone,
+                study.data.blocks,
+                options.recipe,
+                run.seed,
+                folder=study.output / "unfinished" / run.place,
+                save_to=study.output / "models" / run.place if options.save_models and run.seed == 0 else None,
+                told=told,
+            )
+            if first:
+                if options.save_models and run.seed == 0:
+                    study.data.tokenizer.save_pretrained(study.output / "models" / run.place)
+                write_json(study.file(run), {**_described(run), **result, "environment": environment})
+                finished(f"{number}/{len(pending)} {run.size} {run.method} seed {run.seed}", result)
+            PartialState().wait_for_everyone()
+    if not first:
+        return None
+    unfinished = study.output / "unfinished"
+    if not any(path.is_file() for path in unfinished.rglob("*")):  # else those of other methods or sizes
+        shutil.rmtree(unfinished, ignore_errors=True)
+    results = [json.loads(study.file(run).read_text(encoding="utf-8")) for run in study.runs]
+    report = _report(study, results, command)
+    write_json(study.output / "study.json", report)
+    plot(report, results, study.output / "study.png")
+    return report
+
+
+def plan_study(options: StudyOptions) -> dict[str, Any]:
+    """What `run_study` would do, and how long that takes at the speed of the baseline's first steps. Writes nothing.
+
+    Raises: as `run_study`.
+    """
+    check_matplotlib()
+    study = _prepared(options, write=False)
+    short = Recipe(**{**asdict(options.recipe), "steps": 5, "evaluations": 1})
+    seconds = 0.0
+    rows: list[dict[str, Any]] = []
+    for size in options.sizes:
+        here = [run for run in study.runs if run.size == size]
+        with tempfile.TemporaryDirectory() as scratch:
+            baseline = here[0].backbone
+            measured = paired_run(baseline, baseline, study.data.blocks, short, 0, folder=Path(scratch))
+        each = options.recipe.steps * measured["step_seconds"]
+        each += (options.recipe.evaluations + 1) * measured["evaluation_seconds"]
+        for run in here:
+            done = study.file(run).is_file()
+            seconds += 0 if done else each
+            if run.seed == 0:
+                rows.append({**_described(run), "parameters": _parameters(run.config), "to_do": 0})
+                del rows[-1]["seed"]
+            next(row for row in rows if (row["size"], row["method"]) == (size, run.method))["to_do"] += not done
+    tokens = options.recipe.steps * options.recipe.batch * options.block
+    return {
+        "output": options.output,
+        **study.plan,
+        "seeds": options.seeds,
+        "tokens": tokens,
+        "epochs": tokens / study.data.fingerprint["training_tokens"],
+        "runs": rows,
+        "seconds": seconds,
+    }
+
+
+def _prepared(options: StudyOptions, *, write: bool) -> _Study:
+    output = Path(options.output)
+    saved, record = output / "tokenizer", output / "plan.json"
+    if output.exists() and not (output.is_dir() and (record.is_file() or not any(output.iterdir()))):
+        raise CheckpointError(f"{output}: is there and no study; give another folder.")
+    data = study_data(
+        options.data,
+        tokenizer=str(saved) if record.is_file() and saved.is_dir() else options.tokenizer,
+        block=options.block,
+        held_out=options.held_out,
+        held_out_blocks=options.held_out_blocks,
+        split=options.split,
+        text_column=options.text_column,
+        sample_by=options.sample_by,
+    )
+    study = _Study(options, data, _runs(options, data))
+    whole_batches(data.blocks, options.recipe.batch)  # too few are told before anything is written
+    if record.is_file():
+        _check_same(record, study.plan)
+    elif write:
+        with replacing(saved, force=True) as folder:
+            data.tokenizer.save_pretrained(folder)
+        write_json(record, study.plan)
+    return study
+
+
+def _check_same(record: Path, plan: Mapping[str, Any]) -> None:
+    try:
+        before = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{record}: cannot be read: {brief(error)}") from error
+    if different := sorted(name for name in plan if plan[name] != before.get(name)):
+        changes = ", ".join(f"{name} was {before.get(name)!r}, is {plan[name]!r}" for name in different)
+        raise CheckpointError(f"{record.parent}: holds another study: {changes}. Give another folder.")
+
+
+def _runs(options: StudyOptions, data: StudyData) -> list[_Run]:
+    """Size by size and seed by seed, so that a study that is cut short has whole pairs."""
+    runs = []
+    for size in options.sizes:
+        name, own = _parsed(size, SIZES, "size")
+        shape = {
+            "vocab_size": len(data.tokenizer),
+            "max_position_embeddings": options.block,
+            "bos_token_id": data.tokenizer.bos_token_id,
+            "eos_token_id": data.tokenizer.eos_token_id,
+            **SIZES[name],
+            **own,
+        }
+        backbone = ResFormerConfig.for_method(BASELINE, **shape)
+        configs = {}
+        for method in options.all_methods:
+            name, own = _parsed(method, METHODS, "method")
+            configs[method] = ResFormerConfig.for_method(name, **{**shape, **own})
+        runs += [
+            _Run(size, method, seed, config, backbone)
+            for seed in range(options.seeds)
+            for method, config in configs.items()
+        ]
+    if len({run.place for run in runs}) < len(runs):
+        raise ValueError("Two of the methods, or of the sizes, have the same name but for punctuation.")
+    return runs
+
+
+def _parsed(text: str, known: Mapping[str, Any], what: str) -> tuple[str, dict[str, Any]]:
+    """`NAME:FIELD=VALUE...` as a known name and the fields, their values read as JSON."""
+    name, *pairs = text.split(":")
+    if name not in known:
+        raise ValueError(f"Unknown {what} {name!r}: expected one of {', '.join(known)}.")
+    values = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or key not in _FIELDS:
+            close = difflib.get_close_matches(key, _FIELDS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close and equals else ""
+            raise ValueError(f"{what} {text}: {pair!r} is no FIELD=VALUE of a ResFormerConfig.{hint}")
+        try:
+            values[key] = json.loads(value)
+        except json.JSONDecodeError:
+            values[key] = value
+    return name, values
+
+
+def _parameters(config: ResFormerConfig) -> int:
+    with torch.device("meta"):
+        return int(ResFormerForCausalLM(config).num_parameters())
+
+
+def _described(run: _Run) -> dict[str, Any]:
+    return {
+        "size": run.size,
+        "method": run.method,
+        "seed": run.seed,
+        "cache_bytes_per_token": cache_bytes_per_token(run.config),
+    }
+
+
+@contextmanager
+def _progress(
+    runs: int, steps: int, *, quiet: bool
+) -> Iterator[tuple[Callable[[int], None], Callable[[str, Mapping[str, Any]], None]]]:
+    """One bar for all steps of all runs, and a line for each run that is done, on stderr."""
+    done = 0
+    with tqdm(total=runs * steps, unit="step", disable=quiet or not sys.stderr.isatty()) as bar:
+
+        def told(step: int) -> None:
+            bar.update(done + step - bar.n)
+
+        def finished(what: str, result: Mapping[str, Any]) -> None:
+            nonlocal done
+            done += steps
+            loss = "diverged" if result["loss"] is None else f"held-out loss {result['loss']:.4f}"
+            tqdm.write(f"{what}: {loss}, {result['step_seconds'] * 1e3:,.1f} ms a step", file=sys.stderr)
+
+        yield told, finished
+
+
+def _report(study: _Study, results: Sequence[Mapping[str, Any]], command: str) -> dict[str, Any]:
+    sizes = rows_of(results)
+    for row in (row for rows in sizes.values() for row in rows):
+        loss = row["loss"]
+        row["bits_per_byte"] = None if loss is None else loss / math.log(2) / study.data.bytes_per_token
+    environments: list[Any] = []
+    for result in results:
+        if result["environment"] not in environments:
+            environments.append(result["environment"])
+    return {
+        "command": command,
+        **study.plan,
+        "shapes": {run.size: run.backbone.to_diff_dict() for run in study.runs},
+        "vocabulary": len(study.data.tokenizer),
+        "bytes_per_token": study.data.bytes_per_token,
+        "sizes": sizes,
+        "notes": _notes(study.options),
+        "metrics": _metrics(study, sizes),
+        "environments": environments,
+    }
+
+
+def _notes(options: StudyOptions) -> list[str]:
+    return [
+        f"Loss: nats per token on the held-out blocks after {options.recipe.steps:,} steps of {options.recipe.batch} x "
+        f"{options.block} tokens. Δ: minus {BASELINE}'s of the same seed"
+        + (", with its 95 % confidence interval by Student's t." if options.seeds > 1 else "; one seed, no interval."),
+        "Equal FLOPs: the same after as many operations as the cheapest method's training took.",
+        f"Equal parameters: the same to {BASELINE} with as many parameters, between its sizes."
+        if len(options.sizes) > 1
+        else f"Equal parameters need {BASELINE} at two --sizes at least, and are left out.",
+    ]
+
+
+def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """What cards print, by the fields of `resformer.model_cards.Metric`."""
+    seeds = study.options.seeds
+    found = []
+    for size, rows in sizes.items():
+        tokens = study.options.recipe.steps * study.options.recipe.batch * study.options.block
+        for row in rows:
+            if row["loss"] is None:
+                continue
+            common = {
+                "dataset": study.data.name,
+                "split": "held-out",
+                "method": row["method"],
+                "note": f"{size}, {row['parameters']:,} parameters, {tokens:,} tokens, {seeds} seeds, from scratch",
+            }
+            found.append({"name": f"loss, {size}", "type": "loss", "value": row["loss"], **common})
+            if row["difference"] is not None:
+                found.append(
+                    {
+                        "name": f"loss minus {BASELINE}'s, {size}",
+                        "type": "loss",
+                        "value": row["difference"]["mean"],
+                        **common,
+                    }
+                )
+    return found

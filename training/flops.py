@@ -1,0 +1,96 @@
+"""What a step costs, from a configuration: floating-point operations, and the memory that it takes at once."""
+
+import os
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from resformer.modeling.depth_average import depth_average
+from resformer.modeling.value_residual import mixed_layers
+
+__all__ = ["forward_flops", "step_memory", "training_flops"]
+
+
+def forward_flops(config: Any, tokens: int) -> dict[str, float]:
+    """Operations of a forward pass per token, in sequences of `tokens`; a multiplication and an addition are two.
+
+    | part | per layer and token |
+    |---|---|
+    | `projections` | 2 x the weights of q, k, v, o and the MLP; a shared key or value has no k or v |
+    | `attention` | 4 x query heads x head_dim x keys, the mean number of keys that a causal token sees |
+    | `connections` | 2 x key/value heads x head_dim for each term of a value mix, 2 x the weights of a gate |
+    | | 3 x query heads x head_dim for NeuTRENO, 2 x hidden_size for each term of a depth average |
+    | `head` | once, 2 x hidden_size x vocab_size |
+
+    Embeddings, norms, rotary embedding, softmax and activations are left out: they are the same for all methods.
+    """
+    layers, width = config.num_hidden_layers, config.hidden_size
+    queries = config.num_attention_heads * config.head_dim
+    values = config.num_key_value_heads * config.head_dim
+    own = sum(
+        source == layer
+        for sources in (config.all_key_sources, config.all_value_sources)
+        for layer, source in enumerate(sources)
+    )
+    weights = layers * (2 * width * queries + 3 * width * config.intermediate_size) + own * width * values
+
+    keys = 0.0
+    for kind in config.layer_types:
+        window = tokens if kind == "full_attention" else min(tokens, config.sliding_window)
+        keys += (window * (window + 1) / 2 + (tokens - window) * window) / tokens
+
+    mixed = mixed_layers(config)
+    connections = 2 * values * sum(len(terms) for terms in mixed.values())
+    if config.value_residual == "gated":
+        connections += 2 * width * config.num_key_value_heads * len(mixed)
+    if config.neutreno_lambda:
+        connections += 3 * queries * (layers - 1)
+    with torch.device("meta"):
+        averages = depth_average(config)
+    if averages is not None:
+        connections += 2 * width * sum(averages.sizes)
+    return {
+        "projections": 2 * weights,
+        "attention": 4 * queries * keys,
+        "connections": connections,
+        "head": 2 * width * config.vocab_size,
+    }
+
+
+def training_flops(config: Any, tokens: int) -> float:
+    """Operations of forward and backward pass per token: three times the forward pass."""
+    return 3 * sum(forward_flops(config, tokens).values())
+
+
+def step_memory(model: PreTrainedModel, inputs: dict[str, Any], *, bf16: bool) -> int:
+    """Bytes that training takes at once: parameters, AdamW's two moments, and the most that a pass allocates.
+
+    A pass is forward and backward; its gradients are counted and discarded. On a CPU every allocation is recorded, so
+    neither the allocator nor what ran before matters; on a GPU its allocator counts.
+    """
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    moments = 2 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    device = model.device.type
+
+    def forward_and_backward() -> None:
+        with torch.autocast(device, torch.bfloat16, enabled=bf16):
+            loss = model(**inputs, use_cache=False).loss
+        loss.backward()
+        model.zero_grad()
+
+    if device == "cuda":
+        forward_and_backward()  # what is made once is made
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        forward_and_backward()
+        return held + moments + torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler tells stderr of its start and its end
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        forward_and_backward()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return held + moments + peak

@@ -1,0 +1,233 @@
+"""One run of a study: a model from scratch with the stock Trainer, paired with the other methods' by its seed."""
+
+import json
+import math
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Subset
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from resformer.configuration import ResFormerConfig
+from resformer.modeling import ResFormerForCausalLM
+from resformer.training.data import Blocks, DataError
+from resformer.training.finetune import processor_has_bf16
+from resformer.training.flops import step_memory, training_flops
+from resformer.training.recipe import last_checkpoint
+
+__all__ = ["Recipe", "paired_model", "paired_run", "whole_batches", "write_json"]
+
+_WARMING_UP = 2  # steps that are not timed, where there are more
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How all models of a study are trained: AdamW (0.9, 0.95), gradients clipped at 1, cosine to a tenth of the rate.
+
+    Norms, biases and cross-layer connections are not decayed.
+    """
+
+    steps: int
+    batch: int = 8  # sequences a step, on all devices together
+    micro_batch: int | None = None  # sequences a device takes at a time; default: all of its share
+    learning_rate: float = 6e-4
+    warmup: float = 0.05  # share of the steps
+    weight_decay: float = 0.1
+    evaluations: int = 10
+    bf16: bool | None = None  # autocast; default: where the processor has it
+
+    @property
+    def interval(self) -> int:
+        """Steps between evaluations."""
+        return -(-self.steps // self.evaluations)
+
+    def arguments(self, folder: Path, seed: int) -> TrainingArguments:
+        """The stock Trainer's arguments.
+
+        Raises:
+            ValueError: the batch cannot be divided among the devices, or into micro-batches.
+        """
+        arguments = TrainingArguments(
+            output_dir=str(folder),
+            max_steps=self.steps,
+            learning_rate=self.learning_rate,
+            lr_scheduler_type="cosine_with_min_lr",
+            lr_scheduler_kwargs={"min_lr_rate": 0.1},
+            warmup_steps=math.ceil(self.warmup * self.steps),
+            weight_decay=self.weight_decay,
+            adam_beta2=0.95,
+            max_grad_norm=1.0,
+            eval_strategy="steps",
+            eval_steps=self.interval,
+            eval_on_start=True,
+            logging_steps=self.interval,
+            logging_nan_inf_filter=False,
+            save_steps=self.interval,
+            save_total_limit=1,
+            prediction_loss_only=True,
+            bf16=processor_has_bf16() if self.bf16 is None else self.bf16,
+            use_cpu=not torch.accelerator.is_available(),
+            ddp_find_unused_parameters=False,
+            report_to="none",
+            disable_tqdm=True,
+            seed=seed,
+            data_seed=seed,
+        )
+        devices = arguments.world_size * max(1, arguments.n_gpu)
+        each, rest = divmod(self.batch, devices)
+        if rest:
+            raise ValueError(f"batch is {self.batch}; expected a multiple of the {devices} devices.")
+        micro = each if self.micro_batch is None else self.micro_batch
+        if each % micro:
+            raise ValueError(f"micro_batch is {micro}; expected a divisor of the {each} sequences of a device.")
+        arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = micro
+        arguments.gradient_accumulation_steps = each // micro
+        return arguments
+
+
+class _Watch(TrainerCallback):
+    """Times the steps, and saves no checkpoint after the last one, whose run is done."""
+
+    def __init__(self, told: Callable[[int], None]):
+        self.told = told
+        self.seconds: list[float] = []
+        self.start = 0.0
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.start = time.perf_counter()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.start)
+        self.told(state.global_step)
+        if state.global_step == state.max_steps:
+            control.should_log, control.should_save = True, False
+
+    @property
+    def typical(self) -> float:
+        return statistics.median(self.seconds[_WARMING_UP:] or self.seconds)
+
+
+def paired_model(config: ResFormerConfig, backbone: ResFormerConfig, seed: int) -> ResFormerForCausalLM:
+    """A model with random weights, its connections at their from-scratch start.
+
+    What a model of `backbone` has under the same name has the same numbers in all models of one seed; a narrower tensor
+    (fewer key/value heads) has its leading part.
+    """
+    torch.manual_seed(seed)
+    shared = ResFormerForCausalLM(backbone).state_dict()
+    model = ResFormerForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            source = shared.get(name)
+            if source is not None and all(n <= m for n, m in zip(parameter.shape, source.shape, strict=True)):
+                parameter.copy_(source[tuple(map(slice, parameter.shape))])
+    return model
+
+
+def paired_run(
+    config: ResFormerConfig,
+    backbone: ResFormerConfig,
+    blocks: Blocks,
+    recipe: Recipe,
+    seed: int,
+    *,
+    folder: Path,
+    save_to: Path | None = None,
+    told: Callable[[int], None] = lambda step: None,
+) -> dict[str, Any]:
+    """Trains one model, or goes on from the last checkpoint in `folder`, and removes that folder.
+
+    The order of the batches depends on `seed` alone. Losses are in nats per token; one that is not finite is `None`.
+
+    Args:
+        save_to: where the trained model goes.
+        told: is called with the number of each step that is done.
+
+    Raises:
+        DataError: the training blocks do not fill a batch.
+        ValueError: as of `Recipe.arguments`.
+    """
+    arguments = recipe.arguments(folder, seed)
+    model = paired_model(config, backbone, seed)
+    watch = _Watch(told)
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=whole_batches(blocks, recipe.batch),
+        eval_dataset=blocks.held_out,
+        data_collator=default_data_collator,
+        callbacks=[watch],
+    )
+    trainer.remove_callback(PrinterCallback)
+    sample = default_data_collator([blocks.train[0]] * arguments.per_device_train_batch_size)
+    sample = {name: ids.to(model.device) for name, ids in sample.items()}
+    memory = step_memory(model, sample, bf16=arguments.bf16)
+    checkpoint = last_checkpoint(folder)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+
+    tokens = recipe.batch * blocks.held_out.block
+    times = [entry["eval_runtime"] for entry in trainer.state.log_history if "eval_runtime" in entry]
+    points: dict[int, dict[str, float | None]] = {}
+    for entry in trainer.state.log_history:
+        for key, name in (("loss", "training_loss"), ("eval_loss", "validation_loss")):
+            if key in entry:
+                points.setdefault(entry["step"], {})[name] = entry[key] if math.isfinite(entry[key]) else None
+    curve = [{"step": step, "tokens": step * tokens, **points[step]} for step in sorted(points)]
+    if arguments.should_save:
+        if save_to is not None:
+            trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False).save_pretrained(save_to)
+        shutil.rmtree(folder, ignore_errors=True)
+    return {
+        "seed": seed,
+        "loss": curve[-1]["validation_loss"],
+        "curve": curve,
+        "parameters": model.num_parameters(),
+        "training_flops": training_flops(config, blocks.held_out.block) * tokens * recipe.steps,
+        "step_seconds": watch.typical,
+        "tokens_per_second": tokens / watch.typical,
+        "evaluation_seconds": statistics.median(times),
+        "peak_memory": memory,
+        "bf16": arguments.bf16,
+        "processes": arguments.world_size,
+        "resumed_from": 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2]),
+    }
+
+
+def whole_batches(blocks: Blocks, batch: int) -> Subset[dict[str, torch.Tensor]]:
+    """The training blocks but for a rest, with which each epoch would end in a smaller batch.
+
+    Raises:
+        DataError: there is not one batch.
+    """
+    count = len(blocks.train) // batch * batch
+    if not count:
+        raise DataError(
+            f"The training documents make {len(blocks.train)} blocks, too few for a batch of {batch}; use more text, "
+            "or a smaller --block or --batch."
+        )
+    return Subset(blocks.train, range(count))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes the whole file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8", newline="\n")
+    os.replace(partial, path)
