@@ -27,8 +27,8 @@ from resformer.convert.conversion import (
     result_config,
 )
 from resformer.convert.errors import CheckpointError
-from resformer.convert.files import regular_file
 from resformer.convert.families import CONNECTION_FIELDS, backbone_config, without_connections
+from resformer.convert.files import regular_file
 from resformer.convert.planning import Plan, plan_shards
 from resformer.convert.source import open_source
 from resformer.convert.tensors import CODES

@@ -37,7 +37,8 @@ def test_help_needs_no_torch() -> None:
     code += "; assert 'transformers' not in sys.modules, 'transformers'"
     subprocess.run([sys.executable, "-c", code], check=True)
     help_text = resformer("--help").stdout
-    for command in ("convert", "revert", "verify", "inspect", "methods", "demo"):
+    commands = "convert revert bundle verify inspect methods demo env finetune compare analyze eval card push"
+    for command in commands.split():
         assert command in help_text
 
 
