@@ -1,1 +1,1 @@
-"""Training: the corpus that every machine has, optimizer groups, and fine-tuning with the stock Trainer."""
+"""Training: data, fine-tuning with the stock Trainer, distillation, comparison of methods, optimizer groups."""
