@@ -265,7 +265,7 @@ def test_code_is_as_clean_as_the_package(tmp_path: Path) -> None:
     # A comment that was a docstring is two letters longer.
     chosen = ["--select", "F,E,I,W,UP", "--ignore", "E501"]
     for command in (["check", *settings, *chosen], ["format", "--check", *settings]):
-        done = subprocess.run(["ruff", *command, str(tmp_path)], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-m", "ruff", *command, str(tmp_path)], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
