@@ -38,6 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import resformer
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+from resformer.training.flops import peak_allocation
 from resformer.training.optimizer import is_connection
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -187,22 +188,14 @@ def time_case(shape: dict[str, Any], options: argparse.Namespace) -> tuple[dict[
 
 
 def peak_bytes(training: Training) -> int:
-    """The most bytes allocated at once in a step and its backward pass, beyond those before it."""
-    training.gradients()  # what is made once is made
-    training.clear()
-    if training.model.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    """The most bytes allocated at once in a step and its backward pass, gradients included, beyond those before it."""
+
+    def step() -> None:
         training.gradients()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        training.gradients()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+        training.clear()
+
+    step()  # what is made once is made
+    return peak_allocation(step, training.model.device.type)
 
 
 def memory_case(shape: dict[str, Any], options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:

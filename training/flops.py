@@ -1,6 +1,7 @@
 """What a step costs, from a configuration: floating-point operations, and the memory that it takes at once."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 from resformer.modeling.depth_average import depth_average
 from resformer.modeling.value_residual import mixed_layers
 
-__all__ = ["forward_flops", "step_memory", "training_flops"]
+__all__ = ["forward_flops", "peak_allocation", "step_memory", "training_flops"]
 
 
 def forward_flops(config: Any, tokens: int) -> dict[str, float]:
@@ -79,18 +80,23 @@ def step_memory(model: PreTrainedModel, inputs: dict[str, Any], *, bf16: bool) -
         loss.backward()
         model.zero_grad()
 
+    return held + moments + peak_allocation(forward_and_backward, device)
+
+
+def peak_allocation(step: Callable[[], object], device: str) -> int:
+    """The most bytes that `step` has allocated at once, beyond those before it."""
     if device == "cuda":
-        forward_and_backward()  # what is made once is made
+        step()  # what is made once is made
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        forward_and_backward()
-        return held + moments + torch.cuda.max_memory_allocated() - before
+        step()
+        return torch.cuda.max_memory_allocated() - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler tells stderr of its start and its end
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        forward_and_backward()
+        step()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
-    return held + moments + peak
+    return peak

@@ -13,6 +13,7 @@ from resformer.commands.terminal import (
     VERIFICATION_FAILED,
     AsJson,
     app,
+    assignments,
     echo,
     reporting_errors,
     row,
@@ -21,20 +22,6 @@ from resformer.commands.terminal import (
 )
 
 __all__ = ["bundle", "convert", "inspect", "revert", "verify"]
-
-
-def _parse_fields(assignments: list[str]) -> dict[str, Any]:
-    """`name=value` pairs, the values as JSON (`dwa=true`, `value_sources=[0,0,2,2]`) or else as text."""
-    fields = {}
-    for assignment in assignments:
-        name, equals, value = assignment.partition("=")
-        if not equals:
-            raise ValueError(f"--set {assignment}: expected name=value.")
-        try:
-            fields[name] = json.loads(value)
-        except json.JSONDecodeError:
-            fields[name] = value
-    return fields
 
 
 _Source = Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or a Hub id.")]
@@ -109,7 +96,7 @@ def convert(
             durable=durable,
             max_shard_size=max_shard_size,
             allow_pickle=allow_pickle,
-            **_parse_fields(set_ or []),
+            **assignments(set_ or []),
         )
         if told_as_json(report, as_json):
             return

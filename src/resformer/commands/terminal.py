@@ -19,7 +19,20 @@ import typer
 from resformer.convert.errors import CheckpointError, OutputError, VerificationError, brief, plain
 from resformer.version import __version__
 
-__all__ = ["VERIFICATION_FAILED", "AsJson", "app", "echo", "reporting_errors", "row", "size", "told_as_json"]
+__all__ = [
+    "INTERRUPTED",
+    "VERIFICATION_FAILED",
+    "AsJson",
+    "app",
+    "assignments",
+    "echo",
+    "json_or_text",
+    "own_command",
+    "reporting_errors",
+    "row",
+    "size",
+    "told_as_json",
+]
 
 FAILED, USAGE, INVALID_INPUT, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 4, 130
 
@@ -77,6 +90,25 @@ def reporting_errors() -> Iterator[None]:
 def echo(text: object = "", err: bool = False) -> None:
     """Prints a line of ours; a stranger's file may have named something in it: letters alone reach the terminal."""
     typer.echo(plain(text), err=err)
+
+
+def assignments(pairs: list[str]) -> dict[str, Any]:
+    """`name=value` pairs of `--set`, the values as `json_or_text`."""
+    values = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--set {pair}: expected name=value.")
+        values[name] = json_or_text(value)
+    return values
+
+
+def json_or_text(value: Any) -> Any:
+    """Text that is JSON is read as JSON (`dwa=true`, `value_sources=[0,0,2,2]`, 5e-5, which YAML takes for text)."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        return value
 
 
 def own_command(*more: str) -> str:

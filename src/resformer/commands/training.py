@@ -7,29 +7,20 @@ from typing import Annotated, Any
 
 import typer
 
-from resformer.commands.terminal import AsJson, app, echo, own_command, reporting_errors, row, size
+from resformer.commands.terminal import (
+    INTERRUPTED,
+    AsJson,
+    app,
+    assignments,
+    echo,
+    json_or_text,
+    own_command,
+    reporting_errors,
+    row,
+    size,
+)
 
 __all__ = ["finetune"]
-
-_INTERRUPTED = 130
-
-
-def _assignments(pairs: list[str]) -> dict[str, Any]:
-    values = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise ValueError(f"--set {pair}: expected name=value.")
-        values[name] = _number_or_text(value)
-    return values
-
-
-def _number_or_text(value: Any) -> Any:
-    """Text that is JSON is read as JSON: 5e-5 is a number, which YAML does not know."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError:
-        return value
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -41,7 +32,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected lines of `name: value`.")
-    return {name: _number_or_text(value) for name, value in values.items()}
+    return {name: json_or_text(value) for name, value in values.items()}
 
 
 @app.command()
@@ -116,14 +107,14 @@ def finetune(
         from resformer.training.recipe import FinetuneOptions, finetune_checkpoint
 
         from_file = _read_file(config) if config is not None else {}
-        options = FinetuneOptions.from_mapping({**from_file, **_assignments(set_ or []), **given})
+        options = FinetuneOptions.from_mapping({**from_file, **assignments(set_ or []), **given})
         try:
             report = finetune_checkpoint(options)
         except KeyboardInterrupt:
             if first and options.unfinished.exists():
                 more = [] if options.resume else ["--resume"]
                 echo(f"Interrupted. Go on from the last checkpoint with: {own_command(*more)}", err=True)
-                raise typer.Exit(_INTERRUPTED) from None
+                raise typer.Exit(INTERRUPTED) from None
             raise
         if not first:
             return
