@@ -16,9 +16,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from checkpoints import save_checkpoint
 from datasets import disable_progress_bars, enable_progress_bars
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel, Trainer
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
@@ -28,7 +29,7 @@ from resformer.training import paired_run as paired_run_module
 from resformer.training.comparison import names
 from resformer.training.data import Blocks, PackedBlocks, is_held_out
 from resformer.training.flops import forward_flops, step_memory, training_flops
-from resformer.training.optimizer import is_connection
+from resformer.training.optimizer import ConnectionTrainer, is_connection
 from resformer.training.paired_run import Recipe, paired_model, paired_run
 from resformer.training.study_data import study_data
 from resformer.training.study_table import interval, rows_of, student_quantile
@@ -138,8 +139,8 @@ def test_methods_of_a_seed_see_the_same_batches(tiny_config: Callable[..., ResFo
     def order(method: str, seed: int) -> list[int]:
         blocks = random_blocks()
         assert isinstance(blocks.train, Recorded)
-        config, backbone = tiny_config(method), tiny_config()
-        paired_run(config, backbone, blocks, Recipe(steps=6, batch=4), seed, folder=tmp_path / "unfinished")
+        model = paired_model(tiny_config(method), tiny_config(), seed)
+        paired_run(model, blocks, Recipe(steps=6, batch=4), seed, folder=tmp_path / "unfinished")
         return blocks.train.read[1:]  # the first is a sample for the memory
 
     expected = order("transformer", 0)
@@ -158,16 +159,17 @@ def test_methods_of_a_seed_see_the_same_batches(tiny_config: Callable[..., ResFo
 def test_the_recipe_is_the_papers(
     tiny_config: Callable[..., ResFormerConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Trainer] = []
+    made: list[ConnectionTrainer] = []
 
-    class Spy(Trainer):
+    class Spy(ConnectionTrainer):
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
             made.append(self)
 
-    monkeypatch.setattr(paired_run_module, "Trainer", Spy)
+    monkeypatch.setattr(paired_run_module, "ConnectionTrainer", Spy)
     recipe = Recipe(steps=20, batch=2, warmup=0.1, evaluations=20)
-    paired_run(tiny_config("resformer-denseformer"), tiny_config(), random_blocks(), recipe, 0, folder=tmp_path / "u")
+    model = paired_model(tiny_config("resformer-denseformer"), tiny_config(), 0)
+    paired_run(model, random_blocks(), recipe, 0, folder=tmp_path / "u")
     (trainer,) = made
     optimizer = trainer.optimizer.optimizer
     assert isinstance(optimizer, torch.optim.AdamW)
@@ -186,8 +188,8 @@ def test_the_recipe_is_the_papers(
 def test_micro_batches_make_the_same_step(tiny_config: Callable[..., ResFormerConfig], tmp_path: Path) -> None:
     losses = [
         paired_run(
-            tiny_config(), tiny_config(), random_blocks(), Recipe(steps=5, batch=4, micro_batch=micro, bf16=False), 0,
-            folder=tmp_path / "unfinished",
+            paired_model(tiny_config(), tiny_config(), 0), random_blocks(),
+            Recipe(steps=5, batch=4, micro_batch=micro, bf16=False), 0, folder=tmp_path / "unfinished",
         )["loss"]
         for micro in (None, 2)
     ]  # fmt: skip
@@ -201,7 +203,8 @@ def test_the_last_loss_is_the_models_and_the_curve_has_the_intervals(
 ) -> None:
     blocks = random_blocks()
     result = paired_run(
-        tiny_config("resformer"), tiny_config(), blocks, Recipe(steps=7, batch=2, evaluations=3, bf16=False), 0,
+        paired_model(tiny_config("resformer"), tiny_config(), 0), blocks,
+        Recipe(steps=7, batch=2, evaluations=3, bf16=False), 0,
         folder=tmp_path / "unfinished", save_to=tmp_path / "model",
     )  # fmt: skip
     assert [point["step"] for point in result["curve"]] == [0, 3, 6, 7]
@@ -218,8 +221,8 @@ def test_the_last_loss_is_the_models_and_the_curve_has_the_intervals(
 def test_a_stopped_run_goes_on_to_the_same_bits(tiny_config: Callable[..., ResFormerConfig], tmp_path: Path) -> None:
     def run(told: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
         recipe = Recipe(steps=12, batch=4, evaluations=4, learning_rate=1e-2)
-        config, folder = tiny_config("resformer-denseformer"), tmp_path / "unfinished"
-        return paired_run(config, tiny_config(), random_blocks(), recipe, 0, folder=folder, told=told)
+        model = paired_model(tiny_config("resformer-denseformer"), tiny_config(), 0)
+        return paired_run(model, random_blocks(), recipe, 0, folder=tmp_path / "unfinished", told=told)
 
     def stop(step: int) -> None:
         if step == 8:
@@ -423,6 +426,50 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
     assert "study: holds another study: learning_rate was 0.0006, is 0.001." in other.stderr
 
 
+def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable[..., Any]) -> None:
+    save_checkpoint(work / "checkpoint")
+    before = {path: path.read_bytes() for path in (work / "checkpoint").iterdir()}
+    common = [*SMALL[2:4], *SMALL[6:], "--from", "checkpoint", "--seeds", 2, "--steps", 4, "--evaluations", 2]
+    methods = ["resformer", "denseformer:dwa_period=2", "svformer"]
+    planned = compare("continued", "--methods", ",".join(methods), *common, "--dry-run", "--json")
+    assert [run["method"] for run in json.loads(planned.stdout)["runs"]] == ["transformer", *methods]
+    assert not (work / "continued").exists()
+    done = compare("continued", "--methods", ",".join(methods), *common, "--save-models", "--json")
+    assert done.exit_code == 0, done.output
+    assert {path: path.read_bytes() for path in (work / "checkpoint").iterdir()} == before
+    assert sorted(path.name for path in (work / "continued").iterdir()) == [
+        "models", "plan.json", "runs", "study.json", "study.png", "tokenizer",
+    ]  # fmt: skip
+
+    report = json.loads(done.stdout)
+    assert list(report["sizes"]) == ["checkpoint"]
+    assert {metric["note"].split(", ")[-1] for metric in report["metrics"]} == {"continued from the checkpoint"}
+    runs = [json.loads(path.read_text()) for path in (work / "continued" / "runs").rglob("*.json")]
+    starts = {(run["method"], run["seed"]): run["curve"][0]["validation_loss"] for run in runs}
+    data = study_data(["notes.txt"], tokenizer="checkpoint", block=32, held_out=0.1, held_out_blocks=6)
+    ids = torch.stack([block["input_ids"] for block in data.blocks.held_out])
+    model = AutoModelForCausalLM.from_pretrained("checkpoint")
+    with torch.no_grad():
+        loss = model(input_ids=ids, labels=ids).loss.item()
+    assert starts["transformer", 0] == starts["transformer", 1] == pytest.approx(loss, rel=1e-5)
+    for method in methods[:2]:  # exact, and kept in the pairs
+        assert starts[method, 0] == starts[method, 1] == starts["transformer", 0]
+    assert starts["svformer", 0] != starts["transformer", 0]
+    assert len({run["loss"] for run in runs}) == 8  # the order of the batches is the seed's, the rest the method's
+    trained = ResFormerForCausalLM.from_pretrained(work / "continued" / "models" / "checkpoint" / "resformer" / "0")
+    assert trained.config.value_residual == "learnable"
+
+
+def test_a_checkpoint_has_its_own_rates(tiny_config: Callable[..., ResFormerConfig], tmp_path: Path) -> None:
+    model = paired_model(tiny_config("resformer"), tiny_config(), 0)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    recipe = Recipe(steps=1, batch=2, warmup=0.0, learning_rate=1e-5, connection_learning_rate=1e-2, bf16=False)
+    paired_run(model, random_blocks(), recipe, 0, folder=tmp_path / "unfinished")
+    for name, parameter in model.named_parameters():  # Adam's first step is as long as the rate
+        rate = 1e-2 if is_connection(name) else 1e-5
+        assert (parameter - before[name]).abs().max().item() == pytest.approx(rate, rel=0.15), name
+
+
 def test_a_plan_is_told_and_nothing_written(work: Path, compare: Callable[..., Any]) -> None:
     before = set(work.iterdir())
     plan = compare("planned", "--methods", "resformer", "--tokens", 700, *SMALL, "--dry-run", "--json")
@@ -450,12 +497,34 @@ def test_a_plan_is_told_and_nothing_written(work: Path, compare: Callable[..., A
         (["--steps", 4, "--data", "missing.txt"], 3, "missing.txt: there is no such file"),
         (["--steps", 4, "--micro-batch", 3], 2, "micro_batch is 3"),
         (["--steps", 4, "--batch", 4000], 3, "blocks, too few for a batch of 4000"),
+        (["--steps", 4, "--from", "nowhere"], 2, "the size is that of nowhere"),
     ],
 )
 def test_misuse_is_one_line_with_the_way_out(
     work: Path, compare: Callable[..., Any], arguments: list[object], code: int, words: str
 ) -> None:
     result = compare("new", *SMALL, *arguments)
+    assert result.exit_code == code, result.output
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not (work / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--from", "nowhere"], 3, "nowhere: is no tokenizer"),
+        (["--from", "nowhere", "--tokenizer", "bytes"], 3, "nowhere"),
+        (["--methods", "resformer,resfomer"], 2, "Unknown method 'resfomer'"),
+        (["--methods", "transformer:num_key_value_heads=2"], 2, "`num_key_value_heads` is not a field that a retrofit"),
+        (["--block", 512], 2, "block is 512, but checkpoint has"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_continued_leaves_nothing(
+    work: Path, compare: Callable[..., Any], arguments: list[object], code: int, words: str
+) -> None:
+    save_checkpoint(work / "checkpoint")
+    result = compare("new", *SMALL[2:4], *SMALL[6:], "--from", "checkpoint", "--steps", 1, *arguments)
     assert result.exit_code == code, result.output
     assert words in result.stderr
     assert len(result.stderr.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""A comparison study: methods trained from scratch under one budget, paired by seed, resumed where it stopped."""
+"""A comparison study: methods trained under one budget, from scratch or from a checkpoint, paired and resumable."""
 
 import difflib
 import json
@@ -20,20 +20,35 @@ from transformers import PreTrainedConfig
 
 from resformer.configuration import METHODS, ResFormerConfig, cache_bytes_per_token
 from resformer.convert.errors import CheckpointError, brief
+from resformer.convert.retrofitting import retrofit
 from resformer.convert.writing import replacing
 from resformer.environment import describe_environment
 from resformer.modeling import ResFormerForCausalLM
-from resformer.training.paired_run import Recipe, paired_run, whole_batches, write_json
+from resformer.training.paired_run import Recipe, paired_model, paired_run, whole_batches, write_json
 from resformer.training.study_data import StudyData, study_data
 from resformer.training.study_plot import check_matplotlib, plot
 from resformer.training.study_table import BASELINE, rows_of
 
 __all__ = ["SIZES", "StudyOptions", "names", "plan_study", "run_study"]
 
-#: Shapes by name; 82m and 180m are the ResFormer paper's, whose vocabulary of 50,257 makes them that large.
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"num_hidden_layers": 8, "num_attention_heads": 8, "hidden_size": 128, "intermediate_size": 448},
-    "10m": {"num_hidden_layers": 8, "num_attention_heads": 8, "hidden_size": 256, "intermediate_size": 896},
+#: Shapes by name; 82m and 180m are the ResFormer paper's, whose vocabulary of 50,257 makes them that large. The narrow
+#: ones start at sqrt(2 / (5 hidden_size)), arXiv 1910.05895: Llama's 0.02 is for wide models, and keeps narrow ones at
+#: what single tokens tell for hundreds of steps.
+SIZES: dict[str, dict[str, float]] = {
+    "tiny": {
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "hidden_size": 128,
+        "intermediate_size": 448,
+        "initializer_range": 0.056,
+    },
+    "10m": {
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "hidden_size": 256,
+        "intermediate_size": 896,
+        "initializer_range": 0.04,
+    },
     "82m": {"num_hidden_layers": 8, "num_attention_heads": 8, "hidden_size": 512, "intermediate_size": 1792},
     "180m": {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768, "intermediate_size": 2688},
 }
@@ -51,13 +66,14 @@ class StudyOptions:
     output: str
     recipe: Recipe
     methods: Sequence[str] = (BASELINE, "resformer")  # NAME[:FIELD=VALUE...]; the baseline is always among them
-    sizes: Sequence[str] = ("tiny",)  # NAME[:FIELD=VALUE...]
+    start: str | None = None  # a checkpoint that every method goes on from, as `retrofit` converts it; None: from scratch
+    sizes: Sequence[str] = ()  # NAME[:FIELD=VALUE...]; none: tiny, or the checkpoint's
     seeds: int = 3
     data: Sequence[str] = ()  # as of `load_documents`; none: Python's standard library
     split: str = "train"
     text_column: str = "text"
     sample_by: str = "paragraph"
-    tokenizer: str = "bpe:4096"  # or bytes, a folder, a Hub id
+    tokenizer: str | None = None  # bytes, bpe:N, a folder, a Hub id; None: bpe:4096, or the checkpoint's
     block: int = 512
     held_out: float = 0.02
     held_out_blocks: int = 128
@@ -79,6 +95,8 @@ class StudyOptions:
             raise ValueError(f"warmup is {self.recipe.warmup}; expected a share of the steps from 0 to less than 1.")
         if self.sample_by not in ("paragraph", "line", "document"):
             raise ValueError(f"sample_by is {self.sample_by!r}; expected paragraph, line or document.")
+        if self.start is not None and self.sizes:
+            raise ValueError(f"sizes are {', '.join(self.sizes)}, but the size is that of {self.start}; give one of them.")
 
     @property
     def all_methods(self) -> list[str]:
@@ -99,11 +117,17 @@ class _Run:
     seed: int
     config: ResFormerConfig
     backbone: ResFormerConfig
+    start: Path | None  # the converted checkpoint; None: random weights
+
+    def model(self) -> ResFormerForCausalLM:
+        if self.start is None:
+            return paired_model(self.config, self.backbone, self.seed)
+        return ResFormerForCausalLM.from_pretrained(self.start, dtype=torch.float32)
 
     @property
     def place(self) -> Path:
         """Where its files are, below `runs` and the like."""
-        return Path(*(re.sub(r"[^\w.-]+", "-", name) for name in (self.size, self.method, str(self.seed))))
+        return Path(*map(_file_name, (self.size, self.method, str(self.seed))))
 
 
 @dataclass
@@ -126,6 +150,7 @@ class _Study:
         """What two invocations must agree on; methods, sizes and seeds can be added to a study."""
         return {
             "data": {"name": self.data.name, **self.data.fingerprint},
+            "start": self.options.start,
             "tokenizer": self.options.tokenizer,
             "block": self.options.block,
             "save_models": self.options.save_models,
@@ -136,8 +161,8 @@ class _Study:
 def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None:
     """Trains what is not trained yet and writes `study.json` and `study.png`; returns what is in the former.
 
-    Below the output, `runs` has a file for each run, `unfinished` the checkpoints of one that was stopped, `tokenizer`
-    the tokenizer and `models` the trained models. Under `accelerate launch` every process calls this; the first one
+    Below the output, `runs` has a file for each run, `tokenizer` the tokenizer and `models` the trained models, until
+    the end `starts` the converted checkpoints and `unfinished` the checkpoints of a run that was stopped. Under `accelerate launch` every process calls this; the first one
     writes, and the others return `None`.
 
     Raises:
@@ -148,15 +173,14 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
     check_matplotlib()
     first = options.recipe.arguments(Path(options.output), 0).process_index == 0  # joins the processes, too
     with PartialState().main_process_first():
-        study = _prepared(options, write=first)
+        study = _prepared(options, Path(options.output, "starts"), write=first)
     pending = [run for run in study.runs if not study.file(run).is_file()]
     PartialState().wait_for_everyone()  # the first one is about to write such files
     environment = {key: value for key, value in describe_environment().items() if key != "variables"}
     with _progress(len(pending), options.recipe.steps, quiet=not first) as (told, finished):
         for number, run in enumerate(pending, start=1):
             result = paired_run(
-                run.config,
-                run.backbone,
+                run.model(),
                 study.data.blocks,
                 options.recipe,
                 run.seed,
@@ -175,6 +199,7 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
     unfinished = study.output / "unfinished"
     if not any(path.is_file() for path in unfinished.rglob("*")):  # else those of other methods or sizes
         shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.rmtree(study.output / "starts", ignore_errors=True)
     results = [json.loads(study.file(run).read_text(encoding="utf-8")) for run in study.runs]
     report = _report(study, results, command)
     write_json(study.output / "study.json", report)
@@ -188,24 +213,23 @@ def plan_study(options: StudyOptions) -> dict[str, Any]:
     Raises: as `run_study`.
     """
     check_matplotlib()
-    study = _prepared(options, write=False)
     short = Recipe(**{**asdict(options.recipe), "steps": 5, "evaluations": 1})
     seconds = 0.0
     rows: list[dict[str, Any]] = []
-    for size in options.sizes:
-        here = [run for run in study.runs if run.size == size]
-        with tempfile.TemporaryDirectory() as scratch:
-            baseline = here[0].backbone
-            measured = paired_run(baseline, baseline, study.data.blocks, short, 0, folder=Path(scratch))
-        each = options.recipe.steps * measured["step_seconds"]
-        each += (options.recipe.evaluations + 1) * measured["evaluation_seconds"]
-        for run in here:
-            done = study.file(run).is_file()
-            seconds += 0 if done else each
-            if run.seed == 0:
-                rows.append({**_described(run), "parameters": _parameters(run.config), "to_do": 0})
-                del rows[-1]["seed"]
-            next(row for row in rows if (row["size"], row["method"]) == (size, run.method))["to_do"] += not done
+    with tempfile.TemporaryDirectory() as scratch:
+        study = _prepared(options, Path(scratch, "starts"), write=False)
+        for size in dict.fromkeys(run.size for run in study.runs):
+            here = [run for run in study.runs if run.size == size]
+            measured = paired_run(here[0].model(), study.data.blocks, short, 0, folder=Path(scratch, "unfinished"))
+            each = options.recipe.steps * measured["step_seconds"]
+            each += (options.recipe.evaluations + 1) * measured["evaluation_seconds"]
+            for run in here:
+                done = study.file(run).is_file()
+                seconds += 0 if done else each
+                if run.seed == 0:
+                    rows.append({**_described(run), "parameters": _parameters(run.config), "to_do": 0})
+                    del rows[-1]["seed"]
+                next(row for row in rows if (row["size"], row["method"]) == (size, run.method))["to_do"] += not done
     tokens = options.recipe.steps * options.recipe.batch * options.block
     return {
         "output": options.output,
@@ -218,14 +242,16 @@ def plan_study(options: StudyOptions) -> dict[str, Any]:
     }
 
 
-def _prepared(options: StudyOptions, *, write: bool) -> _Study:
+def _prepared(options: StudyOptions, starts: Path, *, write: bool) -> _Study:
+    """Reads the data and, if it is to `write`, starts the output; converted checkpoints go to `starts`."""
     output = Path(options.output)
     saved, record = output / "tokenizer", output / "plan.json"
     if output.exists() and not (output.is_dir() and (record.is_file() or not any(output.iterdir()))):
         raise CheckpointError(f"{output}: is there and no study; give another folder.")
+    tokenizer = options.tokenizer or options.start or "bpe:4096"
     data = study_data(
         options.data,
-        tokenizer=str(saved) if record.is_file() and saved.is_dir() else options.tokenizer,
+        tokenizer=str(saved) if record.is_file() and saved.is_dir() else tokenizer,
         block=options.block,
         held_out=options.held_out,
         held_out_blocks=options.held_out_blocks,
@@ -233,11 +259,20 @@ def _prepared(options: StudyOptions, *, write: bool) -> _Study:
         text_column=options.text_column,
         sample_by=options.sample_by,
     )
-    study = _Study(options, data, _runs(options, data))
+    study = _Study(options, data)
     whole_batches(data.blocks, options.recipe.batch)  # too few are told before anything is written
     if record.is_file():
         _check_same(record, study.plan)
-    elif write:
+    made = next((folder for folder in (output, starts) if not folder.exists()), None)
+    try:
+        study.runs = _runs_from_scratch(options, data) if options.start is None else _continued_runs(options, starts)
+        if len({run.place for run in study.runs}) < len(study.runs):
+            raise ValueError("Two of the methods, or of the sizes, have the same name but for punctuation.")
+    except BaseException:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+        raise
+    if write and not record.is_file():
         with replacing(saved, force=True) as folder:
             data.tokenizer.save_pretrained(folder)
         write_json(record, study.plan)
@@ -254,10 +289,10 @@ def _check_same(record: Path, plan: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{record.parent}: holds another study: {changes}. Give another folder.")
 
 
-def _runs(options: StudyOptions, data: StudyData) -> list[_Run]:
+def _runs_from_scratch(options: StudyOptions, data: StudyData) -> list[_Run]:
     """Size by size and seed by seed, so that a study that is cut short has whole pairs."""
     runs = []
-    for size in options.sizes:
+    for size in options.sizes or ("tiny",):
         name, own = _parsed(size, SIZES, "size")
         shape = {
             "vocab_size": len(data.tokenizer),
@@ -273,13 +308,35 @@ def _runs(options: StudyOptions, data: StudyData) -> list[_Run]:
             name, own = _parsed(method, METHODS, "method")
             configs[method] = ResFormerConfig.for_method(name, **{**shape, **own})
         runs += [
-            _Run(size, method, seed, config, backbone)
+            _Run(size, method, seed, config, backbone, None)
             for seed in range(options.seeds)
             for method, config in configs.items()
         ]
-    if len({run.place for run in runs}) < len(runs):
-        raise ValueError("Two of the methods, or of the sizes, have the same name but for punctuation.")
     return runs
+
+
+def _continued_runs(options: StudyOptions, starts: Path) -> list[_Run]:
+    """Converts the checkpoint to each method, once, into a folder of `starts`."""
+    assert options.start is not None
+    size = Path(options.start).resolve().name if Path(options.start).exists() else options.start.rpartition("/")[2]
+    runs = []
+    for method in options.all_methods:
+        name, own = _parsed(method, METHODS, "method")
+        folder = starts / _file_name(method)
+        if not folder.exists():
+            # One that changes what the model computes has its first loss to tell of it.
+            retrofit(options.start, folder, name, lossy=True, link=True, verify="headers", progress=False, **own)
+        config = ResFormerConfig.from_pretrained(folder)
+        if options.block > config.max_position_embeddings:
+            raise ValueError(
+                f"block is {options.block}, but {options.start} has {config.max_position_embeddings} positions."
+            )
+        runs += [_Run(size, method, seed, config, config, folder) for seed in range(options.seeds)]
+    return sorted(runs, key=lambda run: run.seed)
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name)
 
 
 def _parsed(text: str, known: Mapping[str, Any], what: str) -> tuple[str, dict[str, Any]]:
@@ -372,6 +429,7 @@ def _notes(options: StudyOptions) -> list[str]:
 def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """What cards print, by the fields of `resformer.model_cards.Metric`."""
     seeds = study.options.seeds
+    beginning = "from scratch" if study.options.start is None else "continued from the checkpoint"
     found = []
     for size, rows in sizes.items():
         tokens = study.options.recipe.steps * study.options.recipe.batch * study.options.block
@@ -382,7 +440,7 @@ def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) ->
                 "dataset": study.data.name,
                 "split": "held-out",
                 "method": row["method"],
-                "note": f"{size}, {row['parameters']:,} parameters, {tokens:,} tokens, {seeds} seeds, from scratch",
+                "note": f"{size}, {row['parameters']:,} parameters, {tokens:,} tokens, {seeds} seeds, {beginning}",
             }
             found.append({"name": f"loss, {size}", "type": "loss", "value": row["loss"], **common})
             if row["difference"] is not None:

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer
 
-__all__ = ["is_connection", "parameter_groups"]
+__all__ = ["ConnectionTrainer", "is_connection", "parameter_groups"]
 
 
 def is_connection(parameter_name: str) -> bool:
@@ -32,3 +33,30 @@ def parameter_groups(
         "connections": {"lr": connection_learning_rate, "weight_decay": 0.0},
     }
     return [{"params": parameters, **settings[kind]} for kind, parameters in groups.items() if parameters]
+
+
+class ConnectionTrainer(Trainer):
+    """The stock `Trainer`, in which the connections have their own learning rate, whatever the optimizer.
+
+    Args:
+        connection_learning_rate: `None`: that of everything else.
+    """
+
+    def __init__(self, *args: Any, connection_learning_rate: float | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.optimizer: torch.optim.Optimizer | None
+        self.connection_learning_rate = connection_learning_rate
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            model = self.model if model is None else model
+            rate, own = self.args.learning_rate, self.connection_learning_rate
+            groups = parameter_groups(
+                model,
+                learning_rate=rate,
+                connection_learning_rate=rate if own is None else own,
+                weight_decay=self.args.weight_decay,
+            )
+            optimizer_class, settings = self.get_optimizer_cls_and_kwargs(self.args, model)
+            self.optimizer = optimizer_class(groups, **settings)
+        return self.optimizer

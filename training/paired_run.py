@@ -1,4 +1,4 @@
-"""One run of a study: a model from scratch with the stock Trainer, paired with the other methods' by its seed."""
+"""One run of a study: a model trained with the stock Trainer, paired with the other methods' by its seed."""
 
 import json
 import math
@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import Subset
 from transformers import (
     PrinterCallback,
-    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -28,6 +27,7 @@ from resformer.modeling import ResFormerForCausalLM
 from resformer.training.data import Blocks, DataError
 from resformer.training.finetune import processor_has_bf16
 from resformer.training.flops import step_memory, training_flops
+from resformer.training.optimizer import ConnectionTrainer
 from resformer.training.recipe import last_checkpoint
 
 __all__ = ["Recipe", "paired_model", "paired_run", "whole_batches", "write_json"]
@@ -46,6 +46,7 @@ class Recipe:
     batch: int = 8  # sequences a step, on all devices together
     micro_batch: int | None = None  # sequences a device takes at a time; default: all of its share
     learning_rate: float = 6e-4
+    connection_learning_rate: float | None = None  # default: the others'
     warmup: float = 0.05  # share of the steps
     weight_decay: float = 0.1
     evaluations: int = 10
@@ -142,8 +143,7 @@ def paired_model(config: ResFormerConfig, backbone: ResFormerConfig, seed: int) 
 
 
 def paired_run(
-    config: ResFormerConfig,
-    backbone: ResFormerConfig,
+    model: ResFormerForCausalLM,
     blocks: Blocks,
     recipe: Recipe,
     seed: int,
@@ -152,7 +152,7 @@ def paired_run(
     save_to: Path | None = None,
     told: Callable[[int], None] = lambda step: None,
 ) -> dict[str, Any]:
-    """Trains one model, or goes on from the last checkpoint in `folder`, and removes that folder.
+    """Trains a model in place, or goes on from the last checkpoint in `folder`, and removes that folder.
 
     The order of the batches depends on `seed` alone. Losses are in nats per token; one that is not finite is `None`.
 
@@ -165,15 +165,15 @@ def paired_run(
         ValueError: as of `Recipe.arguments`.
     """
     arguments = recipe.arguments(folder, seed)
-    model = paired_model(config, backbone, seed)
     watch = _Watch(told)
-    trainer = Trainer(
+    trainer = ConnectionTrainer(
         model=model,
         args=arguments,
         train_dataset=whole_batches(blocks, recipe.batch),
         eval_dataset=blocks.held_out,
         data_collator=default_data_collator,
         callbacks=[watch],
+        connection_learning_rate=recipe.connection_learning_rate,
     )
     trainer.remove_callback(PrinterCallback)
     sample = default_data_collator([blocks.train[0]] * arguments.per_device_train_batch_size)
@@ -199,7 +199,7 @@ def paired_run(
         "loss": curve[-1]["validation_loss"],
         "curve": curve,
         "parameters": model.num_parameters(),
-        "training_flops": training_flops(config, blocks.held_out.block) * tokens * recipe.steps,
+        "training_flops": training_flops(model.config, blocks.held_out.block) * tokens * recipe.steps,
         "step_seconds": watch.typical,
         "tokens_per_second": tokens / watch.typical,
         "evaluation_seconds": statistics.median(times),

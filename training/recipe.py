@@ -41,7 +41,7 @@ from resformer.model_cards import carried_metadata, finetuned_card
 from resformer.training.data import Blocks, load_documents, pack_documents
 from resformer.training.distillation import DistillationTrainer
 from resformer.training.finetune import PeakMemory, processor_has_bf16
-from resformer.training.optimizer import parameter_groups
+from resformer.training.optimizer import ConnectionTrainer
 
 __all__ = ["FinetuneOptions", "FinetuneReport", "finetune_checkpoint", "last_checkpoint"]
 
@@ -276,26 +276,8 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
     return report
 
 
-class _RecipeTrainer(DistillationTrainer):
-    """Gives the connections their own learning rate, whatever the optimizer."""
-
-    def __init__(self, *args: Any, connection_learning_rate: float, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.optimizer: torch.optim.Optimizer | None
-        self.connection_learning_rate = connection_learning_rate
-
-    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            model = self.model if model is None else model
-            groups = parameter_groups(
-                model,
-                learning_rate=self.args.learning_rate,
-                connection_learning_rate=self.connection_learning_rate,
-                weight_decay=self.args.weight_decay,
-            )
-            optimizer_class, settings = self.get_optimizer_cls_and_kwargs(self.args, model)
-            self.optimizer = optimizer_class(groups, **settings)
-        return self.optimizer
+class _RecipeTrainer(ConnectionTrainer, DistillationTrainer):
+    """Both of them."""
 
 
 class _EvaluationLines(TrainerCallback):

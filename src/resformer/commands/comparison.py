@@ -18,7 +18,16 @@ def compare(
     methods: Annotated[
         str, typer.Option(help="NAME[:FIELD=VALUE...], separated by commas; transformer is always compared with.")
     ] = "resformer,denseformer,svformer",
-    sizes: Annotated[str, typer.Option(help="tiny, 10m, 82m, 180m, or NAME:FIELD=VALUE...; commas between.")] = "tiny",
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from", help="Continue this Llama-style checkpoint, converted to each method, instead of from scratch."
+        ),
+    ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(help="tiny, 10m, 82m, 180m, or NAME:FIELD=VALUE...; commas between.  [default: tiny]"),
+    ] = None,
     seeds: Annotated[int, typer.Option(help="Paired runs of each method.")] = 3,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of each run; or give --tokens.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Training tokens of each run, rounded up to steps.")] = None,
@@ -35,12 +44,22 @@ def compare(
         str, typer.Option(help="A document of a plain text file: paragraph, line, document.")
     ] = "paragraph",
     tokenizer: Annotated[
-        str, typer.Option(help="bytes, bpe:N trained on the data, a folder or a Hub id.")
-    ] = "bpe:4096",
+        str | None,
+        typer.Option(
+            help="bytes, bpe:N trained on the data, a folder or a Hub id.  [default: bpe:4096, or the checkpoint's]"
+        ),
+    ] = None,
     block: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512,
     batch: Annotated[int, typer.Option(help="Sequences per step, on all devices together.")] = 8,
     micro_batch: Annotated[int | None, typer.Option(help="Sequences per device and pass.  [default: all]")] = None,
-    learning_rate: Annotated[float, typer.Option(help="The highest; it ends at a tenth.")] = 6e-4,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(help="The highest; it ends at a tenth.  [default: 6e-4, or 5e-5 with --from]"),
+    ] = None,
+    connection_learning_rate: Annotated[
+        float | None,
+        typer.Option(help="That of the connections.  [default: the others', or 3e-4 with --from]"),
+    ] = None,
     warmup: Annotated[float, typer.Option(help="Share of the steps.")] = 0.05,
     weight_decay: Annotated[float, typer.Option(help="Of matrices; never of connections.")] = 0.1,
     evaluations: Annotated[int, typer.Option(help="On the held-out blocks, per run; a checkpoint after each.")] = 10,
@@ -53,7 +72,7 @@ def compare(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its time; write nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train methods from scratch under one budget, paired by seed, and compare their held-out losses.
+    """Train methods under one budget, paired by seed, and compare their held-out losses.
 
     A study that was stopped goes on when the command is given again.
     """
@@ -68,6 +87,10 @@ def compare(
         from resformer.training.paired_run import Recipe
         from resformer.training.study_table import markdown
 
+        if learning_rate is None:
+            learning_rate = 6e-4 if start is None else 5e-5
+        if connection_learning_rate is None and start is not None:
+            connection_learning_rate = 3e-4
         options = StudyOptions(
             output,
             Recipe(
@@ -75,13 +98,15 @@ def compare(
                 batch=batch,
                 micro_batch=micro_batch,
                 learning_rate=learning_rate,
+                connection_learning_rate=connection_learning_rate,
                 warmup=warmup,
                 weight_decay=weight_decay,
                 evaluations=evaluations,
                 bf16=bf16,
             ),
             methods=names(methods),
-            sizes=names(sizes),
+            start=start,
+            sizes=names(sizes or ""),
             seeds=seeds,
             data=data or [],
             split=split,
