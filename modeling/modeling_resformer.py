@@ -40,7 +40,7 @@ from resformer.modeling.linear import Linear
 from resformer.modeling.mixing import MixingRows, weighted_sum
 from resformer.modeling.neutreno import neutreno_term
 from resformer.modeling.sharing import update_cache
-from resformer.modeling.value_residual import GateProjection, ValueGate, value_residual
+from resformer.modeling.value_residual import GateProjection, ValueGate, mix_unkept, value_residual
 from resformer.modeling.wiring import wire
 
 __all__ = [
@@ -140,11 +140,14 @@ class ResFormerAttention(nn.Module):
 
         raw_values = value_states = None
         if wiring.value_source == self.layer_idx:
-            raw_values = value_states = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
-            if wiring.mixes and self.gated:
-                value_states = self.value_residual(hidden_states, *earlier_values, raw_values, mixing_weights)
-            elif wiring.mixes:
-                value_states = weighted_sum([*earlier_values, raw_values], mixing_weights)
+            if wiring.mixes and not (self.gated or wiring.gives_raw_values):
+                value_states = mix_unkept(earlier_values, self.v_proj, hidden_states, mixing_weights)
+            if value_states is None:
+                raw_values = value_states = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
+                if wiring.mixes and self.gated:
+                    value_states = self.value_residual(hidden_states, *earlier_values, raw_values, mixing_weights)
+                elif wiring.mixes:
+                    value_states = weighted_sum([*earlier_values, raw_values], mixing_weights)
         current_values = current_shared_values if value_states is None else value_states
 
         if self.use_rope:

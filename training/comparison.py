@@ -66,7 +66,9 @@ class StudyOptions:
     output: str
     recipe: Recipe
     methods: Sequence[str] = (BASELINE, "resformer")  # NAME[:FIELD=VALUE...]; the baseline is always among them
-    start: str | None = None  # a checkpoint that every method goes on from, as `retrofit` converts it; None: from scratch
+    start: str | None = (
+        None  # a checkpoint that every method goes on from, as `retrofit` converts it; None: from scratch
+    )
     sizes: Sequence[str] = ()  # NAME[:FIELD=VALUE...]; none: tiny, or the checkpoint's
     seeds: int = 3
     data: Sequence[str] = ()  # as of `load_documents`; none: Python's standard library
@@ -96,7 +98,9 @@ class StudyOptions:
         if self.sample_by not in ("paragraph", "line", "document"):
             raise ValueError(f"sample_by is {self.sample_by!r}; expected paragraph, line or document.")
         if self.start is not None and self.sizes:
-            raise ValueError(f"sizes are {', '.join(self.sizes)}, but the size is that of {self.start}; give one of them.")
+            raise ValueError(
+                f"sizes are {', '.join(self.sizes)}, but the size is that of {self.start}; give one of them."
+            )
 
     @property
     def all_methods(self) -> list[str]:
@@ -161,9 +165,9 @@ class _Study:
 def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None:
     """Trains what is not trained yet and writes `study.json` and `study.png`; returns what is in the former.
 
-    Below the output, `runs` has a file for each run, `tokenizer` the tokenizer and `models` the trained models, until
-    the end `starts` the converted checkpoints and `unfinished` the checkpoints of a run that was stopped. Under `accelerate launch` every process calls this; the first one
-    writes, and the others return `None`.
+    Below the output, `runs` has a file for each run, `tokenizer` the tokenizer and `models` the trained models; until
+    the end, `starts` has the converted checkpoints and `unfinished` the checkpoints of a run that was stopped. Under
+    `accelerate launch` every process calls this; the first one writes, and the others return `None`.
 
     Raises:
         CheckpointError: the output holds something else, or the data or the tokenizer cannot be read.
