@@ -4,6 +4,8 @@ import gc
 import json
 import math
 import re
+import shutil
+import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, byte_tokenizer, family_model, save_checkpoint
 from conftest import VARIANTS
+from matplotlib import image
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from typer.testing import CliRunner
@@ -521,6 +524,45 @@ def test_page_is_well_formed_and_stands_alone(report: tuple[Report, Path]) -> No
     assert "prefers-color-scheme: dark" in html
     assert "<i>" not in html
     assert 'a $b$ <i>&"' in page.text
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+#: What a page is asked about itself once it is drawn.
+PROBE = """<script>addEventListener("load", () => { const box = (e) => { const { width, height } =
+e.getBoundingClientRect(); return [width, height]; }; const told = document.createElement("script");
+told.id = "told"; told.type = "application/json"; told.textContent = JSON.stringify({ width: innerWidth,
+scroll: document.documentElement.scrollWidth, fetched: performance.getEntriesByType("resource").map((e) => e.name),
+figures: [...document.querySelectorAll("figure svg")].map(box),
+dark: matchMedia("(prefers-color-scheme: dark)").matches, paper: getComputedStyle(document.body).backgroundColor,
+ink: getComputedStyle(document.body).color, cards: [...document.querySelectorAll(".card")].map(box) });
+document.body.append(told); })</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (500, False)])
+def test_page_opens_in_a_browser(report: tuple[Report, Path], tmp_path: Path, width: int, dark: bool) -> None:
+    assert BROWSER is not None
+    probed, picture = tmp_path / "report.html", tmp_path / "page.png"
+    probed.write_text((report[1] / "report.html").read_text().replace("</body>", f"{PROBE}</body>"))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += [f"--window-size={width},2400", "--virtual-time-budget=2000", "--hide-scrollbars"]
+    command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
+    options = {"check": True, "capture_output": True, "text": True, "timeout": 120}
+    drawn = subprocess.run([*command, "--dump-dom", probed.as_uri()], **options).stdout
+    subprocess.run([*command, f"--screenshot={picture}", probed.as_uri()], **options)
+
+    told = json.loads(re.search(r'<script id="told"[^>]*>(.*?)</script>', drawn, re.DOTALL)[1])
+    assert told["fetched"] == []
+    assert told["scroll"] <= told["width"] == width
+    assert len(told["figures"]) == len(list(report[1].glob("*.png")))
+    assert all(200 < wide <= width and tall > 100 for wide, tall in told["figures"])
+    assert len(told["cards"]) == len(report[0].analyses)
+    assert told["dark"] == dark
+    paper, ink = (sum(map(int, re.findall(r"\d+", told[part])[:3])) for part in ("paper", "ink"))
+    assert (paper < ink) == dark
+    pixels = image.imread(picture)
+    assert pixels.shape[:2] == (2400, width)
+    assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 100
 
 
 def test_page_shows_the_numbers_of_the_json(report: tuple[Report, Path]) -> None:
