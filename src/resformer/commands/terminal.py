@@ -145,7 +145,7 @@ def _quiet_off_a_terminal() -> None:
 
 
 def row(name: str, value: object) -> None:
-    echo(f"{name:14}{brief(value, 4000)}")
+    echo(f"{name:13} {brief(value, 4000)}")
 
 
 def size(count: float) -> str:
