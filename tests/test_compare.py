@@ -529,6 +529,9 @@ def test_a_checkpoint_that_cannot_be_continued_leaves_nothing(
     assert words in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not (work / "new").exists()
+    (work / "empty").mkdir(exist_ok=True)
+    assert compare("empty", *SMALL[2:4], *SMALL[6:], "--from", "checkpoint", "--steps", 1, *arguments).exit_code == code
+    assert not list((work / "empty").iterdir())
 
 
 def test_other_files_are_left_alone(work: Path, compare: Callable[..., Any]) -> None:

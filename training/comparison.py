@@ -267,19 +267,19 @@ def _prepared(options: StudyOptions, starts: Path, *, write: bool) -> _Study:
     whole_batches(data.blocks, options.recipe.batch)  # too few are told before anything is written
     if record.is_file():
         _check_same(record, study.plan)
-    made = next((folder for folder in (output, starts) if not folder.exists()), None)
+    new = [path for path in (output, saved, record, starts) if not path.exists()]
     try:
+        if write and record in new:
+            with replacing(saved, force=True) as folder:
+                data.tokenizer.save_pretrained(folder)
+            write_json(record, study.plan)
         study.runs = _runs_from_scratch(options, data) if options.start is None else _continued_runs(options, starts)
         if len({run.place for run in study.runs}) < len(study.runs):
             raise ValueError("Two of the methods, or of the sizes, have the same name but for punctuation.")
     except BaseException:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
+        for path in new:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         raise
-    if write and not record.is_file():
-        with replacing(saved, force=True) as folder:
-            data.tokenizer.save_pretrained(folder)
-        write_json(record, study.plan)
     return study
 
 
