@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.cli import app
 from resformer.model_cards.metrics import metrics_of
 from resformer.training import paired_run as paired_run_module
-from resformer.training.comparison import names
+from resformer.training.comparison import SIZES, names
 from resformer.training.data import Blocks, PackedBlocks, is_held_out
 from resformer.training.flops import forward_flops, step_memory, training_flops
 from resformer.training.optimizer import ConnectionTrainer, is_connection
@@ -579,6 +580,37 @@ def test_a_killed_study_goes_on_where_it_was(work: Path) -> None:
         assert got["curve"] == expected["curve"]
         assert (got["resumed_from"] > 0) == (got["method"] == "resformer")
     assert not unfinished.exists()
+
+
+@pytest.mark.slow
+def test_the_committed_study_begins_as_it_is_told(tmp_path: Path) -> None:
+    """The first 128 of its 640 steps, for one seed: value residuals are ahead by as much."""
+    results = ROOT / "benchmarks" / "results" / "study"
+    study = json.loads((results / "from-scratch.json").read_text())
+    told = {field.name: study[field.name] for field in fields(Recipe) if field.name in study}
+    data = study_data([], tokenizer=study["tokenizer"], block=study["block"], held_out=0.02, held_out_blocks=64)
+    shape = {**SIZES["tiny"], "vocab_size": len(data.tokenizer), "max_position_embeddings": study["block"],
+             "bos_token_id": data.tokenizer.bos_token_id, "eos_token_id": data.tokenizer.eos_token_id}  # fmt: skip
+    backbone = ResFormerConfig.for_method("transformer", **shape)
+
+    def stop(step: int) -> None:
+        if step == 129:
+            raise KeyboardInterrupt
+
+    losses: list[float] = []
+    committed: list[float] = []
+    for method in ("transformer", "resformer"):
+        model = paired_model(ResFormerConfig.for_method(method, **shape), backbone, 0)
+        with pytest.raises(KeyboardInterrupt):
+            paired_run(model, data.blocks, Recipe(**told), 0, folder=tmp_path / method, told=stop)
+        state = json.loads((tmp_path / method / "checkpoint-128" / "trainer_state.json").read_text())
+        losses += [
+            entry["eval_loss"] for entry in state["log_history"] if entry["step"] == 128 and "eval_loss" in entry
+        ]
+        curve = json.loads((results / "from-scratch" / "runs" / "tiny" / method / "0.json").read_text())["curve"]
+        committed += [point["validation_loss"] for point in curve if point["step"] == 128]
+    assert losses == pytest.approx(committed, abs=0.05)
+    assert losses[1] - losses[0] == pytest.approx(committed[1] - committed[0], abs=0.03)
 
 
 @pytest.mark.slow

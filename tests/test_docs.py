@@ -1,5 +1,6 @@
 """The documentation builds without a warning, its table of methods is what the code does, its links lead somewhere."""
 
+import json
 import re
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import torch
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.configuration import cache_bytes_by_method
 from resformer.convert.retrofitting import losses
+from resformer.training.study_table import markdown, rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
+STUDIES = sorted((ROOT / "benchmarks" / "results" / "study").glob("*.json"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob(".github/**/*.md")])
 SMOLLM2_135M = {
     "vocab_size": 49152,
@@ -70,3 +73,19 @@ def test_citation_names_the_papers_and_the_version() -> None:
     cited = {reference["identifiers"][0]["value"] for reference in citation["references"]}
     text = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/methods.md"))
     assert {f"arXiv:{number}" for number in re.findall(r"arxiv\.org/abs/([\d.]+\d)", text)} <= cited
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.stem)
+def test_results_are_those_of_the_runs(study: Path) -> None:
+    report = json.loads(study.read_text(encoding="utf-8"))
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in study.with_suffix("").glob("runs/**/*.json")]
+    remade = {
+        size: {row["method"]: row for row in rows}
+        for size, rows in rows_of(sorted(runs, key=lambda run: run["seed"])).items()
+    }
+    for size, rows in report["sizes"].items():
+        assert {row["method"] for row in rows} == set(remade[size])
+        for row in rows:
+            assert {key: row[key] for key in remade[size][row["method"]]} == remade[size][row["method"]]
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert {line for line in markdown(report).splitlines() if line.startswith("|")} <= set(text.splitlines())
