@@ -35,6 +35,7 @@ def method_card(method: str, metrics: Iterable[Metric] = ()) -> str:
         raise ValueError(f"Unknown method {method!r}: expected one of {', '.join(METHODS)}.")
     facts, shape = FACTS[method], ResFormerConfig(**_SMOLLM2_135M)
     cache = cache_bytes_by_method(shape)
+    ours = [metric for metric in metrics if metric.method == method]
     return render(
         "method.md.jinja",
         name=method,
@@ -48,7 +49,8 @@ def method_card(method: str, metrics: Iterable[Metric] = ()) -> str:
             "independent": "independent",
             **{key: f"[{paper.arxiv}](https://arxiv.org/abs/{paper.arxiv})" for key, paper in PAPERS.items()},
         },
-        results=table_rows([metric for metric in metrics if metric.method == method]),
+        results=table_rows(ours),
+        notes=[f"{metric.name}: {metric.note}" for metric in ours if metric.note],
     )
 
 

@@ -418,6 +418,9 @@ def test_method_cards_take_up_our_results() -> None:
     ours = [replace(METRIC, method="svformer"), replace(METRIC, method="resformer", value=9.5)]
     assert "| loss | WikiText-2 | test | 77 of 99 samples | 3.25 |" in method_card("svformer", ours)
     assert "9.5" not in method_card("svformer", ours)
+    noted = [replace(METRIC, method="svformer", note="3 seeds, from scratch")]
+    assert "\n* loss: 3 seeds, from scratch\n\n## Use" in method_card("svformer", noted)
+    assert "* loss" not in method_card("svformer", [replace(METRIC, method="svformer", note=None)])
     assert "None yet: not measured." in method_card("cla2", ours)
 
 

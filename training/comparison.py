@@ -447,13 +447,17 @@ def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) ->
                 "note": f"{size}, {row['parameters']:,} parameters, {tokens:,} tokens, {seeds} seeds, {beginning}",
             }
             found.append({"name": f"loss, {size}", "type": "loss", "value": row["loss"], **common})
-            if row["difference"] is not None:
+            if (difference := row["difference"]) is not None:
+                within = ""
+                if difference["low"] is not None:
+                    within = f"; 95 % interval {difference['low']:+.4f} to {difference['high']:+.4f}"
                 found.append(
                     {
                         "name": f"loss minus {BASELINE}'s, {size}",
                         "type": "loss",
-                        "value": row["difference"]["mean"],
+                        "value": difference["mean"],
                         **common,
+                        "note": common["note"] + within,
                     }
                 )
     return found
