@@ -37,6 +37,7 @@ __all__ = [
     "check_target",
     "flush",
     "foresee",
+    "replace_text",
     "replacing",
     "write_plan",
     "write_text",
@@ -221,6 +222,23 @@ def write_text(path: Path, text: str) -> None:
     """Writes a small new file."""
     with _writing(path):
         path.write_bytes(text.encode())
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file, with the folders that it lies in, in place of what is there; whole or not at all.
+
+    Raises:
+        OutputError: the disk does not take it.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with _writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(text.encode())
+            os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def flush(folder: Path, shared: set[str]) -> None:

@@ -21,10 +21,10 @@ from transformers import PreTrainedConfig
 from resformer.configuration import METHODS, ResFormerConfig, cache_bytes_per_token
 from resformer.convert.errors import CheckpointError, brief
 from resformer.convert.retrofitting import retrofit
-from resformer.convert.writing import replacing
+from resformer.convert.writing import replace_text, replacing
 from resformer.environment import describe_environment
 from resformer.modeling import ResFormerForCausalLM
-from resformer.training.paired_run import Recipe, paired_model, paired_run, whole_batches, write_json
+from resformer.training.paired_run import Recipe, paired_model, paired_run, whole_batches
 from resformer.training.study_data import StudyData, study_data
 from resformer.training.study_plot import check_matplotlib, plot
 from resformer.training.study_table import BASELINE, rows_of
@@ -195,7 +195,7 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
             if first:
                 if options.save_models and run.seed == 0:
                     study.data.tokenizer.save_pretrained(study.output / "models" / run.place)
-                write_json(study.file(run), {**_described(run), **result, "environment": environment})
+                _write_json(study.file(run), {**_described(run), **result, "environment": environment})
                 finished(f"{number}/{len(pending)} {run.size} {run.method} seed {run.seed}", result)
             PartialState().wait_for_everyone()
     if not first:
@@ -206,7 +206,7 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
     shutil.rmtree(study.output / "starts", ignore_errors=True)
     results = [json.loads(study.file(run).read_text(encoding="utf-8")) for run in study.runs]
     report = _report(study, results, command)
-    write_json(study.output / "study.json", report)
+    _write_json(study.output / "study.json", report)
     plot(report, results, study.output / "study.png")
     return report
 
@@ -272,7 +272,7 @@ def _prepared(options: StudyOptions, starts: Path, *, write: bool) -> _Study:
         if write and record in new:
             with replacing(saved, force=True) as folder:
                 data.tokenizer.save_pretrained(folder)
-            write_json(record, study.plan)
+            _write_json(record, study.plan)
         study.runs = _runs_from_scratch(options, data) if options.start is None else _continued_runs(options, starts)
         if len({run.place for run in study.runs}) < len(study.runs):
             raise ValueError("Two of the methods, or of the sizes, have the same name but for punctuation.")
@@ -281,6 +281,10 @@ def _prepared(options: StudyOptions, starts: Path, *, write: bool) -> _Study:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         raise
     return study
+
+
+def _write_json(path: Path, value: Any) -> None:
+    replace_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def _check_same(record: Path, plan: Mapping[str, Any]) -> None:

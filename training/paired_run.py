@@ -1,8 +1,6 @@
 """One run of a study: a model trained with the stock Trainer, paired with the other methods' by its seed."""
 
-import json
 import math
-import os
 import shutil
 import statistics
 import time
@@ -30,7 +28,7 @@ from resformer.training.flops import step_memory, training_flops
 from resformer.training.optimizer import ConnectionTrainer
 from resformer.training.recipe import last_checkpoint
 
-__all__ = ["Recipe", "paired_model", "paired_run", "whole_batches", "write_json"]
+__all__ = ["Recipe", "paired_model", "paired_run", "whole_batches"]
 
 _WARMING_UP = 2  # steps that are not timed, where there are more
 
@@ -223,11 +221,3 @@ def whole_batches(blocks: Blocks, batch: int) -> Subset[dict[str, torch.Tensor]]
             "or a smaller --block or --batch."
         )
     return Subset(blocks.train, range(count))
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes the whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8", newline="\n")
-    os.replace(partial, path)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from resformer.convert.errors import CheckpointError, OutputError, brief
+from resformer.convert.errors import CheckpointError, brief
 from resformer.version import __version__
 
 __all__ = ["check_output", "evaluate", "main", "results_json", "results_table", "write_results"]
@@ -131,13 +131,9 @@ def write_results(results: dict[str, Any], path: Path) -> None:
     Raises:
         OutputError: the disk does not take them.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(results_json(results) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OutputError(f"{path}: cannot be written: {error.strerror or error}.") from error
+    from resformer.convert.writing import replace_text
+
+    replace_text(path, results_json(results) + "\n")
 
 
 def results_json(results: dict[str, Any]) -> str:

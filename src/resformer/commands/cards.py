@@ -1,7 +1,6 @@
 """`resformer card`."""
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +41,7 @@ def card(
     with reporting_errors():
         if (checkpoint is None) == (method is None):
             raise typer.BadParameter("give either the folder of a checkpoint or --method NAME.")
+        from resformer.convert.writing import replace_text
         from resformer.model_cards import eval_result_files, harness_metrics, metrics_of, packaged_method_card
 
         if checkpoint is None:
@@ -73,7 +73,7 @@ def card(
         _check_untouched(target, force)
         files = {target.name: str(made), **eval_result_files(measured)}
         for name, text in files.items():
-            _write(target.parent / name, text)
+            replace_text(target.parent / name, text)
         row("card", f"{target}, of a {kind} model")
         row("results", len(measured))
         for name in list(files)[1:]:
@@ -158,10 +158,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: holds a {type(values).__name__}, expected an object.")
     return values
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8", newline="\n")
-    os.replace(partial, path)
