@@ -444,7 +444,9 @@ def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable
 
     report = json.loads(done.stdout)
     assert list(report["sizes"]) == ["checkpoint"]
-    assert {metric["note"].split(", ")[-1] for metric in report["metrics"]} == {"continued from the checkpoint"}
+    assert all("2 seeds, continued from the checkpoint" in metric["note"] for metric in report["metrics"])
+    (told,) = (m["note"] for m in report["metrics"] if m["method"] == "svformer" and "minus" in m["name"])
+    assert re.search(r"; 95 % interval [+-]\d\.\d{4} to [+-]\d\.\d{4}$", told)
     runs = [json.loads(path.read_text()) for path in (work / "continued" / "runs").rglob("*.json")]
     starts = {(run["method"], run["seed"]): run["curve"][0]["validation_loss"] for run in runs}
     data = study_data(["notes.txt"], tokenizer="checkpoint", block=32, held_out=0.1, held_out_blocks=6)
