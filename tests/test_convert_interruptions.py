@@ -192,7 +192,7 @@ def test_a_process_killed_while_it_writes_leaves_nothing_behind(
         retrofit(big, out, verify="headers", link=True)
         assert names(tmp_path) == ["out"]
     else:
-        assert process.returncode == 130
+        assert process.returncode == 130, stderr
         assert stderr.count("\n") == 1
         assert "Interrupted" in stderr
         assert names(tmp_path) == []
