@@ -67,12 +67,12 @@ def plot(study: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], path: Path
 
 
 def _mean_curve(runs: Sequence[Mapping[str, Any]], size: str, method: str) -> Curve:
-    """From the first evaluation after the start on; empty if any loss is not finite."""
+    """From the first evaluation after the start on, if there is more than one; empty if any loss is not finite."""
     own = [run["curve"] for run in runs if (run["size"], run["method"]) == (size, method)]
     if any(point["validation_loss"] is None for curve in own for point in curve):
         return []
     return [
         (together[0]["tokens"] / 1e6, fmean(point["validation_loss"] for point in together))
         for together in zip(*own, strict=True)
-        if together[0]["step"]
+        if together[0]["step"] or len(own[0]) == 2
     ]
