@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from resformer.analysis.attention import IMPLEMENTATION
 from resformer.analysis.running import Running
 from resformer.configuration import ResFormerConfig
-from resformer.convert.connections import method_of
-from resformer.convert.errors import CheckpointError, brief
+from resformer.configuration.methods import method_of
+from resformer.errors import CheckpointError, brief
 
 __all__ = ["DEFINITIONS", "Analysis", "analyze"]
 

@@ -14,7 +14,7 @@ from resformer.analysis.claims import CLAIMS, DEPTH_CLAIMS, judge
 from resformer.analysis.figures import plots, require_matplotlib
 from resformer.analysis.measuring import DEFINITIONS, Analysis
 from resformer.analysis.page import page
-from resformer.convert.writing import check_target, replacing, write_text
+from resformer.files import check_target, replacing, write_text
 from resformer.version import __version__
 
 __all__ = ["Report", "write_report"]

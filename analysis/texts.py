@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from resformer.convert.errors import CheckpointError
+from resformer.errors import CheckpointError
 
 __all__ = ["read_texts", "standard_texts"]
 

@@ -5,9 +5,18 @@ configuration from a name. A new method is one more line here.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["METHODS", "method_fields"]
+if TYPE_CHECKING:
+    from resformer.configuration.configuration_resformer import ResFormerConfig
+
+__all__ = ["CONNECTION_FIELDS", "METHODS", "backbone_fields", "method_fields", "method_of", "without_connections"]
+
+#: The configuration fields of connections; all others are the backbone's. Their defaults are plain Llama.
+CONNECTION_FIELDS = (
+    "value_residual value_residual_init value_residual_layers neutreno_lambda value_sources key_sources dwa "
+    "dwa_dilation dwa_period"
+).split()
 
 
 def _last_third(num_layers: int) -> list[int]:
@@ -65,3 +74,31 @@ def method_fields(method: str, num_hidden_layers: int) -> dict[str, Any]:
     if method not in METHODS:
         raise ValueError(f"Unknown method {method!r}: expected one of {', '.join(METHODS)}.")
     return METHODS[method](num_hidden_layers)
+
+
+def method_of(config: "ResFormerConfig") -> str | None:
+    """The named method that `config` has the connections of; `None` if no name is given to them.
+
+    Initial values of coefficients are compared only where the method sets them.
+    """
+    plain = type(config)(num_hidden_layers=config.num_hidden_layers)
+    for name, method in METHODS.items():
+        fields = method(config.num_hidden_layers)
+        if all(
+            getattr(config, field) == fields.get(field, getattr(plain, field))
+            for field in CONNECTION_FIELDS
+            if field != "value_residual_init" or field in fields
+        ):
+            return name
+    return None
+
+
+def backbone_fields(config: "ResFormerConfig") -> dict[str, Any]:
+    """The fields of `ResFormerConfig` that are not a connection's, with the values of `config`."""
+    names = [name for name in type(config).__annotations__ if name not in ("pretraining_tp", *CONNECTION_FIELDS)]
+    return {name: getattr(config, name) for name in names}
+
+
+def without_connections(config: "ResFormerConfig", **fields: Any) -> "ResFormerConfig":
+    """The same backbone, with `fields` in the place of its connections."""
+    return type(config)(**{**backbone_fields(config), **fields})

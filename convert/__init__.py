@@ -6,24 +6,23 @@ families    the table of families that the decoder expresses exactly
 planning    the plan: which files go along whole, which are written anew
 writing     the writer: carries a plan out, all or nothing
 verification    the verifier: reads the result back and compares bytes and logits
-conversion  the four of them in order; retrofitting, reverting, bundling, comparison and inspection say what is done
-flattening  the package's modules to the two files of code in a bundle
+conversion  the four of them in order; retrofitting, reverting, bundling, verifying and inspection say what is done
 """
 
 from typing import TYPE_CHECKING, Any
 
-from resformer.convert.errors import CheckpointError, OutputError, VerificationError
+from resformer.errors import CheckpointError, OutputError, VerificationError
 
 if TYPE_CHECKING:
     from resformer.convert.bundling import BundleReport, bundle
-    from resformer.convert.comparison import Comparison, verify
     from resformer.convert.inspection import Inspection, inspect
     from resformer.convert.retrofitting import RetrofitReport, retrofit
     from resformer.convert.reverting import RevertReport, revert
+    from resformer.convert.verifying import Comparison, verify
 
 _HOMES = {
     "BundleReport": "bundling",
-    "Comparison": "comparison",
+    "Comparison": "verifying",
     "Inspection": "inspection",
     "RetrofitReport": "retrofitting",
     "RevertReport": "reverting",
@@ -31,7 +30,7 @@ _HOMES = {
     "inspect": "inspection",
     "retrofit": "retrofitting",
     "revert": "reverting",
-    "verify": "comparison",
+    "verify": "verifying",
 }
 
 __all__ = [

@@ -1,7 +1,9 @@
 """Bundles: a ResFormer checkpoint with the code that loads it, for those who have Transformers and not this package."""
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,15 @@ from resformer.convert.conversion import (
     dominant_dtype,
     foretell,
 )
-from resformer.convert.errors import CheckpointError, shown
-from resformer.convert.files import regular_file
-from resformer.convert.flattening import flatten
 from resformer.convert.planning import Plan, plan_shards
 from resformer.convert.reading import SideFile
-from resformer.convert.retrofitting import RECORD
 from resformer.convert.source import open_source
 from resformer.convert.verification import LogitsComparison
-from resformer.convert.writing import Transfer, check_target
+from resformer.convert.writing import Transfer
+from resformer.errors import CheckpointError, shown
+from resformer.files import check_target
+from resformer.record import RECORD
+from resformer.untrusted import regular_file
 from resformer.version import __version__
 
 __all__ = ["AUTO_MAP", "BundleReport", "bundle", "remote_code"]
@@ -41,18 +43,14 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": f"{_MODELING}.ResFormerForSequenceClassification",
     "AutoModelForTokenClassification": f"{_MODELING}.ResFormerForTokenClassification",
 }
-#: Of the package alone: registration with the Auto classes, which find remote code by themselves.
-_FOR_REGISTRATION = ("before_first_use", "ResFormerConfig.__new__")
-
-_HEAD = '''\
+_IMPORT = re.compile(r"from resformer\.(configuration|modeling)\.(\w+) import")
+#: The first lines of each module in a bundle; the module as it is in the package follows.
+_HEAD = """\
 # SPDX-License-Identifier: Apache-2.0
-"""{subject} of resformer {version}, in one file that needs nothing but torch and Transformers.
-
-Written by `resformer bundle` from the modules of the package, each under a comment with its name: changes belong there.
-Transformers runs this file where `trust_remote_code=True` allows it. After `import resformer` the classes of the
-installed package take its place.
-"""'''
-_TAIL = "# Makes Transformers save this code with every model of these classes.\n"
+# A module of resformer {version}, put here by `resformer bundle`: changes belong in the package.
+"""
+#: Makes Transformers save this code with every model of these classes.
+_REGISTER = '\n{name}.register_for_auto_class("{auto_class}")\n'
 
 
 @dataclass(frozen=True)
@@ -170,27 +168,23 @@ def bundle(
 
 
 def remote_code() -> dict[str, str]:
-    """File name -> text of the code that goes along: always the same for one version of this package."""
-    configuration = flatten(
-        f"resformer.configuration.{_CONFIGURATION}",
-        head=_HEAD.format(subject="The configuration", version=__version__),
-        tail=_tail(_CONFIGURATION),
-        without=_FOR_REGISTRATION,
-    )
-    modeling = flatten(
-        f"resformer.modeling.{_MODELING}",
-        head=_HEAD.format(subject="The models", version=__version__),
-        tail=_tail(_MODELING),
-        beside={"resformer.configuration": _CONFIGURATION},
-    )
-    return {f"{_CONFIGURATION}.py": configuration, f"{_MODELING}.py": modeling}
+    """File name -> text of the code that goes along: always the same for one version of this package.
 
-
-def _tail(module: str) -> str:
-    classes = [(auto_class, *name.split(".")) for auto_class, name in AUTO_MAP.items()]
-    return _TAIL + "".join(
-        f'{name}.register_for_auto_class("{auto_class}")\n' for auto_class, home, name in classes if home == module
-    )
+    These are the package's modules, their imports of each other made relative: Transformers follows those.
+    """
+    code = {}
+    modules = [("configuration", _CONFIGURATION), ("modeling", _MODELING)]
+    for package, module in modules:
+        text = (files(f"resformer.{package}") / f"{module}.py").read_text(encoding="utf-8")
+        text = text.replace(
+            "from resformer.configuration import", f"from resformer.configuration.{_CONFIGURATION} import"
+        )
+        modules += [found for found in _IMPORT.findall(text) if found not in modules]
+        code[f"{module}.py"] = _HEAD.format(version=__version__) + _IMPORT.sub(r"from .\2 import", text)
+    for auto_class, reference in AUTO_MAP.items():
+        home, name = reference.split(".")
+        code[f"{home}.py"] += _REGISTER.format(name=name, auto_class=auto_class)
+    return dict(sorted(code.items()))
 
 
 def _side_file(folder: Path, name: str) -> SideFile:

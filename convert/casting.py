@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from resformer.convert.errors import CheckpointError
-from resformer.convert.files import MIB, open_regular
 from resformer.convert.safetensors_format import DTYPE_BITS, FLOATING, Tensor
+from resformer.errors import CheckpointError
+from resformer.untrusted import MIB, open_regular
 
 __all__ = ["Rounding", "converted"]
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoModelForCausalLM
 
-from resformer.configuration import METHODS, ResFormerConfig
-from resformer.convert.errors import CheckpointError, brief
-from resformer.convert.families import CONNECTION_FIELDS, PLAIN, without_connections
+from resformer.configuration import ResFormerConfig
+from resformer.configuration.methods import without_connections
 from resformer.convert.safetensors_format import Tensor
 from resformer.convert.tensors import to_tensor, to_torch
+from resformer.errors import CheckpointError, brief
 from resformer.modeling import ResFormerForCausalLM
 from resformer.modeling.mixing import MixingRows
 from resformer.modeling.value_residual import GateProjection
@@ -20,7 +20,7 @@ from resformer.modeling.value_residual import GateProjection
 if TYPE_CHECKING:
     from resformer.convert.source import Source
 
-__all__ = ["expected_shapes", "initial_connections", "method_of", "model_on_meta", "read_connections"]
+__all__ = ["expected_shapes", "initial_connections", "model_on_meta", "read_connections"]
 
 
 def model_on_meta(config: ResFormerConfig, dtype: torch.dtype = torch.float32) -> ResFormerForCausalLM:
@@ -75,18 +75,6 @@ def read_connections(source: "Source") -> tuple[ResFormerForCausalLM, list[str]]
         for name, parameter in parameters.items():
             parameter.copy_(to_torch(source.checkpoint.tensors[name]))
     return model, sorted(parameters)
-
-
-def method_of(config: ResFormerConfig) -> str | None:
-    """The named method that `config` has the connections of; `None` if no name is given to them."""
-    found = {name: getattr(config, name) for name in CONNECTION_FIELDS}
-    for name, method in METHODS.items():
-        fields = method(config.num_hidden_layers)
-        named = {**PLAIN, **fields}
-        start = {"value_residual_init"} if "value_residual_init" not in fields else set()
-        if all(named[field] == value for field, value in found.items() if field not in start):
-            return name
-    return None
 
 
 def _modules(model: ResFormerForCausalLM) -> dict[str, MixingRows | GateProjection]:

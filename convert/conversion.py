@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers.utils import logging as transformers_logging
 
 from resformer.convert.casting import Rounding
-from resformer.convert.errors import CheckpointError, VerificationError, brief, listed
 from resformer.convert.planning import CarriedShard, Plan
 from resformer.convert.reading import Checkpoint
 from resformer.convert.safetensors_format import FLOATING
@@ -27,16 +26,9 @@ from resformer.convert.verification import (
     not_finite,
     same_bytes,
 )
-from resformer.convert.writing import (
-    Transfer,
-    Written,
-    check_space,
-    flush,
-    foresee,
-    replacing,
-    write_plan,
-    write_text,
-)
+from resformer.convert.writing import Transfer, Written, check_space, flush, foresee, write_plan
+from resformer.errors import CheckpointError, VerificationError, brief, listed
+from resformer.files import replacing, write_text
 
 __all__ = [
     "Conversion",

@@ -11,23 +11,11 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from resformer.configuration import ResFormerConfig
-from resformer.convert.errors import CheckpointError, brief, shown
+from resformer.configuration.methods import backbone_fields, without_connections
+from resformer.errors import CheckpointError, brief, shown
 
-__all__ = [
-    "CONNECTION_FIELDS",
-    "FAMILIES",
-    "PLAIN",
-    "backbone_config",
-    "family_config",
-    "supported",
-    "without_connections",
-]
+__all__ = ["FAMILIES", "backbone_config", "family_config", "supported"]
 
-#: The configuration fields that a retrofit may set; all others are the source's.
-CONNECTION_FIELDS = (
-    "value_residual value_residual_init value_residual_layers neutreno_lambda value_sources key_sources dwa "
-    "dwa_dilation dwa_period"
-).split()
 #: Fields that bear one name and one meaning in every family.
 _COMMON = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act "
@@ -143,11 +131,6 @@ def backbone_config(config: PreTrainedConfig) -> ResFormerConfig:
         raise CheckpointError(f"The source's config.json is not valid: {brief(error)}") from error
 
 
-def without_connections(config: ResFormerConfig, **fields: Any) -> ResFormerConfig:
-    """The same backbone, with `fields` in the place of its connections."""
-    return ResFormerConfig(**{**_own_fields(config), **PLAIN, **fields})
-
-
 def supported(model_type: object) -> str:
     """`model_type`, if it is in the table.
 
@@ -177,7 +160,7 @@ def family_config(config: ResFormerConfig, preferred: str | None = None) -> PreT
         CheckpointError: there is none.
     """
     ours = without_connections(config)
-    wanted = _own_fields(ours)
+    wanted = backbone_fields(ours)
     for model_type in sorted(FAMILIES, key=lambda name: name != preferred):
         family = FAMILIES[model_type]
         fields = {name: getattr(ours, name) for name in _COMMON}
@@ -191,18 +174,9 @@ def family_config(config: ResFormerConfig, preferred: str | None = None) -> PreT
             again = backbone_config(theirs)
         except Exception:  # its validators' any: then it is not this family
             continue
-        if _own_fields(again) == wanted:
+        if backbone_fields(again) == wanted:
             return theirs
     raise CheckpointError(
         f"No family has this backbone: qk_norm={ours.qk_norm}, attention_bias={ours.attention_bias}, "
         f"attention_out_bias={ours.attention_out_bias}, layer_types={sorted(set(ours.layer_types or ()))}."
     )
-
-
-#: The connection fields of plain Llama.
-PLAIN = {name: getattr(ResFormerConfig(), name) for name in CONNECTION_FIELDS}
-
-
-def _own_fields(config: ResFormerConfig) -> dict[str, Any]:
-    names = [name for name in type(config).__annotations__ if name != "pretraining_tp"]
-    return {name: getattr(config, name) for name in names}

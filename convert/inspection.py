@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token
-from resformer.convert.connections import expected_shapes, method_of, read_connections
+from resformer.configuration.methods import CONNECTION_FIELDS, method_of, without_connections
+from resformer.convert.connections import expected_shapes, read_connections
 from resformer.convert.conversion import check_tensors, dominant_dtype
-from resformer.convert.errors import CheckpointError
-from resformer.convert.families import CONNECTION_FIELDS, backbone_config, family_config, without_connections
+from resformer.convert.families import backbone_config, family_config
 from resformer.convert.source import open_source
+from resformer.errors import CheckpointError
 from resformer.modeling import ResFormerForCausalLM
 
 __all__ = ["Inspection", "inspect"]

@@ -11,9 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from resformer.convert.errors import CheckpointError, brief, listed, shown
-from resformer.convert.files import MIB, bare_name, read_json, regular_file
 from resformer.convert.safetensors_format import MOST_TENSORS, Shard, Tensor, read_shard
+from resformer.errors import CheckpointError, brief, listed, shown
+from resformer.untrusted import MIB, bare_name, read_json, regular_file
 
 __all__ = ["Checkpoint", "SideFile", "read_checkpoint"]
 

@@ -11,7 +11,7 @@ import torch
 from transformers import __version__ as transformers_version
 
 from resformer.configuration import ResFormerConfig
-from resformer.configuration.methods import method_fields
+from resformer.configuration.methods import CONNECTION_FIELDS, method_fields, without_connections
 from resformer.convert.casting import Rounding
 from resformer.convert.connections import expected_shapes, initial_connections, model_on_meta
 from resformer.convert.conversion import (
@@ -26,20 +26,21 @@ from resformer.convert.conversion import (
     model_bytes,
     result_config,
 )
-from resformer.convert.errors import CheckpointError
-from resformer.convert.families import CONNECTION_FIELDS, backbone_config, without_connections
-from resformer.convert.files import regular_file
+from resformer.convert.families import backbone_config
 from resformer.convert.planning import Plan, plan_shards
 from resformer.convert.source import open_source
 from resformer.convert.tensors import CODES
 from resformer.convert.verification import LogitsComparison
-from resformer.convert.writing import Transfer, check_target
+from resformer.convert.writing import Transfer
+from resformer.errors import CheckpointError
+from resformer.files import check_target
 from resformer.model_cards import carried_metadata, retrofit_card
+from resformer.record import RECORD
+from resformer.untrusted import regular_file
 from resformer.version import __version__
 
-__all__ = ["CONNECTION_FIELDS", "RetrofitReport", "losses", "retrofit"]
+__all__ = ["RetrofitReport", "losses", "retrofit"]
 
-RECORD = "resformer_conversion.json"
 _LEARNED_MODES = ("learnable", "learnable_plus", "dense", "gated")
 
 

@@ -20,16 +20,16 @@ from resformer.convert.conversion import (
     foretell,
     result_config,
 )
-from resformer.convert.errors import CheckpointError
 from resformer.convert.families import family_config
-from resformer.convert.files import read_json
 from resformer.convert.planning import Plan, plan_shards
-from resformer.convert.retrofitting import RECORD
 from resformer.convert.source import Source, open_source
 from resformer.convert.verification import LogitsComparison
-from resformer.convert.writing import Transfer, check_target
+from resformer.convert.writing import Transfer
+from resformer.errors import CheckpointError
+from resformer.files import check_target
 from resformer.modeling import ResFormerForCausalLM
 from resformer.modeling.value_residual import GateProjection, ValueGate
+from resformer.record import read_record
 
 __all__ = ["RevertReport", "deviation", "revert"]
 
@@ -173,8 +173,7 @@ def _check_sharing(source: Source) -> None:
 
 
 def _recorded_family(source: Source) -> str | None:
-    record = source.folder / RECORD
-    family = read_json(record).get("family") if record.is_file() else None
+    family = (read_record(source.folder) or {}).get("family")
     return family if isinstance(family, str) else None
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from resformer.convert.errors import CheckpointError, shown
-from resformer.convert.files import MIB, open_regular, parse_json, regular_file
+from resformer.errors import CheckpointError, shown
+from resformer.untrusted import MIB, open_regular, parse_json, regular_file
 
 __all__ = ["DTYPE_BITS", "FLOATING", "MOST_TENSORS", "Shard", "Tensor", "header_bytes", "read_shard"]
 

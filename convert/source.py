@@ -23,12 +23,12 @@ from transformers import (
 
 from resformer.configuration import ResFormerConfig
 from resformer.convert.connections import expected_shapes
-from resformer.convert.errors import CheckpointError, brief, listed, shown
 from resformer.convert.families import backbone_config, supported
-from resformer.convert.files import MIB, bare_name, read_json, regular_file
 from resformer.convert.reading import Checkpoint, read_checkpoint, read_side_files
 from resformer.convert.safetensors_format import Shard, Tensor
 from resformer.convert.tensors import CODES, to_tensor, to_torch
+from resformer.errors import CheckpointError, brief, listed, shown
+from resformer.untrusted import MIB, bare_name, read_json, regular_file
 
 __all__ = ["Source", "open_source"]
 

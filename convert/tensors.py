@@ -2,9 +2,9 @@
 
 import torch
 
-from resformer.convert.errors import CheckpointError
-from resformer.convert.files import open_regular
 from resformer.convert.safetensors_format import FLOATING, Tensor
+from resformer.errors import CheckpointError
+from resformer.untrusted import open_regular
 
 __all__ = ["CODES", "to_tensor", "to_torch"]
 

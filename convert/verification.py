@@ -16,10 +16,10 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from resformer.convert.errors import VerificationError, listed
-from resformer.convert.files import MIB, open_regular
 from resformer.convert.reading import Checkpoint, read_checkpoint
 from resformer.convert.safetensors_format import FLOATING, Tensor
+from resformer.errors import VerificationError, listed
+from resformer.untrusted import MIB, open_regular
 
 __all__ = [
     "LogitsComparison",

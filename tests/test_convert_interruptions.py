@@ -28,6 +28,7 @@ import resformer.convert.conversion as conversion
 import resformer.convert.retrofitting as retrofitting
 import resformer.convert.reverting as reverting
 import resformer.convert.writing as writing
+import resformer.files as files
 from resformer import retrofit
 from resformer.convert import CheckpointError, OutputError, revert
 
@@ -330,12 +331,12 @@ def test_a_revert_that_is_killed_leaves_nothing_behind(big: Path, tmp_path: Path
 
 #: Where the folder is made, held, and put in place; elsewhere in the writer files are only filled.
 _DELICATE = {
-    writing.replacing,
-    writing._Lock.take,
-    writing._Lock.is_mine,
-    writing._put_in_place,
-    writing._clear,
-    writing._swap,
+    files.replacing,
+    files._Lock.take,
+    files._Lock.is_mine,
+    files._put_in_place,
+    files._clear,
+    files._swap,
     writing.flush,
 }
 _DELICATE_CODE = {inspect.unwrap(function).__code__ for function in _DELICATE}

@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 import resformer.convert.conversion as conversion
 import resformer.convert.retrofitting as retrofitting
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, retrofit
+from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.convert import CheckpointError, VerificationError
-from resformer.convert.retrofitting import CONNECTION_FIELDS, losses
+from resformer.convert.retrofitting import losses
 from resformer.convert.safetensors_format import Tensor
 from resformer.convert.verification import compare_logits
 

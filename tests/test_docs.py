@@ -12,7 +12,7 @@ import torch
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.configuration import cache_bytes_by_method
 from resformer.convert.retrofitting import losses
-from resformer.training.study_table import markdown, rows_of
+from resformer.training.study.table import markdown, rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted((ROOT / "benchmarks" / "results" / "study").glob("*.json"))

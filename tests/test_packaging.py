@@ -20,12 +20,20 @@ from packaging.utils import canonicalize_name
 import resformer
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def folder_of(package: str) -> str:
+    """Where a package's files are, by its own line in `package_dir` or its parent's."""
+    parent, _, name = package.rpartition(".")
+    return MAPPED.get(package) or (f"{folder_of(parent)}/{name}" if parent else f"src/{package}")
+
+
 CONFIG = ConfigParser()
 CONFIG.read(ROOT / "setup.cfg", encoding="utf-8")
 PACKAGES = CONFIG["options"]["packages"].split()
 #: Package -> its folder, relative to the root.
 MAPPED = dict(re.findall(r"(\S+) = (\S+)", CONFIG["options"]["package_dir"]))
-FOLDERS = {name: MAPPED.get(name, f"src/{name.replace('.', '/')}") for name in PACKAGES}
+FOLDERS = {name: folder_of(name) for name in PACKAGES}
 DIST_INFO = f"resformer-{resformer.__version__}.dist-info"
 
 needs_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")

@@ -13,7 +13,7 @@ from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import PreTrainedTokenizerBase
 
-from resformer.convert.errors import CheckpointError, brief, listed
+from resformer.errors import CheckpointError, brief, listed
 
 __all__ = ["Blocks", "DataError", "PackedBlocks", "is_held_out", "load_documents", "pack_documents"]
 

@@ -33,11 +33,11 @@ from transformers import (
 from transformers.utils import cached_file
 
 from resformer.configuration import ResFormerConfig
-from resformer.convert.connections import method_of
-from resformer.convert.errors import CheckpointError, brief
-from resformer.convert.retrofitting import RECORD
-from resformer.convert.writing import check_target, replacing
+from resformer.configuration.methods import method_of
+from resformer.errors import CheckpointError, brief
+from resformer.files import check_target, replacing
 from resformer.model_cards import carried_metadata, finetuned_card
+from resformer.record import RECORD
 from resformer.training.data import Blocks, load_documents, pack_documents
 from resformer.training.distillation import DistillationTrainer
 from resformer.training.finetune import PeakMemory, processor_has_bf16

@@ -12,6 +12,7 @@ from resformer.version import __version__
 if TYPE_CHECKING:
     from resformer.configuration import METHODS, ResFormerConfig
     from resformer.convert import retrofit
+    from resformer.errors import ResFormerError
     from resformer.modeling import (
         GrowingCache,
         ResFormerForCausalLM,
@@ -26,6 +27,7 @@ _HOMES = {
     "GrowingCache": "resformer.modeling",
     "METHODS": "resformer.configuration",
     "ResFormerConfig": "resformer.configuration",
+    "ResFormerError": "resformer.errors",
     "ResFormerForCausalLM": "resformer.modeling",
     "ResFormerForQuestionAnswering": "resformer.modeling",
     "ResFormerForSequenceClassification": "resformer.modeling",
@@ -41,6 +43,7 @@ __all__ = [
     "METHODS",
     "GrowingCache",
     "ResFormerConfig",
+    "ResFormerError",
     "ResFormerForCausalLM",
     "ResFormerForQuestionAnswering",
     "ResFormerForSequenceClassification",

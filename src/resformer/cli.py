@@ -6,7 +6,7 @@ from resformer.commands import comparison as comparison
 from resformer.commands import conversion as conversion
 from resformer.commands import evaluation as evaluation
 from resformer.commands import general as general
-from resformer.commands import sharing as sharing
+from resformer.commands import pushing as pushing
 from resformer.commands import training as training
 from resformer.commands.terminal import app
 

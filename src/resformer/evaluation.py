@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from resformer.convert.errors import CheckpointError, brief
+from resformer.errors import CheckpointError, brief
 from resformer.version import __version__
 
 __all__ = ["check_output", "evaluate", "main", "results_json", "results_table", "write_results"]
@@ -131,7 +131,7 @@ def write_results(results: dict[str, Any], path: Path) -> None:
     Raises:
         OutputError: the disk does not take them.
     """
-    from resformer.convert.writing import replace_text
+    from resformer.files import replace_text
 
     replace_text(path, results_json(results) + "\n")
 

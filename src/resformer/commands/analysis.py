@@ -54,7 +54,7 @@ def analyze(
         from resformer.analysis import Report, read_texts, standard_texts, write_report
         from resformer.analysis import analyze as analyze_one
         from resformer.analysis.figures import require_matplotlib
-        from resformer.convert.writing import check_target
+        from resformer.files import check_target
 
         if output is not None:  # known before the work is done
             require_matplotlib()

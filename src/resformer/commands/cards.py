@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from resformer.commands.terminal import app, echo, reporting_errors, row
-from resformer.convert.errors import CheckpointError
+from resformer.errors import CheckpointError
+from resformer.record import RECORD, read_record
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["card"]
 
-_RECORD = "resformer_conversion.json"
 #: What a metrics.json says of a training, by the names that the builders have for it.
 _TRAINING = ("source", "revision", "method", "corpus", "evaluation_tokens", "runs", "datasets")
 
@@ -41,7 +41,7 @@ def card(
     with reporting_errors():
         if (checkpoint is None) == (method is None):
             raise typer.BadParameter("give either the folder of a checkpoint or --method NAME.")
-        from resformer.convert.writing import replace_text
+        from resformer.files import replace_text
         from resformer.model_cards import eval_result_files, harness_metrics, metrics_of, packaged_method_card
 
         if checkpoint is None:
@@ -91,7 +91,7 @@ def _build(
     from jinja2 import UndefinedError
 
     from resformer.configuration import ResFormerConfig
-    from resformer.convert.connections import method_of
+    from resformer.configuration.methods import method_of
     from resformer.convert.source import open_source
     from resformer.model_cards import carried_metadata, finetuned_card, retrofit_card, scratch_card, well_formed
 
@@ -101,7 +101,7 @@ def _build(
     config = opened.config
     if not isinstance(config, ResFormerConfig):
         raise CheckpointError(f"{checkpoint}: is a {config.model_type}, no ResFormer; `resformer convert` makes one.")
-    record = _read(checkpoint / _RECORD) if (checkpoint / _RECORD).is_file() else None
+    record = read_record(checkpoint)
     source_card = {**carried_metadata(checkpoint / "README.md"), **((record or {}).get("source_card") or {})}
     if license_ is not None:
         if not well_formed({"license": license_}):
@@ -138,8 +138,8 @@ def _check_record(checkpoint: Path, record: dict[str, Any]) -> None:
         path = checkpoint / name
         if not path.is_file() or path.stat().st_size != file["bytes"]:
             raise CheckpointError(
-                f"{path}: is not the file that {_RECORD} tells of. Was the model trained since? Then give --metrics, "
-                f"or remove {_RECORD}."
+                f"{path}: is not the file that {RECORD} tells of. Was the model trained since? Then give --metrics, "
+                f"or remove {RECORD}."
             )
 
 

@@ -83,9 +83,9 @@ def compare(
             steps = math.ceil(tokens / (batch * block))
         elif tokens is not None:
             raise ValueError(f"--steps is {steps} and --tokens {tokens}: give one of them.")
-        from resformer.training.comparison import StudyOptions, names, plan_study, run_study
-        from resformer.training.paired_run import Recipe
-        from resformer.training.study_table import markdown
+        from resformer.training.study.comparison import StudyOptions, names, plan_study, run_study
+        from resformer.training.study.paired_run import Recipe
+        from resformer.training.study.table import markdown
 
         if learning_rate is None:
             learning_rate = 6e-4 if start is None else 5e-5

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from resformer.convert.errors import CheckpointError, OutputError, VerificationError, brief, plain
+from resformer.errors import CheckpointError, OutputError, VerificationError, brief, plain
 from resformer.version import __version__
 
 __all__ = [

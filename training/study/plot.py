@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from resformer.training.study_table import BASELINE
+from resformer.training.study.table import BASELINE
 
 __all__ = ["check_matplotlib", "plot"]
 

@@ -29,7 +29,7 @@ def push(
 ) -> None:
     """Put a checkpoint on the Hub, in one commit. The token is HF_TOKEN, or that of `hf auth login`."""
     with reporting_errors():
-        from resformer.sharing import push_checkpoint
+        from resformer.pushing import push_checkpoint
 
         report = push_checkpoint(
             checkpoint,

@@ -24,9 +24,9 @@ from resformer.configuration import ResFormerConfig
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.data import Blocks, DataError
 from resformer.training.finetune import processor_has_bf16
-from resformer.training.flops import step_memory, training_flops
 from resformer.training.optimizer import ConnectionTrainer
 from resformer.training.recipe import last_checkpoint
+from resformer.training.study.flops import step_memory, training_flops
 
 __all__ = ["Recipe", "paired_model", "paired_run", "whole_batches"]
 

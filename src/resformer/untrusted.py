@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from resformer.convert.errors import CheckpointError, shown
+from resformer.errors import CheckpointError, shown
 
 __all__ = ["MIB", "bare_name", "open_regular", "parse_json", "read_bounded", "read_json", "regular_file"]
 

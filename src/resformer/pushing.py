@@ -19,8 +19,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from resformer.convert import inspect
-from resformer.convert.errors import CheckpointError, brief
-from resformer.convert.files import MIB, read_bounded, regular_file
+from resformer.errors import CheckpointError, ResFormerError, brief
+from resformer.untrusted import MIB, read_bounded, regular_file
 from resformer.version import __version__
 
 __all__ = ["HubError", "PushReport", "push_checkpoint"]
@@ -41,7 +41,7 @@ _HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
 _Result = TypeVar("_Result")
 
 
-class HubError(Exception):
+class HubError(ResFormerError):
     """The Hub refuses, or cannot be reached; the message names the repository and the way out."""
 
 

@@ -19,15 +19,15 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from resformer.configuration import METHODS, ResFormerConfig, cache_bytes_per_token
-from resformer.convert.errors import CheckpointError, brief
 from resformer.convert.retrofitting import retrofit
-from resformer.convert.writing import replace_text, replacing
 from resformer.environment import describe_environment
+from resformer.errors import CheckpointError, brief
+from resformer.files import replace_text, replacing
 from resformer.modeling import ResFormerForCausalLM
-from resformer.training.paired_run import Recipe, paired_model, paired_run, whole_batches
-from resformer.training.study_data import StudyData, study_data
-from resformer.training.study_plot import check_matplotlib, plot
-from resformer.training.study_table import BASELINE, rows_of
+from resformer.training.study.data import StudyData, study_data
+from resformer.training.study.paired_run import Recipe, paired_model, paired_run, whole_batches
+from resformer.training.study.plot import check_matplotlib, plot
+from resformer.training.study.table import BASELINE, rows_of
 
 __all__ = ["SIZES", "StudyOptions", "names", "plan_study", "run_study"]
 

@@ -1,12 +1,16 @@
-"""What conversions raise, and how they show names that come from a file."""
+"""The errors that a user may catch, and how messages show names that come from a file."""
 
 import reprlib
 from collections.abc import Collection
 
-__all__ = ["CheckpointError", "OutputError", "VerificationError", "brief", "listed", "plain", "shown"]
+__all__ = ["CheckpointError", "OutputError", "ResFormerError", "VerificationError", "brief", "listed", "plain", "shown"]
 
 
-class CheckpointError(Exception):
+class ResFormerError(Exception):
+    """The base of every error that this package raises for a reason of its own."""
+
+
+class CheckpointError(ResFormerError):
     """A checkpoint cannot be read, converted or written; the message names the file or tensor and the way out.
 
     Args:

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from resformer.configuration import ResFormerConfig
+from resformer.configuration.methods import without_connections
 from resformer.convert.connections import expected_shapes
 from resformer.convert.conversion import Verify, check_tensors, check_verify, dominant_dtype, memory_for_logits, no_bars
-from resformer.convert.errors import CheckpointError
-from resformer.convert.families import backbone_config, without_connections
+from resformer.convert.families import backbone_config
 from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.convert.source import Source, open_source
 from resformer.convert.verification import LogitsComparison, compare_logits, free_memory, pieces, same_bytes
+from resformer.errors import CheckpointError
 
 __all__ = ["Comparison", "verify"]
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from resformer.convert.errors import CheckpointError, brief
+from resformer.errors import CheckpointError, brief
 from resformer.training.corpus import standard_library
 from resformer.training.data import Blocks, DataError, PackedBlocks, is_held_out, load_documents, pack_documents
 

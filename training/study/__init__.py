@@ -1,0 +1,1 @@
+"""Comparison studies: methods trained under one budget, their statistics, tables and plots."""
