@@ -134,9 +134,8 @@ def retrofit(
     check_verify(verify)
     _check_fields(fields)
     target = Path(output).expanduser()
-    check_target(target, None, force=force)  # before anything is read or fetched
+    check_target(target, source, mark=RECORD, force=force)  # before anything is read or fetched
     opened = open_source(source, revision, dtype=target_dtype, allow_pickle=allow_pickle)
-    check_target(target, opened.folder if opened.file is None else None, force=force)
     stored = opened.checkpoint.tensors
     weights_dtype = target_dtype or dominant_dtype(opened.checkpoint)
     backbone = backbone_config(opened.config)
