@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -30,7 +31,7 @@ from resformer.record import RECORD
 from resformer.untrusted import regular_file
 from resformer.version import __version__
 
-__all__ = ["AUTO_MAP", "BundleReport", "bundle", "remote_code"]
+__all__ = ["AUTO_MAP", "BundleReport", "bundle", "config_with_code", "remote_code"]
 
 _CONFIGURATION, _MODELING = "configuration_resformer", "modeling_resformer"
 _CAUSAL_LM = "ResFormerForCausalLM"
@@ -107,19 +108,11 @@ def bundle(
     target = Path(output).expanduser()
     check_target(target, source, mark=f"{_CONFIGURATION}.py", force=force)
     opened = open_source(source, revision, ours=True)
-    if not isinstance(opened.config, ResFormerConfig):
-        raise CheckpointError(
-            f"{opened.name}: is a checkpoint of {opened.config.model_type!r}, which Transformers loads by itself. "
-            "`resformer convert` gives it connections."
-        )
     checkpoint = opened.checkpoint
-    if (found := checkpoint.config.get("architectures", [_CAUSAL_LM])) != [_CAUSAL_LM]:
-        raise CheckpointError(
-            f"{opened.name}: config.json has architectures={shown(found)}; only {_CAUSAL_LM} can be bundled. Train the "
-            "other heads from a bundle, with trust_remote_code=True: what that saves holds the code."
-        )
+    known = {key: value for key, value in checkpoint.config.items() if key not in opened.dropped_config}
+    config = config_with_code({"model_type": opened.config.model_type, **known}, opened.name)
+    assert isinstance(opened.config, ResFormerConfig)
     tied, notes = check_tensors(opened, expected_shapes(opened.config))
-    config = {key: value for key, value in checkpoint.config.items() if key not in opened.dropped_config}
     if opened.config.tie_word_embeddings and not tied:
         config["tie_word_embeddings"] = False
     code = remote_code()
@@ -127,7 +120,7 @@ def bundle(
     plan = Plan(
         plan_shards(checkpoint.shards),
         (*checkpoint.side_files, *more),
-        json.dumps({**config, "auto_map": AUTO_MAP}, indent=2, sort_keys=True) + "\n",
+        json.dumps(config, indent=2, sort_keys=True) + "\n",
     )
     conversion = Conversion(
         opened,
@@ -146,7 +139,7 @@ def bundle(
         return code
 
     outcome = foretell(conversion) if dry_run else carry_out(conversion, finish)
-    unsaid = {*code, *(file.name for file in more)}
+    added = {*code, *(file.name for file in more)}
     dropped = [key for key in opened.dropped_config if key != "auto_map"]
     return BundleReport(
         source=opened.name,
@@ -159,11 +152,30 @@ def bundle(
         written_files=len(plan.written),
         **outcome.told,
         left_behind=[
-            *(name for name in checkpoint.left_behind if name not in unsaid),
+            *(name for name in checkpoint.left_behind if name not in added),
             *(f"config.json: {key}" for key in dropped),
         ],
         warnings=[*checkpoint.notes, *notes, *outcome.warnings],
     )
+
+
+def config_with_code(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The content of config.json that makes Transformers load `remote_code()`.
+
+    Raises:
+        CheckpointError: `config`, that of the checkpoint `name`, is not of a causal language model of ours.
+    """
+    if (model_type := config.get("model_type")) != ResFormerConfig.model_type:
+        raise CheckpointError(
+            f"{name}: is a checkpoint of {shown(model_type)}, which Transformers loads by itself. `resformer convert` "
+            "gives it connections."
+        )
+    if (architectures := config.get("architectures", [_CAUSAL_LM])) != [_CAUSAL_LM]:
+        raise CheckpointError(
+            f"{name}: config.json has architectures={shown(architectures)}; only {_CAUSAL_LM} can be bundled. "
+            "Train the other heads from a bundle, with trust_remote_code=True: what that saves holds the code."
+        )
+    return {**config, "auto_map": AUTO_MAP}
 
 
 def remote_code() -> dict[str, str]:

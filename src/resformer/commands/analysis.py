@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from resformer.commands.terminal import AsJson, app, echo, own_command, reporting_errors, row, told_as_json
+from resformer.commands.terminal import AsJson, app, echo, own_command, print_json, reporting_errors, row
 
 if TYPE_CHECKING:
     from resformer.analysis import Analysis
@@ -85,7 +85,7 @@ def analyze(
         report = Report(found, own_command())
         if output is not None:
             write_report(report, output, force=force)
-        if told_as_json(report, as_json):
+        if print_json(report, as_json):
             return
         for analysis in found:
             _print(analysis)

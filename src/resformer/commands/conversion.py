@@ -15,10 +15,10 @@ from resformer.commands.terminal import (
     app,
     assignments,
     echo,
+    print_json,
     reporting_errors,
     row,
     size,
-    told_as_json,
 )
 
 __all__ = ["bundle", "convert", "inspect", "revert", "verify"]
@@ -98,7 +98,7 @@ def convert(
             allow_pickle=allow_pickle,
             **assignments(set_ or []),
         )
-        if told_as_json(report, as_json):
+        if print_json(report, as_json):
             return
         added = sum(report.added.values())
         row("source", f"{report.source} ({report.family}, {report.dtype})")
@@ -146,7 +146,7 @@ def revert(
             verify=verify.value,
             durable=durable,
         )
-        if told_as_json(report, as_json):
+        if print_json(report, as_json):
             return
         row("source", report.source)
         row("family", report.family)
@@ -181,7 +181,7 @@ def bundle(
             verify=verify.value,
             durable=durable,
         )
-        if told_as_json(report, as_json):
+        if print_json(report, as_json):
             return
         row("source", report.source)
         row("code", ", ".join(f"{name} ({size(count)})" for name, count in report.code.items()))
@@ -231,7 +231,7 @@ def inspect(
         from resformer.convert import inspect as inspect_checkpoint
 
         found = inspect_checkpoint(source, revision=revision)
-        if told_as_json(found, as_json):
+        if print_json(found, as_json):
             return
         row("source", found.source)
         row("model", f"{found.model_type}, backbone of {found.family or 'no family'}")

@@ -102,7 +102,7 @@ def finetune(
     given = {name.rstrip("_"): value for name, value in locals().items() if value is not None}
     for name in ("set", "config", "as_json"):
         given.pop(name, None)
-    with reporting_errors():
+    with reporting_errors("Nothing was written; run the command again."):
         first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun or accelerate has started
         from resformer.files import check_apart
         from resformer.training.recipe import FinetuneOptions, finetune_checkpoint
