@@ -24,6 +24,7 @@ from resformer.environment import describe_environment
 from resformer.errors import CheckpointError, brief
 from resformer.files import replace_text, replacing
 from resformer.modeling import ResFormerForCausalLM
+from resformer.training.data import SAMPLE_BY
 from resformer.training.study.data import StudyData, study_data
 from resformer.training.study.paired_run import Recipe, paired_model, paired_run, whole_batches
 from resformer.training.study.plot import check_matplotlib, plot
@@ -74,7 +75,7 @@ class StudyOptions:
     data: Sequence[str] = ()  # as of `load_documents`; none: Python's standard library
     split: str = "train"
     text_column: str = "text"
-    sample_by: str = "paragraph"
+    sample_by: str = "document"
     tokenizer: str | None = None  # bytes, bpe:N, a folder, a Hub id; None: bpe:4096, or the checkpoint's
     block: int = 512
     held_out: float = 0.02
@@ -95,8 +96,8 @@ class StudyOptions:
             raise ValueError(f"held_out is {self.held_out}; expected a share of the documents between 0 and 1.")
         if not 0 <= self.recipe.warmup < 1:
             raise ValueError(f"warmup is {self.recipe.warmup}; expected a share of the steps from 0 to less than 1.")
-        if self.sample_by not in ("paragraph", "line", "document"):
-            raise ValueError(f"sample_by is {self.sample_by!r}; expected paragraph, line or document.")
+        if self.sample_by not in SAMPLE_BY:
+            raise ValueError(f"sample_by is {self.sample_by!r}; expected one of {', '.join(SAMPLE_BY)}.")
         if self.start is not None and self.sizes:
             raise ValueError(
                 f"sizes are {', '.join(self.sizes)}, but the size is that of {self.start}; give one of them."

@@ -41,8 +41,8 @@ def compare(
     split: Annotated[str, typer.Option(help="Split of a Hub dataset.")] = "train",
     text_column: Annotated[str, typer.Option(help="Column that holds the text.")] = "text",
     sample_by: Annotated[
-        str, typer.Option(help="A document of a plain text file: paragraph, line, document.")
-    ] = "paragraph",
+        str, typer.Option(help="A document of a plain text file: document, paragraph, line.")
+    ] = "document",
     tokenizer: Annotated[
         str | None,
         typer.Option(
@@ -126,6 +126,10 @@ def compare(
             for each in plan["runs"]:
                 row(each["size"], f"{each['method']}, {each['parameters']:,} parameters, {each['to_do']} runs to do")
             row("data", f"{plan['data']['name']}, {plan['data']['training_tokens']:,} tokens to train on")
+            row(
+                "held out",
+                f"{plan['data']['held_out_tokens']:,} tokens of {plan['data']['held_out_documents']:,} documents",
+            )
             row("budget", f"{plan['steps']:,} steps, {plan['tokens']:,} tokens, {plan['epochs']:.2f} epochs a run")
             row("time", f"{plan['seconds'] / 60:,.1f} min at the speed of transformer's first steps")
             row("would write", output)
