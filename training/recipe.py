@@ -44,10 +44,10 @@ from resformer.pushing import HubError, push_checkpoint
 from resformer.record import RECORD
 from resformer.training.data import SAMPLE_BY, STANDARD_LIBRARY, Blocks, load_documents, pack_documents
 from resformer.training.distillation import DistillationTrainer
-from resformer.training.finetune import PeakMemory, processor_has_bf16
+from resformer.training.memory import PeakMemory
 from resformer.training.optimizer import ConnectionTrainer
 
-__all__ = ["FinetuneOptions", "FinetuneReport", "finetune_checkpoint", "last_checkpoint"]
+__all__ = ["FinetuneOptions", "FinetuneReport", "finetune_checkpoint", "last_checkpoint", "processor_has_bf16"]
 
 _CARD_FIELDS = ("source", "revision", "method", "corpus", "evaluation_tokens", "runs", "datasets")
 _LAUNCH_OPTIONS = ("resume", "force", "dry_run")  # options that do not change the result
@@ -376,6 +376,14 @@ def _train(trainer: _RecipeTrainer, last: Path | None, report: FinetuneReport) -
     report.steps, report.tokens = state.global_step, int(state.num_input_tokens_seen)
     report.tokens_per_second = (report.tokens - seen_before) / report.seconds
     report.peak_memory = memory.peak
+
+
+def processor_has_bf16() -> bool:
+    """Whether bfloat16 matrix products are in hardware, on the accelerator or else on the CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported()
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
 
 
 def _training_arguments(options: FinetuneOptions) -> TrainingArguments:

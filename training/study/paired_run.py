@@ -23,10 +23,10 @@ from transformers import (
 from resformer.configuration import ResFormerConfig
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.data import Blocks, DataError
-from resformer.training.finetune import processor_has_bf16
+from resformer.training.memory import step_memory
 from resformer.training.optimizer import ConnectionTrainer
-from resformer.training.recipe import last_checkpoint
-from resformer.training.study.flops import step_memory, training_flops
+from resformer.training.recipe import last_checkpoint, processor_has_bf16
+from resformer.training.study.flops import training_flops
 
 __all__ = ["Recipe", "paired_model", "paired_run", "whole_batches"]
 
