@@ -84,7 +84,7 @@ def compare(
         elif tokens is not None:
             raise ValueError(f"--steps is {steps} and --tokens {tokens}: give one of them.")
         from resformer.training.study.comparison import StudyOptions, names, plan_study, run_study
-        from resformer.training.study.paired_run import Recipe
+        from resformer.training.study.paired_run import RunSettings
         from resformer.training.study.table import markdown
 
         if learning_rate is None:
@@ -93,7 +93,7 @@ def compare(
             connection_learning_rate = 3e-4
         options = StudyOptions(
             output,
-            Recipe(
+            RunSettings(
                 steps=steps,
                 batch=batch,
                 micro_batch=micro_batch,
@@ -140,6 +140,6 @@ def compare(
             if os.environ.get("RANK", "0") == "0":
                 echo(f"Interrupted. Go on with: {own_command()}", err=True)
             raise typer.Exit(INTERRUPTED) from None
-        if report is None:  # a process that helps the first one
+        if report is None:  # not the first process
             return
         echo(json.dumps(report, indent=2) if as_json else markdown(report))
