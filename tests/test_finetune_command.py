@@ -67,17 +67,14 @@ def finetune(
 
 
 def loss_of(folder: Path, work: Path, blocks: int) -> float:
-    """The mean loss of batches of 4 held-out blocks, computed without the Trainer."""
+    """The mean over the held-out blocks' labels, computed without the Trainer."""
     documents = load_documents([str(work / "notes.txt")], sample_by="paragraph")
     options = {"block": 32, "held_out": 0.1, "held_out_blocks": blocks, "separate": True}
     held_out = pack_documents(documents, byte_tokenizer(), **options).held_out
     model = AutoModelForCausalLM.from_pretrained(folder)
-    total = 0.0
-    for begin in range(0, blocks, 4):
-        rows = [held_out[index] for index in range(begin, min(begin + 4, blocks))]
-        with torch.no_grad():
-            total += len(rows) * model(**default_data_collator(rows), use_cache=False).loss.item()
-    return total / blocks
+    with torch.no_grad():
+        rows = default_data_collator([held_out[index] for index in range(blocks)])
+        return model(**rows, use_cache=False).loss.item()
 
 
 @pytest.mark.slow
@@ -104,8 +101,9 @@ def test_the_output_is_a_whole_checkpoint_with_true_metrics(work: Path) -> None:
     assert (metrics["steps"], metrics["tokens"]) == (10, 10 * 2 * 4 * 32)
     assert metrics["tokens_per_second"] == pytest.approx(metrics["tokens"] / metrics["seconds"])
     assert [entry["step"] for entry in metrics["evaluations"]] == list(range(11))
-    assert done.stderr.count("held-out loss") == 11  # one line an evaluation, and nothing else, off a terminal
-    assert len(done.stderr.splitlines()) == 11, done.stderr
+    # One line an evaluation, and nothing else, off a terminal; bitsandbytes says what it lacks when it is imported.
+    lines = [line for line in done.stderr.splitlines() if "kernels-community" not in line]
+    assert [bool(re.match(r"step \d+/10: held-out loss", line)) for line in lines] == [True] * 11, done.stderr
     model = AutoModelForCausalLM.from_pretrained(work / "out")
     assert isinstance(model, ResFormerForCausalLM)
     assert (model.model.value_mixing_matrix()[1:, 0] != 0).all()

@@ -19,6 +19,7 @@ import torch
 from accelerate import PartialState
 from datasets import IterableDataset
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from torch import nn
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
@@ -42,7 +43,7 @@ from resformer.files import check_target, replacing
 from resformer.model_cards import carried_metadata, finetuned_card
 from resformer.pushing import HubError, push_checkpoint
 from resformer.record import RECORD
-from resformer.training.data import SAMPLE_BY, STANDARD_LIBRARY, Blocks, load_documents, pack_documents
+from resformer.training.data import SAMPLE_BY, STANDARD_LIBRARY, Blocks, PackedBlocks, load_documents, pack_documents
 from resformer.training.distillation import DistillationTrainer
 from resformer.training.memory import PeakMemory
 from resformer.training.optimizer import ConnectionTrainer
@@ -120,7 +121,7 @@ class FinetuneOptions:
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps is {self.steps} and epochs {self.epochs}; give one of them.")
         if self.streaming and self.steps is None:
-            raise ValueError("streaming needs steps: nobody knows how long a stream is.")
+            raise ValueError("streaming needs steps: the length of a stream is not known.")
         if self.sample_by not in SAMPLE_BY:
             raise ValueError(f"sample_by is {self.sample_by!r}; expected one of {', '.join(SAMPLE_BY)}.")
         if self.dtype == "float16":
@@ -325,7 +326,29 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
 
 
 class _RecipeTrainer(ConnectionTrainer, DistillationTrainer):
-    """Both of them."""
+    """Both, with evaluation losses that are means over all labels; the stock Trainer's are means over batches."""
+
+    def __init__(self, *args: Any, eval_dataset: PackedBlocks, **kwargs: Any):
+        super().__init__(*args, eval_dataset=eval_dataset, **kwargs)
+        rows = [eval_dataset[index]["labels"] for index in range(len(eval_dataset))]
+        self.labels_per_block = _labels_per_row(torch.stack(rows))
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        if model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        loss = loss * _labels_per_row(inputs["labels"]) / self.labels_per_block
+        return (loss, outputs) if return_outputs else loss
+
+
+def _labels_per_row(labels: torch.Tensor) -> float:
+    return (labels[:, 1:] != -100).sum().item() / len(labels)
 
 
 class _EvaluationLines(TrainerCallback):

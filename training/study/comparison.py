@@ -33,8 +33,8 @@ from resformer.training.study.table import BASELINE, rows_of
 __all__ = ["SIZES", "StudyOptions", "names", "plan_study", "run_study"]
 
 #: Shapes by name; 82m and 180m are the ResFormer paper's, whose vocabulary of 50,257 makes them that large. The narrow
-#: ones start at sqrt(2 / (5 hidden_size)), arXiv 1910.05895: Llama's 0.02 is for wide models, and keeps narrow ones at
-#: what single tokens tell for hundreds of steps.
+#: ones start at sqrt(2 / (5 hidden_size)), arXiv 1910.05895: Llama's 0.02 is for wide models, and leaves narrow ones
+#: at the loss of a unigram model for hundreds of steps.
 SIZES: dict[str, dict[str, float]] = {
     "tiny": {
         "num_hidden_layers": 8,
@@ -333,7 +333,7 @@ def _continued_runs(options: StudyOptions, starts: Path) -> list[_Run]:
         name, overrides = _parsed(method, METHODS, "method")
         folder = starts / _file_name(method)
         if not folder.exists():
-            # One that changes what the model computes has its first loss to tell of it.
+            # A lossy conversion is allowed: the first point of its curve shows the loss.
             retrofit(options.start, folder, name, lossy=True, link=True, verify="headers", progress=False, **overrides)
         config = ResFormerConfig.from_pretrained(folder)
         if options.block > config.max_position_embeddings:

@@ -41,7 +41,9 @@ def finetune(
     output: Annotated[str | None, typer.Argument(help="The folder to write; new or empty.")] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Text, JSON, CSV or parquet file, a folder of them, or Hub id[:configuration]; repeatable."),
+        typer.Option(
+            help="Text, JSON, CSV, parquet file; folder; Hub id[:configuration]; standard-library; repeatable."
+        ),
     ] = None,
     split: Annotated[str | None, typer.Option(help="Split of a Hub dataset.  [default: train]")] = None,
     text_column: Annotated[str | None, typer.Option(help="Column that holds the text.  [default: text]")] = None,
