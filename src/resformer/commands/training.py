@@ -41,13 +41,15 @@ def finetune(
     output: Annotated[str | None, typer.Argument(help="The folder to write; new or empty.")] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Text, JSON, CSV or parquet file, a folder of them, or Hub id[:configuration]; repeatable."),
+        typer.Option(
+            help="Text, JSON, CSV, parquet file; folder; Hub id[:configuration]; standard-library; repeatable."
+        ),
     ] = None,
     split: Annotated[str | None, typer.Option(help="Split of a Hub dataset.  [default: train]")] = None,
     text_column: Annotated[str | None, typer.Option(help="Column that holds the text.  [default: text]")] = None,
     sample_by: Annotated[
         str | None,
-        typer.Option(help="A document of a plain text file: paragraph, line, document.  [default: paragraph]"),
+        typer.Option(help="A document of a plain text file: document, paragraph, line.  [default: document]"),
     ] = None,
     streaming: Annotated[
         bool | None, typer.Option("--streaming", help="Read as it trains, never all; needs --steps.")
@@ -56,6 +58,13 @@ def finetune(
     epochs: Annotated[float | None, typer.Option(help="Passes over the data.  [default: 1]")] = None,
     block: Annotated[
         int | None, typer.Option(help="Tokens per sequence.  [default: 1024, or all of the model's positions]")
+    ] = None,
+    separate_documents: Annotated[
+        bool | None,
+        typer.Option(
+            "--separate-documents/--join-documents",
+            help="Whether documents that are packed into a sequence are hidden from each other.  [default: separate]",
+        ),
     ] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences per device and pass.  [default: 8]")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Passes per step.  [default: 1]")] = None,
@@ -82,7 +91,8 @@ def finetune(
         bool | None, typer.Option("--gradient-checkpointing", help="Less memory, more time.")
     ] = None,
     compile_: Annotated[bool | None, typer.Option("--compile", help="Use torch.compile.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Weights in training and as saved.  [default: float32]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights in training.  [default: float32]")] = None,
+    save_dtype: Annotated[str | None, typer.Option(help="Of the weights as saved.  [default: --dtype]")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Checkpoint with the tokenizer.  [default: MODEL]")] = None,
     set_: Annotated[
         list[str] | None,
@@ -127,6 +137,8 @@ def finetune(
         training = "a stream" if report.training_blocks is None else f"{report.training_blocks:,} blocks"
         row("model", f"{options.model}, {report.parameters:,} parameters")
         row("data", f"{training}, {report.held_out_blocks:,} held out, of {report.block:,} tokens")
+        for source, count in report.held_out_by_source.items():
+            row("held out", f"of {count:,} documents of {source}")
         if options.dry_run:
             row("would write", options.output)
             return
@@ -139,3 +151,5 @@ def finetune(
         row("loss", f"{report.loss_before:.4f} -> {report.loss_after:.4f} on the held-out blocks")
         row("perplexity", f"{report.perplexity_before:.3f} -> {report.perplexity_after:.3f}")
         row("wrote", options.output)
+        if report.url is not None:
+            row("pushed", report.url)
