@@ -1,4 +1,4 @@
-"""Checkpoints that were made to do harm: each is refused in a moment, with a name and a reason, and nothing is left.
+"""Checkpoints that were made to do harm: each is refused, with a name and a reason, and nothing is left.
 
 A case damages a copy of a good checkpoint. What is asked of every refusal is in `refused`.
 """
@@ -10,7 +10,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -34,11 +33,9 @@ from resformer.convert.reading import read_checkpoint
 from resformer.convert.safetensors_format import read_shard
 from resformer.untrusted import parse_json
 
+#: A refusal takes under a second; what blocks or works for long is ended by this limit.
 pytestmark = pytest.mark.timeout(60)
 
-#: In seconds. A refusal takes under one; machines that run tests have other things to do too. What blocks takes no
-#: seconds of the processor, so the clock on the wall has its say as well.
-PROMPT, PROMPT_ON_THE_WALL = 3.0, 15.0
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -98,16 +95,12 @@ def refused(
     *needles: str,
     error: type[Exception] = CheckpointError,
 ) -> str:
-    """Expects `act` to be refused: at once, by a message for a person that says where, and with nothing left."""
+    """Expects `act` to be refused: by a message for a person that says where, and with nothing left."""
     before = listing(root)
-    start, start_on_the_wall = time.process_time(), time.perf_counter()
     with pytest.raises(error) as caught:
         act()
-    took, took_on_the_wall = time.process_time() - start, time.perf_counter() - start_on_the_wall
     message = str(caught.value)
     assert listing(root) == before, "something was left"
-    assert took < PROMPT
-    assert took_on_the_wall < PROMPT_ON_THE_WALL
     for needle in needles:
         assert needle in message
     assert len(message) < 3000
@@ -1141,9 +1134,7 @@ def test_verify_takes_no_memory_for_connections_of_any_size(copy: Callable[..., 
         end += size
     put_together(path, json.dumps(entries).encode(), b"")
     os.truncate(path, path.stat().st_size + end)
-    start = time.process_time()
     differs_or_refused(good["ours"], source)
-    assert time.process_time() - start < PROMPT
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e-3])
@@ -1216,11 +1207,9 @@ def test_no_code_of_the_source_runs(name: str, copy: Callable[..., Path], monkey
         edit_json(source / settings_file, lambda found, key=key: found.update({key: code, "auto_map": code}))
     monkeypatch.chdir(source)
     monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("a question was asked"))
-    start = time.process_time()
     report: Any = (retrofit if name == "llama" else revert)(source, source.parent / "out")
     inspect(source)
     verify(source, source.parent / "out")
-    assert time.process_time() - start < 5 * PROMPT
     assert report.verification is not None
     assert report.verification.identical
     assert not marker.exists()
@@ -1605,7 +1594,7 @@ def tiles_or_is_refused(path: Path) -> None:
     assert len({tensor.name for tensor in shard.tensors}) == len(shard.tensors)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=SLOW_TO_DRAW)
+@settings(suppress_health_check=SLOW_TO_DRAW)
 @given(header=mutated(small_file()[0]), trailing=st.integers(-33, 3))
 def test_any_header_is_accounted_for_or_refused(
     header: dict[str, Any], trailing: int, tmp_path_factory: pytest.TempPathFactory
@@ -1618,7 +1607,7 @@ def test_any_header_is_accounted_for_or_refused(
     tiles_or_is_refused(path)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=SLOW_TO_DRAW)
+@settings(suppress_health_check=SLOW_TO_DRAW)
 @given(
     flips=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=6),
     stop=st.one_of(st.none(), st.integers(0, 400)),
@@ -1636,14 +1625,13 @@ def test_any_bytes_are_accounted_for_or_refused(
     tiles_or_is_refused(path)
 
 
-@settings(max_examples=300, deadline=None)
 @given(content=st.binary(max_size=200))
 def test_no_json_raises_anything_else(content: bytes) -> None:
     found, message = outcome_of(lambda: parse_json(content, "here"))
     assert isinstance(found, dict) or message.startswith("here: ")
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=SLOW_TO_DRAW)
+@settings(suppress_health_check=SLOW_TO_DRAW)
 @given(data=st.data())
 def test_any_index_gives_every_tensor_once_or_is_refused(
     data: st.DataObject, good: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
@@ -1671,7 +1659,7 @@ OTHER_FIELDS = [
 ]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=SLOW_TO_DRAW)
+@settings(suppress_health_check=SLOW_TO_DRAW)
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["llama", "ours"])
 def test_any_configuration_is_read_or_refused(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import byte_tokenizer, save_checkpoint
+from command_server import run
 from datasets import disable_progress_bars, enable_progress_bars
 from hub_server import HubServer
 from safetensors.torch import load_file
@@ -51,15 +52,8 @@ def environment(work: Path) -> dict[str, str]:
 def finetune(
     work: Path, *arguments: object, launcher: tuple[str, ...] = (), **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *launcher, *(["-m"] if launcher else []), "resformer", "finetune"]
-    return subprocess.run(
-        [*command, *map(str, arguments)],
-        cwd=work,
-        env={**environment(work), **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["-m", *launcher, *(["-m"] if launcher else []), "resformer", "finetune"]
+    return run(*command, *arguments, cwd=work, env={**environment(work), **variables})
 
 
 def loss_of(folder: Path, work: Path, blocks: int) -> float:
@@ -308,12 +302,5 @@ def test_commands_of_the_document_run(work: Path, tmp_path: Path) -> None:
             words = command.partition("#")[0].split()
             if words[0] == "accelerate":
                 words = ["accelerate.commands.launch", *words[2:]]
-            done = subprocess.run(
-                [sys.executable, "-m", *words],
-                cwd=tmp_path,
-                env={**environment(work), **variables},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+            done = run("-m", *words, cwd=tmp_path, env={**environment(work), **variables})
             assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
