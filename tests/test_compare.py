@@ -26,9 +26,9 @@ from typer.testing import CliRunner
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.cli import app
 from resformer.model_cards.metrics import metrics_of
-from resformer.training import paired_run as paired_run_module
 from resformer.training.data import Blocks, PackedBlocks, is_held_out
 from resformer.training.optimizer import ConnectionTrainer, is_connection
+from resformer.training.study import paired_run as paired_run_module
 from resformer.training.study.comparison import SIZES, names
 from resformer.training.study.data import study_data
 from resformer.training.study.flops import forward_flops, step_memory, training_flops
