@@ -66,7 +66,6 @@ def loss_of(folder: Path, work: Path, blocks: int) -> float:
     return sum(losses) / len(losses)
 
 
-@pytest.mark.slow
 def test_the_output_is_a_whole_checkpoint_with_true_metrics(work: Path) -> None:
     done = finetune(
         work, "retrofit", "out", "--data", "notes.txt", *SMALL, "--steps", "10", "--accumulate", "2", "--json",
@@ -208,7 +207,6 @@ def test_a_plan_is_told_and_nothing_written(work: Path) -> None:
     assert {path for path in work.iterdir() if path not in before} <= {work / "home"}
 
 
-@pytest.mark.slow
 def test_a_file_of_options_is_read_and_the_command_line_wins(work: Path) -> None:
     (work / "run.yaml").write_text(
         "model: source\noutput: from-file\ndata: notes.txt\nblock: 32\nheld-out: 0.1\nbatch: 2\nsteps: 9\n"

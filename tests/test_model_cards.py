@@ -494,7 +494,6 @@ def python_of(card: str) -> str:
     return "\n".join(re.findall(r"^```python\n(.*?)^```", card, flags=re.MULTILINE | re.DOTALL))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["exact", "lossy"])
 def test_code_of_a_checkpoints_card_runs(name: str, checkpoints: Path) -> None:
     code = python_of((checkpoints / name / "README.md").read_text())
