@@ -1,12 +1,14 @@
 # Two commands on a fresh machine with Python's pip and venv: `make demo` and `make test`.
+# `make test` is what takes under six minutes on two free cores, `make test-slow` the rest, `make test-all` both.
 #   make demo ARGS="--help"            make test ARGS="-k configuration"          make test PYTHON=python3.12
 PYTHON ?= python3.11
 WORKERS ?= 2
 ARGS ?=
 BIN := .venv/bin
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test lint types docs clean
+.PHONY: demo test test-slow test-all lint types docs clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -14,7 +16,13 @@ demo: .venv/demo
 	$(BIN)/resformer demo $(ARGS)
 
 test: .venv/test
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: .venv/test
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: .venv/test
+	$(PYTEST) --hypothesis-profile=full $(ARGS)
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -1,73 +1,174 @@
-"""Runs `resformer` commands in forks of itself, so that a signal meets the work of a process and not its start-up.
+"""Runs Python commands in forks of a process that has imported everything: 0.1 s each, where an interpreter takes 5 s.
 
-A process of its own, which has imported everything and started no thread: a fork of pytest's could inherit a lock that
-nobody will ever release. A request is a line of JSON on stdin, an answer a line on stdout:
+`run` and `Run` are for the tests. The server is a process of its own without threads: a fork of pytest's could inherit
+a lock that is never released. A request is a line of JSON on its stdin, an answer a line on its stdout:
 
-    {"run": arguments, "log": file, "largest_file": bytes or null}    the process's id
-    {"wait": id}                                                      its exit code, negative for a signal
-    {"finished": id}                                                  whether it has ended
+    {"run": arguments, "cwd", "env", "stdout", "stderr": files, "largest_file": bytes or null}    a process id
+    {"wait": id}        its exit code, negative for a signal
+    {"finished": id}    whether it has ended
 """
 
 import json
 import os
-import resource
+import runpy
 import signal
+import subprocess
 import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+#: One for each environment that imports may have read: Transformers and huggingface_hub keep what they read there.
+_servers: "dict[frozenset[tuple[str, str]], subprocess.Popen[str]]" = {}
 
-def run(arguments: list[str], log: str, largest_file: int | None) -> int:
-    """Forks; returns the child's id."""
+
+def run(
+    *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`python ARGUMENTS`, which are `-m MODULE ...` or `-c CODE ...`, with its output as text."""
+    words, env = [str(argument) for argument in arguments], dict(env or os.environ)
+    if not hasattr(os, "fork"):
+        command = [sys.executable, *words]
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder, "stdout"), Path(folder, "stderr")
+        code = Run(*words, log=files[0], errors=files[1], cwd=cwd, env=env).wait()
+        return subprocess.CompletedProcess(words, code, *(file.read_text(encoding="utf-8") for file in files))
+
+
+class Run:
+    """`python ARGUMENTS` in a process that goes on; its words on stderr are in `errors`, or in `log` too."""
+
+    def __init__(
+        self,
+        *arguments: object,
+        log: Path,
+        errors: Path | None = None,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        largest_file: int | None = None,
+    ):
+        env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or os.environ)}
+        key = frozenset(item for item in env.items() if item[0].startswith(("HF_", "TRANSFORMERS_")))
+        if key not in _servers:
+            _servers[key] = subprocess.Popen(
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**env, "JE_ARROW_MALLOC_CONF": "background_thread:false"},
+            )
+        self.server = _servers[key]
+        self.pid = self._ask(
+            run=[str(argument) for argument in arguments],
+            cwd=str(cwd or Path.cwd()),
+            env=env,
+            stdout=str(log),
+            stderr=str(errors or log),
+            largest_file=largest_file,
+        )
+
+    def wait(self) -> int:
+        return self._ask(wait=self.pid)
+
+    def finished(self) -> bool:
+        return bool(self._ask(finished=self.pid))
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+        """Until the condition holds, or the process has ended."""
+        end = time.perf_counter() + seconds
+        while not condition() and not self.finished():
+            assert time.perf_counter() < end
+            time.sleep(0.0005)
+
+    def _ask(self, **request: Any) -> int:
+        print(json.dumps(request), file=self.server.stdin, flush=True)
+        return int(json.loads(self.server.stdout.readline()))
+
+
+def stop() -> None:
+    for server in _servers.values():
+        server.communicate()
+    _servers.clear()
+
+
+# The server.
+
+
+def _fork(request: dict[str, Any]) -> int:
+    """Returns the child's id."""
     child = os.fork()
     if child != 0:
         return child
     code = 130
     try:
-        output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        for stream in (1, 2):
-            os.dup2(output, stream)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        if largest_file is not None:  # in the place of a full disk
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for stream, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(request[name], os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND), stream)
+        sys.stdout, sys.stderr = (os.fdopen(stream, "w", encoding="utf-8") for stream in (1, 2))
+        os.chdir(request["cwd"])
+        os.environ.clear()
+        os.environ.update(request["env"])
+        if request["largest_file"] is not None:  # in the place of a full disk
+            import resource
+
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file"], resource.RLIM_INFINITY))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
-        code = command(arguments)
+        code = _execute(*request["run"])
     finally:
         os._exit(code)
 
 
-def command(arguments: list[str]) -> int:
-    """The exit code of `resformer ARGUMENTS`; 99 for an exception that is not told as an error."""
-    sys.argv = ["resformer", *arguments]
+def _execute(kind: str, what: str, *arguments: str) -> int:
+    """The exit code of `python -m WHAT ARGUMENTS` or `python -c WHAT ARGUMENTS`."""
+    sys.argv, sys.path[0] = [what if kind == "-m" else kind, *arguments], os.getcwd()
     try:
-        resformer.cli.main()
-    except SystemExit as done:
-        return done.code if isinstance(done.code, int) else 0 if done.code is None else 1
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 99
+        if kind == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+    except Exception:
+        traceback.print_exc()
+        return 1
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
     return 0
 
 
-def answer(request: dict[str, Any]) -> int | bool:
+def _answer(request: dict[str, Any]) -> int | bool:
     if "run" in request:
-        return run(request["run"], request["log"], request["largest_file"])
+        return _fork(request)
     if "wait" in request:
         return os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
     return os.waitid(os.P_PID, request["finished"], os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 if __name__ == "__main__":
+    import importlib
+    import pkgutil
+
+    import datasets
     import torch
+    import transformers.models.llama.modeling_llama
+    import transformers.pipelines
+    import transformers.trainer
 
-    import resformer.cli
-    import resformer.convert.retrofitting
-    import resformer.convert.reverting
+    import resformer
 
+    del datasets, transformers
+    for module in pkgutil.walk_packages(resformer.__path__, "resformer."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
     torch.set_num_threads(1)
+    threads = Path("/proc/self/task")
+    assert not threads.exists() or len(list(threads.iterdir())) == 1, "a fork of a process with threads may hang"
     for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), flush=True)
+        print(json.dumps(_answer(json.loads(line))), flush=True)

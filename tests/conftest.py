@@ -1,8 +1,10 @@
 """Tiny models with random parameters, the same in every test file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import command_server
+import hypothesis
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -59,6 +61,22 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 }
 
 VARIANTS = [*METHODS, *COMBINATIONS]
+#: Every mechanism is in one of these: `make test` runs them, `make test-slow` the others.
+QUICK = "transformer resformer resformer-plus svformer denseformer-4x5 kitchen-sink gated-sink".split()
+
+
+def others_slow(names: Iterable[str], quick: Collection[str] = QUICK) -> list[Any]:
+    """Parameters of which those that are not in `quick` are marked slow."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+hypothesis.settings.register_profile("quick", max_examples=50, deadline=None)
+hypothesis.settings.register_profile("full", max_examples=400, deadline=None)  # pytest --hypothesis-profile=full
+hypothesis.settings.load_profile("quick")
+
+
+def pytest_sessionfinish() -> None:
+    command_server.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +90,7 @@ def method(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=VARIANTS)
+@pytest.fixture(params=others_slow(VARIANTS))
 def variant(request: pytest.FixtureRequest) -> str:
     """Every named method and every combination in turn; `indirect=True` narrows the choice."""
     return request.param

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, byte_tokenizer, family_model, save_checkpoint
-from conftest import VARIANTS
 from matplotlib import image
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
@@ -117,7 +116,6 @@ def check_against_loops(model: PreTrainedModel) -> None:
         np.testing.assert_allclose(deviation, values.std(0, ddof=1), rtol=2e-5, atol=1e-5, err_msg=quantity)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, indirect=True)
 @pytest.mark.usefixtures("few_queries_at_a_time")
 def test_quantities_are_those_of_plain_loops(variant: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
     check_against_loops(tiny_model(variant, dtype=torch.float64))

@@ -91,7 +91,6 @@ def saved(tmp_path: Path) -> Path:
 # Without the package
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_the_packages_logits_and_tokens(method: str, bundles: Path, remote: Path) -> None:
     expected, found = (load_file(folder / f"{method}.safetensors") for folder in (bundles / "expected", remote))

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 from checkpoints import save_checkpoint
+from command_server import run
 from hub_server import HubServer
 
 from resformer import METHODS
 from resformer.version import __version__
 
 
-def resformer(*arguments: object, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-m", "resformer", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
+def resformer(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    return run("-m", "resformer", *arguments, env={**os.environ, **variables})
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_version_is_printed() -> None:
-    assert resformer("--version").stdout.strip() == __version__
+    command = [sys.executable, "-m", "resformer", "--version"]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == __version__
 
 
 def test_help_needs_no_torch() -> None:

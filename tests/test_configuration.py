@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig
 
@@ -839,7 +839,6 @@ def _with_depth(num_layers: int, name: str, sources: list[int]) -> ResFormerConf
 
 @pytest.mark.parametrize("name", ["value_sources", "key_sources"])
 @given(sources=valid_sources())
-@settings(deadline=None)
 def test_valid_sources_are_accepted(name: str, sources: list[int]) -> None:
     with no_warnings():
         config = _with_depth(len(sources), name, sources)
@@ -848,7 +847,6 @@ def test_valid_sources_are_accepted(name: str, sources: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["value_sources", "key_sources"])
 @given(case=invalid_sources())
-@settings(deadline=None)
 def test_invalid_sources_are_refused_by_name(name: str, case: tuple[list[int], int]) -> None:
     sources, num_layers = case
     with refused(f"`{name}`"):
@@ -856,7 +854,6 @@ def test_invalid_sources_are_refused_by_name(name: str, case: tuple[list[int], i
 
 
 @given(st.lists(st.integers(-2, 8), max_size=9))
-@settings(deadline=None)
 def test_mixing_layers_are_accepted_exactly_if_ascending_and_in_range(layers: list[int]) -> None:
     if layers == sorted(set(layers)) and all(1 <= layer < 8 for layer in layers):
         with ignoring_warnings():

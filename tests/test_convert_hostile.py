@@ -1,4 +1,4 @@
-"""Checkpoints that were made to do harm: each is refused in a moment, with a name and a reason, and nothing is left.
+"""Checkpoints that were made to do harm: each is refused, with a name and a reason, and nothing is left.
 
 A case damages a copy of a good checkpoint. What is asked of every refusal is in `refused`.
 """
@@ -8,9 +8,7 @@ import os
 import shutil
 import socket
 import struct
-import subprocess
 import sys
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import family_model, save_checkpoint
+from command_server import run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
@@ -34,11 +33,9 @@ from resformer.convert.reading import read_checkpoint
 from resformer.convert.safetensors_format import read_shard
 from resformer.untrusted import parse_json
 
+#: A refusal takes under a second; what blocks or works for long is ended by this limit.
 pytestmark = pytest.mark.timeout(60)
 
-#: In seconds. A refusal takes under one; machines that run tests have other things to do too. What blocks takes no
-#: seconds of the processor, so the clock on the wall has its say as well.
-PROMPT, PROMPT_ON_THE_WALL = 3.0, 15.0
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -98,16 +95,12 @@ def refused(
     *needles: str,
     error: type[Exception] = CheckpointError,
 ) -> str:
-    """Expects `act` to be refused: at once, by a message for a person that says where, and with nothing left."""
+    """Expects `act` to be refused: by a message for a person that says where, and with nothing left."""
     before = listing(root)
-    start, start_on_the_wall = time.process_time(), time.perf_counter()
     with pytest.raises(error) as caught:
         act()
-    took, took_on_the_wall = time.process_time() - start, time.perf_counter() - start_on_the_wall
     message = str(caught.value)
     assert listing(root) == before, "something was left"
-    assert took < PROMPT
-    assert took_on_the_wall < PROMPT_ON_THE_WALL
     for needle in needles:
         assert needle in message
     assert len(message) < 3000
@@ -1144,9 +1137,7 @@ def test_verify_takes_no_memory_for_connections_of_any_size(copy: Callable[..., 
         end += size
     put_together(path, json.dumps(entries).encode(), b"")
     os.truncate(path, path.stat().st_size + end)
-    start = time.process_time()
     differs_or_refused(good["ours"], source)
-    assert time.process_time() - start < PROMPT
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e-3])
@@ -1219,11 +1210,9 @@ def test_no_code_of_the_source_runs(name: str, copy: Callable[..., Path], monkey
         edit_json(source / settings_file, lambda found, key=key: found.update({key: code, "auto_map": code}))
     monkeypatch.chdir(source)
     monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("a question was asked"))
-    start = time.process_time()
     report: Any = (retrofit if name == "llama" else revert)(source, source.parent / "out")
     inspect(source)
     verify(source, source.parent / "out")
-    assert time.process_time() - start < 5 * PROMPT
     assert report.verification is not None
     assert report.verification.identical
     assert not marker.exists()
@@ -1318,24 +1307,16 @@ def test_the_command_says_one_plain_line_and_exits_with_3(case: str, copy: Calla
         assert_plain(stderr)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["weights", "escapes-in-a-tensor", "wrong-type"])
 def test_the_command_says_one_plain_line_and_exits_with_3_as_a_process(case: str, copy: Callable[..., Path]) -> None:
     name, damage = HOSTILE_CLI[case]
     source = copy(name)
     damage(source)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "resformer", "convert", str(source), str(source.parent / "out")],
-        capture_output=True,
-        env=environment,
-        check=False,
-    )
-    stderr = done.stderr.decode()
-    assert (done.returncode, done.stdout) == (3, b"")
-    assert stderr.startswith("Error: ")
-    assert stderr.count("\n") == 1
-    assert_plain(stderr)
+    done = run("-m", "resformer", "convert", source, source.parent / "out")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.startswith("Error: ")
+    assert done.stderr.count("\n") == 1
+    assert_plain(done.stderr)
     assert [path.name for path in source.parent.iterdir()] == ["source"]
 
 
@@ -1608,7 +1589,7 @@ def tiles_or_is_refused(path: Path) -> None:
     assert len({tensor.name for tensor in shard.tensors}) == len(shard.tensors)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=SLOW_TO_DRAW)
+@settings(suppress_health_check=SLOW_TO_DRAW)
 @given(header=mutated(small_file()[0]), trailing=st.integers(-33, 3))
 def test_any_header_is_accounted_for_or_refused(
     header: dict[str, Any], trailing: int, tmp_path_factory: pytest.TempPathFactory
@@ -1621,7 +1602,7 @@ def test_any_header_is_accounted_for_or_refused(
     tiles_or_is_refused(path)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=SLOW_TO_DRAW)
+@settings(suppress_health_check=SLOW_TO_DRAW)
 @given(
     flips=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=6),
     stop=st.one_of(st.none(), st.integers(0, 400)),
@@ -1639,14 +1620,13 @@ def test_any_bytes_are_accounted_for_or_refused(
     tiles_or_is_refused(path)
 
 
-@settings(max_examples=300, deadline=None)
 @given(content=st.binary(max_size=200))
 def test_no_json_raises_anything_else(content: bytes) -> None:
     found, message = outcome_of(lambda: parse_json(content, "here"))
     assert isinstance(found, dict) or message.startswith("here: ")
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=SLOW_TO_DRAW)
+@settings(suppress_health_check=SLOW_TO_DRAW)
 @given(data=st.data())
 def test_any_index_gives_every_tensor_once_or_is_refused(
     data: st.DataObject, good: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
@@ -1674,7 +1654,7 @@ OTHER_FIELDS = [
 ]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=SLOW_TO_DRAW)
+@settings(suppress_health_check=SLOW_TO_DRAW)
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["llama", "ours"])
 def test_any_configuration_is_read_or_refused(

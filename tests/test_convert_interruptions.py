@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import save_checkpoint
+from command_server import Run as PythonRun
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -90,15 +92,6 @@ def shard_written(output: Path, number: int) -> bool:
     return any(partial_of(output).glob(f"model-{number:05}-of-*"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def command_server() -> Iterator[None]:
-    yield
-    if Run.server is not None:
-        Run.server.stdin.close()
-        Run.server.wait()
-        Run.server = None
-
-
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of 120 MB in five shards: of random bits, for nobody computes with it."""
@@ -146,40 +139,8 @@ def source(small: Path, tmp_path: Path) -> Path:
 # Processes that are killed.
 
 
-class Run:
-    """`resformer ARGUMENTS` in a process that `command_server.py` forks."""
-
-    server: "subprocess.Popen[str] | None" = None
-
-    def __init__(self, *arguments: object, log: Path, largest_file: int | None = None):
-        self.pid = self._ask(run=[str(argument) for argument in arguments], log=str(log), largest_file=largest_file)
-
-    def wait(self) -> int:
-        return self._ask(wait=self.pid)
-
-    def finished(self) -> bool:
-        return bool(self._ask(finished=self.pid))
-
-    @classmethod
-    def _ask(cls, **request: Any) -> int:
-        if cls.server is None:
-            cls.server = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("command_server.py"))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-            )
-        print(json.dumps(request), file=cls.server.stdin, flush=True)
-        return int(json.loads(cls.server.stdout.readline()))
-
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
-        """Until the condition holds, or the process has ended."""
-        end = time.perf_counter() + seconds
-        while not condition() and not self.finished():
-            assert time.perf_counter() < end
-            time.sleep(0.0005)
-
+#: `Run("convert", source, output, log=file)`
+Run = partial(PythonRun, "-m", "resformer")
 
 #: Name -> options.
 WAYS: dict[str, tuple[str, ...]] = {

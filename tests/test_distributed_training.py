@@ -13,6 +13,7 @@ import yaml
 from accelerate.commands.config import load_config_from_file
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from checkpoints import save_checkpoint
+from conftest import others_slow
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 from transformers.integrations import deepspeed
 
@@ -24,8 +25,7 @@ CONFIGS = Path(next(iter(resformer.training.__path__))) / "configs"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "accelerate"])
+@pytest.mark.parametrize("kind", others_slow(["ddp", "fsdp", "accelerate"], ["fsdp"]))
 def test_a_step_on_two_ranks_is_the_step_of_one(
     kind: str, tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
 ) -> None:

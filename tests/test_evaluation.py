@@ -41,8 +41,6 @@ TASKS = {
     """,
 }
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -208,6 +206,7 @@ def test_without_the_harness_the_error_says_what_to_install(folder: Path, monkey
     assert "pip install 'resformer[eval]'" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_harnesses_own_command_knows_our_models(folder: Path, retrofits: Callable[[str], Path]) -> None:
     output = folder / "own"
     command = "-m resformer.evaluation --model hf --tasks letters --device cpu --limit 2".split()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import byte_tokenizer, save_checkpoint
+from command_server import run
 from datasets import disable_progress_bars, enable_progress_bars
 from hub_server import HubServer
 from safetensors.torch import load_file
@@ -55,15 +56,8 @@ def environment(work: Path) -> dict[str, str]:
 def finetune(
     work: Path, *arguments: object, launcher: tuple[str, ...] = (), **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *launcher, *(["-m"] if launcher else []), "resformer", "finetune"]
-    return subprocess.run(
-        [*command, *map(str, arguments)],
-        cwd=work,
-        env={**environment(work), **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["-m", *launcher, *(["-m"] if launcher else []), "resformer", "finetune"]
+    return run(*command, *arguments, cwd=work, env={**environment(work), **variables})
 
 
 def loss_of(folder: Path, work: Path, blocks: int) -> float:
@@ -77,7 +71,6 @@ def loss_of(folder: Path, work: Path, blocks: int) -> float:
         return model(**rows, use_cache=False).loss.item()
 
 
-@pytest.mark.slow
 def test_the_output_is_a_whole_checkpoint_with_true_metrics(work: Path) -> None:
     done = finetune(
         work, "retrofit", "out", "--data", "notes.txt", *SMALL, "--steps", "10", "--accumulate", "2", "--json",
@@ -229,7 +222,6 @@ def test_a_plan_names_the_held_out_documents_of_each_source_and_writes_nothing(w
     assert {path for path in work.iterdir() if path not in before} <= {work / "home"}
 
 
-@pytest.mark.slow
 def test_a_file_of_options_is_read_and_the_command_line_wins(work: Path) -> None:
     (work / "run.yaml").write_text(
         "model: source\noutput: from-file\ndata: notes.txt\nblock: 32\nheld-out: 0.1\nbatch: 2\nsteps: 9\n"
@@ -417,12 +409,5 @@ def test_commands_of_the_document_run(work: Path, tmp_path: Path) -> None:
             words = command.partition("#")[0].split()
             if words[0] == "accelerate":
                 words = ["accelerate.commands.launch", *words[2:]]
-            done = subprocess.run(
-                [sys.executable, "-m", *words],
-                cwd=tmp_path,
-                env={**environment(work), **variables},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+            done = run("-m", *words, cwd=tmp_path, env={**environment(work), **variables})
             assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"

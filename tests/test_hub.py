@@ -14,7 +14,6 @@ from hub_server import HubServer
 from resformer.convert import retrofit
 
 TESTS = Path(__file__).parent
-pytestmark = pytest.mark.slow
 
 PRELUDE = """
 import json, sys
@@ -113,6 +112,7 @@ assert AutoTokenizer.from_pretrained("you/revised", revision="v1.0")("ab").input
         assert hub.asked("PUT /objects/")
 
 
+@pytest.mark.slow
 def test_shards_go_by_lfs_and_in_parts_and_reload_offline(tmp_path: Path) -> None:
     with HubServer(part_size=9000) as hub:
         run(
@@ -141,6 +141,7 @@ assert HfApi().model_info("you/sharded").sha == before, "the same files make no 
         assert len(hub.requests) == so_far
 
 
+@pytest.mark.slow
 def test_private_repositories_tokens_and_what_is_missing_are_told_apart(tmp_path: Path) -> None:
     with HubServer(tokens={"hf_test": "you", "hf_other": "other"}) as hub:
         printed = run(
@@ -192,6 +193,7 @@ print(json.dumps([
         assert len(hub.repositories["you/public"].messages) == 3  # initial, upload, deletion: no other push got through
 
 
+@pytest.mark.slow
 def test_trainer_pushes_every_save(tmp_path: Path) -> None:
     with HubServer() as hub:
         run(
@@ -227,6 +229,7 @@ assert torch.equal(logits(load("you/trained")), logits(model.eval()))
         assert {"README.md", "config.json", "model.safetensors"} <= set(hub.repositories["you/trained"])
 
 
+@pytest.mark.slow
 def test_cut_uploads_leave_no_half_commit(tmp_path: Path) -> None:
     with HubServer() as hub:
         hub.cut_requests("PUT /objects/")
@@ -254,6 +257,7 @@ model.push_to_hub("you/again", max_shard_size="2MB")
         assert dict(hub.repositories["you/again"]) == dict(hub.repositories["you/cut"])
 
 
+@pytest.mark.slow
 def test_cut_download_is_resumed(tmp_path: Path) -> None:
     with HubServer() as hub:
         hub.cut_answers("GET /objects/")
@@ -309,6 +313,7 @@ def test_push_is_one_commit_that_loads(checkpoint: Path, tmp_path: Path) -> None
         ).read_bytes()
 
 
+@pytest.mark.slow
 def test_push_replaces_weights_that_would_be_loaded_instead(checkpoint: Path, tmp_path: Path) -> None:
     with HubServer(tokens={"hf_test": "you", "hf_other": "other"}) as hub:
         old = hub.add("you/model", tmp_path / "llama")  # one model.safetensors, which wins over an index
@@ -331,6 +336,7 @@ def test_push_replaces_weights_that_would_be_loaded_instead(checkpoint: Path, tm
             assert old.commits[old.pull_requests[f"refs/pr/{number}"]] == new
 
 
+@pytest.mark.slow
 def test_push_tries_again_and_never_commits_twice(checkpoint: Path, tmp_path: Path) -> None:
     with HubServer() as hub:
         hub.fail("POST /api/repos/create", 503)
@@ -347,6 +353,7 @@ def test_push_tries_again_and_never_commits_twice(checkpoint: Path, tmp_path: Pa
         assert json.loads(out)["commit"] == repository.branches["main"] == repository.tags["v1"]
 
 
+@pytest.mark.slow
 def test_push_says_in_one_line_what_to_do(checkpoint: Path, tmp_path: Path) -> None:
     bare, broken, strange = (tmp_path / name for name in ("bare", "broken", "strange"))
     for folder, card in ((bare, None), (broken, "---\na: [\n---\n"), (strange, "---\nlicense: nobody's\n---\nyou/x\n")):
@@ -401,6 +408,7 @@ def test_links_out_of_the_folder_are_not_shared(checkpoint: Path, tmp_path: Path
         assert "notes.txt: is a link out of its folder" in err
 
 
+@pytest.mark.slow
 def test_bundle_is_pushed_with_the_code_that_loads_it_and_all_that_a_push_takes(
     checkpoint: Path, tmp_path: Path
 ) -> None:

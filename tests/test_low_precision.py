@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, others_slow
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -78,8 +78,7 @@ def deviations(method: str) -> dict[str, float]:
     return _measured[method]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "transformer"])
+@pytest.mark.parametrize("method", others_slow([*METHODS][1:], ["resformer", "svformer"]))
 def test_losses_deviate_no_more_than_llamas(method: str) -> None:
     llama = deviations("transformer")
     assert len(llama) == 4

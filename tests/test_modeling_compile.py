@@ -1,20 +1,24 @@
-"""Every method compiles whole, once, for all steps of decoding, and exports with any batch and length."""
+"""Every method compiles whole, once, for all steps of decoding, and exports with any batch and length.
+
+Five that hold every mechanism between them are compiled by `make test`, the rest by `make test-slow`.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import COMBINATIONS
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel, StaticCache
+from conftest import COMBINATIONS, others_slow
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
 from resformer import METHODS, GrowingCache
-from resformer.modeling.linear import Linear
 
 TinyModel = Callable[..., PreTrainedModel]
 Batch = dict[str, torch.Tensor]
-EVERY_MECHANISM = [*METHODS, "kitchen-sink", "gated-sink"]
+EVERY_MECHANISM = others_slow(
+    [*METHODS, "kitchen-sink", "gated-sink"], ["resformer", "svformer", "denseformer-4x5", "kitchen-sink", "gated-sink"]
+)
 
 
 @pytest.fixture
@@ -28,7 +32,6 @@ def decoded(model: PreTrainedModel, batch: Batch, **options: Any) -> Any:
     return model.generate(**batch, do_sample=False, output_logits=True, return_dict_in_generate=True, **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", EVERY_MECHANISM, indirect=True)
 def test_generate_with_a_static_cache_compiles_one_whole_graph(
     small: PreTrainedModel, variant: str, ragged: Batch
@@ -58,7 +61,6 @@ def test_generate_with_a_static_cache_compiles_one_whole_graph(
     assert len(graphs) == once
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", EVERY_MECHANISM, indirect=True)
 def test_exporting_every_method_with_dynamic_batch_and_length(
     tiny_model: TinyModel, variant: str, ragged: Batch
@@ -82,7 +84,6 @@ def test_exporting_every_method_with_dynamic_batch_and_length(
             assert (got - expected)[mask.bool()].abs().max() <= 1e-5 * expected[mask.bool()].abs().max()
 
 
-@pytest.mark.slow
 def test_a_compiled_model_takes_a_growing_cache(tiny_model: TinyModel, ragged: Batch) -> None:
     # It concatenates there, as a DynamicCache: what a graph writes to must not grow under it.
     model = tiny_model("svformer", num_hidden_layers=2)
@@ -99,7 +100,6 @@ def test_a_compiled_model_takes_a_growing_cache(tiny_model: TinyModel, ragged: B
     torch.testing.assert_close(torch.cat(parts, dim=1), expected[:, 5:], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["resformer", "svformer"], indirect=True)
 def test_a_compiled_call_without_a_cache_makes_one_that_is_continued(
     tiny_model: TinyModel, method: str, ragged: Batch
@@ -116,23 +116,9 @@ def test_a_compiled_call_without_a_cache_makes_one_that_is_continued(
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_a_compiled_step_does_not_meet_the_spread_products(tiny_model: TinyModel) -> None:
-    # Python branches on devices, threads and sizes would break the graph or guard it.
-    model = tiny_model("transformer", num_hidden_layers=1)
-    cache = StaticCache(config=model.config, max_cache_len=8)
-    assert type(model.lm_head) is type(model.model.layers[0].mlp.up_proj) is Linear
-    torch.compiler.reset()
-    with torch.no_grad():
-        model(torch.tensor([[5, 6]]), past_key_values=cache)
-        step = {"input_ids": torch.tensor([[7]]), "position_ids": torch.tensor([[2]])}
-        explained = torch._dynamo.explain(model)(**step, past_key_values=cache)
-    assert explained.graph_break_count == 0
-    assert "bmm" not in "".join(graph.code for graph in explained.graphs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", others_slow(METHODS, ["resformer", "resformer-gated", "svformer", "cla2", "denseformer"])
+)
 def test_exported_decoding_step_with_a_static_cache_equals_uncached(tiny_model: TinyModel, method: str) -> None:
     model = tiny_model(method)
     cache = {"batch_size": 1, "max_cache_len": 16}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import VARIANTS, others_slow
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     Cache,
@@ -555,6 +556,7 @@ def test_quantized_caches_work_or_are_refused_by_name(tiny_model: TinyModel, var
     assert not ran
 
 
+@pytest.mark.parametrize("variant", others_slow(VARIANTS, ["svformer", "kitchen-sink"]), indirect=True)
 def test_continuous_batching_gives_the_tokens_of_generate(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
     model = tiny_model(variant)
     prompts = [ids[mask.bool()] for ids, mask in zip(ragged["input_ids"], ragged["attention_mask"], strict=True)]

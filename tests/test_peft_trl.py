@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import SIZES, byte_tokenizer
+from conftest import others_slow
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
@@ -157,7 +158,7 @@ def test_packing_gives_each_text_the_loss_and_the_gradients_it_has_alone(
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", others_slow(METHODS, ["resformer-denseformer", "svformer"]))
 def test_sft_trains_a_model_and_an_adapter(method: str, packing: bool, sft: Callable[..., SFTTrainer]) -> None:
     for model in (build(method), adapt(build(method), modules_to_save=CONNECTIONS)):
         before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}

@@ -3,11 +3,12 @@
 import os
 import re
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from checkpoints import save_checkpoint
+from command_server import run
 from hub_server import HubServer
 
 from resformer import METHODS
@@ -18,53 +19,45 @@ DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in "analysis converting q
 BLOCKS = r"^```(\w+)\n(.*?)^```"
 
 
+@pytest.fixture(scope="module")
+def hub() -> Iterator[HubServer]:
+    with HubServer() as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def environment(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The same for every document, so that one process is forked for all of them."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", **hub.environment(tmp_path_factory.mktemp("home"))}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_documents_run_from_top_to_bottom(document: str, tmp_path: Path) -> None:
+def test_documents_run_from_top_to_bottom(
+    document: str, hub: HubServer, environment: dict[str, str], tmp_path: Path
+) -> None:
     blocks = re.findall(BLOCKS, (ROOT / document).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     save_checkpoint(tmp_path / "source", tie_word_embeddings=True)
+    hub.repositories.clear()
+    hub.add("HuggingFaceTB/SmolLM2-135M", tmp_path / "source")
     work = tmp_path / "work"
     work.mkdir()
     lines = [f"Values of the first layer reach layer {number} of {number + 1}." for number in range(400)]
     (work / "notes.txt").write_text("\n".join(lines))
-    python = []
-    with HubServer() as hub:
-        hub.add("HuggingFaceTB/SmolLM2-135M", tmp_path / "source")
-        environment = {
-            **os.environ,
-            "HF_ENDPOINT": hub.url,
-            "HF_HOME": str(tmp_path / "home"),
-            "HF_TOKEN": "hf_test",
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_OFFLINE": "0",
-            "OMP_NUM_THREADS": "1",
-        }
-        for language, code in blocks:
-            if language == "python":
-                python.append(code)
-                continue
-            for command in code.splitlines() if language == "bash" else []:
-                if command.split()[0] in ("make", "pip"):  # the Makefile's own test is below, pip's in test_packaging
-                    continue
-                program, *arguments = command.partition("#")[0].split()
-                assert program == "resformer"
-                done = subprocess.run(
-                    [sys.executable, "-m", program, *arguments],
-                    cwd=work,
-                    env=environment,
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                )
-                assert done.returncode == 0, f"{command}\n{done.stderr}"
-        script = "\n".join(python)
-        done = subprocess.run(
-            [sys.executable, "-c", script], cwd=work, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        if document == "README.md":
-            pushed = hub.repositories["you/smollm2-resformer"]
-            assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(pushed)
-            assert "identical" in done.stdout
+    commands = [line for language, code in blocks if language == "bash" for line in code.splitlines()]
+    for command in commands:
+        if command.split()[0] in ("make", "pip"):  # the Makefile's own test is below, pip's in test_packaging
+            continue
+        program, *arguments = command.partition("#")[0].split()
+        assert program == "resformer"
+        done = run("-m", program, *arguments, cwd=work, env=environment)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    script = "\n".join(code for language, code in blocks if language == "python")
+    done = run("-c", script, cwd=work, env=environment)
+    assert done.returncode == 0, done.stderr
+    if document == "README.md":
+        pushed = hub.repositories["you/smollm2-resformer"]
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(pushed)
+        assert "identical" in done.stdout
 
 
 def test_make_targets_do_what_the_readme_says() -> None:

@@ -1,4 +1,4 @@
-"""`import resformer` is all a user needs, costs nothing and works in every order. Each case is a process of its own."""
+"""`import resformer` is all a user needs, costs nothing and works in every order."""
 
 import json
 import os
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from command_server import run
+from conftest import others_slow
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -35,7 +37,7 @@ WORDS = ["[UNK]", "<s>", "</s>", "values", "cross", "layers"]
 
 
 def python(code: str, *arguments: str | Path, cwd: Path) -> Any:
-    """Runs `code` in a new interpreter, far from the checkout, and returns the JSON of the last line it prints."""
+    """Runs `code` in a new interpreter, outside the checkout, and returns the JSON of the last line it prints."""
     environment = {**os.environ, "PYTHONPATH": str(Path(resformer.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error::UserWarning", "-c", f"import json, sys\n{code}", *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
@@ -122,10 +124,9 @@ made = AutoModelForCausalLM.from_config(AutoConfig.for_model("resformer", num_hi
 print(json.dumps([type(m).__module__ + "." + type(m).__name__ for m in (model, again, made)]))"""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("imports", ORDERS.values(), ids=ORDERS)
-def test_import_order_does_not_matter(imports: str, checkpoint: Path, tmp_path: Path) -> None:
-    loaded = python(f"{imports}\n{_LOAD}", checkpoint, cwd=tmp_path)
+@pytest.mark.parametrize("name", others_slow(ORDERS, ["resformer first", "only the models' package"]))
+def test_import_order_does_not_matter(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    loaded = python(f"{ORDERS[name]}\n{_LOAD}", checkpoint, cwd=tmp_path)
     assert loaded == ["resformer.modeling.modeling_resformer.ResFormerForCausalLM"] * 3
 
 
@@ -209,7 +210,6 @@ def save_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False], ids=["tokenizer_class", "no tokenizer_class"])
 def test_tokenizer_beside_a_checkpoint_is_found(named: bool, checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
@@ -221,22 +221,21 @@ def test_tokenizer_beside_a_checkpoint_is_found(named: bool, checkpoint: Path, t
     if not named:
         file.write_text(json.dumps(settings))
     code = """
-import resformer
+import sys
 from transformers import AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-print(json.dumps([tokenizer("values cross layers today").input_ids, tokenizer.eos_token, tokenizer.is_fast]))"""
-    assert python(code, folder, cwd=tmp_path) == [[3, 4, 5, 0], "</s>", True]
+print(tokenizer("values cross layers today").input_ids, tokenizer.eos_token, tokenizer.is_fast)"""
+    assert run("-c", code, folder).stdout == "[3, 4, 5, 0] </s> True\n"
 
 
-@pytest.mark.slow
 def test_pipeline_generates_from_a_checkpoint_and_its_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     ResFormerForCausalLM.from_pretrained(checkpoint).save_pretrained(folder)
     save_tokenizer(folder)
     code = """
-import resformer
+import sys
 from transformers import pipeline
 generate = pipeline("text-generation", model=sys.argv[1])
 text = generate("values cross", max_new_tokens=4, do_sample=False)[0]["generated_text"]
-print(json.dumps([type(generate.model).__name__, text.startswith("values cross")]))"""
-    assert python(code, folder, cwd=tmp_path) == ["ResFormerForCausalLM", True]
+print(type(generate.model).__name__, text.startswith("values cross"))"""
+    assert run("-c", code, folder).stdout == "ResFormerForCausalLM True\n"
