@@ -199,11 +199,24 @@ def render(template: str, **values: Any) -> str:
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
-def added_parameters(method: str, config: ResFormerConfig) -> int:
-    """How many parameters a named method adds to Llama of this shape; fewer than none if it has layers share."""
+def added_parameters(config: ResFormerConfig) -> int:
+    """How many parameters the connections add to Llama of this shape; negative where layers share projections."""
+    width, mixing = config.hidden_size, config.mixing_layers
     heads = config.num_key_value_heads or config.num_attention_heads
-    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-    return FACTS[method].count(config.num_hidden_layers, config.hidden_size, heads, heads * head_dim)
+    head_dim = config.head_dim or width // config.num_attention_heads
+    added = {
+        "learnable": 2 * len(mixing),
+        "learnable_plus": 2 * len(mixing) + 1,
+        "dense": sum(layer + 1 for layer in mixing),
+        "gated": len(mixing) * (width * heads + 1),
+    }.get(config.value_residual, 0)
+    if config.dwa:
+        blocks = range(config.dwa_period, config.num_hidden_layers + 1, config.dwa_period)
+        added += sum(block // config.dwa_dilation + 1 for block in blocks)
+    shared_values = sum(source != layer for layer, source in enumerate(config.all_value_sources))
+    shared_keys = sum(source != layer for layer, source in enumerate(config.all_key_sources))
+    projection = (width + config.attention_bias) * heads * head_dim
+    return added - (shared_values + shared_keys) * projection - shared_keys * config.qk_norm * head_dim
 
 
 def _card(
@@ -251,7 +264,7 @@ def _card(
         derived=template != "scratch.md.jinja",
         results=table_rows(measured),
         cache=_cache(config, dtype),
-        added=added_parameters(method, config) if method in FACTS and config is not None else None,
+        added=added_parameters(config) if method in FACTS and config is not None else None,
         **values,
     )
     # Not ModelCard.from_template: what a template asks for and does not get would be left blank there.
