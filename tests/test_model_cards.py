@@ -277,7 +277,7 @@ def test_unknown_licence_is_not_made_up(checkpoints: Path) -> None:
     record = {**record_of(checkpoints / "exact"), "source_card": {}}
     card = retrofit_card(record, "you/new")
     assert card.data.license is None
-    assert "states no licence that could be read, so none is claimed" in card.text
+    assert "states no licence that could be read, so this card states none" in card.text
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_a_metric_that_does_not_say_what_it_is_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "2.5"])
 def test_a_metric_without_a_finite_number_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match="no number"):
+    with pytest.raises(ValueError, match="no finite number"):
         Metric("loss", value, "WikiText-2", "test")  # type: ignore[arg-type]
 
 
