@@ -20,7 +20,7 @@ autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 # Other projects' names: their pages are not looked up, so that a build needs no network.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|transformers|datasets|huggingface_hub|pathlib|os|collections|typing|types|numpy)\..*"),
+    ("py:.*", r"(torch|transformers|datasets|huggingface_hub|jinja2|pathlib|os|collections|typing|types|numpy)\..*"),
     ("py:.*", "(Any|Callable|Iterable|Iterator|Literal|Mapping|Path|Sequence|optional)"),
 ]
 

@@ -144,7 +144,7 @@ def test_command_writes_the_harnesses_results_with_versions(
         assert results[f"{package}_version"]
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 3
-    assert "is there already" in again.stderr
+    assert "exists already" in again.stderr
     assert json.loads(output.read_text()) == results
     assert again.stderr.splitlines()[-1].endswith(" --force")
     config = retrofits("resformer") / "config.json"

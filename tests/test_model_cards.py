@@ -158,7 +158,8 @@ METRIC = Metric("loss", 3.25, "WikiText-2", "test", samples=77, of_samples=99)
 
 def plain_of(config: ResFormerConfig) -> ResFormerConfig:
     names = "num_hidden_layers hidden_size num_attention_heads num_key_value_heads vocab_size intermediate_size".split()
-    return ResFormerConfig(**{name: getattr(config, name) for name in [*names, "tie_word_embeddings"]})
+    names += ["tie_word_embeddings", "attention_bias", "qk_norm"]
+    return ResFormerConfig(**{name: getattr(config, name) for name in names})
 
 
 def cache_of(config: ResFormerConfig, itemsize: int) -> tuple[int, int, float]:
@@ -277,7 +278,7 @@ def test_unknown_licence_is_not_made_up(checkpoints: Path) -> None:
     record = {**record_of(checkpoints / "exact"), "source_card": {}}
     card = retrofit_card(record, "you/new")
     assert card.data.license is None
-    assert "states no licence that could be read, so none is claimed" in card.text
+    assert "states no licence that could be read, so this card states none" in card.text
 
 
 @pytest.mark.parametrize(
@@ -337,7 +338,7 @@ def test_a_metric_that_does_not_say_what_it_is_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "2.5"])
 def test_a_metric_without_a_finite_number_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match="no number"):
+    with pytest.raises(ValueError, match="no finite number"):
         Metric("loss", value, "WikiText-2", "test")  # type: ignore[arg-type]
 
 
@@ -425,12 +426,13 @@ def test_method_cards_take_up_our_results() -> None:
     assert "None yet: not measured." in method_card("cla2", ours)
 
 
-@pytest.mark.parametrize("layers", [6, 11])
+@pytest.mark.parametrize(("layers", "qwen"), [(6, False), (11, True)])
 @pytest.mark.parametrize("method", METHODS)
-def test_added_parameters_are_those_of_the_model(method: str, layers: int) -> None:
-    shape = {"hidden_size": 48, "intermediate_size": 16, "num_attention_heads": 6, "num_key_value_heads": 2}
-    config = ResFormerConfig.for_method(method, num_hidden_layers=layers, vocab_size=50, **shape)
-    assert added_parameters(method, config) == added_by(config)
+def test_added_parameters_are_those_of_the_model(method: str, layers: int, qwen: bool) -> None:
+    shape: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 16, "num_attention_heads": 6}
+    shape |= {"num_key_value_heads": 2, "vocab_size": 50, "attention_bias": qwen, "qk_norm": qwen}
+    config = ResFormerConfig.for_method(method, num_hidden_layers=layers, **shape)
+    assert added_parameters(config) == added_by(config)
 
 
 @pytest.mark.parametrize("layers", [6, 11])
