@@ -40,7 +40,7 @@ def analyze(
     tokenizer: Annotated[str | None, typer.Option(help="The checkpoint whose tokenizer all of them use.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... [default: an accelerator if there is one]")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an output folder that is not empty.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier report.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure attention sinks, value drains, hidden peaks and token similarity of checkpoints, layer by layer."""

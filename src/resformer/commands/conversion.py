@@ -26,7 +26,7 @@ __all__ = ["bundle", "convert", "inspect", "revert", "verify"]
 
 _Source = Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or a Hub id.")]
 _Output = Annotated[Path, typer.Argument(help="The folder to write; new or empty.")]
-_Force = Annotated[bool, typer.Option("--force", help="Replace what OUTPUT holds.")]
+_Force = Annotated[bool, typer.Option("--force", help="Replace an earlier result.")]
 _Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
 _Link = Annotated[
     bool, typer.Option("--link", help="Hard-link weight files that do not change: instant, but edits reach both.")

@@ -101,7 +101,7 @@ def finetune(
     config: Annotated[Path | None, typer.Option(help="YAML file of these options; the command line wins.")] = None,
     resume: Annotated[bool | None, typer.Option("--resume", help="Go on with a run that was stopped.")] = None,
     force: Annotated[
-        bool | None, typer.Option("--force", help="Replace what OUTPUT holds, and discard an unfinished run.")
+        bool | None, typer.Option("--force", help="Replace an earlier result, and discard an unfinished run.")
     ] = None,
     dry_run: Annotated[
         bool | None, typer.Option("--dry-run", help="Read and pack the data; train and write nothing.")
