@@ -243,7 +243,7 @@ def test_a_file_of_options_is_read_and_the_command_line_wins(work: Path) -> None
         (["source", "new", "--data", "missing.txt"], 3, "missing.txt: there is no such file"),
         (["nowhere/model", "new", "--data", "notes.txt"], 3, "nowhere/model: is no checkpoint folder or Hub id"),
         (["source", "retrofit", "--data", "notes.txt", "--force"], 3, "no result of this command (metrics.json)"),
-        (["source", "out", "--data", "out/notes.txt", "--force"], 3, "holds the source out/notes.txt"),
+        (["source", "texts", "--data", "texts/a.txt", "--force"], 3, "holds the source texts/a.txt"),
         (["source", "source/new", "--data", "notes.txt"], 3, "lies in the source folder"),
         (["source", "new", "--data", "notes.txt", "--text-column", "body"], 3, "no column 'body' but 'text'"),
         (["source", "new", "--data", "tiny.txt", "--block", "200"], 3, "too few for one block of 200"),
@@ -288,6 +288,8 @@ def test_misuse_is_one_line_with_the_way_out(
         weights = load_file("pickled/model.safetensors")
         torch.save(weights, "pickled/pytorch_model.bin")
         Path("pickled/model.safetensors").unlink()
+    Path("texts").mkdir(exist_ok=True)
+    Path("texts/a.txt").touch()
     if not Path("bare").exists():
         save_checkpoint(Path("bare"))
         for path in Path("bare").glob("token*"):

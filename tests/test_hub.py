@@ -399,13 +399,15 @@ def test_push_says_in_one_line_what_to_do(checkpoint: Path, tmp_path: Path) -> N
     assert f"you/x: {hub.url} cannot be reached" in err
 
 
-def test_links_out_of_the_folder_are_not_shared(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "secret.txt").write_text("mine")
-    (checkpoint / "notes.txt").symlink_to(tmp_path / "secret.txt")
+@pytest.mark.parametrize("name", ["notes.txt", "model-00001-of-00002.safetensors"])
+def test_links_out_of_the_folder_are_not_shared(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / name).touch()
+    (checkpoint / name).rename(tmp_path / "secret")
+    (checkpoint / name).symlink_to(tmp_path / "secret")
     with HubServer() as hub:
         ((code, _, err),) = resformer_commands(hub, tmp_path, ["hf_test", "push", checkpoint, "you/x", "--dry-run"])
         assert code == 3
-        assert "notes.txt: is a link out of its folder" in err
+        assert f"{name}: is a link out of its folder" in err
 
 
 @pytest.mark.slow
