@@ -192,7 +192,7 @@ def _norm_quantities(states: torch.Tensor) -> torch.Tensor:
 def _similarity(states: torch.Tensor) -> torch.Tensor:
     """Mean cosine between different tokens' states, `(tokens, width)`.
 
-    |sum of unit vectors|^2 is the sum of all cosines, each pair twice, and of the tokens' own.
+    |sum of unit vectors|^2 is the sum of all cosines, each pair twice, and each token's with itself.
     """
     tokens = len(states)
     units = nn.functional.normalize(states, dim=-1)

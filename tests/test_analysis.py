@@ -68,7 +68,7 @@ def of_text(model: PreTrainedModel, ids: list[int]) -> dict[str, list[float]]:
     for hook in hooks:
         hook.remove()
     hidden = [*output.hidden_states[1:-1], last[0]]
-    found: dict[str, list[float]] = {name: [] for name in DEFINITIONS}
+    quantities: dict[str, list[float]] = {name: [] for name in DEFINITIONS}
     for n in range(len(base.layers)):
         weights = output.attentions[n][0].tolist()
         received = [
@@ -76,21 +76,21 @@ def of_text(model: PreTrainedModel, ids: list[int]) -> dict[str, list[float]]:
             for j in range(count)
         ]
         share = [a / sum(received) for a in received]
-        found["entropy"].append(-sum(a * math.log(a) for a in share if a > 0))
-        found["first_importance"].append(share[0])
-        found["importance_ratio"].append(share[0] / (sum(share[1:]) / (count - 1)))
+        quantities["entropy"].append(-sum(a * math.log(a) for a in share if a > 0))
+        quantities["first_importance"].append(share[0])
+        quantities["importance_ratio"].append(share[0] / (sum(share[1:]) / (count - 1)))
         for name, states in (("value", attended_values(model, raw, output, n)), ("hidden", hidden[n][0].tolist())):
             norms = [math.sqrt(sum(x * x for x in state)) for state in states]
-            found[f"first_{name}_norm"].append(norms[0])
-            found[f"other_{name}_norm"].append(sum(norms[1:]) / (count - 1))
-            found[f"{name}_norm_ratio"].append(norms[0] / (sum(norms[1:]) / (count - 1)))
+            quantities[f"first_{name}_norm"].append(norms[0])
+            quantities[f"other_{name}_norm"].append(sum(norms[1:]) / (count - 1))
+            quantities[f"{name}_norm_ratio"].append(norms[0] / (sum(norms[1:]) / (count - 1)))
         cosines = []  # of `states`, which are the hidden ones, and their `norms`
         for i in range(count):
             for j in range(count):
                 if i != j:
                     cosines.append(sum(x * y for x, y in zip(states[i], states[j], strict=True)) / norms[i] / norms[j])
-        found["similarity"].append(sum(cosines) / len(cosines))
-    return found
+        quantities["similarity"].append(sum(cosines) / len(cosines))
+    return quantities
 
 
 def attended_values(model: PreTrainedModel, raw: dict[int, torch.Tensor], output: Any, n: int) -> list[list[float]]:
@@ -246,7 +246,7 @@ def test_memory_grows_by_the_reported_numbers_alone(tiny_model: Callable[..., Pr
 
     def texts() -> Iterator[list[int]]:
         for i in range(60):
-            assert len(done) == i, "a text is asked for when the one before is done with"
+            assert len(done) == i, "the next text is read after the last one is measured"
             if i in (20, 59):
                 gc.collect()
                 tensors[i] = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
@@ -459,7 +459,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
-    """A Llama and a DenseFormer with value residuals that have moved, and another with gates; names that bite."""
+    """A Llama, a ResFormer with depth averages and a gated one, with changed coefficients; one name needs escaping."""
     folder = tmp_path_factory.mktemp("report")
     save_checkpoint(folder / "llama")
     analyses = [
@@ -488,7 +488,7 @@ PLOTS = (
 def test_report_has_its_files(report: tuple[Report, Path]) -> None:
     from matplotlib.image import imread
 
-    made, folder = report
+    written, folder = report
     names = {"analysis.json", "report.html", *(f"{plot}.png" for plot in PLOTS)}
     assert {path.name for path in folder.iterdir()} == names
     for plot in PLOTS:
@@ -497,7 +497,7 @@ def test_report_has_its_files(report: tuple[Report, Path]) -> None:
         assert (pixels[0, 0, :3] == 1).all(), "on white"
         assert pixels[..., :3].std() > 0.02, "something is drawn"
     values = json.loads((folder / "analysis.json").read_text())
-    assert values == json.loads(json.dumps(made.as_dict()))
+    assert values == json.loads(json.dumps(written.as_dict()))
     assert values["checkpoints"][2]["value_mixing_matrix"][1][:2] == [None, pytest.approx(1.0, abs=1)]
     assert values["definitions"] == DEFINITIONS
     assert values["command"] == "resformer analyze a b"
@@ -522,12 +522,12 @@ def test_page_is_well_formed_and_stands_alone(report: tuple[Report, Path]) -> No
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 #: What a page is asked about itself once it is drawn.
 PROBE = """<script>addEventListener("load", () => { const box = (e) => { const { width, height } =
-e.getBoundingClientRect(); return [width, height]; }; const told = document.createElement("script");
-told.id = "told"; told.type = "application/json"; told.textContent = JSON.stringify({ width: innerWidth,
+e.getBoundingClientRect(); return [width, height]; }; const measured = document.createElement("script");
+measured.id = "measured"; measured.type = "application/json"; measured.textContent = JSON.stringify({ width: innerWidth,
 scroll: document.documentElement.scrollWidth, fetched: performance.getEntriesByType("resource").map((e) => e.name),
 figures: [...document.querySelectorAll("figure img")].map(box),
 cards: [...document.querySelectorAll(".card")].map(box) });
-document.body.append(told); })</script>"""
+document.body.append(measured); })</script>"""
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
@@ -542,12 +542,12 @@ def test_page_opens_in_a_browser(report: tuple[Report, Path], tmp_path: Path, wi
     drawn = subprocess.run([*command, "--dump-dom", probed.as_uri()], **options).stdout
     subprocess.run([*command, f"--screenshot={picture}", probed.as_uri()], **options)
 
-    told = json.loads(re.search(r'<script id="told"[^>]*>(.*?)</script>', drawn, re.DOTALL)[1])
-    assert [name for name in told["fetched"] if not name.startswith("data:")] == []
-    assert told["scroll"] <= told["width"] == width
-    assert len(told["figures"]) == len(list(report[1].glob("*.png")))
-    assert all(200 < wide <= width and tall > 100 for wide, tall in told["figures"])
-    assert len(told["cards"]) == len(report[0].analyses)
+    measured = json.loads(re.search(r'<script id="measured"[^>]*>(.*?)</script>', drawn, re.DOTALL)[1])
+    assert [name for name in measured["fetched"] if not name.startswith("data:")] == []
+    assert measured["scroll"] <= measured["width"] == width
+    assert len(measured["figures"]) == len(list(report[1].glob("*.png")))
+    assert all(200 < wide <= width and tall > 100 for wide, tall in measured["figures"])
+    assert len(measured["cards"]) == len(report[0].analyses)
     pixels = image.imread(picture)
     assert pixels.shape[:2] == (2400, width)
     assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 100
@@ -563,7 +563,9 @@ def test_page_shows_the_numbers_of_the_json(report: tuple[Report, Path]) -> None
         for layer, (name, *cells) in enumerate(rows):
             assert name == str(layer)
             for quantity, cell in zip(DEFINITIONS, cells, strict=True):
-                mean, deviation = (checkpoint["quantities"][quantity][kind][layer] for kind in ("mean", "deviation"))
+                mean, deviation = (
+                    checkpoint["quantities"][quantity][statistic][layer] for statistic in ("mean", "deviation")
+                )
                 assert cell == f"{number(mean)} ± {number(deviation)}"
                 shown = float(cell.split(" ± ")[0].replace(",", ""))
                 assert shown == pytest.approx(mean, rel=6e-3)

@@ -76,10 +76,10 @@ def only_our_tasks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     build = TaskIndex.build
 
-    def build_ours(paths: list[Path]) -> dict[str, Any]:
+    def build_only_folder(paths: list[Path]) -> dict[str, Any]:
         return build([path for path in paths if path.is_relative_to(folder)])
 
-    monkeypatch.setattr(TaskIndex, "build", staticmethod(build_ours))
+    monkeypatch.setattr(TaskIndex, "build", staticmethod(build_only_folder))
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def checkpoint_card(
         raise ValueError(f"license {license!r}: expected a name such as apache-2.0, mit, llama3 or other.")
     training, results = _read_results(list(map(Path, metrics)), list(map(Path, evaluations)))
     if not checkpoint.is_dir():
-        raise CheckpointError(f"{checkpoint}: is no folder; a card is made of a checkpoint on this disk.")
+        raise CheckpointError(f"{checkpoint}: is no folder; a card needs a local checkpoint.")
     opened = open_source(str(checkpoint), ours=True)
     config, record = opened.config, read_record(checkpoint)
     if not isinstance(config, ResFormerConfig):
