@@ -1,8 +1,11 @@
 """Sphinx: `python -m sphinx -W -n -b html docs OUTPUT`, with resformer and its extra `docs` installed."""
 
+import logging
 import re
 
 from resformer.version import __version__
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns on import where a package is missing; PEFT imports it
 
 project = "resformer"
 author = copyright = "The resformer authors"
