@@ -16,7 +16,6 @@ from resformer.convert.conversion import (
     carry_out,
     check_tensors,
     check_verify,
-    dominant_dtype,
     foretell,
 )
 from resformer.convert.planning import Plan, plan_shards
@@ -134,7 +133,7 @@ def bundle(
         opened,
         plan,
         target,
-        dominant_dtype(checkpoint),
+        opened.dtype,
         exact=True,
         link=link,
         force=force,

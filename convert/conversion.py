@@ -1,5 +1,6 @@
 """What every conversion does once its plan stands: check, write, verify, put in place."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,7 +38,6 @@ __all__ = [
     "carry_out",
     "check_tensors",
     "check_verify",
-    "dominant_dtype",
     "foretell",
     "memory_for_logits",
     "model_bytes",
@@ -59,8 +59,8 @@ class Conversion:
     source: Source
     plan: Plan
     output: Path
-    dtype: torch.dtype  # that both models are loaded in to compare their logits
-    exact: bool  # the logits must be the source's
+    dtype: torch.dtype  # of most weights of the result
+    exact: bool  # the logits must be the source's, bit for bit
     link: bool = False
     force: bool = False
     verify: Verify = "auto"
@@ -141,17 +141,6 @@ def check_tensors(source: Source, expected: Mapping[str, tuple[int, ...]]) -> tu
     return tied, notes
 
 
-def dominant_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of most numbers."""
-    elements: dict[str, int] = {}
-    for tensor in checkpoint.tensors.values():
-        if tensor.dtype in FLOATING:
-            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.elements
-    if not elements:
-        raise CheckpointError(f"{checkpoint.folder}: holds no floating tensors.")
-    return getattr(torch, FLOATING[max(elements, key=lambda dtype: (elements[dtype], dtype))])
-
-
 def result_config(config: PreTrainedConfig, architecture: str, dtype: torch.dtype) -> str:
     """The text of the result's config.json."""
     config.architectures = [architecture]
@@ -189,7 +178,7 @@ def carry_out(conversion: Conversion, finish: Callable[[Path, Outcome], dict[str
         found = check_headers(partial, expected)
         if verify != "headers":
             check_bytes(found, expected, written.digests, written.shared, bar.update)
-        logits = _compare(conversion, partial) if verify == "logits" else None
+        logits = _compare(conversion, partial, written.rounding) if verify == "logits" else None
         outcome = Outcome(
             written.transfer,
             verify,
@@ -226,7 +215,8 @@ def _choose(conversion: Conversion) -> tuple[str, list[str]]:
         return conversion.verify, []
     if conversion.source.model is not None:
         return "logits", []
-    needed = memory_for_logits(conversion.source.checkpoint, conversion.dtype)
+    dtype = max(conversion.source.dtype, conversion.dtype, key=lambda dtype: dtype.itemsize)
+    needed = memory_for_logits(conversion.source.checkpoint, dtype)
     free = free_memory()
     if needed <= free:
         return "logits", []
@@ -236,12 +226,11 @@ def _choose(conversion: Conversion) -> tuple[str, list[str]]:
     ]
 
 
-def _compare(conversion: Conversion, partial: Path) -> LogitsComparison:
+def _compare(conversion: Conversion, partial: Path, rounding: Rounding) -> LogitsComparison:
+    """Compares the logits of the source and the result, each in the dtype of most of its weights."""
     source, dtype = conversion.source, conversion.dtype
     with no_bars():
-        comparison = compare_logits(
-            lambda: source.load(dtype), lambda: AutoModelForCausalLM.from_pretrained(partial, dtype=dtype)
-        )
+        comparison = compare_logits(source.load, lambda: AutoModelForCausalLM.from_pretrained(partial, dtype=dtype))
     if not comparison.finite:
         wrong = not_finite(source.checkpoint.tensors.values())
         raise CheckpointError(
@@ -254,6 +243,14 @@ def _compare(conversion: Conversion, partial: Path) -> LogitsComparison:
         raise VerificationError(
             f"The conversion of {source.name} is not exact, the logits {comparison}. Nothing was written; this is a "
             "defect of resformer, please report it."
+        )
+    if not math.isfinite(comparison.max_difference):
+        cast = f"converting from {source.dtype} to {dtype} made {rounding.overflowed:,} weights infinite"
+        raise CheckpointError(
+            f"{conversion.output}: the result's logits are not finite, the source's are: "
+            f"{'the method did it' if dtype == source.dtype else cast.replace('torch.', '')}. Choose another, or "
+            "convert it anyway with --verify hashes (verify='hashes').",
+            "--verify hashes",
         )
     return comparison
 

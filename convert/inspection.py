@@ -9,7 +9,7 @@ import torch
 from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token
 from resformer.configuration.methods import CONNECTION_FIELDS, method_of, without_connections
 from resformer.convert.connections import expected_shapes, read_connections
-from resformer.convert.conversion import check_tensors, dominant_dtype
+from resformer.convert.conversion import check_tensors
 from resformer.convert.families import backbone_config, family_config
 from resformer.convert.source import open_source
 from resformer.errors import CheckpointError
@@ -66,7 +66,7 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     theirs = opened.config
     ours = theirs if isinstance(theirs, ResFormerConfig) else backbone_config(theirs)
     tied, notes = check_tensors(opened, expected_shapes(ours))
-    dtype = dominant_dtype(opened.checkpoint)
+    dtype = opened.dtype
     tensors = opened.checkpoint.tensors
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():

@@ -21,7 +21,6 @@ from resformer.convert.conversion import (
     carry_out,
     check_tensors,
     check_verify,
-    dominant_dtype,
     foretell,
     model_bytes,
     result_config,
@@ -54,8 +53,11 @@ class RetrofitReport:
     family: str
     method: str
     fields: dict[str, Any]  # the connection fields, as they stand in the new config.json
-    losses: list[str]  # why it does not compute what its source does; empty for an exact retrofit
-    dtype: str  # of most weights
+    losses: list[str]  # why the connections do not start as the identity; empty if they do
+    source_dtype: str  # of most weights of the source; its logits are computed in it
+    dequantised: bool  # the source is a GGUF file; what is compared is what Transformers makes of it, in float32
+    dtype: str  # of most weights of the result
+    rounded: int  # tensors that lost precision to a change of dtype
     parameters: int
     kept: int  # tensors of the source that the result has
     added: dict[str, int]  # parameter name -> number of elements
@@ -72,7 +74,8 @@ class RetrofitReport:
 
     @property
     def exact(self) -> bool:
-        return not self.losses
+        """Whether it computes what its source does, bit for bit: no losses, and no change of dtype."""
+        return not (self.losses or self.rounded) and self.dtype == self.source_dtype
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -100,9 +103,10 @@ def retrofit(
     """Writes `source` with the connections of `method` to the folder `output`.
 
     Methods that can start as the identity do ((0, 1) for value residuals, one-hot depth averages), so that the result
-    computes what its source does, bit for bit. Weight files that do not change are carried over whole; what is added
-    goes into one small new file. Configuration, tokenizer, chat templates, generation configuration and licence go
-    along. The result is verified before it is put in place: a run that fails or is interrupted leaves nothing.
+    computes what its source does, bit for bit, unless `dtype` changes. Weight files that do not change are carried over
+    whole; what is added goes into one small new file. Configuration, tokenizer, chat templates, generation
+    configuration and licence go along. The result is verified before it is put in place: a run that fails or is
+    interrupted leaves nothing.
 
     Args:
         source: a folder with safetensors, a `.gguf` file (dequantised), or a Hub id.
@@ -112,7 +116,8 @@ def retrofit(
         force: replace what `output` holds.
         dry_run: read, check, report, write nothing.
         revision: branch, tag or commit, for a Hub id.
-        dtype: convert floating tensors to this; default: each keeps its own (float32 for GGUF).
+        dtype: convert floating tensors to this; default: each keeps its own (float32 for GGUF). The logits are then
+            measured against the source in its own dtype, and need not be identical.
         link: hard-link weight files that do not change. Instant, but who edits one in place then edits both.
         verify: `"headers"` reads names, dtypes and shapes back; `"hashes"` also every byte that was written;
             `"logits"` also loads both models, one after the other, and compares their logits on fixed prompts.
@@ -135,10 +140,10 @@ def retrofit(
     _check_fields(fields)
     target = Path(output).expanduser()
     check_target(target, None, force=force)  # before anything is read or fetched
-    opened = open_source(source, revision, dtype=target_dtype, allow_pickle=allow_pickle)
+    opened = open_source(source, revision, allow_pickle=allow_pickle)
     check_target(target, opened.folder if opened.file is None else None, force=force)
     stored = opened.checkpoint.tensors
-    weights_dtype = target_dtype or dominant_dtype(opened.checkpoint)
+    weights_dtype = target_dtype or opened.dtype
     backbone = backbone_config(opened.config)
     plain = expected_shapes(backbone)
     tied, notes = check_tensors(opened, plain)
@@ -171,7 +176,7 @@ def retrofit(
         plan,
         target,
         weights_dtype,
-        exact=not lost,
+        exact=not lost and weights_dtype == opened.dtype,
         link=link,
         force=force,
         verify=verify,
@@ -189,7 +194,10 @@ def retrofit(
         method=method,
         fields={name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections},
         losses=lost,
+        source_dtype=str(opened.dtype).removeprefix("torch."),
+        dequantised=opened.file is not None,
         dtype=str(weights_dtype).removeprefix("torch."),
+        rounded=plan.rounded,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         kept=sum(name in stored for name in plan.tensors),
         added={tensor.name: tensor.elements for tensor in added},
@@ -197,7 +205,7 @@ def retrofit(
         carried_files=len(plan.carried),
         written_files=len(plan.written),
         transfer=Transfer(),
-        memory=model_bytes(opened.checkpoint, weights_dtype),
+        memory=max(model_bytes(opened.checkpoint, dtype) for dtype in (opened.dtype, weights_dtype)),
         verified="",
         left_behind=[*opened.checkpoint.left_behind, *(f"config.json: {key}" for key in opened.dropped_config)],
         warnings=warnings,

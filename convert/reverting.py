@@ -16,7 +16,6 @@ from resformer.convert.conversion import (
     carry_out,
     check_tensors,
     check_verify,
-    dominant_dtype,
     foretell,
     result_config,
 )
@@ -99,7 +98,7 @@ def revert(
         )
     theirs = family_config(opened.config, _recorded_family(opened))
     theirs.tie_word_embeddings = tied
-    dtype = dominant_dtype(opened.checkpoint)
+    dtype = opened.dtype
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(theirs)].__name__
     plan = Plan(
         plan_shards(opened.checkpoint.shards, dropped=added),

@@ -26,7 +26,7 @@ from resformer.convert.connections import expected_shapes
 from resformer.convert.families import backbone_config, supported
 from resformer.convert.reading import Checkpoint, read_checkpoint, read_side_files
 from resformer.convert.safetensors_format import Shard, Tensor
-from resformer.convert.tensors import CODES, to_tensor, to_torch
+from resformer.convert.tensors import CODES, dominant_dtype, to_tensor, to_torch
 from resformer.errors import CheckpointError, brief, listed, shown
 from resformer.untrusted import MIB, bare_name, read_json, regular_file
 
@@ -68,8 +68,13 @@ class Source:
     def folder(self) -> Path:
         return self.checkpoint.folder
 
-    def load(self, dtype: torch.dtype) -> PreTrainedModel:
-        """The model, loaded by Transformers from what was checked, with nothing of the source's own choosing.
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of most weights; float32 for a GGUF file, which is dequantised to that."""
+        return dominant_dtype(self.checkpoint)
+
+    def load(self) -> PreTrainedModel:
+        """The model in its own dtype, loaded by Transformers from the files that were checked; none of its code is run.
 
         Raises:
             CheckpointError: Transformers does not load it, or not all of it.
@@ -85,7 +90,7 @@ class Source:
             model, loading = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)].from_pretrained(
                 **arguments,
                 config=self.config,
-                dtype=dtype,
+                dtype=self.dtype,
                 local_files_only=True,
                 output_loading_info=True,
                 adapter_kwargs=_NO_ADAPTER,
@@ -114,14 +119,12 @@ def open_source(
     source: str | Path,
     revision: str | None = None,
     *,
-    dtype: torch.dtype | None = None,
     allow_pickle: bool = False,
     ours: bool = False,
 ) -> Source:
     """Finds the checkpoint: a folder, a `.gguf` file, `owner/name` or `owner/name/file.gguf` on the Hub.
 
     Args:
-        dtype: what a GGUF file is dequantised to; default: float32.
         allow_pickle: read `pytorch_model*.bin` where there are no safetensors, restricted to tensors.
         ours: take ResFormer checkpoints too, not only those that can become one.
 
@@ -133,9 +136,9 @@ def open_source(
     if os.path.exists(path) and not path.is_dir() and path.suffix != ".gguf":
         raise CheckpointError(f"{path}: expected a checkpoint folder, a .gguf file or a Hub id.")
     if os.path.isfile(path):
-        return _open_gguf(name, path, None, dtype)
+        return _open_gguf(name, path, None)
     if not os.path.isdir(path):
-        return _open_hub(name, revision, dtype, allow_pickle=allow_pickle, ours=ours)
+        return _open_hub(name, revision, allow_pickle=allow_pickle, ours=ours)
     if revision is not None:
         raise CheckpointError(f"{path}: --revision {revision} is for Hub ids, this is a local folder.")
     return _open_folder(name, path, None, allow_pickle=allow_pickle, ours=ours)
@@ -222,14 +225,12 @@ def _in_memory(folder: Path, config: dict[str, Any], tensors: Iterable[Tensor], 
     return Checkpoint(folder, config, (Shard(None, sum(tensor.nbytes for tensor in made), made),), **rest)
 
 
-def _open_gguf(name: str, path: Path, revision: str | None, dtype: torch.dtype | None) -> Source:
+def _open_gguf(name: str, path: Path, revision: str | None) -> Source:
     location = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
         config = AutoConfig.from_pretrained(**location)
         _check_gguf(path, backbone_config(config))
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            **location, dtype=dtype or torch.float32, output_loading_info=True
-        )
+        model, loading = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32, output_loading_info=True)
     except (ImportError, CheckpointError):
         raise  # a missing `gguf` says itself what to install
     except Exception as error:  # Transformers and gguf raise nearly anything for a bad file
@@ -308,7 +309,7 @@ def _is_stored_whole(value: object) -> bool:
     )
 
 
-def _open_hub(name: str, revision: str | None, dtype: torch.dtype | None, *, allow_pickle: bool, ours: bool) -> Source:
+def _open_hub(name: str, revision: str | None, *, allow_pickle: bool, ours: bool) -> Source:
     repo_id, gguf_file = name, None
     if name.endswith(".gguf") and name.count("/") >= 2:
         owner, repo, gguf_file = name.split("/", 2)
@@ -317,7 +318,7 @@ def _open_hub(name: str, revision: str | None, dtype: torch.dtype | None, *, all
         if gguf_file is not None:
             path = Path(hf_hub_download(repo_id, gguf_file, revision=revision))
             commit = next((part.name for part in path.parents if part.parent.name == "snapshots"), revision)
-            return _open_gguf(name, path, commit, dtype)
+            return _open_gguf(name, path, commit)
         folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=_SMALL_HUB_FILES))
         commit = folder.name  # a snapshot's folder is named by its commit
         if (folder / "config.json").exists():  # before 100 GB are fetched for nothing

@@ -138,7 +138,7 @@ class LogitsComparison:
         if self.identical:
             return f"identical to the bit on {self.tokens} tokens"
         return (
-            f"differ on {self.tokens} tokens: max {self.max_difference:.3g}, KL {self.mean_kl:.3g} nats, "
+            f"differ on {self.tokens} tokens: max {self.max_difference:.3g}, KL {self.mean_kl:.3g} nats per token, "
             f"top-1 agreement {self.top1_agreement:.1%}"
         )
 

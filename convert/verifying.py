@@ -9,7 +9,7 @@ import torch
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import without_connections
 from resformer.convert.connections import expected_shapes
-from resformer.convert.conversion import Verify, check_tensors, check_verify, dominant_dtype, memory_for_logits, no_bars
+from resformer.convert.conversion import Verify, check_tensors, check_verify, memory_for_logits, no_bars
 from resformer.convert.families import backbone_config
 from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.convert.source import Source, open_source
@@ -48,8 +48,8 @@ def verify(one: str | Path, other: str | Path, *, verify: Verify = "auto", revis
 
     Args:
         one, other: folders, `.gguf` files or Hub ids, of any family that can be converted, or ResFormer's.
-        verify: `"headers"` compares names, dtypes and shapes; `"hashes"` the bytes too; `"logits"` the logits too, with
-            one model in memory at a time. `"auto"` is logits where the larger model fits into free memory.
+        verify: `"headers"` compares names, dtypes and shapes; `"hashes"` the bytes too; `"logits"` the logits too, each
+            model in its own dtype, one in memory at a time. `"auto"` is logits where the larger fits into free memory.
         revision: of `one`, if it is a Hub id.
 
     Raises:
@@ -93,12 +93,11 @@ def _logits(first: Source, second: Source, verify: Verify) -> LogitsComparison |
             f"The vocabularies differ: {first.config.vocab_size} and {second.config.vocab_size} tokens. Compare the "
             "tensors alone with --verify hashes."
         )
-    dtype = dominant_dtype(first.checkpoint)
-    needed = max(memory_for_logits(source.checkpoint, dtype) for source in (first, second))
+    needed = max(memory_for_logits(source.checkpoint, source.dtype) for source in (first, second))
     if verify == "auto" and needed > free_memory():
         return None
     with no_bars():
-        return compare_logits(lambda: first.load(dtype), lambda: second.load(dtype))
+        return compare_logits(first.load, second.load)
 
 
 def _distance(one: Tensor, other: Tensor) -> float | None:

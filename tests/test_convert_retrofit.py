@@ -71,10 +71,26 @@ def test_tensors_keep_their_bytes_in_every_dtype(dtype: torch.dtype, shards: boo
     assert same_logits(source, tmp_path / "out", dtype)
 
 
-def test_dtype_converts_the_weights(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "llama")
-    retrofit(tmp_path / "llama", tmp_path / "out", dtype="bfloat16")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("float32", "bfloat16", "from float32 to bfloat16, which\nrounded 57 tensors."),
+        ("bfloat16", "float32", "from bfloat16 to float32."),
+    ],
+)
+def test_a_change_of_dtype_is_measured_and_not_called_identical(old: str, new: str, words: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama", dtype=getattr(torch, old))
+    report = retrofit(tmp_path / "llama", tmp_path / "out", dtype=new)
+    source, converted = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("llama", "out"))
+    assert (source.dtype, converted.dtype) == (getattr(torch, old), getattr(torch, new))
+    assert report.verification == compare_logits(source, converted)
+    assert not report.verification.identical
+    assert not report.exact
+    card = ModelCard.load(tmp_path / "out" / "README.md").text
+    assert words in card
+    assert f"differ from the source's (in {old}) by at most" in card
+    assert "identical" not in card
+    assert "computes what its source does" not in card
 
 
 def test_added_parameters_are_in_the_checkpoint_at_the_identity(tmp_path: Path) -> None:
@@ -343,6 +359,8 @@ def test_gguf_files_are_dequantised(tmp_path: Path) -> None:
     write_gguf(gguf, source, tmp_path / "model.gguf")
     report = retrofit(tmp_path / "model.gguf", tmp_path / "out", "resformer-denseformer")
     assert report.exact
+    card = ModelCard.load(tmp_path / "out" / "README.md").text
+    assert "identical to the source's (dequantised to float32) to the bit" in card
     converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         torch.testing.assert_close(converted(PROMPT).logits, source(PROMPT).logits)

@@ -101,16 +101,16 @@ def convert(
         if told_as_json(report, as_json):
             return
         added = sum(report.added.values())
-        row("source", f"{report.source} ({report.family}, {report.dtype})")
+        dequantised = " dequantised" if report.dequantised else ""
+        row("source", f"{report.source} ({report.family}, {report.source_dtype}{dequantised})")
         row("method", f"{report.method} {json.dumps(report.fields)}")
         row("parameters", f"{report.parameters:,}: {added:,} added in {len(report.added)} tensors")
         row("tensors", f"{report.kept} kept, {len(report.added)} new, {len(report.dropped)} dropped")
         _tell_transfer(report)
+        if report.rounded or report.dtype != report.source_dtype:
+            row("dtype", f"{report.source_dtype} to {report.dtype}: {report.rounded} tensors rounded")
         if report.rounding.overflowed or report.rounding.flushed:
-            row(
-                "rounding",
-                f"{report.rounding.overflowed:,} numbers became infinite, {report.rounding.flushed:,} became 0",
-            )
+            row("rounding", f"{report.rounding.overflowed:,} became infinite, {report.rounding.flushed:,} became 0")
         for loss in report.losses:
             row("lossy", loss)
         if report.left_behind:
