@@ -105,21 +105,22 @@ def bundle(
     check_verify(verify)
     target = Path(output).expanduser()
     check_target(target, None, force=force)
-    opened = open_source(source, revision, ours=True)
+    opened = open_source(source, revision, resformer=True)
     check_target(target, opened.folder, force=force)
     if not isinstance(opened.config, ResFormerConfig):
         raise CheckpointError(
             f"{opened.name}: is a checkpoint of {opened.config.model_type!r}, which Transformers loads by itself. "
             "`resformer convert` gives it connections."
         )
-    checkpoint = opened.checkpoint
-    if (found := checkpoint.config.get("architectures", [_CAUSAL_LM])) != [_CAUSAL_LM]:
+    if (found := opened.raw_config.get("architectures", [_CAUSAL_LM])) != [_CAUSAL_LM]:
         raise CheckpointError(
             f"{opened.name}: config.json has architectures={shown(found)}; only {_CAUSAL_LM} can be bundled. Train the "
             "other heads from a bundle, with trust_remote_code=True: what that saves holds the code."
         )
+    opened = opened.fetch()
+    checkpoint = opened.checkpoint
     tied, notes = check_tensors(opened, expected_shapes(opened.config))
-    config = {key: value for key, value in checkpoint.config.items() if key not in opened.dropped_config}
+    config = {key: value for key, value in opened.raw_config.items() if key not in opened.dropped_config}
     if opened.config.tie_word_embeddings and not tied:
         config["tie_word_embeddings"] = False
     code = remote_code()

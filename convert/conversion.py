@@ -17,7 +17,7 @@ from resformer.convert.casting import Rounding
 from resformer.convert.planning import CarriedShard, Plan
 from resformer.convert.reading import Checkpoint
 from resformer.convert.safetensors_format import FLOATING
-from resformer.convert.source import Source
+from resformer.convert.source import OpenedSource
 from resformer.convert.verification import (
     LogitsComparison,
     check_bytes,
@@ -56,7 +56,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 class Conversion:
     """A conversion that has been decided on, and how to carry it out."""
 
-    source: Source
+    source: OpenedSource
     plan: Plan
     output: Path
     dtype: torch.dtype  # of most weights of the result
@@ -92,7 +92,7 @@ def check_verify(verify: str) -> None:
         raise ValueError(f"verify={verify!r}: expected {', '.join(others)} or {last}.")
 
 
-def check_tensors(source: Source, expected: Mapping[str, tuple[int, ...]]) -> tuple[bool, list[str]]:
+def check_tensors(source: OpenedSource, expected: Mapping[str, tuple[int, ...]]) -> tuple[bool, list[str]]:
     """Compares the tensors of the source with those that its configuration asks for.
 
     Args:
@@ -213,10 +213,10 @@ def memory_for_logits(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
 def _choose(conversion: Conversion) -> tuple[str, list[str]]:
     if conversion.verify != "auto":
         return conversion.verify, []
-    if conversion.source.model is not None:
-        return "logits", []
     dtype = max(conversion.source.dtype, conversion.dtype, key=lambda dtype: dtype.itemsize)
     needed = memory_for_logits(conversion.source.checkpoint, dtype)
+    if conversion.source.gguf is not None and conversion.source.model is None:  # a dry run: it will be in memory too
+        needed += model_bytes(conversion.source.checkpoint, conversion.source.dtype)
     free = free_memory()
     if needed <= free:
         return "logits", []

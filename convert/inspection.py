@@ -62,7 +62,7 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     Raises:
         CheckpointError: it cannot be read, or its tensors are not what its configuration asks for.
     """
-    opened = open_source(source, revision, ours=True)
+    opened = open_source(source, revision, resformer=True).fetch(headers_only=True)
     theirs = opened.config
     ours = theirs if isinstance(theirs, ResFormerConfig) else backbone_config(theirs)
     tied, notes = check_tensors(opened, expected_shapes(ours))
@@ -71,7 +71,7 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
         dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.elements
-    model, added = read_connections(opened) if ours is theirs else (None, [])
+    model, added = read_connections(ours, tensors) if ours is theirs else (None, [])
     matrices = _matrices(model) if model is not None else (None, None)
     per_token = cache_bytes_per_token(ours, dtype)
     plain = without_connections(ours)

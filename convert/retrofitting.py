@@ -26,6 +26,7 @@ from resformer.convert.conversion import (
     result_config,
 )
 from resformer.convert.families import backbone_config
+from resformer.convert.gguf_format import save_gguf_extras
 from resformer.convert.planning import Plan, plan_shards
 from resformer.convert.source import open_source
 from resformer.convert.tensors import CODES
@@ -138,17 +139,14 @@ def retrofit(
     target_dtype = _dtype(dtype)
     check_verify(verify)
     _check_fields(fields)
+    method_fields(method, 1)  # an unknown method is refused before anything is read or fetched
     target = Path(output).expanduser()
-    check_target(target, None, force=force)  # before anything is read or fetched
-    opened = open_source(source, revision, allow_pickle=allow_pickle)
-    check_target(target, opened.folder if opened.file is None else None, force=force)
-    stored = opened.checkpoint.tensors
-    weights_dtype = target_dtype or opened.dtype
+    check_target(target, None, force=force)
+    opened = open_source(source, revision)
+    check_target(target, opened.folder if opened.gguf is None else None, force=force)
     backbone = backbone_config(opened.config)
-    plain = expected_shapes(backbone)
-    tied, notes = check_tensors(opened, plain)
     connections = _connections(method, backbone.num_hidden_layers, fields)
-    config = without_connections(backbone, tie_word_embeddings=tied, **connections)
+    config = without_connections(backbone, **connections)
     lost = losses(config)
     if lost and not lossy:
         raise CheckpointError(
@@ -156,6 +154,12 @@ def retrofit(
             "(lossy=True), or choose an exact method.",
             "--lossy",
         )
+    opened = opened.fetch(allow_pickle=allow_pickle, headers_only=dry_run)
+    stored = opened.checkpoint.tensors
+    weights_dtype = target_dtype or opened.dtype
+    plain = expected_shapes(backbone)
+    tied, notes = check_tensors(opened, plain)
+    config.tie_word_embeddings = tied
     model = model_on_meta(config, weights_dtype)
     ours = model.state_dict().keys()
     dropped = [name for name in plain if name not in ours]
@@ -184,7 +188,7 @@ def retrofit(
         progress=progress,
     )
     warnings = [*opened.checkpoint.notes, *notes]
-    if opened.file is None and not opened.checkpoint.has_tokenizer:
+    if opened.gguf is None and not opened.checkpoint.has_tokenizer:
         warnings.append(f"{opened.name} has no tokenizer that can be read: save one beside the result.")
     report = RetrofitReport(
         source=opened.name,
@@ -195,7 +199,7 @@ def retrofit(
         fields={name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections},
         losses=lost,
         source_dtype=str(opened.dtype).removeprefix("torch."),
-        dequantised=opened.file is not None,
+        dequantised=opened.gguf is not None,
         dtype=str(weights_dtype).removeprefix("torch."),
         rounded=plan.rounded,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -217,11 +221,12 @@ def retrofit(
         )
 
     def finish(folder: Path, outcome: Outcome) -> dict[str, str]:
-        if not opened.save_gguf_extras(folder):
-            report.warnings.append(f"{opened.name} has no tokenizer that can be read: save one beside the result.")
         source_card: dict[str, Any] = {}
-        with suppress(CheckpointError):  # there is none, or it is a link out of its folder
-            source_card = carried_metadata(regular_file(opened.folder / "README.md"))
+        if opened.gguf is None:  # beside a GGUF file, a README.md may be of something else
+            with suppress(CheckpointError):  # there is none, or it is a link out of its folder
+                source_card = carried_metadata(regular_file(opened.folder / "README.md"))
+        elif opened.model is not None and not save_gguf_extras(opened.gguf, opened.model, folder):
+            report.warnings.append(f"{opened.name} has no tokenizer that can be read: save one beside the result.")
         return _provenance(told(outcome), outcome.files, config, source_card)
 
     return told(foretell(conversion) if dry_run else carry_out(conversion, finish))

@@ -84,19 +84,20 @@ def revert(
     check_verify(verify)
     target = Path(output).expanduser()
     check_target(target, None, force=force)
-    opened = open_source(source, revision, ours=True)
+    opened = open_source(source, revision, resformer=True)
     check_target(target, opened.folder, force=force)
     if not isinstance(opened.config, ResFormerConfig):
         raise CheckpointError(f"{opened.name}: is a checkpoint of {opened.config.model_type!r} already.")
-    tied, notes = check_tensors(opened, expected_shapes(opened.config))
     _check_sharing(opened)
-    model, added = read_connections(opened)
+    theirs = family_config(opened.config, _recorded_family(opened))
+    opened = opened.fetch()
+    tied, notes = check_tensors(opened, expected_shapes(opened.config))
+    model, added = read_connections(opened.config, opened.checkpoint.tensors)
     far, where = deviation(model)
     if far:
         raise CheckpointError(
             f"{opened.name}: cannot be reverted, its connections have an effect: {where} is {far:.3g} from plain Llama."
         )
-    theirs = family_config(opened.config, _recorded_family(opened))
     theirs.tie_word_embeddings = tied
     dtype = opened.dtype
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(theirs)].__name__

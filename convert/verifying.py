@@ -12,7 +12,7 @@ from resformer.convert.connections import expected_shapes
 from resformer.convert.conversion import Verify, check_tensors, check_verify, memory_for_logits, no_bars
 from resformer.convert.families import backbone_config
 from resformer.convert.safetensors_format import FLOATING, Tensor
-from resformer.convert.source import Source, open_source
+from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.verification import LogitsComparison, compare_logits, free_memory, pieces, same_bytes
 from resformer.errors import CheckpointError
 
@@ -56,7 +56,10 @@ def verify(one: str | Path, other: str | Path, *, verify: Verify = "auto", revis
         CheckpointError: one of them cannot be read.
     """
     check_verify(verify)
-    first, second = open_source(one, revision, ours=True), open_source(other, ours=True)
+    sources = open_source(one, revision, resformer=True), open_source(other, resformer=True)
+    if verify in ("auto", "logits"):
+        _check_vocabularies(*sources)
+    first, second = (source.fetch() for source in sources)
     connections: set[str] = set()
     for source in (first, second):
         ours = source.config if isinstance(source.config, ResFormerConfig) else backbone_config(source.config)
@@ -85,14 +88,17 @@ def verify(one: str | Path, other: str | Path, *, verify: Verify = "auto", revis
     )
 
 
-def _logits(first: Source, second: Source, verify: Verify) -> LogitsComparison | None:
-    if verify not in ("auto", "logits"):
-        return None
+def _check_vocabularies(first: Source, second: Source) -> None:
     if first.config.vocab_size != second.config.vocab_size:
         raise CheckpointError(
             f"The vocabularies differ: {first.config.vocab_size} and {second.config.vocab_size} tokens. Compare the "
             "tensors alone with --verify hashes."
         )
+
+
+def _logits(first: OpenedSource, second: OpenedSource, verify: Verify) -> LogitsComparison | None:
+    if verify not in ("auto", "logits"):
+        return None
     needed = max(memory_for_logits(source.checkpoint, source.dtype) for source in (first, second))
     if verify == "auto" and needed > free_memory():
         return None

@@ -97,7 +97,7 @@ def _build(
 
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint}: is no folder; a card is made of a checkpoint on this disk.")
-    opened = open_source(str(checkpoint), ours=True)
+    opened = open_source(str(checkpoint), resformer=True).fetch()
     config = opened.config
     if not isinstance(config, ResFormerConfig):
         raise CheckpointError(f"{checkpoint}: is a {config.model_type}, no ResFormer; `resformer convert` makes one.")
@@ -113,7 +113,7 @@ def _build(
         "config": config,
         "source_card": source_card,
         "metrics": measured,
-        "bundle": "auto_map" in opened.checkpoint.config,
+        "bundle": "auto_map" in opened.raw_config,
     }
     try:
         if training.get("source") is not None:
