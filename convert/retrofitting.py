@@ -280,17 +280,18 @@ def _provenance(
     report: RetrofitReport, files: Mapping[str, Any], config: ResFormerConfig, source_card: Mapping[str, Any]
 ) -> dict[str, str]:
     """The model card, and a record that two runs write alike: no clock, no machine."""
-    # A path says more about a machine than about a model: of a local source only the last part is told.
-    told = {**report.as_dict(), "source": report.source if report.revision is not None else Path(report.source).name}
-    # How the bytes came here says nothing about them.
-    unsaid = ("output", "warnings", "transfer", "memory", "left_behind")
+    # Of a local path, which says more about a machine than about a model, only the last part is published.
+    source = report.source if report.revision is not None else Path(report.source).expanduser().resolve().name
+    values = {**report.as_dict(), "source": source, "output": Path(report.output).resolve().name}
+    # Left out of the record: what differs between two runs that write the same bytes.
+    left_out = ("output", "warnings", "transfer", "memory", "left_behind")
     record = {
-        **{key: value for key, value in told.items() if key not in unsaid},
+        **{key: value for key, value in values.items() if key not in left_out},
         "source_card": source_card,
         "files": files,
         "versions": {"resformer": __version__, "torch": torch.__version__, "transformers": transformers_version},
     }
     return {
         RECORD: json.dumps(record, indent=2, sort_keys=True) + "\n",
-        "README.md": str(retrofit_card(told, config=config, source_card=source_card)),
+        "README.md": str(retrofit_card(values, config=config, source_card=source_card)),
     }

@@ -48,6 +48,7 @@ class RevertReport:
     transfer: Transfer
     verified: str
     verification: LogitsComparison | None = None
+    left_behind: list[str] = field(default_factory=list)  # files, and keys of config.json, that do not go along
     warnings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -70,7 +71,8 @@ def revert(
     """Writes the ResFormer checkpoint `source` as a plain one of the family that it came from.
 
     Only where that changes nothing: the mixing matrices are the identity and no projection was dropped. Every tensor is
-    the source's, byte for byte, and the logits are compared as for a retrofit.
+    the source's, byte for byte, and the logits are compared as for a retrofit. The card and the conversion record stay
+    behind: they describe the retrofit.
 
     Args:
         source: a folder or a Hub id.
@@ -129,6 +131,7 @@ def revert(
         carried_files=len(plan.carried),
         written_files=len(plan.written),
         **outcome.told,
+        left_behind=[*opened.checkpoint.left_behind, *(f"config.json: {key}" for key in opened.dropped_config)],
         warnings=[*opened.checkpoint.notes, *notes, *outcome.warnings],
     )
 

@@ -6,6 +6,7 @@ It reads the folder anew and trusts nothing that the writer believes.
 import gc
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -180,12 +181,35 @@ def _prompt_logits(model: Callable[[], PreTrainedModel] | PreTrainedModel, token
     return logits
 
 
-def free_memory() -> int:
-    """Bytes that this process can still take: of the machine, or of its control group where that is less."""
+def free_memory(system: Path = Path("/")) -> int:
+    """Bytes that this process can still take: of the machine, or of a control group that it is in, whichever is less.
+
+    Args:
+        system: the root of the file system, for tests.
+    """
     free = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError, KeyError):  # no such group, or no limit: "max"
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        free = min(free, limit - used + int(statistics["inactive_file"]))  # cached files make room
+    with suppress(OSError):  # no control groups: not Linux
+        for line in (system / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):  # "": version 2
+                mount = system / "sys/fs/cgroup" / controllers
+                group = mount / path.lstrip("/")
+                # A container sees its own group as the mount, and a path that is not below it.
+                for folder in (group, *group.parents):
+                    if folder == mount or mount in folder.parents:
+                        free = min(free, _free_in_group(folder, version=1 if controllers else 2))
     return free
+
+
+def _free_in_group(group: Path, version: int) -> int:
+    limit_file, used_file, cached_key = (
+        ("memory.max", "memory.current", "inactive_file")
+        if version == 2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    )
+    try:
+        limit, used = (int((group / name).read_text()) for name in (limit_file, used_file))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return limit - used + int(statistics[cached_key])  # cached files make room
+    except (OSError, ValueError, KeyError):  # the root group has no such files, and no limit reads "max"
+        return sys.maxsize

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from resformer import retrofit
 from resformer.convert import CheckpointError, VerificationError, conversion, inspect, verify
 from resformer.convert.casting import Rounding, converted
 from resformer.convert.safetensors_format import FLOATING, Tensor, header_bytes, read_shard
+from resformer.convert.verification import free_memory
 
 
 def weights(folder: Path) -> dict[str, Path]:
@@ -376,6 +378,50 @@ def test_verify_measures_what_differs(tmp_path: Path) -> None:
     assert verify(tmp_path / "one", tmp_path / "two", verify="headers").same
     model.to(torch.bfloat16).save_pretrained(tmp_path / "three")
     assert len(verify(tmp_path / "one", tmp_path / "three", verify="headers").different) == 57
+
+
+def test_verify_takes_a_tied_head_that_is_stored_for_one_that_is_not(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "one", tie_word_embeddings=True)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    tensors = {**model.state_dict(), "lm_head.weight": model.lm_head.weight.detach().clone()}
+    save_file(tensors, tmp_path / "two" / "model.safetensors", metadata={"format": "pt"})
+    assert verify(tmp_path / "one", tmp_path / "two").same
+    assert verify(tmp_path / "two", tmp_path / "one", verify="hashes").same
+
+
+def test_verify_of_what_is_not_finite_is_json(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "one")
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    model.save_pretrained(tmp_path / "two")
+    found = json.loads(json.dumps(verify(tmp_path / "one", tmp_path / "two").as_dict(), allow_nan=False))
+    assert found["different"] == {"model.norm.weight": None}
+    assert found["logits"]["max_difference"] is None
+
+
+@pytest.mark.parametrize(
+    ("membership", "files"),
+    [
+        ("0::/user.slice/job", {"user.slice/job/memory.": ("max", 0, 0), "user.slice/memory.": (5000, 3000, 1000)}),
+        ("0::/system/scope", {"system/scope/memory.": (4000, 1000, 0), "system/memory.": ("max", 9, 0)}),
+        ("0::/../outside", {"memory.": (3000, 0, 0)}),
+        ("7:cpu:/x\n5:memory:/job", {"memory/job/memory.": (3500, 500, 0)}),
+    ],
+)
+def test_free_memory_is_that_of_the_processes_own_control_group(
+    membership: str, files: dict[str, tuple[object, int, int]], tmp_path: Path
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(membership)
+    for prefix, (limit, used, cached) in files.items():
+        first = "memory" in membership
+        names = ("limit_in_bytes", "usage_in_bytes") if first else ("max", "current")
+        path = tmp_path / "sys/fs/cgroup" / prefix
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for name, content in zip((*names, "stat"), (limit, used, f"total_inactive_file {cached}"), strict=True):
+            text = content if first else str(content).replace("total_", "")
+            path.with_name(f"memory.{name}").write_text(str(text))
+    assert free_memory(tmp_path) == 3000
 
 
 def test_verify_does_not_take_a_lossy_conversion_for_its_source(tmp_path: Path) -> None:

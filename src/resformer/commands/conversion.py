@@ -152,6 +152,8 @@ def revert(
         row("family", report.family)
         row("tensors", f"{report.kept} kept, {len(report.removed)} removed")
         _tell_transfer(report)
+        if report.left_behind:
+            row("left behind", ", ".join(report.left_behind))
         _tell_result(report, dry_run)
 
 
@@ -198,20 +200,21 @@ def verify(
     other: Annotated[str, typer.Argument(help="Another one, its retrofit for example.")],
     verify: _Verify = Verification.AUTO,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of ONE.")] = None,
+    other_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of OTHER.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints' tensors byte for byte, and their logits. Exit code 4 if they differ."""
     with reporting_errors():
         from resformer.convert import verify as compare
 
-        comparison = compare(one, other, verify=verify.value, revision=revision)
+        comparison = compare(one, other, verify=verify.value, revision=revision, other_revision=other_revision)
         if as_json:
             echo(json.dumps(comparison.as_dict(), indent=2, sort_keys=True))
         else:
             what = "of one form" if verify is Verification.HEADERS else "identical byte for byte"
             row("tensors", f"{comparison.identical} {what}, {len(comparison.different)} different")
-            for name, far in comparison.different.items():
-                row("", f"{name}: " + ("shapes or kinds differ" if far is None else f"by up to {far:.3g}"))
+            for name, difference in comparison.different.items():
+                row("", f"{name}: " + ("shapes differ" if difference is None else f"by up to {difference:.3g}"))
             row("only in one", ", ".join(comparison.only_in_one) or "-")
             row("only in other", ", ".join(comparison.only_in_other) or "-")
             row("logits", comparison.logits or "not compared")
