@@ -56,11 +56,12 @@ def write_report(report: Report, folder: Path, *, force: bool = False) -> None:
 
     Raises:
         ImportError: there is no matplotlib.
-        CheckpointError: `folder` is not empty and `force` is not set.
+        CheckpointError: `folder` is not empty and `force` is not set, or holds anything but an earlier report.
         OutputError: it cannot be written.
     """
     require_matplotlib()
-    check_target(folder, None, force=force)
+    checkpoints = [analysis.checkpoint for analysis in report.analyses if analysis.checkpoint is not None]
+    check_target(folder, *checkpoints, mark="analysis.json", force=force)
     drawn = plots(report.analyses)
     values = report.as_dict()
     with replacing(folder, force=force) as partial:

@@ -104,9 +104,8 @@ def bundle(
     """
     check_verify(verify)
     target = Path(output).expanduser()
-    check_target(target, None, force=force)
+    check_target(target, source, mark=f"{_CONFIGURATION}.py", force=force)
     opened = open_source(source, revision, resformer=True)
-    check_target(target, opened.folder, force=force)
     if not isinstance(opened.config, ResFormerConfig):
         raise CheckpointError(
             f"{opened.name}: is a checkpoint of {opened.config.model_type!r}, which Transformers loads by itself. "

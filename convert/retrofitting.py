@@ -141,9 +141,8 @@ def retrofit(
     _check_fields(fields)
     method_fields(method, 1)  # an unknown method is refused before anything is read or fetched
     target = Path(output).expanduser()
-    check_target(target, None, force=force)
+    check_target(target, source, mark=RECORD, force=force)  # before anything is read or fetched
     opened = open_source(source, revision)
-    check_target(target, opened.folder if opened.gguf is None else None, force=force)
     backbone = backbone_config(opened.config)
     connections = _connections(method, backbone.num_hidden_layers, fields)
     config = without_connections(backbone, **connections)

@@ -85,9 +85,8 @@ def revert(
     """
     check_verify(verify)
     target = Path(output).expanduser()
-    check_target(target, None, force=force)
+    check_target(target, source, mark="config.json", force=force)
     opened = open_source(source, revision, resformer=True)
-    check_target(target, opened.folder, force=force)
     if not isinstance(opened.config, ResFormerConfig):
         raise CheckpointError(f"{opened.name}: is a checkpoint of {opened.config.model_type!r} already.")
     _check_sharing(opened)

@@ -35,7 +35,7 @@ from transformers.utils import cached_file
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
 from resformer.errors import CheckpointError, brief
-from resformer.files import check_target, replacing
+from resformer.files import check_apart, check_target, replacing
 from resformer.model_cards import carried_metadata, finetuned_card
 from resformer.record import RECORD
 from resformer.training.data import Blocks, load_documents, pack_documents
@@ -205,8 +205,9 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
     arguments = _training_arguments(options)
     first = arguments.process_index == 0
     if first:
-        source = Path(options.model)
-        check_target(output, source if source.is_dir() else None, force=options.force)
+        inputs = [name for name in (options.model, *options.data, options.distill, options.tokenizer) if name]
+        check_target(output, *inputs, mark="metrics.json", force=options.force)
+        check_apart(options.unfinished, *inputs)
         _check_unfinished(options)
     config = _loaded(AutoConfig, options.model)
     tokenizer = _tokenizer(options, config)

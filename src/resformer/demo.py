@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from resformer.convert import CheckpointError, retrofit
+from resformer.files import check_target
 from resformer.model_cards import finetuned_card
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.corpus import pack, standard_library
@@ -53,6 +53,7 @@ def run_demo(
         CheckpointError: the model cannot be had, converted, or reloaded as it was saved.
     """
     source = smollm2() if model is None else model
+    check_target(output / "finetuned", source, mark="config.json", force=True)
     _say(f"1. Retrofit {source} with {method}")
     report = retrofit(source, output / "retrofit", method, force=True)
     _say(f"   {sum(report.added.values()):,} parameters added, logits {report.verification}")
@@ -131,8 +132,7 @@ def smollm2() -> str:
         plain.generation_config = quantised.generation_config
         plain.save_pretrained(partial)
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        partial.rename(folder)  # fails if the folder holds anything
     return str(folder)
 
 

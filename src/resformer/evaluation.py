@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from resformer.errors import CheckpointError, brief
+from resformer.untrusted import read_json
 from resformer.version import __version__
 
 __all__ = ["check_output", "evaluate", "main", "results_json", "results_table", "write_results"]
@@ -113,13 +114,17 @@ def check_output(path: Path, *, force: bool) -> None:
     """Refuses, before an evaluation that may take hours, a file that could not be written after it.
 
     Raises:
-        CheckpointError: the file is there and `force` is not set, or its folder is not there.
+        CheckpointError: the file exists, and `force` is not set or it is no earlier result; or there is no such folder.
     """
     if not path.parent.is_dir():
         raise CheckpointError(f"{path}: there is no folder {path.parent}; make it first.")
     if path.is_dir():
         raise CheckpointError(f"{path}: is a folder; name a file in it.")
-    if path.exists() and not force:
+    if not path.exists():
+        return
+    if "results" not in read_json(path):
+        raise CheckpointError(f"{path}: is there already, and holds no results; choose another output.")
+    if not force:
         raise CheckpointError(
             f"{path}: is there already; replace it with --force, or choose another output.", "--force"
         )

@@ -266,7 +266,7 @@ def _sorted_out(folder: Path) -> tuple[dict[str, Path], list[str]]:
             if linked_folder or any(fnmatch(name, pattern) for pattern in _LEFT_BEHIND):
                 left_behind.append(f"{shared}/" if name in folders else shared)
             elif name in files:
-                paths[shared] = regular_file(folder / shared)
+                paths[shared] = regular_file(folder / shared, within=True)
         folders[:] = [name for name in folders if f"{(inner / name).as_posix()}/" not in left_behind]
     return dict(sorted(paths.items())), sorted(left_behind)
 

@@ -58,7 +58,14 @@ def analyze(
 
         if output is not None:  # known before the work is done
             require_matplotlib()
-            check_target(output, None, force=force)
+            check_target(
+                output,
+                *checkpoints,
+                *(text or []),
+                *([tokenizer] if tokenizer else []),
+                mark="analysis.json",
+                force=force,
+            )
         found: list[Analysis] = []
         for checkpoint, name in zip(checkpoints, _names(checkpoints), strict=True):
             with tqdm(total=texts, desc=name, unit="text", leave=False) as bar:

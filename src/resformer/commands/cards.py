@@ -70,6 +70,8 @@ def card(
             echo(str(made))
             return
         target = output or checkpoint / "README.md"
+        if target.suffix != ".md":  # --force would replace a config.json too
+            raise CheckpointError(f"{target}: is no name of a card; expected one that ends in .md.")
         _check_untouched(target, force)
         files = {target.name: str(made), **eval_result_files(measured)}
         for name, text in files.items():

@@ -104,10 +104,13 @@ def finetune(
         given.pop(name, None)
     with reporting_errors():
         first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun or accelerate has started
+        from resformer.files import check_apart
         from resformer.training.recipe import FinetuneOptions, finetune_checkpoint
 
         from_file = _read_file(config) if config is not None else {}
         options = FinetuneOptions.from_mapping({**from_file, **assignments(set_ or []), **given})
+        if config is not None:
+            check_apart(Path(options.output), config)
         try:
             report = finetune_checkpoint(options)
         except KeyboardInterrupt:
