@@ -17,7 +17,7 @@ from resformer.modeling import ResFormerForCausalLM
 from resformer.modeling.mixing import MixingRows
 from resformer.modeling.value_residual import GateProjection
 
-__all__ = ["expected_shapes", "initial_connections", "model_on_meta", "read_connections"]
+__all__ = ["expected_shapes", "initial_connections", "mixing_matrices", "model_on_meta", "read_connections"]
 
 
 def model_on_meta(config: ResFormerConfig, dtype: torch.dtype = torch.float32) -> ResFormerForCausalLM:
@@ -72,6 +72,15 @@ def read_connections(config: ResFormerConfig, tensors: Mapping[str, Tensor]) -> 
         for name, parameter in parameters.items():
             parameter.copy_(to_torch(tensors[name]))
     return model, sorted(parameters)
+
+
+def mixing_matrices(model: ResFormerForCausalLM) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Name -> (the mixing matrix, plain Llama's), for values, `(N, N)`, and depth, `(N, N + 1)`."""
+    values, depth = model.model.value_mixing_matrix(), model.model.depth_mixing_matrix()
+    return {
+        "value_mixing_matrix()": (values, torch.eye(len(values))),
+        "depth_mixing_matrix()": (depth, torch.eye(*depth.shape).roll(1, dims=1)),
+    }
 
 
 def _modules(model: ResFormerForCausalLM) -> dict[str, MixingRows | GateProjection]:

@@ -8,8 +8,8 @@ import torch
 
 from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token
 from resformer.configuration.methods import CONNECTION_FIELDS, method_of, without_connections
-from resformer.convert.connections import expected_shapes, read_connections
-from resformer.convert.conversion import check_tensors
+from resformer.convert.connections import expected_shapes, mixing_matrices, read_connections
+from resformer.convert.deciding import check_tensors
 from resformer.convert.families import backbone_config, family_config
 from resformer.convert.source import open_source
 from resformer.errors import CheckpointError
@@ -112,8 +112,7 @@ def _family(config: ResFormerConfig) -> str | None:
 
 def _matrices(model: ResFormerForCausalLM) -> tuple[list[list[float]] | None, list[list[float]] | None]:
     """Both mixing matrices; `None` for one that is plain Llama's."""
-    values, depth = model.model.value_mixing_matrix(), model.model.depth_mixing_matrix()
-    return (
-        None if torch.equal(values, torch.eye(len(values))) else values.tolist(),
-        None if torch.equal(depth, torch.eye(*depth.shape).roll(1, dims=1)) else depth.tolist(),
+    values, depth = (
+        None if torch.equal(matrix, plain) else matrix.tolist() for matrix, plain in mixing_matrices(model).values()
     )
+    return values, depth

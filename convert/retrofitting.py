@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +12,17 @@ from transformers import __version__ as transformers_version
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import CONNECTION_FIELDS, method_fields, without_connections
-from resformer.convert.casting import Rounding
 from resformer.convert.connections import expected_shapes, initial_connections, model_on_meta
-from resformer.convert.conversion import (
-    Conversion,
-    Outcome,
-    Verify,
-    carry_out,
-    check_tensors,
-    check_verify,
-    foretell,
-    model_bytes,
-    result_config,
-)
+from resformer.convert.conversion import Options, Report, Verify, carry_out
+from resformer.convert.deciding import Decision, check_tensors, config_text
 from resformer.convert.families import backbone_config
-from resformer.convert.gguf_format import save_gguf_extras
-from resformer.convert.planning import Plan, plan_shards
-from resformer.convert.source import open_source
+from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.tensors import CODES
-from resformer.convert.verification import LogitsComparison
-from resformer.convert.writing import Transfer
+from resformer.convert.verification import model_bytes
 from resformer.errors import CheckpointError
 from resformer.files import check_target
 from resformer.model_cards import carried_metadata, retrofit_card
+from resformer.modeling import ResFormerForCausalLM
 from resformer.record import RECORD
 from resformer.untrusted import regular_file
 from resformer.version import __version__
@@ -44,13 +32,10 @@ __all__ = ["RetrofitReport", "losses", "retrofit"]
 _LEARNED_MODES = ("learnable", "learnable_plus", "dense", "gated")
 
 
-@dataclass(frozen=True)
-class RetrofitReport:
-    """What a retrofit did, or would do (`verified` is then `""` and `verification` `None`)."""
+@dataclass(frozen=True, kw_only=True)
+class RetrofitReport(Report):
+    """What a retrofit did, or would do."""
 
-    source: str
-    revision: str | None
-    output: str
     family: str
     method: str
     fields: dict[str, Any]  # the connection fields, as they stand in the new config.json
@@ -58,20 +43,10 @@ class RetrofitReport:
     source_dtype: str  # of most weights of the source; its logits are computed in it
     dequantised: bool  # the source is a GGUF file; what is compared is what Transformers makes of it, in float32
     dtype: str  # of most weights of the result
-    rounded: int  # tensors that lost precision to a change of dtype
     parameters: int
-    kept: int  # tensors of the source that the result has
     added: dict[str, int]  # parameter name -> number of elements
     dropped: list[str]  # tensors of the source that the method has no use for
-    carried_files: int  # weight files that are the source's, byte for byte
-    written_files: int  # weight files that are new
-    transfer: Transfer  # bytes linked, cloned, copied and written
     memory: int  # bytes that comparing the logits takes: the larger model
-    verified: str  # headers, hashes or logits
-    verification: LogitsComparison | None = None
-    rounding: Rounding = field(default_factory=Rounding)
-    left_behind: list[str] = field(default_factory=list)  # files, and keys of config.json, that do not go along
-    warnings: list[str] = field(default_factory=list)
 
     @property
     def exact(self) -> bool:
@@ -136,99 +111,90 @@ def retrofit(
         VerificationError: the result does not hold or compute what the source does. Nothing is written.
         ValueError: `method`, `fields`, `dtype` or `verify` are wrong.
     """
+    options = Options(
+        force=force,
+        dry_run=dry_run,
+        link=link,
+        verify=verify,
+        durable=durable,
+        max_shard_size=max_shard_size,
+        progress=progress,
+    )
     target_dtype = _dtype(dtype)
-    check_verify(verify)
     _check_fields(fields)
     method_fields(method, 1)  # an unknown method is refused before anything is read or fetched
     target = Path(output).expanduser()
     check_target(target, source, mark=RECORD, force=force)  # before anything is read or fetched
     opened = open_source(source, revision)
-    backbone = backbone_config(opened.config)
-    connections = _connections(method, backbone.num_hidden_layers, fields)
-    config = without_connections(backbone, **connections)
-    lost = losses(config)
-    if lost and not lossy:
+    connections = _connections(method, opened.config.num_hidden_layers, fields)
+    config = _configuration(opened, connections, lossy=lossy)
+    fetched = opened.fetch(allow_pickle=allow_pickle, headers_only=dry_run)
+    decision, model = _decide(fetched, config, target_dtype)
+
+    def as_retrofit(report: Report) -> RetrofitReport:
+        return RetrofitReport(
+            **vars(report),
+            family=opened.config.model_type,
+            method=method,
+            fields={name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections},
+            losses=list(decision.losses),
+            source_dtype=str(fetched.dtype).removeprefix("torch."),
+            dequantised=opened.gguf is not None,
+            dtype=str(decision.dtype).removeprefix("torch."),
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            added={tensor.name: tensor.elements for tensor in decision.added},
+            dropped=list(decision.dropped),
+            memory=max(model_bytes(fetched.checkpoint, dtype) for dtype in (fetched.dtype, decision.dtype)),
+        )
+
+    def finish(report: Report, weight_files: Mapping[str, Any]) -> dict[str, str]:
+        return _card_and_record(as_retrofit(report), weight_files, config, _source_card(opened))
+
+    return as_retrofit(carry_out(decision, target, options, finish))
+
+
+def _configuration(source: Source, connections: dict[str, Any], *, lossy: bool) -> ResFormerConfig:
+    """The result's configuration, from the source's alone: what it refuses is refused before weights are fetched."""
+    config = without_connections(backbone_config(source.config), **connections)
+    if (lost := losses(config)) and not lossy:
         raise CheckpointError(
-            f"The result would not compute what {opened.name} does: {'; '.join(lost)}. Allow it with --lossy "
+            f"The result would not compute what {source.name} does: {'; '.join(lost)}. Allow it with --lossy "
             "(lossy=True), or choose an exact method.",
             "--lossy",
         )
-    opened = opened.fetch(allow_pickle=allow_pickle, headers_only=dry_run)
-    stored = opened.checkpoint.tensors
-    weights_dtype = target_dtype or opened.dtype
-    plain = expected_shapes(backbone)
-    tied, notes = check_tensors(opened, plain)
-    config.tie_word_embeddings = tied
-    model = model_on_meta(config, weights_dtype)
-    ours = model.state_dict().keys()
-    dropped = [name for name in plain if name not in ours]
-    added = initial_connections(model)
-    plan = Plan(
-        plan_shards(
-            opened.checkpoint.shards,
-            dropped=dropped,
-            added=added,
-            dtype=CODES[target_dtype] if target_dtype is not None else None,
-            max_shard_size=max_shard_size,
-        ),
-        opened.checkpoint.side_files,
-        result_config(config, "ResFormerForCausalLM", weights_dtype),
-    )
-    conversion = Conversion(
-        opened,
-        plan,
-        target,
-        weights_dtype,
-        exact=not lost and weights_dtype == opened.dtype,
-        link=link,
-        force=force,
-        verify=verify,
-        durable=durable,
-        progress=progress,
-    )
-    warnings = [*opened.checkpoint.notes, *notes]
-    if opened.gguf is None and not opened.checkpoint.has_tokenizer:
-        warnings.append(f"{opened.name} has no tokenizer that can be read: save one beside the result.")
-    report = RetrofitReport(
-        source=opened.name,
-        revision=opened.revision,
-        output=str(target),
-        family=opened.config.model_type,
-        method=method,
-        fields={name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections},
-        losses=lost,
-        source_dtype=str(opened.dtype).removeprefix("torch."),
-        dequantised=opened.gguf is not None,
-        dtype=str(weights_dtype).removeprefix("torch."),
-        rounded=plan.rounded,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        kept=sum(name in stored for name in plan.tensors),
-        added={tensor.name: tensor.elements for tensor in added},
-        dropped=dropped,
-        carried_files=len(plan.carried),
-        written_files=len(plan.written),
-        transfer=Transfer(),
-        memory=max(model_bytes(opened.checkpoint, dtype) for dtype in (opened.dtype, weights_dtype)),
-        verified="",
-        left_behind=[*opened.checkpoint.left_behind, *(f"config.json: {key}" for key in opened.dropped_config)],
-        warnings=warnings,
-    )
+    return config
 
-    def told(outcome: Outcome) -> RetrofitReport:
-        return replace(
-            report, **outcome.told, rounding=outcome.rounding, warnings=[*report.warnings, *outcome.warnings]
-        )
 
-    def finish(folder: Path, outcome: Outcome) -> dict[str, str]:
-        source_card: dict[str, Any] = {}
-        if opened.gguf is None:  # beside a GGUF file, a README.md may be of something else
-            with suppress(CheckpointError):  # there is none, or it is a link out of its folder
-                source_card = carried_metadata(regular_file(opened.folder / "README.md"))
-        elif opened.model is not None and not save_gguf_extras(opened.gguf, opened.model, folder):
-            report.warnings.append(f"{opened.name} has no tokenizer that can be read: save one beside the result.")
-        return _provenance(told(outcome), outcome.files, config, source_card)
+def _decide(
+    source: OpenedSource, config: ResFormerConfig, target_dtype: torch.dtype | None
+) -> tuple[Decision, ResFormerForCausalLM]:
+    """(what the result is to be, its model on the meta device)."""
+    expected = expected_shapes(without_connections(config))
+    config.tie_word_embeddings, warnings = check_tensors(source, expected)
+    dtype = target_dtype or source.dtype
+    model = model_on_meta(config, dtype)
+    kept = model.state_dict().keys()
+    if source.gguf is None and not source.checkpoint.has_tokenizer:
+        warnings.append(f"{source.name} has no tokenizer that can be read: save one beside the result.")
+    decision = Decision(
+        source=source,
+        config=config_text(config, "ResFormerForCausalLM", dtype),
+        dtype=dtype,
+        cast=CODES[target_dtype] if target_dtype is not None else None,
+        dropped=[name for name in expected if name not in kept],
+        added=tuple(initial_connections(model)),
+        losses=tuple(losses(config)),
+        warnings=tuple(warnings),
+    )
+    return decision, model
 
-    return told(foretell(conversion) if dry_run else carry_out(conversion, finish))
+
+def _source_card(source: Source) -> dict[str, Any]:
+    """What the source's card says that the result's card carries on."""
+    if source.gguf is None:  # beside a GGUF file, a README.md may be of something else
+        with suppress(CheckpointError):  # there is none, or it is a link out of its folder
+            return carried_metadata(regular_file(source.folder / "README.md"))
+    return {}
 
 
 def losses(config: ResFormerConfig) -> list[str]:
@@ -275,8 +241,8 @@ def _connections(method: str, num_hidden_layers: int, fields: dict[str, Any]) ->
     return connections
 
 
-def _provenance(
-    report: RetrofitReport, files: Mapping[str, Any], config: ResFormerConfig, source_card: Mapping[str, Any]
+def _card_and_record(
+    report: RetrofitReport, weight_files: Mapping[str, Any], config: ResFormerConfig, source_card: Mapping[str, Any]
 ) -> dict[str, str]:
     """The model card, and a record that two runs write alike: no clock, no machine."""
     # Of a local path, which says more about a machine than about a model, only the last part is published.
@@ -287,7 +253,7 @@ def _provenance(
     record = {
         **{key: value for key, value in values.items() if key not in left_out},
         "source_card": source_card,
-        "files": files,
+        "files": weight_files,
         "versions": {"resformer": __version__, "torch": torch.__version__, "transformers": transformers_version},
     }
     return {

@@ -100,6 +100,11 @@ class OpenedSource(Source):
     model: PreTrainedModel | None = None  # of a GGUF file: dequantised
 
     @property
+    def left_behind(self) -> list[str]:
+        """Files, and keys of config.json, that do not go along."""
+        return [*self.checkpoint.left_behind, *(f"config.json: {key}" for key in self.dropped_config)]
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of most weights; float32 for a GGUF file, which is dequantised to that."""
         return dominant_dtype(self.checkpoint)

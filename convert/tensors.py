@@ -5,7 +5,6 @@ import torch
 from resformer.convert.reading import Checkpoint
 from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.errors import CheckpointError
-from resformer.untrusted import open_regular
 
 __all__ = ["CODES", "dominant_dtype", "to_tensor", "to_torch"]
 
@@ -22,14 +21,9 @@ def to_tensor(name: str, tensor: torch.Tensor) -> Tensor:
 def to_torch(tensor: Tensor) -> torch.Tensor:
     """Reads a tensor."""
     dtype = getattr(torch, FLOATING[tensor.dtype])
-    if isinstance(tensor.data, memoryview):
-        return torch.frombuffer(tensor.data, dtype=dtype).reshape(tensor.shape)
-    path, start = tensor.data
-    content = bytearray(tensor.nbytes)
-    with open_regular(path) as file:
-        file.seek(start)
-        if file.readinto(content) != len(content):  # type: ignore[attr-defined]
-            raise CheckpointError(f"{tensor.place}: its bytes are gone: the file changed while it was read.")
+    content = bytearray()
+    for piece in tensor.pieces():
+        content += piece
     return torch.frombuffer(content, dtype=dtype).reshape(tensor.shape) if content else torch.empty(tensor.shape)
 
 

@@ -9,18 +9,18 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from resformer.convert.reading import Checkpoint, read_checkpoint
 from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.errors import VerificationError, listed
-from resformer.untrusted import MIB, open_regular
 
 __all__ = [
     "LogitsComparison",
@@ -28,12 +28,11 @@ __all__ = [
     "check_headers",
     "compare_logits",
     "free_memory",
+    "memory_for_logits",
+    "model_bytes",
     "not_finite",
-    "pieces",
     "same_bytes",
 ]
-
-_PIECE = 4 * MIB
 
 
 def check_headers(folder: Path, expected: Mapping[str, Tensor]) -> Checkpoint:
@@ -79,7 +78,7 @@ def check_bytes(
     def check(tensor: Tensor) -> None:
         if tensor.name in digests:
             digest = hashlib.sha256()
-            for piece in pieces(tensor):
+            for piece in tensor.pieces():
                 digest.update(piece)
             same = digest.hexdigest() == digests[tensor.name]
         else:
@@ -96,20 +95,8 @@ def check_bytes(
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are stored alike."""
-    return one.nbytes == other.nbytes and all(a == b for a, b in zip(pieces(one), pieces(other), strict=True))
-
-
-def pieces(tensor: Tensor, size: int = _PIECE) -> Iterator[bytes]:
-    """A tensor's bytes, `size` at a time."""
-    if isinstance(tensor.data, memoryview):
-        for start in range(0, tensor.nbytes, size):
-            yield bytes(tensor.data[start : start + size])
-        return
-    path, start = tensor.data
-    with open_regular(path) as file:
-        file.seek(start)
-        for position in range(0, tensor.nbytes, size):
-            yield file.read(min(size, tensor.nbytes - position))
+    pairs = zip(one.pieces(), other.pieces(), strict=True)
+    return one.nbytes == other.nbytes and all(bytes(a) == bytes(b) for a, b in pairs)  # memoryviews compare slowly
 
 
 def not_finite(tensors: Iterable[Tensor]) -> list[str]:
@@ -118,7 +105,7 @@ def not_finite(tensors: Iterable[Tensor]) -> list[str]:
     for tensor in tensors:
         if tensor.dtype in FLOATING:
             dtype = getattr(torch, FLOATING[tensor.dtype])
-            numbers = (torch.frombuffer(bytearray(piece), dtype=dtype) for piece in pieces(tensor))
+            numbers = (torch.frombuffer(piece, dtype=dtype) for piece in tensor.pieces())
             if not all(piece.isfinite().all() for piece in numbers):
                 found.append(tensor.name)
     return found
@@ -154,7 +141,8 @@ def compare_logits(
     Args:
         source, converted: models, or functions that load one; then no more than one is in memory at a time.
     """
-    expected, found = _prompt_logits(source, tokens), _prompt_logits(converted, tokens)
+    with _no_bars():
+        expected, found = _prompt_logits(source, tokens), _prompt_logits(converted, tokens)
     expected_log, found_log = (values.double().log_softmax(-1) for values in (expected, found))
     both_nan = expected.isnan() & found.isnan()
     return LogitsComparison(
@@ -179,6 +167,28 @@ def _prompt_logits(model: Callable[[], PreTrainedModel] | PreTrainedModel, token
     del loaded
     gc.collect()  # a model refers to itself: without this it would stay beside the next one
     return logits
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Hides the bars that Transformers shows while it loads a model: they would break the bar of the conversion."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def model_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """What a model takes in memory."""
+    return sum(tensor.elements for tensor in checkpoint.tensors.values()) * dtype.itemsize
+
+
+def memory_for_logits(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """What comparing a model's logits takes: the model, and room for a forward pass."""
+    return int(1.2 * model_bytes(checkpoint, dtype)) + 2**29
 
 
 def free_memory(system: Path = Path("/")) -> int:

@@ -11,19 +11,18 @@ import torch
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import without_connections
 from resformer.convert.connections import expected_shapes
-from resformer.convert.conversion import (
-    EMBEDDING,
-    HEAD,
-    Verify,
-    check_tensors,
-    check_verify,
-    memory_for_logits,
-    no_bars,
-)
+from resformer.convert.conversion import Verify, check_verify
+from resformer.convert.deciding import EMBEDDING, HEAD, check_tensors
 from resformer.convert.families import backbone_config
 from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.convert.source import OpenedSource, Source, open_source
-from resformer.convert.verification import LogitsComparison, compare_logits, free_memory, pieces, same_bytes
+from resformer.convert.verification import (
+    LogitsComparison,
+    compare_logits,
+    free_memory,
+    memory_for_logits,
+    same_bytes,
+)
 from resformer.errors import CheckpointError
 
 __all__ = ["Comparison", "verify"]
@@ -131,8 +130,7 @@ def _logits(first: OpenedSource, second: OpenedSource, verify: Verify) -> Logits
     needed = max(memory_for_logits(source.checkpoint, source.dtype) for source in (first, second))
     if verify == "auto" and needed > free_memory():
         return None
-    with no_bars():
-        return compare_logits(first.load, second.load)
+    return compare_logits(first.load, second.load)
 
 
 def _distance(one: Tensor, other: Tensor) -> float | None:
@@ -148,5 +146,5 @@ def _distance(one: Tensor, other: Tensor) -> float | None:
 def _floats(tensor: Tensor) -> Any:
     """The numbers, some at a time: as many for every dtype."""
     dtype = getattr(torch, FLOATING[tensor.dtype])
-    for piece in pieces(tensor, 2**20 * dtype.itemsize):
-        yield torch.frombuffer(bytearray(piece), dtype=dtype).double()
+    for piece in tensor.pieces(2**20 * dtype.itemsize):
+        yield torch.frombuffer(piece, dtype=dtype).double()
