@@ -232,28 +232,28 @@ def _compare(decision: Decision, output: Path, partial: Path, rounding: Rounding
     return comparison
 
 
-def _generation_config(found: Checkpoint) -> Iterator[str]:
-    for file in found.side_files:
+def _generation_config(stored: Checkpoint) -> Iterator[str]:
+    for file in stored.side_files:
         if file.name == "generation_config.json":
             try:
-                GenerationConfig.from_pretrained(found.folder, local_files_only=True).validate(strict=True)
+                GenerationConfig.from_pretrained(stored.folder, local_files_only=True).validate(strict=True)
             except Exception as error:  # its own validator's, or of a file that means something else
                 reason = brief(error)
                 yield f"generation_config.json goes along as it is, but saving the model again will fail: {reason}"
 
 
-def _weight_files(plan: Plan, written: Written, found: Checkpoint) -> dict[str, dict[str, Any]]:
+def _weight_files(plan: Plan, written: Written, stored: Checkpoint) -> dict[str, dict[str, Any]]:
     """For the record: each weight file, where it is from, and the tensors in it."""
     digests = written.digests
     files: dict[str, dict[str, Any]] = {}
-    for shard, stored in zip(plan.shards, found.shards, strict=True):
+    for shard, result in zip(plan.shards, stored.shards, strict=True):
         files[shard.name] = {
-            "bytes": stored.size,
+            "bytes": result.size,
             "carried_from": shard.path.name if isinstance(shard, CarriedShard) else None,
             "tensors": {
                 tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape)}
                 | ({"sha256": digests[tensor.name]} if tensor.name in digests else {})
-                for tensor in stored.tensors
+                for tensor in result.tensors
             },
         }
     return files

@@ -123,7 +123,7 @@ def plan_shards(
             for tensor in shard.tensors
             if tensor.name not in dropped
         )
-        unchanged = len(rewrites) == len(shard.tensors) and all(made.dtype == made.origin.dtype for made in rewrites)
+        unchanged = len(rewrites) == len(shard.tensors) and all(item.dtype == item.origin.dtype for item in rewrites)
         if shard.path is not None and unchanged and (max_shard_size is None or shard.size <= max_shard_size):
             planned.append(CarriedShard(shard.path.name, shard.path, shard.size, shard.tensors))
         else:
@@ -150,10 +150,10 @@ def _split(rewrites: tuple[Rewrite, ...], most: int) -> list[tuple[Rewrite, ...]
     """Parts of at most `most` bytes each, or of one tensor."""
     parts: list[list[Rewrite]] = []
     size = 0
-    for made in rewrites:
-        size += made.result.nbytes
+    for rewrite in rewrites:
+        size += rewrite.result.nbytes
         if not parts or size > most:
             parts.append([])
-            size = made.result.nbytes
-        parts[-1].append(made)
+            size = rewrite.result.nbytes
+        parts[-1].append(rewrite)
     return [tuple(part) for part in parts]

@@ -1,4 +1,4 @@
-"""The reader: a folder in, a table of its tensors and files out. Nothing is believed, loaded, or run.
+"""Reads the headers and side files of a folder of safetensors. No tensor is loaded and no code is run.
 
 What it accepts is what Transformers would load, and a folder of shards that has lost its index.
 """
@@ -139,11 +139,11 @@ def _indexed_shards(folder: Path, index: Path) -> list[Shard]:
         raise CheckpointError(f"{folder}: the index names files that are missing: {listed(absent)}.")
     shards = _read_all([folder / name for name in names])
     for name, shard in zip(names, shards, strict=True):
-        found = {tensor.name for tensor in shard.tensors}
+        stored = {tensor.name for tensor in shard.tensors}
         expected = {tensor for tensor, file in weight_map.items() if file == name}
-        if missing := expected - found:
+        if missing := expected - stored:
             raise CheckpointError(f"{folder / name}: lacks tensors that the index puts there: {listed(missing)}.")
-        if surplus := found - expected:
+        if surplus := stored - expected:
             raise CheckpointError(
                 f"{folder / name}: holds tensors that the index does not put there: {listed(surplus)}."
             )
@@ -210,7 +210,7 @@ def _read_all(paths: list[Path]) -> list[Shard]:
 
 
 def read_side_files(folder: Path) -> tuple[list[SideFile], list[str], list[str]]:
-    """(the files that go along, the names of all others, what to tell): see `_SIDE_FILES`."""
+    """(the files that go along, the names of all others, warnings): see `_SIDE_FILES`."""
     side_files, left_behind, notes = [], [], []
     inside = [folder / name for name in ("chat_templates", "additional_chat_templates")]
     templates = [path for parent in inside if not parent.is_symlink() for path in parent.glob("*")]

@@ -1,6 +1,7 @@
 """Retrofits: a Llama-style checkpoint in, a ResFormer checkpoint with added connections out."""
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -199,31 +200,31 @@ def _source_card(source: Source) -> dict[str, Any]:
 
 def losses(config: ResFormerConfig) -> list[str]:
     """Why a retrofit with this configuration does not start as its source; empty if it does."""
-    found = []
+    reasons = []
     mode, init = config.value_residual, config.value_residual_init
     for name, sources in (("value_sources", config.value_sources), ("key_sources", config.key_sources)):
         readers = [layer for layer, source in enumerate(sources or ()) if layer != source]
         if readers:
-            found.append(f"`{name}` drops the projections of {len(readers)} of {config.num_hidden_layers} layers")
+            reasons.append(f"`{name}` drops the projections of {len(readers)} of {config.num_hidden_layers} layers")
     if config.neutreno_lambda:
-        found.append(f"`neutreno_lambda`={config.neutreno_lambda} adds a fixed term to every layer but 0")
+        reasons.append(f"`neutreno_lambda`={config.neutreno_lambda} adds a fixed term to every layer but 0")
     if config.mixing_layers:
         if mode == "identity" or (mode == "constant" and init != [0.0, 1.0]):
             weights = [0.5, 0.5] if mode == "identity" else init
-            found.append(f"`value_residual`={mode!r} mixes with fixed coefficients {weights}")
+            reasons.append(f"`value_residual`={mode!r} mixes with fixed coefficients {weights}")
         elif init != [0.0, 1.0]:
-            found.append(f"`value_residual_init`={init} starts away from (0, 1)")
-    return found
+            reasons.append(f"`value_residual_init`={init} starts away from (0, 1)")
+    return reasons
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     if dtype == "auto":
         return None
-    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None)
-    if found not in CODES:
+    resolved = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None)
+    if resolved not in CODES:
         names = ", ".join(str(known).removeprefix("torch.") for known in CODES)
         raise ValueError(f"dtype={dtype!r}: expected auto, {names}.")
-    return found
+    return resolved
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
@@ -246,8 +247,8 @@ def _card_and_record(
 ) -> dict[str, str]:
     """The model card, and a record that two runs write alike: no clock, no machine."""
     # Of a local path, which says more about a machine than about a model, only the last part is published.
-    source = report.source if report.revision is not None else Path(report.source).expanduser().resolve().name
-    values = {**report.as_dict(), "source": source, "output": Path(report.output).resolve().name}
+    source = report.source if report.revision is not None else _folder_name(report.source)
+    values = {**report.as_dict(), "source": source, "output": _folder_name(report.output)}
     # Left out of the record: what differs between two runs that write the same bytes.
     left_out = ("output", "warnings", "transfer", "memory", "left_behind")
     record = {
@@ -260,3 +261,8 @@ def _card_and_record(
         RECORD: json.dumps(record, indent=2, sort_keys=True) + "\n",
         "README.md": str(retrofit_card(values, config=config, source_card=source_card)),
     }
+
+
+def _folder_name(path: str) -> str:
+    """The last part of a path, also of `.` and `..`; links keep their names."""
+    return os.path.basename(os.path.abspath(os.path.expanduser(path)))

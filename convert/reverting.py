@@ -46,7 +46,7 @@ def revert(
         options: `dry_run`, `link`, `verify`, `durable`, `max_shard_size`, `progress`, as for `retrofit`.
 
     Raises:
-        CheckpointError: the checkpoint is none of ours, or its connections have an effect; the message says how large.
+        CheckpointError: it is no ResFormer checkpoint, or its connections have an effect; the message says how large.
         OutputError, VerificationError: as for `retrofit`.
     """
     how = Options(force=force, **options)
@@ -87,7 +87,7 @@ def _decide(source: OpenedSource, config: ResFormerConfig, family: PreTrainedCon
 
 
 def deviation(model: ResFormerForCausalLM) -> tuple[float, str]:
-    """(how far the connections are from having no effect, where that is); 0 if they have none.
+    """(largest distance of a connection from having no effect, where that is); 0 if they have none.
 
     Args:
         model: its added parameters are read, nothing else.

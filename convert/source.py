@@ -262,19 +262,19 @@ def _family(where: Path, model_type: object, *, resformer: bool) -> str:
 def _check_layers(checkpoint: Checkpoint, expected: int) -> None:
     """A configuration may claim any number of layers; a model is made only of as many as there are tensors for."""
     matches = [re.match(r"model\.layers\.(\d{1,6})\.", name) for name in checkpoint.tensors]
-    found = len({match[1] for match in matches if match})
-    if found == 0 and checkpoint.tensors:
+    stored = len({match[1] for match in matches if match})
+    if stored == 0 and checkpoint.tensors:
         raise CheckpointError(
             f"{checkpoint.folder}: missing keys: no tensor is called model.layers.N..., but for one "
             f"{shown(next(iter(checkpoint.tensors)))}. Save the model with its head (`...ForCausalLM`)."
         )
-    if found * _TENSORS_OF_A_LAYER > len(checkpoint.tensors):
+    if stored * _TENSORS_OF_A_LAYER > len(checkpoint.tensors):
         raise CheckpointError(
-            f"{checkpoint.folder}: missing keys: its shards hold {len(checkpoint.tensors)} tensors for {found} layers."
+            f"{checkpoint.folder}: missing keys: its shards hold {len(checkpoint.tensors)} tensors for {stored} layers."
         )
-    if found != expected:
+    if stored != expected:
         raise CheckpointError(
-            f"{checkpoint.folder}: config.json has num_hidden_layers={expected}, the shards hold {found} layers."
+            f"{checkpoint.folder}: config.json has num_hidden_layers={expected}, the shards hold {stored} layers."
         )
 
 

@@ -1,7 +1,4 @@
-"""The verifier: does a folder hold what it should, byte for byte, and compute what its source does?
-
-It reads the folder anew and trusts nothing that the writer believes.
-"""
+"""Reads a result back and compares it with its source: headers, bytes, logits."""
 
 import gc
 import hashlib
@@ -41,24 +38,24 @@ def check_headers(folder: Path, expected: Mapping[str, Tensor]) -> Checkpoint:
     Raises:
         VerificationError: they differ.
     """
-    found = read_checkpoint(folder)
-    if found.tensors.keys() != expected.keys():
+    stored = read_checkpoint(folder)
+    if stored.tensors.keys() != expected.keys():
         raise VerificationError(
-            f"{folder}: lacks {listed(expected.keys() - found.tensors.keys()) or 'nothing'}, holds beyond the plan "
-            f"{listed(found.tensors.keys() - expected.keys()) or 'nothing'}."
+            f"{folder}: lacks {listed(expected.keys() - stored.tensors.keys()) or 'nothing'}, holds beyond the plan "
+            f"{listed(stored.tensors.keys() - expected.keys()) or 'nothing'}."
         )
-    for name, tensor in found.tensors.items():
+    for name, tensor in stored.tensors.items():
         planned = expected[name]
         if (tensor.dtype, tensor.shape) != (planned.dtype, planned.shape):
             raise VerificationError(
                 f"{tensor.place}: is {tensor.dtype} {list(tensor.shape)}, expected {planned.dtype} "
                 f"{list(planned.shape)}."
             )
-    return found
+    return stored
 
 
 def check_bytes(
-    found: Checkpoint,
+    stored: Checkpoint,
     expected: Mapping[str, Tensor],
     digests: Mapping[str, str],
     shared: Collection[str] = (),
@@ -68,7 +65,7 @@ def check_bytes(
 
     Args:
         expected: name -> the tensor at its source.
-        digests: name -> digest, of the tensors whose bytes were made.
+        digests: name -> digest, of the tensors whose bytes were computed here.
         shared: files that share their source's bytes (links, clones), where there is nothing to compare.
 
     Raises:
@@ -87,7 +84,7 @@ def check_bytes(
             raise VerificationError(f"{tensor.place}: its bytes are not those that were written.")
         progress(tensor.nbytes)
 
-    files = [shard for shard in found.shards if shard.path is not None and shard.path.name not in shared]
+    files = [shard for shard in stored.shards if shard.path is not None and shard.path.name not in shared]
     written = [tensor for shard in files for tensor in shard.tensors]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         list(pool.map(check, written))
@@ -101,19 +98,19 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 def not_finite(tensors: Iterable[Tensor]) -> list[str]:
     """The names of the floating tensors that hold a NaN or an infinity."""
-    found = []
+    names = []
     for tensor in tensors:
         if tensor.dtype in FLOATING:
             dtype = getattr(torch, FLOATING[tensor.dtype])
             numbers = (torch.frombuffer(piece, dtype=dtype) for piece in tensor.pieces())
             if not all(piece.isfinite().all() for piece in numbers):
-                found.append(tensor.name)
-    return found
+                names.append(tensor.name)
+    return names
 
 
 @dataclass(frozen=True)
 class LogitsComparison:
-    """How far the logits of one model are from another's, over `tokens` positions."""
+    """The distance between the logits of two models, over `tokens` positions."""
 
     tokens: int
     identical: bool  # bit for bit
@@ -142,16 +139,16 @@ def compare_logits(
         source, converted: models, or functions that load one; then no more than one is in memory at a time.
     """
     with _no_bars():
-        expected, found = _prompt_logits(source, tokens), _prompt_logits(converted, tokens)
-    expected_log, found_log = (values.double().log_softmax(-1) for values in (expected, found))
-    both_nan = expected.isnan() & found.isnan()
+        expected, actual = _prompt_logits(source, tokens), _prompt_logits(converted, tokens)
+    expected_log, actual_log = (values.double().log_softmax(-1) for values in (expected, actual))
+    both_nan = expected.isnan() & actual.isnan()
     return LogitsComparison(
         tokens=expected.shape[0] * expected.shape[1],
-        identical=bool(((expected == found) | both_nan).all()),
+        identical=bool(((expected == actual) | both_nan).all()),
         finite=bool(expected.isfinite().all()),
-        max_difference=(expected - found).abs().max().item(),
-        mean_kl=(expected_log.exp() * (expected_log - found_log)).sum(-1).mean().item(),
-        top1_agreement=(expected.argmax(-1) == found.argmax(-1)).double().mean().item(),
+        max_difference=(expected - actual).abs().max().item(),
+        mean_kl=(expected_log.exp() * (expected_log - actual_log)).sum(-1).mean().item(),
+        top1_agreement=(expected.argmax(-1) == actual.argmax(-1)).double().mean().item(),
     )
 
 
