@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -19,7 +20,7 @@ from resformer.record import RECORD
 from resformer.untrusted import regular_file
 from resformer.version import __version__
 
-__all__ = ["AUTO_MAP", "BundleReport", "bundle", "remote_code"]
+__all__ = ["AUTO_MAP", "BundleReport", "bundle", "config_with_code", "remote_code"]
 
 _CONFIGURATION, _MODELING = "configuration_resformer", "modeling_resformer"
 _CAUSAL_LM = "ResFormerForCausalLM"
@@ -73,38 +74,49 @@ def bundle(
     target = Path(output).expanduser()
     check_target(target, source, mark=f"{_CONFIGURATION}.py", force=force)
     opened = open_source(source, revision, resformer=True)
-    if not isinstance(opened.config, ResFormerConfig):
-        raise CheckpointError(
-            f"{opened.name}: is a checkpoint of {opened.config.model_type!r}, which Transformers loads by itself. "
-            "`resformer convert` gives it connections."
-        )
-    if (found := opened.raw_config.get("architectures", [_CAUSAL_LM])) != [_CAUSAL_LM]:
-        raise CheckpointError(
-            f"{opened.name}: config.json has architectures={shown(found)}; only {_CAUSAL_LM} can be bundled. Train the "
-            "other heads from a bundle, with trust_remote_code=True: what that saves holds the code."
-        )
+    known = {key: value for key, value in opened.raw_config.items() if key not in opened.dropped_config}
+    config = config_with_code({"model_type": opened.config.model_type, **known}, opened.name)
     code = remote_code()
-    report = carry_out(_decide(opened.fetch()), target, how, lambda report, weight_files: code)
+    report = carry_out(_decide(opened.fetch(), config), target, how, lambda report, weight_files: code)
     # Code of an older version is replaced, not left behind; its auto_map too.
     left_behind = [name for name in report.left_behind if name not in {*code, "config.json: auto_map"}]
     sizes = {name: len(text.encode()) for name, text in code.items()}
     return BundleReport(**{**vars(report), "left_behind": left_behind}, code=sizes, auto_map=AUTO_MAP)
 
 
-def _decide(source: OpenedSource) -> Decision:
-    """The source with its own model card and conversion record, and an `auto_map` in config.json."""
+def _decide(source: OpenedSource, config: dict[str, Any]) -> Decision:
+    """The source with its own model card and conversion record, and `config` as its config.json."""
+    assert isinstance(source.config, ResFormerConfig)
     tied, warnings = check_tensors(source, expected_shapes(source.config))
-    config = {key: value for key, value in source.raw_config.items() if key not in source.dropped_config}
     if source.config.tie_word_embeddings and not tied:
-        config["tie_word_embeddings"] = False
+        config = {**config, "tie_word_embeddings": False}
     names = [name for name in ("README.md", RECORD) if (source.folder / name).exists()]
     return Decision(
         source=source,
-        config=json.dumps({**config, "auto_map": AUTO_MAP}, indent=2, sort_keys=True) + "\n",
+        config=json.dumps(config, indent=2, sort_keys=True) + "\n",
         dtype=source.dtype,
         side_files=tuple(_side_file(source.folder, name) for name in names),
         warnings=tuple(warnings),
     )
+
+
+def config_with_code(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The content of config.json that makes Transformers load `remote_code()`.
+
+    Raises:
+        CheckpointError: `config`, that of the checkpoint `name`, is not of a causal language model of ours.
+    """
+    if (model_type := config.get("model_type")) != ResFormerConfig.model_type:
+        raise CheckpointError(
+            f"{name}: is a checkpoint of {shown(model_type)}, which Transformers loads by itself. `resformer convert` "
+            "gives it connections."
+        )
+    if (architectures := config.get("architectures", [_CAUSAL_LM])) != [_CAUSAL_LM]:
+        raise CheckpointError(
+            f"{name}: config.json has architectures={shown(architectures)}; only {_CAUSAL_LM} can be bundled. "
+            "Train the other heads from a bundle, with trust_remote_code=True: what that saves holds the code."
+        )
+    return {**config, "auto_map": AUTO_MAP}
 
 
 def remote_code() -> dict[str, str]:

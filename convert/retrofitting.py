@@ -90,7 +90,7 @@ def retrofit(
         output: a new or empty folder.
         method: one of `resformer.configuration.METHODS`.
         lossy: allow a method, or fields, that change what the model computes.
-        force: replace what `output` holds.
+        force: replace an earlier result of this command.
         dry_run: read, check, report, write nothing.
         revision: branch, tag or commit, for a Hub id.
         dtype: convert floating tensors to this; default: each keeps its own (float32 for GGUF). The logits are then

@@ -230,8 +230,7 @@ def test_dry_run_reports_and_writes_nothing(tmp_path: Path) -> None:
 
 def test_output_that_is_in_the_way_is_kept(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "llama")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "resformer_conversion.json").write_text("{}")
+    retrofit(tmp_path / "llama", tmp_path / "out", verify="headers")
     (tmp_path / "out" / "mine").write_text("keep")
     with pytest.raises(CheckpointError, match=r"not empty.*--force"):
         retrofit(tmp_path / "llama", tmp_path / "out")

@@ -1,10 +1,14 @@
 """What goes into the output: whole files where nothing changes, new ones where something does, byte for byte."""
 
+import errno
 import json
 import os
 import shutil
+import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +19,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from resformer import retrofit
-from resformer.convert import CheckpointError, VerificationError, conversion, inspect, verify
+from resformer.convert import (
+    CheckpointError,
+    OutputError,
+    VerificationError,
+    bundle,
+    conversion,
+    inspect,
+    revert,
+    verify,
+)
 from resformer.convert.casting import Rounding, converted
 from resformer.convert.safetensors_format import FLOATING, Tensor, header_bytes, read_shard
 from resformer.convert.verification import free_memory
+from resformer.files import check_target, replacing
 
 
 def weights(folder: Path) -> dict[str, Path]:
@@ -267,6 +281,20 @@ def test_side_files_go_along_and_the_rest_is_named(tmp_path: Path) -> None:
     assert left == set(report.left_behind)
 
 
+def test_weights_and_configuration_may_be_links_to_a_store(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source", shards=True)
+    store = tmp_path / "store"
+    store.mkdir()
+    for number, path in enumerate(sorted((tmp_path / "source").iterdir())):
+        if path.suffix == ".safetensors" or path.name in ("config.json", "model.safetensors.index.json"):
+            path.rename(store / f"{number}")
+            path.symlink_to(store / f"{number}")
+    report = retrofit(tmp_path / "source", tmp_path / "out")
+    assert report.warnings == report.left_behind == []
+    assert verify(tmp_path / "source", tmp_path / "out").same
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+
+
 def test_settings_that_name_code_are_taken_out(tmp_path: Path) -> None:
     source = tmp_path / "source"
     save_checkpoint(source)
@@ -458,3 +486,83 @@ def test_inspect_reads_the_cache_of_shared_layers(tmp_path: Path) -> None:
     assert full.cache_bytes_per_token == 2 * 6 * 2 * 8 * 2
     assert shared.cache_bytes_per_token == (6 + 1) * 2 * 8 * 2
     assert shared.cache_share == pytest.approx(7 / 12)
+
+
+# Outputs
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("command", [retrofit, bundle, revert])
+def test_force_replaces_an_earlier_result_and_nothing_else(command: Callable[..., Any], tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama", num_hidden_layers=2)
+    source = tmp_path / "llama"
+    if command is not retrofit:
+        retrofit(source, tmp_path / "ours", verify="headers")
+        source = tmp_path / "ours"
+    models = tmp_path / "models"
+    for name in ("one", "two"):
+        command(source, models / name, verify="headers")
+        (models / name / ".eval_results").mkdir()
+        command(source, models / name, verify="headers", force=True)
+        assert not (models / name / ".eval_results").exists()
+    with pytest.raises(CheckpointError, match="replace it with --force"):
+        command(source, models / "one")
+    (models / "two" / "checkpoint-5").mkdir()
+    before = contents(tmp_path)
+    for force in (False, True):
+        for output, foreign in ((models, "'one', 'two'"), (models / "two", "'checkpoint-5'")):
+            with pytest.raises(CheckpointError, match=f"not empty, and holds {foreign}, which no result") as caught:
+                command(source, output, verify="headers", force=force)
+            assert caught.value.option is None
+    assert contents(tmp_path) == before
+
+
+def test_a_config_of_another_program_is_no_mark(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"port": 80}')
+    with pytest.raises(CheckpointError, match=r"holds 'config\.json'"):
+        check_target(tmp_path, mark="config.json", force=True)
+
+
+@pytest.mark.parametrize("output", [".", "models", "models/m"])
+def test_the_folder_of_a_gguf_file_is_protected(output: str, tmp_path: Path) -> None:
+    (tmp_path / "models" / "m").mkdir(parents=True)
+    source = tmp_path / "models" / "m" / "x.gguf"
+    source.write_bytes(b"GGUF")
+    (tmp_path / output / "resformer_conversion.json").touch()
+    with pytest.raises(CheckpointError, match="holds the source") as caught:
+        retrofit(source, tmp_path / output, force=True)
+    assert caught.value.option is None
+    assert source.exists()
+
+
+def test_an_empty_output_is_replaced_where_renaming_onto_a_folder_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows."""
+    real = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    (tmp_path / "out").mkdir()
+    for force in (False, True):
+        with replacing(tmp_path / "out", force=force) as folder:
+            (folder / "new").write_text(str(force))
+        assert (tmp_path / "out" / "new").read_text() == str(force)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it is refused there")
+def test_a_lock_that_cannot_be_made_is_no_other_process(tmp_path: Path) -> None:
+    (tmp_path / ".out.resformer-lock").mkdir()
+    with (
+        pytest.raises(OutputError, match=r"resformer-lock: cannot be written: Is a directory"),
+        replacing(tmp_path / "out"),
+    ):
+        pass

@@ -148,6 +148,11 @@ def test_command_writes_the_harnesses_results_with_versions(
     assert again.exit_code == 3
     assert "is there already" in again.stderr
     assert json.loads(output.read_text()) == results
+    assert again.stderr.splitlines()[-1].endswith(" --force")
+    config = retrofits("resformer") / "config.json"
+    refused = CliRunner().invoke(app, [*command[:-1], str(config), "--force"])
+    assert refused.exit_code == 3
+    assert "holds no results" in refused.stderr
     done = CliRunner().invoke(app, [*command, "--force"])
     letters, *_, wrote = done.stdout.splitlines()
     assert letters.split()[:2] == ["letters", "acc"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from resformer.commands.terminal import AsJson, app, echo, own_command, reporting_errors, row, told_as_json
+from resformer.commands.terminal import AsJson, app, echo, own_command, print_json, reporting_errors, row
 
 if TYPE_CHECKING:
     from resformer.analysis import Analysis
@@ -39,7 +39,7 @@ def analyze(
     tokenizer: Annotated[str | None, typer.Option(help="Another checkpoint's tokenizer, for all of them.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... [default: an accelerator if there is one]")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an output folder that is not empty.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier report.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure attention sinks, value drains, hidden peaks and token similarity of checkpoints, layer by layer."""
@@ -85,7 +85,7 @@ def analyze(
         report = Report(found, own_command())
         if output is not None:
             write_report(report, output, force=force)
-        if told_as_json(report, as_json):
+        if print_json(report, as_json):
             return
         for analysis in found:
             _print(analysis)

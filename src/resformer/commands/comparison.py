@@ -76,7 +76,7 @@ def compare(
 
     A study that was stopped goes on when the command is given again.
     """
-    with reporting_errors():
+    with reporting_errors("Finished runs are kept; give the command again to go on."):
         if steps is None:
             if tokens is None:
                 raise ValueError("the budget is missing: give --steps or --tokens.")

@@ -15,10 +15,10 @@ from resformer.commands.terminal import (
     app,
     assignments,
     echo,
+    print_json,
     reporting_errors,
     row,
     size,
-    told_as_json,
 )
 
 __all__ = ["bundle", "convert", "inspect", "revert", "verify"]
@@ -26,7 +26,7 @@ __all__ = ["bundle", "convert", "inspect", "revert", "verify"]
 
 _Source = Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or a Hub id.")]
 _Output = Annotated[Path, typer.Argument(help="The folder to write; new or empty.")]
-_Force = Annotated[bool, typer.Option("--force", help="Replace what OUTPUT holds.")]
+_Force = Annotated[bool, typer.Option("--force", help="Replace an earlier result.")]
 _Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
 _Link = Annotated[
     bool, typer.Option("--link", help="Hard-link weight files that do not change: instant, but edits reach both.")
@@ -98,7 +98,7 @@ def convert(
             allow_pickle=allow_pickle,
             **assignments(set_ or []),
         )
-        if told_as_json(report, as_json):
+        if print_json(report, as_json):
             return
         added = sum(report.added.values())
         dequantised = " dequantised" if report.dequantised else ""
@@ -146,7 +146,7 @@ def revert(
             verify=verify.value,
             durable=durable,
         )
-        if told_as_json(report, as_json):
+        if print_json(report, as_json):
             return
         row("source", report.source)
         row("family", report.family)
@@ -183,7 +183,7 @@ def bundle(
             verify=verify.value,
             durable=durable,
         )
-        if told_as_json(report, as_json):
+        if print_json(report, as_json):
             return
         row("source", report.source)
         row("code", ", ".join(f"{name} ({size(count)})" for name, count in report.code.items()))
@@ -234,7 +234,7 @@ def inspect(
         from resformer.convert import inspect as inspect_checkpoint
 
         report = inspect_checkpoint(source, revision=revision)
-        if told_as_json(report, as_json):
+        if print_json(report, as_json):
             return
         row("source", report.source)
         row("model", f"{report.model_type}, backbone of {report.family or 'no family'}")

@@ -38,7 +38,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Run tasks of lm-evaluation-harness on a checkpoint."""
-    with reporting_errors():
+    with reporting_errors("No results were written."):
         from resformer import evaluation
 
         if output is not None:

@@ -58,7 +58,7 @@ def demo(
     prompt: Annotated[str, typer.Option(help="What to generate from at the end.")] = "def read_lines(path):\n",
 ) -> None:
     """Retrofit a real model, prove it unchanged, fine-tune it beside the original, save, reload, generate."""
-    with reporting_errors():
+    with reporting_errors("Finished checkpoints stay in the output folder; run the command again."):
         from resformer.demo import run_demo
 
         run_demo(output=output, model=model, method=method, steps=steps, block=block, batch=batch, prompt=prompt)

@@ -91,7 +91,7 @@ def finetune(
     config: Annotated[Path | None, typer.Option(help="YAML file of these options; the command line wins.")] = None,
     resume: Annotated[bool | None, typer.Option("--resume", help="Go on with a run that was stopped.")] = None,
     force: Annotated[
-        bool | None, typer.Option("--force", help="Replace what OUTPUT holds, and discard an unfinished run.")
+        bool | None, typer.Option("--force", help="Replace an earlier result, and discard an unfinished run.")
     ] = None,
     dry_run: Annotated[
         bool | None, typer.Option("--dry-run", help="Read and pack the data; train and write nothing.")
@@ -102,7 +102,7 @@ def finetune(
     given = {name.rstrip("_"): value for name, value in locals().items() if value is not None}
     for name in ("set", "config", "as_json"):
         given.pop(name, None)
-    with reporting_errors():
+    with reporting_errors("Nothing was written; run the command again."):
         first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun or accelerate has started
         from resformer.files import check_apart
         from resformer.training.recipe import FinetuneOptions, finetune_checkpoint
