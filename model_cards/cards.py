@@ -78,7 +78,7 @@ def retrofit_card(
         bundle=bundle,
         report=report,
         added_parameters=sum(report["added"].values()),
-        logits=_logits(report["verification"]),
+        logits=_logits(report),
     )
 
 
@@ -313,15 +313,21 @@ def _cache(config: ResFormerConfig | None, dtype: str) -> dict[str, Any] | None:
     return {"bytes": size, "full": full, "share": size / full, "dtype": dtype}
 
 
-def _logits(verification: Mapping[str, Any] | None) -> str:
+def _logits(report: Mapping[str, Any]) -> str:
+    """A sentence on how far the logits are from the source's, and in which dtype the source computed its own."""
+    verification, source = report["verification"], "the source's"
+    if report["dequantised"]:
+        source += " (dequantised to float32)"
+    elif report["source_dtype"] != report["dtype"]:
+        source += f" (in {report['source_dtype']})"
     if verification is None:
-        return "Its logits were not compared with the source's: `resformer verify` does it"
+        return f"Its logits were not compared with {source}: `resformer verify` does it"
     tokens = verification["tokens"]
     if verification["identical"]:
-        return f"Its logits are identical to the source's to the bit on {tokens} tokens"
+        return f"Its logits are identical to {source} to the bit on {tokens} tokens"
     return (
-        f"Against its source, the logits differ by at most {verification['max_difference']:.3g}, KL "
-        f"{verification['mean_kl']:.3g} nats, top-1 agreement {verification['top1_agreement']:.1%} on {tokens} tokens"
+        f"On {tokens} tokens, its logits differ from {source} by at most {verification['max_difference']:.3g}: KL "
+        f"{verification['mean_kl']:.3g} nats per token, top-1 agreement {verification['top1_agreement']:.1%}"
     )
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -30,6 +31,7 @@ from resformer.convert import (
 )
 from resformer.convert.casting import Rounding, converted
 from resformer.convert.safetensors_format import FLOATING, Tensor, header_bytes, read_shard
+from resformer.convert.verification import free_memory
 from resformer.files import check_target, replacing
 
 
@@ -229,8 +231,7 @@ def test_a_change_of_dtype_is_torchs_and_counts_what_it_loses(old: str, new: str
 def test_dtype_changes_floating_tensors_and_leaves_coefficients_alone(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "source", dtype=torch.bfloat16, shards=True)
     report = retrofit(tmp_path / "source", tmp_path / "out", dtype="float16")
-    assert report.verification is not None
-    assert report.verification.identical
+    assert (report.exact, report.source_dtype, report.rounded) == (False, "bfloat16", 57)
     dtypes = {name: t.dtype for file in weights(tmp_path / "out").values() for name, t in load_file(file).items()}
     assert dtypes.pop("model.value_residual.bias") == torch.float32
     assert set(dtypes.values()) == {torch.float16}
@@ -242,6 +243,8 @@ def test_overflow_and_flush_are_reported(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, :2] = torch.tensor([1e6, 1e-12])
     model.save_pretrained(tmp_path / "source")
+    with pytest.raises(CheckpointError, match="converting from float32 to float16 made 1 weights infinite"):
+        retrofit(tmp_path / "source", tmp_path / "out", dtype="float16")
     rounding = retrofit(tmp_path / "source", tmp_path / "out", dtype="float16", verify="headers").rounding
     assert (rounding.overflowed, rounding.flushed) == (1, 1)
 
@@ -403,6 +406,50 @@ def test_verify_measures_what_differs(tmp_path: Path) -> None:
     assert verify(tmp_path / "one", tmp_path / "two", verify="headers").same
     model.to(torch.bfloat16).save_pretrained(tmp_path / "three")
     assert len(verify(tmp_path / "one", tmp_path / "three", verify="headers").different) == 57
+
+
+def test_verify_takes_a_tied_head_that_is_stored_for_one_that_is_not(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "one", tie_word_embeddings=True)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    tensors = {**model.state_dict(), "lm_head.weight": model.lm_head.weight.detach().clone()}
+    save_file(tensors, tmp_path / "two" / "model.safetensors", metadata={"format": "pt"})
+    assert verify(tmp_path / "one", tmp_path / "two").same
+    assert verify(tmp_path / "two", tmp_path / "one", verify="hashes").same
+
+
+def test_verify_of_what_is_not_finite_is_json(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "one")
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    model.save_pretrained(tmp_path / "two")
+    found = json.loads(json.dumps(verify(tmp_path / "one", tmp_path / "two").as_dict(), allow_nan=False))
+    assert found["different"] == {"model.norm.weight": None}
+    assert found["logits"]["max_difference"] is None
+
+
+@pytest.mark.parametrize(
+    ("membership", "files"),
+    [
+        ("0::/user.slice/job", {"user.slice/job/memory.": ("max", 0, 0), "user.slice/memory.": (5000, 3000, 1000)}),
+        ("0::/system/scope", {"system/scope/memory.": (4000, 1000, 0), "system/memory.": ("max", 9, 0)}),
+        ("0::/../outside", {"memory.": (3000, 0, 0)}),
+        ("7:cpu:/x\n5:memory:/job", {"memory/job/memory.": (3500, 500, 0)}),
+    ],
+)
+def test_free_memory_is_that_of_the_processes_own_control_group(
+    membership: str, files: dict[str, tuple[object, int, int]], tmp_path: Path
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(membership)
+    for prefix, (limit, used, cached) in files.items():
+        first = "memory" in membership
+        names = ("limit_in_bytes", "usage_in_bytes") if first else ("max", "current")
+        path = tmp_path / "sys/fs/cgroup" / prefix
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for name, content in zip((*names, "stat"), (limit, used, f"total_inactive_file {cached}"), strict=True):
+            text = content if first else str(content).replace("total_", "")
+            path.with_name(f"memory.{name}").write_text(str(text))
+    assert free_memory(tmp_path) == 3000
 
 
 def test_verify_does_not_take_a_lossy_conversion_for_its_source(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def checkpoint_card(
     training, results = _read_results(list(map(Path, metrics)), list(map(Path, evaluations)))
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint}: is no folder; a card needs a local checkpoint.")
-    opened = open_source(str(checkpoint), ours=True)
+    opened = open_source(str(checkpoint), resformer=True).fetch()
     config, record = opened.config, read_record(checkpoint)
     if not isinstance(config, ResFormerConfig):
         raise CheckpointError(f"{checkpoint}: is a {config.model_type}, no ResFormer; `resformer convert` makes one.")
@@ -102,7 +102,7 @@ def checkpoint_card(
         "config": config,
         "source_card": source_card,
         "metrics": results,
-        "bundle": "auto_map" in opened.checkpoint.config,
+        "bundle": "auto_map" in opened.raw_config,
     }
     try:
         if training and (record is not None or training.get("source") is not None):
