@@ -36,11 +36,10 @@ from transformers.utils.output_capturing import capture_outputs
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.depth_average import depth_average
 from resformer.modeling.growing_cache import GrowingCache
-from resformer.modeling.linear import Linear
 from resformer.modeling.mixing import MixingRows, weighted_sum
 from resformer.modeling.neutreno import neutreno_term
 from resformer.modeling.sharing import update_cache
-from resformer.modeling.value_residual import GateProjection, ValueGate, mix_unkept, value_residual
+from resformer.modeling.value_residual import GateProjection, ValueGate, value_residual
 from resformer.modeling.wiring import wire
 
 __all__ = [
@@ -85,18 +84,18 @@ class ResFormerAttention(nn.Module):
         query_width = config.num_attention_heads * self.head_dim
         key_value_width = config.num_key_value_heads * self.head_dim
         out_bias = config.attention_bias if config.attention_out_bias is None else config.attention_out_bias
-        self.q_proj = Linear(config.hidden_size, query_width, bias=config.attention_bias)
+        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.attention_bias)
         if config.qk_norm:
             self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         if self.wiring.key_source == layer_idx:
-            self.k_proj = Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
+            self.k_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
             if config.qk_norm:
                 self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         if self.wiring.value_source == layer_idx:
-            self.v_proj = Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
+            self.v_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
         if config.value_residual == "gated" and self.wiring.mixes:
             self.value_residual = ValueGate(config)
-        self.o_proj = Linear(query_width, config.hidden_size, bias=out_bias)
+        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=out_bias)
 
     def forward(
         self,
@@ -140,14 +139,11 @@ class ResFormerAttention(nn.Module):
 
         raw_values = value_states = None
         if wiring.value_source == self.layer_idx:
-            if wiring.mixes and not (self.gated or wiring.gives_raw_values):
-                value_states = mix_unkept(earlier_values, self.v_proj, hidden_states, mixing_weights)
-            if value_states is None:
-                raw_values = value_states = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
-                if wiring.mixes and self.gated:
-                    value_states = self.value_residual(hidden_states, *earlier_values, raw_values, mixing_weights)
-                elif wiring.mixes:
-                    value_states = weighted_sum([*earlier_values, raw_values], mixing_weights)
+            raw_values = value_states = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
+            if wiring.mixes and self.gated:
+                value_states = self.value_residual(hidden_states, *earlier_values, raw_values, mixing_weights)
+            elif wiring.mixes:
+                value_states = weighted_sum([*earlier_values, raw_values], mixing_weights)
         current_values = current_shared_values if value_states is None else value_states
 
         if self.use_rope:
@@ -190,19 +186,12 @@ class ResFormerAttention(nn.Module):
         )
 
 
-class ResFormerMLP(LlamaMLP):
-    def __init__(self, config: ResFormerConfig):
-        super().__init__(config)
-        for projection in (self.gate_proj, self.up_proj, self.down_proj):
-            projection.__class__ = Linear
-
-
 class ResFormerDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: ResFormerConfig, layer_idx: int):
         super().__init__()
         self.hidden_size = config.hidden_size
         self.self_attn = ResFormerAttention(config=config, layer_idx=layer_idx)
-        self.mlp = ResFormerMLP(config)
+        self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -431,7 +420,7 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = ResFormerModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
         self.post_init()
 

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import COMBINATIONS
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel, StaticCache
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
 from resformer import METHODS, GrowingCache
-from resformer.modeling.linear import Linear
 
 TinyModel = Callable[..., PreTrainedModel]
 Batch = dict[str, torch.Tensor]
@@ -114,21 +113,6 @@ def test_a_compiled_call_without_a_cache_makes_one_that_is_continued(
         rest = model(ids[:, 8:], past_key_values=first.past_key_values)
     got = torch.cat((first.logits, rest.logits), dim=1)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_compiled_step_does_not_meet_the_spread_products(tiny_model: TinyModel) -> None:
-    # Python branches on devices, threads and sizes would break the graph or guard it.
-    model = tiny_model("transformer", num_hidden_layers=1)
-    cache = StaticCache(config=model.config, max_cache_len=8)
-    assert type(model.lm_head) is type(model.model.layers[0].mlp.up_proj) is Linear
-    torch.compiler.reset()
-    with torch.no_grad():
-        model(torch.tensor([[5, 6]]), past_key_values=cache)
-        step = {"input_ids": torch.tensor([[7]]), "position_ids": torch.tensor([[2]])}
-        explained = torch._dynamo.explain(model)(**step, past_key_values=cache)
-    assert explained.graph_break_count == 0
-    assert "bmm" not in "".join(graph.code for graph in explained.graphs)
 
 
 @pytest.mark.slow
