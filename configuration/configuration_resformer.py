@@ -96,20 +96,6 @@ class ResFormerConfig(PreTrainedConfig):
 
     model_type = "resformer"
     keys_to_ignore_at_inference = ["past_key_values"]
-    base_model_tp_plan = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-        # Each rank mixes the values of its own heads only, so the coefficients' gradients are partial sums.
-        "value_residual": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.value_residual.bias_gate": "colwise",
-    }
     # No pipeline plan: V_0, shared keys and values, and DWA's history do not cross a pipeline stage.
 
     vocab_size: int = positive_int_field(default=32000)
@@ -165,6 +151,7 @@ class ResFormerConfig(PreTrainedConfig):
             )
         if kwargs.pop("use_sliding_window", None) is False:  # Qwen2's switch
             self.sliding_window = None
+        kwargs.pop("base_model_tp_plan", None)  # follows from the fields
         _warn_of_misspelt_fields(kwargs)
         # Transformers fills the rope dicts in place, and a caller may go on using his lists.
         for f in fields(ResFormerConfig):
@@ -209,6 +196,28 @@ class ResFormerConfig(PreTrainedConfig):
         return super().from_dict(config_dict, **kwargs)
 
     # What the model, the cache and the converter read. All of it follows from the fields.
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """How tensor parallelism splits each module that has parameters; engines meet no name that is not there."""
+        plan = {
+            "layers.*.self_attn.q_proj": "colwise",
+            "layers.*.self_attn.k_proj": "colwise",
+            "layers.*.self_attn.v_proj": "colwise",
+            "layers.*.self_attn.o_proj": "rowwise",
+            "layers.*.mlp.gate_proj": "colwise",
+            "layers.*.mlp.up_proj": "colwise",
+            "layers.*.mlp.down_proj": "rowwise",
+        }
+        if self.qk_norm:
+            plan["layers.*.self_attn.q_norm"] = "replicated_with_grad_allreduce"
+            plan["layers.*.self_attn.k_norm"] = "replicated_with_grad_allreduce"
+        if self.mixing_layers and self.value_residual not in ("identity", "constant"):
+            # Each rank mixes the values of its own heads only, so the coefficients' gradients are partial sums.
+            plan["value_residual"] = "replicated_with_grad_allreduce"
+        if self.mixing_layers and self.value_residual == "gated":
+            plan["layers.*.self_attn.value_residual.bias_gate"] = "colwise"
+        return plan
 
     @property
     def all_value_sources(self) -> list[int]:

@@ -133,7 +133,7 @@ def test_exported_decoding_step_with_a_static_cache_equals_uncached(tiny_model: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["resformer", "svformer", "crossed-sharing", "kitchen-sink"], indirect=True)
+@pytest.mark.parametrize("variant", ["resformer", "svformer", "crossed-sharing", "denseformer-4x5"], indirect=True)
 def test_exported_prefill_and_decoding_step_return_the_models_logits_and_cache(
     small: PreTrainedModel, variant: str, ragged: Batch
 ) -> None:
