@@ -4,7 +4,7 @@ r"""Value residuals: ResFormer, arXiv 2410.17897.
     V'_n = sum_{m <= n} l_{n,m} V_m         in mode "dense"
 
 V_n is the raw `v_proj` output of layer n, without rotary embedding. Values are mixed before they are cached, so
-decoding needs nothing of past tokens but V'. V_0 keeps its gradient.
+decoding needs nothing of past tokens but V'. Gradients flow into V_0.
 
 | mode | coefficients | parameters | start, for `value_residual_init` = (a, b) |
 |---|---|---|---|
@@ -23,13 +23,13 @@ from torch import nn
 from transformers import initialization as init
 
 from resformer.configuration import ResFormerConfig
-from resformer.modeling.mixing import FreeRows, MixingRows, Row, own_dtype, split_rows
+from resformer.modeling.mixing import FreeRows, MixingRows, Row, coefficient_dtype, split_rows
 
 __all__ = ["GateProjection", "ValueGate", "mixed_layers", "value_residual"]
 
 
 def mixed_layers(config: ResFormerConfig) -> dict[int, list[int]]:
-    """Mixing layer n -> the layers whose raw values V'_n is made of, ascending, n last."""
+    """Mixing layer n -> the layers whose raw values make V'_n, ascending, n last."""
     if config.value_residual != "dense":
         return {layer: [0, layer] for layer in config.mixing_layers}
     with_values = [layer for layer, source in enumerate(config.all_value_sources) if layer == source]
@@ -87,9 +87,9 @@ class SoftmaxValueResidual(MixingRows):
         super().__init__(columns)
         self.start = start
         layers = len(columns)
-        self.bias_score = nn.Parameter(torch.empty(layers, dtype=own_dtype()))  # z
-        self.bias_scale = nn.Parameter(torch.empty(1, dtype=own_dtype()))  # s
-        self.bias_own = nn.Parameter(torch.empty(layers, dtype=own_dtype()))  # l2
+        self.bias_score = nn.Parameter(torch.empty(layers, dtype=coefficient_dtype()))  # z
+        self.bias_scale = nn.Parameter(torch.empty(1, dtype=coefficient_dtype()))  # s
+        self.bias_own = nn.Parameter(torch.empty(layers, dtype=coefficient_dtype()))  # l2
 
     def forward(self, dtype: torch.dtype | None = None) -> Mapping[int, Row]:
         first = self.bias_scale * self.bias_score.softmax(dim=0)
@@ -104,12 +104,12 @@ class SoftmaxValueResidual(MixingRows):
 
 
 class GatedValueResidual(MixingRows):
-    """gated: the coefficients of the layers' own values; those of V_0 come from each layer's `ValueGate`."""
+    """gated: the coefficients of V_n, one a layer; those of V_0 come from each layer's `ValueGate`."""
 
     def __init__(self, columns: dict[int, list[int]], start: tuple[float, float]):
         super().__init__(columns)
         self.start = start
-        self.bias_own = nn.Parameter(torch.empty(len(columns), dtype=own_dtype()))  # l2
+        self.bias_own = nn.Parameter(torch.empty(len(columns), dtype=coefficient_dtype()))  # l2
 
     def forward(self, dtype: torch.dtype | None = None) -> dict[int, torch.Tensor]:
         own = self.bias_own.clone()
@@ -134,7 +134,7 @@ class ValueGate(nn.Module):
         super().__init__()
         self.offset = config.value_residual_init[0]
         heads = config.num_key_value_heads
-        self.bias_gate = GateProjection(config.hidden_size, heads, bias=False, dtype=own_dtype())  # W
+        self.bias_gate = GateProjection(config.hidden_size, heads, bias=False, dtype=coefficient_dtype())  # W
 
     def forward(
         self, hidden_states: torch.Tensor, first: torch.Tensor, own: torch.Tensor, own_weight: torch.Tensor
@@ -151,7 +151,7 @@ class ValueGate(nn.Module):
 
 
 class GateProjection(nn.Linear):
-    """A linear layer, so that tensor parallelism splits it by heads, that starts at zero and keeps its own dtype."""
+    """Starts at zero and keeps its own dtype. A linear layer, so that tensor parallelism can split it by heads."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(hidden_states, self.weight.to(hidden_states.dtype))
