@@ -33,7 +33,8 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Pre
 import resformer
 from resformer import METHODS, GrowingCache, ResFormerConfig, ResFormerForCausalLM
 from resformer.configuration import cache_bytes_per_token
-from resformer.modeling.growing_cache import new_slack
+from resformer.modeling.growing_cache import moved_to_larger_memory, new_slack
+from resformer.modeling.sharing import update_cache
 
 SHAPE = {
     "vocab_size": 32000,
@@ -184,8 +185,7 @@ def filled(cache: Cache, model: PreTrainedModel, case: Case) -> Cache:
             torch.randn(shape, device=model.device, dtype=model.dtype) if sources[kind][layer] == layer else None
             for kind in ("key", "value")
         )
-        if keys is not None or values is not None:
-            cache.update(keys, values, layer)
+        update_cache(cache, layer, (keys, values), (None, None))
     return cache
 
 
@@ -219,12 +219,10 @@ class Decoding:
     @torch.no_grad()
     def growth(self) -> float:
         """Seconds that copying the cache to larger memory takes for each token, copied as seldom as it is."""
-        layers = [layer for layer in self.cache.layers if getattr(layer, "keys", None) is not None or layer.values]
+        cached = [states for layer in self.cache.layers for states in (layer.keys, layer.values) if states is not None]
         started = time.perf_counter()
-        for layer in layers:
-            for states in (layer.key_states, layer.value_states):
-                if states.held is not None:
-                    states.move_to_larger_memory(1)
+        for states in cached:
+            moved_to_larger_memory(states, 1)
         synchronise(self.model.device)
         return (time.perf_counter() - started) / new_slack(self.case.context)
 

@@ -19,16 +19,16 @@ from resformer.configuration.methods import method_fields
 
 __all__ = ["ResFormerConfig"]
 
-#: Keys of `config.json` files and callers that are no fields of ours, but not misspelt either.
+#: Keys of `config.json` files and keyword arguments that are not fields here and not misspelt fields either.
 _KNOWN_EXTRA_KEYS = frozenset(
     "attn_implementation experts_implementation name_or_path num_labels output_attentions rope_scaling rope_theta "
     "torch_dtype auto_map max_window_layers no_rope_layer_interval".split()
 )
-#: Families whose `config.json` means the same here. The others' is translated by the converter.
+#: Families whose `config.json` can be read as it is. The converter translates those of other families.
 _SAME_MEANING = ("resformer", "llama", "mistral")
 
-#: Run once, before the first configuration is made. `resformer/__init__.py` puts the registration of the model classes
-#: here, so that `import resformer` costs nothing and AutoModel still knows the model of every configuration there is.
+#: Functions called once, before the first configuration is made. `resformer/registration.py` adds the registration of
+#: the model classes: `import resformer` stays cheap, and AutoModel knows the models before it can be asked for one.
 before_first_use: list[Callable[[], None]] = []
 
 
@@ -96,20 +96,6 @@ class ResFormerConfig(PreTrainedConfig):
 
     model_type = "resformer"
     keys_to_ignore_at_inference = ["past_key_values"]
-    base_model_tp_plan = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-        # Each rank mixes the values of its own heads only, so the coefficients' gradients are partial sums.
-        "value_residual": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.value_residual.bias_gate": "colwise",
-    }
     # No pipeline plan: V_0, shared keys and values, and DWA's history do not cross a pipeline stage.
 
     vocab_size: int = positive_int_field(default=32000)
@@ -165,8 +151,9 @@ class ResFormerConfig(PreTrainedConfig):
             )
         if kwargs.pop("use_sliding_window", None) is False:  # Qwen2's switch
             self.sliding_window = None
+        kwargs.pop("base_model_tp_plan", None)  # follows from the fields
         _warn_of_misspelt_fields(kwargs)
-        # Transformers fills the rope dicts in place, and a caller may go on using his lists.
+        # Copies: Transformers fills the rope dicts in place, and the caller may reuse its lists.
         for f in fields(ResFormerConfig):
             if isinstance(getattr(self, f.name), (dict, list)):
                 setattr(self, f.name, copy.deepcopy(getattr(self, f.name)))
@@ -196,10 +183,10 @@ class ResFormerConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As the base class, but own fields given as keyword arguments replace the file's before anything is derived
-        from them or validated, so that `from_pretrained(path, num_hidden_layers=2)` is a consistent configuration."""
-        own = {f.name for f in fields(cls)} - {f.name for f in fields(PreTrainedConfig)}
-        overrides = {key: kwargs.pop(key) for key in own & kwargs.keys()}
+        """As the base class, but fields of this class given as keyword arguments replace those of the file before
+        anything is derived from them or validated: `from_pretrained(path, num_hidden_layers=2)` is consistent."""
+        fields_here = {f.name for f in fields(cls)} - {f.name for f in fields(PreTrainedConfig)}
+        overrides = {key: kwargs.pop(key) for key in fields_here & kwargs.keys()}
         _warn_of_misspelt_fields(kwargs)
         config_dict = {**config_dict, **overrides}
         uniform = len(set(config_dict.get("layer_types") or ())) == 1
@@ -209,6 +196,28 @@ class ResFormerConfig(PreTrainedConfig):
         return super().from_dict(config_dict, **kwargs)
 
     # What the model, the cache and the converter read. All of it follows from the fields.
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """How tensor parallelism splits each module that has parameters; engines meet no name that is not there."""
+        plan = {
+            "layers.*.self_attn.q_proj": "colwise",
+            "layers.*.self_attn.k_proj": "colwise",
+            "layers.*.self_attn.v_proj": "colwise",
+            "layers.*.self_attn.o_proj": "rowwise",
+            "layers.*.mlp.gate_proj": "colwise",
+            "layers.*.mlp.up_proj": "colwise",
+            "layers.*.mlp.down_proj": "rowwise",
+        }
+        if self.qk_norm:
+            plan["layers.*.self_attn.q_norm"] = "replicated_with_grad_allreduce"
+            plan["layers.*.self_attn.k_norm"] = "replicated_with_grad_allreduce"
+        if self.mixing_layers and self.value_residual not in ("identity", "constant"):
+            # Each rank mixes the values of its own heads only, so the coefficients' gradients are partial sums.
+            plan["value_residual"] = "replicated_with_grad_allreduce"
+        if self.mixing_layers and self.value_residual == "gated":
+            plan["layers.*.self_attn.value_residual.bias_gate"] = "colwise"
+        return plan
 
     @property
     def all_value_sources(self) -> list[int]:
@@ -263,7 +272,7 @@ class ResFormerConfig(PreTrainedConfig):
             raise ValueError(f"`hidden_act` {self.hidden_act!r} is unknown: expected one of {', '.join(ACT2FN)}.")
 
     def validate_layer_type(self) -> None:
-        # In place of the base class's, which would offer types that this decoder has not.
+        # Replaces the method of the base class, whose message offers types that this decoder does not have.
         for name in ("layer_types", "no_rope_layers"):
             entries = getattr(self, name)
             if entries is not None and len(entries) != self.num_hidden_layers:
@@ -276,9 +285,8 @@ class ResFormerConfig(PreTrainedConfig):
                 raise ValueError(f"`layer_types`[{layer}] is {kind!r}: expected one of {', '.join(kinds)}.")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("`layer_types` holds 'sliding_attention', but `sliding_window` is None: set its length.")
-        if (
-            "sliding_attention" in self.layer_types and self.sliding_window == 1
-        ):  # Transformers' caches keep too much of it
+        # With a window of 1, `[-sliding_window + 1 :]` in Transformers' caches keeps everything.
+        if "sliding_attention" in self.layer_types and self.sliding_window == 1:
             raise ValueError("`sliding_window` is 1: expected 2 or more, a window of one token cannot be cached.")
         for layer, flag in enumerate(self.no_rope_layers or ()):
             if flag not in (0, 1):
@@ -300,7 +308,7 @@ class ResFormerConfig(PreTrainedConfig):
             )
         try:
             super().validate_rope()
-        except KeyError as error:  # a key that the type needs is not there
+        except KeyError as error:  # a missing key that the rope type needs
             raise ValueError(error.args[0]) from error
 
     def validate_mixing_and_sharing(self) -> None:
@@ -391,7 +399,7 @@ def _warn_of_misspelt_fields(extra: dict[str, Any]) -> None:
 
 
 def _warn(message: str) -> None:
-    """Warns at the line that made the configuration, however many wrappers lie between."""
+    """Warns with the line that made the configuration, outside of the packages in `_INSIDE`."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in _INSIDE:
         level, frame = level + 1, frame.f_back

@@ -32,7 +32,7 @@ def cache_bytes_per_token(config: Any, dtype: Any = "bfloat16") -> int:
 
     Args:
         config: a `ResFormerConfig`, or any Llama-style configuration of Transformers (`LlamaConfig`, ...).
-        dtype: what the cache holds, a name such as `"bfloat16"` or a `torch.dtype`.
+        dtype: dtype of the cache, a name such as `"bfloat16"` or a `torch.dtype`.
 
     Raises:
         ValueError: `dtype` is no floating dtype that a cache holds; the message lists those that are.
@@ -64,12 +64,12 @@ def cache_bytes(config: Any, tokens: int, batch_size: int = 1, dtype: Any = "bfl
 def cache_bytes_by_method(config: Any, dtype: Any = "bfloat16") -> dict[str, int]:
     """Bytes per token, as of `cache_bytes_per_token`, of a model of this shape for each of the named `METHODS`."""
     layers = config.num_hidden_layers
-    found = {}
+    by_method = {}
     for method in METHODS:
         fields = method_fields(method, layers)
         stored = sum(len(set(fields.get(f"{kind}_sources") or range(layers))) for kind in ("key", "value"))
-        found[method] = _bytes_per_row(config, dtype) * stored
-    return found
+        by_method[method] = _bytes_per_row(config, dtype) * stored
+    return by_method
 
 
 def _bytes_per_row(config: Any, dtype: Any) -> int:

@@ -21,17 +21,18 @@ from resformer.modeling.mixing import FreeRows, is_autocast, is_ordinary, weight
 
 __all__ = ["DepthAverage", "RunningAverage", "depth_average"]
 
-#: How many states go together, and from how many layers on: one matrix product for 8 averages moves fewer bytes than 8
-#: sums, but has to stack its states. In bfloat16 it is what CPUs have instructions for; in float16 it is slow there.
+#: States in a group of `Gather`, and the number of layers from which groups are used. One matrix product for 8 averages
+#: moves fewer bytes than 8 sums, but needs its states stacked. CPUs have instructions for it in bfloat16, but not in
+#: float16.
 GROUP = 8
 GROUPED_FROM = {torch.float32: 24, torch.float64: 24, torch.bfloat16: 8}
-#: Numbers in a state up to which a decoding step keeps all states in one buffer: so few cost less than the operations
-#: that are called on them.
+#: A decoding step whose states have at most this many numbers uses a `Buffer`: its time goes into calling operations,
+#: and a `Buffer` calls the fewest.
 FEW_NUMBERS = 2**13
 
 
 def depth_average(config: ResFormerConfig) -> "DepthAverage | None":
-    """The module that averages; `None` if nothing is averaged."""
+    """The module with the weights; `None` if the configuration averages nothing."""
     return DepthAverage(config) if config.dwa and config.dwa_period <= config.num_hidden_layers else None
 
 
@@ -49,7 +50,8 @@ class DepthAverage(FreeRows):
         layout = config.num_hidden_layers, config.dwa_dilation, config.dwa_period
         super().__init__(_columns(*layout))
         self.layout = layout
-        self.reads = {block + 1: states for block, states in self.columns.items()}  # of the average that makes Y_block
+        #: Number i of an average -> the states that Y_i is made of.
+        self.reads = {block + 1: states for block, states in self.columns.items()}
         last_read = {state: i for i, states in self.reads.items() for state in states}
         #: Number of a state -> the states that no later average reads.
         self.done = [
@@ -76,52 +78,64 @@ class DepthAverage(FreeRows):
 
 
 class RunningAverage:
-    """Takes X_0, X_1, .. X_N of one forward pass in turn and returns what is to be read next."""
+    """The averages of one forward pass: takes X_0, X_1, .. X_N in turn and returns what the next block reads.
+
+    Example: 4 states in memory, dilation 1, period 1. Row i of A makes Y_i.
+
+              X_0   X_1   X_2   X_3
+        Y_0    1                          the embeddings, unchanged
+        Y_1   a10   a11                   read by block 1
+        Y_2   a20   a21   a22             read by block 2
+        Y_3   a30   a31   a32   a33       read by the final norm
+
+    Three ways give the same averages: `Buffer` for decoding steps, `Gather` for the rest, and a plain weighted sum
+    where neither can be used: compilers, tensor subclasses, layers on several devices.
+    """
 
     def __init__(self, module: DepthAverage, weights: dict[int, torch.Tensor]):
         self.module = module
         self.weights = weights
-        self.states: dict[int, torch.Tensor] = {}  # X_j by j, while an average to come reads it
+        self.states: dict[int, torch.Tensor] = {}  # j -> X_j, as long as a later average reads it
         self.count = 0
-        self.form: Buffer | Gather | None = None
-        self.kind: tuple[object, ...] = ()
+        self.fast: Buffer | Gather | None = None
+        self.layout: tuple[object, ...] = ()  # of X_0
 
     def append(self, state: torch.Tensor) -> torch.Tensor:
         """Returns Y_n for X_{n+1}, and X_0 for X_0, each `(batch, tokens, hidden_size)`."""
         number = self.count
         self.count += 1
         self.states[number] = state
-        kind = (state.shape, state.dtype, state.device)
+        layout = (state.shape, state.dtype, state.device)
         if number == 0:
-            self.kind, self.form = kind, self.fast_form(state)
-        elif kind != self.kind:  # layers on several devices (`device_map`), for one
-            self.form = None
+            self.layout, self.fast = layout, self.fast_way(state)
+        elif layout != self.layout:  # with `device_map`, layers are on several devices
+            self.fast = None
 
-        if self.form is not None:
-            output = self.form.append(number, state)
+        if self.fast is not None:
+            output = self.fast.append(number, state)
         elif number in self.module.reads:
             terms = [self.states[earlier].to(state.device) for earlier in self.module.reads[number]]
             output = weighted_sum(terms, self.weights[number - 1])
         else:
             output = state
-        for done in self.module.done[number]:
-            del self.states[done]
+        for earlier in self.module.done[number]:
+            del self.states[earlier]
         return output
 
-    def fast_form(self, state: torch.Tensor) -> "Buffer | Gather | None":
-        """Returns what is fastest for states like X_0; `None` for a plain weighted sum, which always works."""
+    def fast_way(self, state: torch.Tensor) -> "Buffer | Gather | None":
+        """Returns what is fastest for states like X_0; `None` where only a plain weighted sum works."""
         if not is_ordinary(state, *self.weights.values()):
             return None
         matrix = self.module.matrix(self.weights).to(state.device)
         reads = self.module.reads
         few = state.numel() <= FEW_NUMBERS
-        if few and not torch.is_grad_enabled() and not is_autocast(state):  # which would round the product, on a GPU
+        if few and not torch.is_grad_enabled() and not is_autocast(state):  # on a GPU autocast would round the product
             return Buffer(matrix, reads, state)
         return Gather(matrix, reads, self.states, self.module.group(state.dtype), state)
 
 
 class Buffer:
-    """The averages of few tokens without gradients: all states in one buffer, a matrix-vector product for each.
+    """The averages of a few tokens without gradients: all states in one buffer, one matrix-vector product an average.
 
     Args:
         matrix: A, `(N + 1, N + 1)`; row i makes Y_i.
@@ -130,12 +144,12 @@ class Buffer:
     """
 
     def __init__(self, matrix: torch.Tensor, reads: Mapping[int, Sequence[int]], like: torch.Tensor):
-        # On CPUs the product is slow below float32. The weights are rounded to the states' dtype as everywhere.
+        # On CPUs the product is slow below float32. The weights are rounded to the states' dtype, as everywhere.
         dtype = torch.promote_types(like.dtype, torch.float32)
         self.rows = matrix.to(like.dtype).to(dtype).unbind()
         self.reads = reads
         self.converts = dtype != like.dtype
-        states = like.new_zeros((len(matrix), *like.shape), dtype=dtype)  # what is not there yet is 0 times 0
+        states = like.new_zeros((len(matrix), *like.shape), dtype=dtype)  # later states are 0, and so are their weights
         self.slots = states.unbind()
         self.columns = states.flatten(1).t()
 
@@ -158,9 +172,9 @@ def _columns(layers: int, dilation: int, period: int) -> dict[int, list[int]]:
 
 @functools.lru_cache
 def _places(layers: int, dilation: int, period: int, device: torch.device) -> torch.Tensor:
-    """Where the weights, row after row, lie in the flattened matrix."""
+    """The index in the flattened matrix of each weight, row after row."""
     rows = _columns(layers, dilation, period).items()
-    with torch.inference_mode(False):  # it stays, and is for training too
+    with torch.inference_mode(False):  # the cached tensor is used in training too
         return torch.tensor(
             [(row + 1) * (layers + 1) + state for row, states in rows for state in states], device=device
         )

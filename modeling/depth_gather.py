@@ -1,13 +1,24 @@
-r"""The backward pass of depth-weighted averaging is depth-weighted averaging transposed, and is done that way here.
+r"""Depth-weighted averaging with a fast backward pass: the same averaging, with the matrix transposed.
 
     Y_i = sum_{j <= i} A[i, j] X_j        dX_j = sum_{i >= j} A[i, j] dY_i        dA[i, j] = <dY_i, X_j>
 
-Left to autograd, X_j gets one gradient from every average that reads it, each written to memory and then added up. Here
-one node stands for state j: it takes X_j and gives Y_j. Going backwards it runs after every node i > j, finds all the
-dY_i at hand, gathers them in one sweep and takes its column of dA in the same sweep. Only X_j is kept for that, once.
+Plain autograd would write one gradient of X_j for every average that reads it, and then add them up. Here one autograd
+node stands for state j, X_j in and Y_j out. Its backward runs after those of all i > j, so every dY_i is known: one sum
+gives dX_j, and the dot products give column j of dA. Only X_j is saved for this, once.
 
-Where every average reads every state, the states go in groups: what one group's averages take from an earlier group is
-one matrix product, which reads each state once for all of them.
+Where every average reads every state, states are taken in groups. For 8 states in groups of 4, A is worked out as
+
+          X_0 X_1 X_2 X_3   X_4 X_5 X_6 X_7
+    Y_0    +                                      +  one term of a sum, added when Y_i is made
+    Y_1    +   +
+    Y_2    +   +   +                              #  one matrix product for the whole block, done when X_4 comes:
+    Y_3    +   +   +   +                             each of X_0 .. X_3 is read once for four averages
+    Y_4    #   #   #   #     +
+    Y_5    #   #   #   #     +   +
+    Y_6    #   #   #   #     +   +   +
+    Y_7    #   #   #   #     +   +   +   +
+
+The backward pass goes through the same blocks from the last state to the first, with A transposed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,9 +55,9 @@ class Gather:
         self.read = {state for row in reads.values() for state in row}
         self.states = states
         self.group = group
-        self.stacks: list[torch.Tensor] = []  # the states of each earlier group, `(group, numbers)`
-        self.begun: torch.Tensor | None = None  # what this group's averages take from those
-        #: Passed from node to node, so that autograd knows their order whatever the blocks between them do.
+        self.stacks: list[torch.Tensor] = []  # X_j of each earlier group, `(group, numbers)`
+        self.begun: torch.Tensor | None = None  # the # blocks of this group's averages, summed
+        #: An output of each node and an input of the next: autograd then runs them in reverse order in any case.
         self.chain = matrix
 
     def append(self, number: int, state: torch.Tensor) -> torch.Tensor:
@@ -86,7 +97,7 @@ class GatherNode(torch.autograd.Function):
         ctx: Any, state: torch.Tensor, chain: torch.Tensor, gather: Gather, number: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        # Not the gather itself: it holds the chain, which holds this node, and such a circle is never freed.
+        # Not the gather itself: it holds the chain, which holds this node, and such a cycle is never freed.
         ctx.transposed, ctx.number = gather.transposed, number
         if ctx.transposed.lowest is None:
             ctx.transposed.lowest = number
@@ -99,7 +110,7 @@ class GatherNode(torch.autograd.Function):
     def backward(
         ctx: Any, grad_output: torch.Tensor | None, grad_chain: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor, None, None]:
-        if grad_chain is None:  # no later node takes part in this pass
+        if grad_chain is None:  # the first node of this backward pass
             grad_chain = ctx.transposed.restart()
         state = ctx.saved_tensors[0] if ctx.transposed.learns else None
         grad_state = ctx.transposed.step(ctx.number, state, grad_output, grad_chain)
@@ -109,8 +120,7 @@ class GatherNode(torch.autograd.Function):
 class Transposed:
     """The backward passes of a `Gather`, one at a time, each from the last state to the first.
 
-    With `create_graph=True` every operation is recorded, those on the dY_i that are held here included, so that the
-    gradients have gradients.
+    With `create_graph=True` autograd records every operation, so that the gradients have gradients.
     """
 
     def __init__(self, matrix: torch.Tensor, reads: Mapping[int, Sequence[int]], group: int, like: torch.Tensor):
@@ -120,24 +130,24 @@ class Transposed:
         self.group = group
         self.shape = like.shape
         self.matrix = matrix.detach()
-        self.lowest: int | None = None  # the first state that has a node, the last one in a whole pass
+        self.lowest: int | None = None  # the first state that has a node: the last step of a backward pass
         self.clear()
 
     def clear(self) -> None:
-        self.open: dict[int, torch.Tensor] = {}  # dY_i of this group's averages
-        self.closed: list[tuple[slice, torch.Tensor]] = []  # later groups': their i, and dY_i row by row
-        self.begun: torch.Tensor | None = None  # what this group's states get from those
-        self.seen: list[torch.Tensor | None] = []  # X_j of this group, ascending
+        self.open: dict[int, torch.Tensor] = {}  # dY_i of the averages of this group
+        self.closed: list[tuple[slice, torch.Tensor]] = []  # of each later group: its i, and dY_i row by row
+        self.begun: torch.Tensor | None = None  # the # blocks of this group's dX_j, summed
+        self.seen: list[torch.Tensor | None] = []  # X_j of this group so far, ascending
 
     def restart(self) -> torch.Tensor:
-        """Forgets the last pass, which may have ended early; returns dA, all 0 yet."""
+        """Starts a backward pass, the last of which may have stopped early, and returns dA, all 0."""
         self.clear()
         return torch.zeros_like(self.matrix)
 
     def step(
         self, j: int, state: torch.Tensor | None, grad_output: torch.Tensor | None, grad_matrix: torch.Tensor
     ) -> torch.Tensor | None:
-        """Returns dX_j, and writes its column of dA (with groups: the columns of its group when that is through).
+        """Returns dX_j, and writes column j of dA; with groups, all columns of a group at its first state.
 
         Args:
             j: less than in the step before.
@@ -170,7 +180,7 @@ class Transposed:
         return grad_state
 
     def close(self, first: int, grad_matrix: torch.Tensor) -> None:
-        """Ends a group, the states from `first` on: writes their columns of dA and makes room for the next group."""
+        """Ends the group of the states from `first` on: writes their columns of dA and clears what only they needed."""
         if self.open:
             rows = range(min(self.open), max(self.open) + 1)
             known = self.open[rows.start]
@@ -179,7 +189,7 @@ class Transposed:
         if self.learns:
             states = _rows(self.seen)
             for members, grads in self.closed:
-                # Of the group's own block only the lower triangle means anything. Nothing reads the rest.
+                # In the diagonal block the part above the diagonal has no meaning, and nothing reads it.
                 grad_matrix[members, first : first + len(self.seen)] = _dots(grads, states)
         self.open, self.begun, self.seen = {}, None, []
 
@@ -197,7 +207,7 @@ def _rows(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 def _matrix_sum(products: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """Returns the sum of the matrix products `(R, K) @ (K, numbers)`."""
     total = None
-    for weights, rows in products:  # in place, since autocast then rounds nothing
+    for weights, rows in products:  # in place: autocast does not round in-place operations
         if total is None:
             total = rows.new_empty(len(weights), rows.shape[1]).addmm_(weights, rows, beta=0)
         else:
@@ -206,16 +216,16 @@ def _matrix_sum(products: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.
 
 
 def _sum(begun: torch.Tensor | None, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
-    """Returns begun + sum_k w_k x_k for the terms (w_k, x_k), `begun` untouched; `None` for nothing at all."""
-    total, owned = begun, False
+    """Returns begun + sum_k w_k x_k for the terms (w_k, x_k), without writing to `begun`; `None` if both are empty."""
+    total, is_new = begun, False
     for weight, state in terms:
         if total is None:
             total = state * weight
-        elif owned:
+        elif is_new:
             total.addcmul_(state, weight)
         else:
             total = torch.addcmul(total, state, weight)
-        owned = True
+        is_new = True
     return total
 
 
@@ -223,13 +233,13 @@ def _dots(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Returns `(R, K)`, the product of a, `(R, numbers)`, and the transpose of b, `(K, numbers)`."""
     if a.dtype not in (torch.float32, torch.float64) or a.shape[1] % 16:
         return a @ b.t()
-    # So long a sum is a third faster in parts, and no less exact.
+    # A sum this long is a third faster in 16 parts, and no less exact.
     a, b = (rows.unflatten(1, (16, -1)).transpose(0, 1) for rows in (a, b))
     return torch.bmm(a, b.transpose(1, 2)).sum(dim=0)
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Returns <a, b>, a scalar; float32 for lower precisions, whose own dot product is slow on CPUs and coarse."""
+    """Returns <a, b>, a scalar; float32 for lower precisions, where `torch.dot` is slow on CPUs and inexact."""
     if a.dtype in (torch.float32, torch.float64):
         return torch.dot(a.reshape(-1), b.reshape(-1))
     return (a * b).sum(dtype=torch.float32)

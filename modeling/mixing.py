@@ -11,7 +11,7 @@ from transformers import initialization as init
 #: The weights of one row: `(K,)`, or K scalars, or K numbers.
 Row = torch.Tensor | Sequence[torch.Tensor] | Sequence[float]
 
-__all__ = ["FreeRows", "MixingRows", "is_autocast", "is_ordinary", "own_dtype", "split_rows", "weighted_sum"]
+__all__ = ["FreeRows", "MixingRows", "coefficient_dtype", "is_autocast", "is_ordinary", "split_rows", "weighted_sum"]
 
 
 def weighted_sum(states: Sequence[torch.Tensor], weights: Row) -> torch.Tensor:
@@ -36,10 +36,10 @@ def weighted_sum(states: Sequence[torch.Tensor], weights: Row) -> torch.Tensor:
 def split_rows(flat: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype | None) -> Sequence[Row]:
     """Splits a vector of weights into rows of these sizes, rounded to `dtype` if that is given.
 
-    Where layers are to mix in `dtype` without gradients a row is a tuple of scalars, made here at one stroke rather
-    than layer by layer. With gradients it is one tensor: reentrant checkpointing looks into no tuple.
+    With a `dtype` and without gradients a row is a tuple of scalars: unbinding all rows at once is faster than layer by
+    layer. With gradients it is one tensor, since reentrant checkpointing finds no tensors inside tuples.
     """
-    if dtype is None or is_autocast(flat):  # under which the layers round to a dtype of its own
+    if dtype is None or is_autocast(flat):  # under autocast each layer rounds to the dtype of its states
         return flat.split(sizes)
     if torch.is_grad_enabled():
         return flat.to(dtype).split(sizes)
@@ -48,9 +48,9 @@ def split_rows(flat: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype | No
 
 
 def is_ordinary(*tensors: torch.Tensor) -> bool:
-    """Whether these are plain tensors that hold numbers, outside of compilers, tracers and function transforms.
+    """Whether these are plain tensors with data, outside of torch.compile, torch.jit tracing and torch.func transforms.
 
-    What is inside one fuses plain operations itself, or takes no autograd functions written in Python.
+    Compilers fuse plain operations by themselves, and tracers and transforms do not support Python autograd functions.
     """
     return not (
         torch.compiler.is_compiling()
@@ -65,8 +65,8 @@ def is_autocast(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
 
 
-def own_dtype() -> torch.dtype:
-    """What the coefficients are held in, whatever the model's dtype: float32, or float64 in a float64 model.
+def coefficient_dtype() -> torch.dtype:
+    """The dtype of the coefficients: float32 whatever the model's dtype is, or float64 in a float64 model.
 
     bfloat16 has no number between 1 and 1 - 2^-8, so a coefficient that starts at 1 would never learn.
     """
@@ -76,10 +76,10 @@ def own_dtype() -> torch.dtype:
 class MixingRows(nn.Module):
     """The rows of a mixing matrix that are not the identity's: row n mixes the states `columns[n]`.
 
-    `forward()` returns the weights of every row. The parameters' names hold `bias`, which the stock Trainer exempts
-    from weight decay: decay would pull a retrofit's ones to zero. They are how far each row leans towards each state.
+    `forward()` returns the weights of every row. The parameters' names contain `bias`, so that the stock `Trainer`
+    leaves them out of weight decay, which would pull a retrofit's ones to zero.
 
-    Subclasses say where the weights come from and set their start in `reset_parameters`.
+    Subclasses define where the weights come from, and their initial values in `reset_parameters`.
     """
 
     def __init__(self, columns: dict[int, list[int]]):
@@ -95,11 +95,11 @@ class MixingRows(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Sets the start. Called by `_init_weights`: `from_pretrained` discards what `__init__` sets."""
+        """Sets the initial values. Called by `_init_weights`: `from_pretrained` discards what `__init__` sets."""
 
     @torch.no_grad()
     def fill(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Writes the rows into `matrix`, on the CPU, and returns it."""
+        """Writes the rows into `matrix`, a tensor on the CPU, and returns it."""
         for row, weights in self().items():
             matrix[row] = 0.0
             for column, weight in zip(self.columns[row], weights, strict=True):
@@ -113,7 +113,7 @@ class FreeRows(MixingRows):
     def __init__(self, columns: dict[int, list[int]]):
         super().__init__(columns)
         self.sizes = [len(row) for row in columns.values()]
-        self.bias = nn.Parameter(torch.empty(sum(self.sizes), dtype=own_dtype()))
+        self.bias = nn.Parameter(torch.empty(sum(self.sizes), dtype=coefficient_dtype()))
 
     def forward(self, dtype: torch.dtype | None = None) -> Mapping[int, Row]:
         # A copy: FSDP2 frees the parameter itself when this returns.

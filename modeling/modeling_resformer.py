@@ -1,7 +1,7 @@
-"""The decoder: Llama's, with what crosses between layers wired in.
+"""Llama's decoder with connections between layers.
 
-Tensors that cross layers go in as positional arguments and come out as a tuple: reentrant gradient checkpointing sees
-no others, and device hooks move them.
+Tensors that cross layers are positional arguments and come back in a tuple: reentrant gradient checkpointing tracks no
+others, and Accelerate's device hooks move them.
 """
 
 from collections.abc import Callable
@@ -36,11 +36,10 @@ from transformers.utils.output_capturing import capture_outputs
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.depth_average import depth_average
 from resformer.modeling.growing_cache import GrowingCache
-from resformer.modeling.linear import Linear
 from resformer.modeling.mixing import MixingRows, weighted_sum
 from resformer.modeling.neutreno import neutreno_term
 from resformer.modeling.sharing import update_cache
-from resformer.modeling.value_residual import GateProjection, ValueGate, mix_unkept, value_residual
+from resformer.modeling.value_residual import GateProjection, ValueGate, value_residual
 from resformer.modeling.wiring import wire
 
 __all__ = [
@@ -59,7 +58,7 @@ MASKS: dict[str, Callable[..., Any]] = {
 
 
 class ResFormerAttention(nn.Module):
-    """Multi-head attention over own or shared keys and own, mixed or shared values.
+    """Multi-head attention, whose keys may be another layer's, and whose values may be mixed or another layer's.
 
     A layer that reads another's keys has no `k_proj`, one that reads another's values no `v_proj`.
     """
@@ -74,7 +73,7 @@ class ResFormerAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
-        # Read once: a configuration's fields are slow to read, and decoding reads them at every token and layer.
+        # Copied: attributes of a configuration are slow to read, and decoding reads them for every token and layer.
         self.qk_norm = config.qk_norm
         self.gated = config.value_residual == "gated"
         self.neutreno_lambda = config.neutreno_lambda
@@ -85,18 +84,18 @@ class ResFormerAttention(nn.Module):
         query_width = config.num_attention_heads * self.head_dim
         key_value_width = config.num_key_value_heads * self.head_dim
         out_bias = config.attention_bias if config.attention_out_bias is None else config.attention_out_bias
-        self.q_proj = Linear(config.hidden_size, query_width, bias=config.attention_bias)
+        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.attention_bias)
         if config.qk_norm:
             self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         if self.wiring.key_source == layer_idx:
-            self.k_proj = Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
+            self.k_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
             if config.qk_norm:
                 self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         if self.wiring.value_source == layer_idx:
-            self.v_proj = Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
+            self.v_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
         if config.value_residual == "gated" and self.wiring.mixes:
             self.value_residual = ValueGate(config)
-        self.o_proj = Linear(query_width, config.hidden_size, bias=out_bias)
+        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=out_bias)
 
     def forward(
         self,
@@ -140,14 +139,11 @@ class ResFormerAttention(nn.Module):
 
         raw_values = value_states = None
         if wiring.value_source == self.layer_idx:
-            if wiring.mixes and not (self.gated or wiring.gives_raw_values):
-                value_states = mix_unkept(earlier_values, self.v_proj, hidden_states, mixing_weights)
-            if value_states is None:
-                raw_values = value_states = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
-                if wiring.mixes and self.gated:
-                    value_states = self.value_residual(hidden_states, *earlier_values, raw_values, mixing_weights)
-                elif wiring.mixes:
-                    value_states = weighted_sum([*earlier_values, raw_values], mixing_weights)
+            raw_values = value_states = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
+            if wiring.mixes and self.gated:
+                value_states = self.value_residual(hidden_states, *earlier_values, raw_values, mixing_weights)
+            elif wiring.mixes:
+                value_states = weighted_sum([*earlier_values, raw_values], mixing_weights)
         current_values = current_shared_values if value_states is None else value_states
 
         if self.use_rope:
@@ -190,19 +186,12 @@ class ResFormerAttention(nn.Module):
         )
 
 
-class ResFormerMLP(LlamaMLP):
-    def __init__(self, config: ResFormerConfig):
-        super().__init__(config)
-        for projection in (self.gate_proj, self.up_proj, self.down_proj):
-            projection.__class__ = Linear
-
-
 class ResFormerDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: ResFormerConfig, layer_idx: int):
         super().__init__()
         self.hidden_size = config.hidden_size
         self.self_attn = ResFormerAttention(config=config, layer_idx=layer_idx)
-        self.mlp = ResFormerMLP(config)
+        self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -217,10 +206,10 @@ class ResFormerDecoderLayer(GradientCheckpointingLayer):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor | None, ...]:
-        """Returns X_{n+1} and what crosses to later layers; `crossing` and the rest are `ResFormerAttention`'s."""
+        """Returns X_{n+1} and what later layers read; all but `hidden_states` goes to the attention."""
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
-        hidden_states, _, *given = self.self_attn(
+        hidden_states, _, *crossing_later = self.self_attn(
             hidden_states,
             *crossing,
             attention_mask=attention_mask,
@@ -236,7 +225,7 @@ class ResFormerDecoderLayer(GradientCheckpointingLayer):
         hidden_states = self.post_attention_layernorm(hidden_states)
         hidden_states = self.mlp(hidden_states)
         hidden_states = residual + hidden_states
-        return hidden_states, *given
+        return hidden_states, *crossing_later
 
 
 class ResFormerPreTrainedModel(PreTrainedModel):
@@ -259,13 +248,13 @@ class ResFormerPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: ResFormerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        # As remote code there are two classes of this name: what is imported here, and what AutoConfig has loaded by
-        # itself. Transformers' heads ask AutoModel for the decoder of the latter.
+        # In a bundle (remote code), AutoConfig loads its own copy of the configuration class. The heads of Transformers
+        # build the decoder by `AutoModel.from_config`, which must know that copy too.
         if type(config).__name__ == ResFormerConfig.__name__:
             AutoModel.register(type(config), ResFormerModel, exist_ok=True)
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype | None]:
-        # Coefficients are loaded as they were saved: rounded to the model's dtype they would forget what they learned.
+        # Coefficients are loaded in the dtype that they were saved in: bfloat16 would round away what they learned.
         kept: dict[str, torch.dtype | None] = {"value_residual": None, "depth_average": None}
         return {**super()._get_dtype_plan(dtype), **kept}
 
@@ -347,8 +336,8 @@ class ResFormerModel(ResFormerPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
 
-        # Masks are made before a cache is: Transformers looks for packed sequences only where there is none, and a new
-        # cache adds no past. Positions made here are not packed, so only the caller's are looked at.
+        # Masks are made before the cache: Transformers detects packed sequences only without a cache, and an empty
+        # cache does not change a mask. Only positions given by the caller can be packed.
         masks = attention_mask
         if not isinstance(masks, dict):
             masks = {
@@ -362,7 +351,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
                 for kind in dict.fromkeys(self.config.layer_types)
             }
         if use_cache and past_key_values is None:
-            # Compilers and exporters know Transformers' cache, and growing in place is nothing to them.
+            # Compilers and exporters know `DynamicCache`; in a graph, growing in place gains nothing.
             new_cache = DynamicCache if torch.compiler.is_compiling() else GrowingCache
             past_key_values = new_cache(config=self.config)
         if position_ids is None:
@@ -383,7 +372,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
 
         layer_types = self.config.layer_types
         for n, (layer, wiring) in enumerate(zip(self.layers, self.wiring, strict=False)):
-            given = layer(
+            outputs = layer(
                 hidden_states,
                 mixing_weights.get(n),
                 raw_values[0] if wiring.takes_first_values else None,
@@ -398,12 +387,12 @@ class ResFormerModel(ResFormerPreTrainedModel):
                 use_cache=use_cache,
                 **kwargs,
             )
-            if isinstance(given, torch.Tensor):  # the stand-in for a layer of another stage
+            if isinstance(outputs, torch.Tensor):  # the placeholder for a layer of another pipeline stage
                 raise NotImplementedError(
-                    "Pipeline parallelism is not supported: what crosses between layers does not cross its stages. Use "
-                    "tensor parallelism or FSDP2."
+                    "Pipeline parallelism is not supported: values, keys and states of earlier layers do not reach "
+                    "another stage. Use tensor parallelism or FSDP2."
                 )
-            hidden_states, raw_values[n], current_values[n], keys[n], values[n] = given
+            hidden_states, raw_values[n], current_values[n], keys[n], values[n] = outputs
             if averages is not None:
                 hidden_states = averages.append(hidden_states)
 
@@ -431,7 +420,7 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = ResFormerModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
         self.post_init()
 
@@ -476,8 +465,8 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        config, given = self.config, model_kwargs.get("past_key_values")
-        if generation_config.cache_implementation == "quantized" or isinstance(given, QuantizedCache):
+        config, cache = self.config, model_kwargs.get("past_key_values")
+        if generation_config.cache_implementation == "quantized" or isinstance(cache, QuantizedCache):
             unfit = [name for name in ("key_sources", "value_sources") if getattr(config, name) is not None]
             if "sliding_attention" in config.layer_types:
                 unfit.append("layer_types")
@@ -487,15 +476,15 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
                     + ", ".join(f"`{name}`={getattr(config, name)}" for name in unfit)
                     + ". Use the default cache or cache_implementation='static'."
                 )
-        chosen = given is not None or generation_config.cache_implementation is not None
+        is_chosen_by_caller = cache is not None or generation_config.cache_implementation is not None
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        if not chosen and type(model_kwargs.get("past_key_values")) is DynamicCache:
+        if not is_chosen_by_caller and type(model_kwargs.get("past_key_values")) is DynamicCache:
             model_kwargs["past_key_values"] = cache = GrowingCache(config)
-            if generation_config.is_assistant:  # whose guesses are taken back
+            if generation_config.is_assistant:  # rejected tokens are cropped
                 cache.activate_past_recording()
 
     def _get_static_cache_init_shape(self) -> tuple[int | list[int], int | list[int]] | None:
-        # Allocating every layer beforehand would give the sharing ones what they do not need.
+        # Early allocation would give full-size memory to layers that share keys or values.
         if self.config.key_sources is not None or self.config.value_sources is not None:
             return None
         return super()._get_static_cache_init_shape()

@@ -4,7 +4,7 @@ r"""Value residuals: ResFormer, arXiv 2410.17897.
     V'_n = sum_{m <= n} l_{n,m} V_m         in mode "dense"
 
 V_n is the raw `v_proj` output of layer n, without rotary embedding. Values are mixed before they are cached, so
-decoding needs nothing of past tokens but V'. V_0 keeps its gradient.
+decoding needs nothing of past tokens but V'. Gradients flow into V_0.
 
 | mode | coefficients | parameters | start, for `value_residual_init` = (a, b) |
 |---|---|---|---|
@@ -16,31 +16,20 @@ decoding needs nothing of past tokens but V'. V_0 keeps its gradient.
 | gated | l1_n = a + tanh(W_n h) per token and key/value head, l2_n free | heads x width + 1 a layer | W = 0, l2_n = b |
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
 from resformer.configuration import ResFormerConfig
-from resformer.modeling.linear import Linear
-from resformer.modeling.mixing import (
-    FreeRows,
-    MixingRows,
-    Row,
-    is_autocast,
-    is_ordinary,
-    own_dtype,
-    split_rows,
-    weighted_sum,
-)
+from resformer.modeling.mixing import FreeRows, MixingRows, Row, coefficient_dtype, split_rows
 
-__all__ = ["GateProjection", "ValueGate", "mix_unkept", "mixed_layers", "value_residual"]
+__all__ = ["GateProjection", "ValueGate", "mixed_layers", "value_residual"]
 
 
 def mixed_layers(config: ResFormerConfig) -> dict[int, list[int]]:
-    """Mixing layer n -> the layers whose raw values V'_n is made of, ascending, n last."""
+    """Mixing layer n -> the layers whose raw values make V'_n, ascending, n last."""
     if config.value_residual != "dense":
         return {layer: [0, layer] for layer in config.mixing_layers}
     with_values = [layer for layer, source in enumerate(config.all_value_sources) if layer == source]
@@ -98,9 +87,9 @@ class SoftmaxValueResidual(MixingRows):
         super().__init__(columns)
         self.start = start
         layers = len(columns)
-        self.bias_score = nn.Parameter(torch.empty(layers, dtype=own_dtype()))  # z
-        self.bias_scale = nn.Parameter(torch.empty(1, dtype=own_dtype()))  # s
-        self.bias_own = nn.Parameter(torch.empty(layers, dtype=own_dtype()))  # l2
+        self.bias_score = nn.Parameter(torch.empty(layers, dtype=coefficient_dtype()))  # z
+        self.bias_scale = nn.Parameter(torch.empty(1, dtype=coefficient_dtype()))  # s
+        self.bias_own = nn.Parameter(torch.empty(layers, dtype=coefficient_dtype()))  # l2
 
     def forward(self, dtype: torch.dtype | None = None) -> Mapping[int, Row]:
         first = self.bias_scale * self.bias_score.softmax(dim=0)
@@ -115,12 +104,12 @@ class SoftmaxValueResidual(MixingRows):
 
 
 class GatedValueResidual(MixingRows):
-    """gated: the coefficients of the layers' own values; those of V_0 come from each layer's `ValueGate`."""
+    """gated: the coefficients of V_n, one a layer; those of V_0 come from each layer's `ValueGate`."""
 
     def __init__(self, columns: dict[int, list[int]], start: tuple[float, float]):
         super().__init__(columns)
         self.start = start
-        self.bias_own = nn.Parameter(torch.empty(len(columns), dtype=own_dtype()))  # l2
+        self.bias_own = nn.Parameter(torch.empty(len(columns), dtype=coefficient_dtype()))  # l2
 
     def forward(self, dtype: torch.dtype | None = None) -> dict[int, torch.Tensor]:
         own = self.bias_own.clone()
@@ -145,7 +134,7 @@ class ValueGate(nn.Module):
         super().__init__()
         self.offset = config.value_residual_init[0]
         heads = config.num_key_value_heads
-        self.bias_gate = GateProjection(config.hidden_size, heads, bias=False, dtype=own_dtype())  # W
+        self.bias_gate = GateProjection(config.hidden_size, heads, bias=False, dtype=coefficient_dtype())  # W
 
     def forward(
         self, hidden_states: torch.Tensor, first: torch.Tensor, own: torch.Tensor, own_weight: torch.Tensor
@@ -162,67 +151,10 @@ class ValueGate(nn.Module):
 
 
 class GateProjection(nn.Linear):
-    """A linear layer, so that tensor parallelism splits it by heads, that starts at zero and keeps its own dtype."""
+    """Starts at zero and keeps its own dtype. A linear layer, so that tensor parallelism can split it by heads."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(hidden_states, self.weight.to(hidden_states.dtype))
 
     def reset_parameters(self) -> None:
         init.zeros_(self.weight)
-
-
-def mix_unkept(
-    earlier: Sequence[torch.Tensor], projection: nn.Module, hidden_states: torch.Tensor, weights: Row | None
-) -> torch.Tensor | None:
-    """Returns sum_m l_m V_m + l_n V_n to the bits of `weighted_sum`, without keeping V_n for the backward pass.
-
-    `None` where nothing is learned, or where others have a say in the projection: quantised and distributed weights,
-    adapters and hooks go by its own `forward`.
-
-    Args:
-        earlier: V_m, `(batch, key/value heads, tokens, head_dim)`.
-        projection: makes V_n of `hidden_states`, `(batch, tokens, hidden_size)`.
-        weights: l, `(len(earlier) + 1,)`.
-    """
-    if not (
-        isinstance(weights, torch.Tensor)
-        and torch.is_grad_enabled()
-        and type(projection) is Linear
-        and type(projection.weight) is nn.Parameter
-        and projection.bias is None
-        and "forward" not in projection.__dict__
-        and not (projection._forward_hooks or projection._forward_pre_hooks or projection._backward_hooks)
-        and is_ordinary(hidden_states, weights)
-    ):
-        return None
-    weights = weights.to(earlier[0])
-    weight: torch.Tensor = projection.weight
-    if is_autocast(hidden_states):
-        dtype = torch.get_autocast_dtype(hidden_states.device.type)
-        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
-    return _AddProjection.apply(weighted_sum(earlier, weights[:-1]), hidden_states, weight, weights[-1])
-
-
-class _AddProjection(torch.autograd.Function):
-    """V + l W x. The gradient of l is <dV', W x> = <dV' x^T, W>, whose left side is that of W but for l."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, base: torch.Tensor, hidden_states: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(hidden_states, weight, factor)
-        batch, _, tokens, head_dim = base.shape
-        own = nn.functional.linear(hidden_states, weight).view(batch, tokens, -1, head_dim).transpose(1, 2)
-        return torch.addcmul(base, own, factor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_states, weight, factor = ctx.saved_tensors
-        flat = gradient.transpose(1, 2).flatten(2)
-        by_hidden = by_weight = by_factor = None
-        if ctx.needs_input_grad[1]:
-            by_hidden = flat @ (weight * factor)
-        if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
-            product = flat.flatten(0, 1).t() @ hidden_states.flatten(0, 1)
-            by_weight, by_factor = product * factor, (product * weight).sum()
-        return gradient, by_hidden, by_weight, by_factor

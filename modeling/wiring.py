@@ -1,4 +1,4 @@
-"""Which tensors cross between layers, worked out from the configuration: no layer hands on what none reads."""
+"""Which tensors cross between layers. Follows from the configuration; a layer returns only what a later one reads."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ __all__ = ["LayerWiring", "wire"]
 
 @dataclass(frozen=True)
 class LayerWiring:
-    """What layer n takes from earlier layers and what it gives to later ones."""
+    """What layer n reads from earlier layers and returns for later ones."""
 
     key_source: int
     value_source: int

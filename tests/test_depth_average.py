@@ -106,7 +106,7 @@ def blocks(request: pytest.FixtureRequest, grouped: Callable[[int], None]) -> Bl
 def test_values_and_gradients_are_the_plain_sums(blocks: Blocks) -> None:
     running = blocks.start()
     averaged = blocks.states(running)[1]
-    assert isinstance(running.form, Gather)
+    assert isinstance(running.fast, Gather)
     assert_equal_up_to_rounding(averaged, blocks.states(None)[1])
     assert_equal_up_to_rounding(gradients(averaged[-1], blocks), gradients(blocks.output(None), blocks))
 
@@ -244,7 +244,7 @@ def test_without_gradients_every_form_gives_the_plain_sum(
     with torch.no_grad():
         running = blocks.start()
         averaged = blocks.states(running)[1]
-    assert isinstance(running.form, Buffer if few else Gather)
+    assert isinstance(running.fast, Buffer if few else Gather)
     assert_equal_up_to_rounding(averaged, blocks.states(None)[1])
     assert not running.states  # nothing is kept that no average reads
 

@@ -23,10 +23,11 @@ from transformers import (
     Qwen3ForCausalLM,
     StaticCache,
 )
+from transformers.exporters.utils import get_leaf_tensors
 
 from resformer import GrowingCache, ResFormerConfig
 from resformer.configuration import cache_bytes, cache_bytes_per_token
-from resformer.modeling.growing_cache import GrowingLayer, GrowingSlidingWindowLayer
+from resformer.modeling.growing_cache import GrowingLayer
 
 TinyModel = Callable[..., PreTrainedModel]
 Batch = dict[str, torch.Tensor]
@@ -150,7 +151,7 @@ def test_any_sequence_of_operations_leaves_what_it_leaves_of_a_dynamic_cache(
                     batch = 3
         if total:
             assert_alike(mine, naive)
-            if not record:
+            if not record and (what == "update" or (what == "crop" and window is None)):
                 tokens = held(mine)[0].shape[-2]
                 assert slack(mine) <= max(256, tokens // 16) * 2 * 2 * batch * HEADS * HEAD_DIM * 4
 
@@ -244,11 +245,9 @@ def test_bytes_are_those_of_the_distinct_sources(
         cache = model(**ragged).past_key_values
     assert type(cache) is GrowingCache
     assert sum(tensor.nbytes for tensor in held(cache)) == cache_bytes(model.config, 11, 3, "float32")
-    keys = {n for n, layer in enumerate(cache.layers) if layer.keys is not None}
-    values = {n for n, layer in enumerate(cache.layers) if layer.values is not None}
-    assert keys == set(model.config.all_key_sources)
-    assert values == set(model.config.all_value_sources)
-    assert {cache.get_seq_length(n) for n in keys | values} == {11}
+    sources = set(model.config.all_key_sources), set(model.config.all_value_sources)
+    assert sum(tensor.numel() > 0 for tensor in held(cache)) == sum(map(len, sources))
+    assert {cache.get_seq_length(layer) for layer in set.union(*sources)} == {11}
     generated = model.generate(**ragged, max_new_tokens=9, return_dict_in_generate=True, do_sample=False)
     per_token = cache_bytes_per_token(model.config, "float32") * 3
     assert slack(generated.past_key_values) <= 256 * per_token
@@ -449,35 +448,35 @@ def test_copies_go_their_own_ways(duplicate: str, window: int | None) -> None:
         assert not torch.equal(held(cache)[0], held(twin)[0])
 
 
-def test_a_file_holds_no_slack() -> None:
-    cache, generator = GrowingCache(config_of(layers=1)), torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("variant", ["resformer", "svformer", "crossed-sharing", "kitchen-sink"], indirect=True)
+def test_it_has_the_leaves_of_a_dynamic_cache(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    # What exporters and pytrees find in it; a step afterwards there is memory behind the tensors, which they must not.
+    model = tiny_model(variant)
+    caches = GrowingCache(model.config), DynamicCache(config=model.config)
     with torch.no_grad():
-        for tokens in (10, 1):
-            cache.update(states(1, tokens, generator), states(1, tokens, generator), 0)
-    assert slack(cache) > 0
-    assert slack(pickle.loads(pickle.dumps(cache))) == 0
+        for cache in caches:
+            model(ragged["input_ids"][:, :8], past_key_values=cache)
+            model(ragged["input_ids"][:, 8:9], past_key_values=cache)
+    mine, naive = map(get_leaf_tensors, caches)
+    assert mine.keys() == naive.keys()
+    for name, tensor in naive.items():
+        assert mine[name].shape == tensor.shape, name
+    states = [[vars(layer).keys() for layer in cache.layers] for cache in caches]
+    assert states[0] == states[1]
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_data_parallelism_puts_gathered_caches_together(window: int | None) -> None:
-    # torch.nn.parallel gathers by calling the class with what iterating over the replicas' caches gives, side by side.
-    caches, generator = [GrowingCache(config_of(window)) for _ in range(2)], torch.Generator().manual_seed(0)
+def test_data_parallelism_joins_caches() -> None:
+    # torch.nn.DataParallel calls the class with what iterating over the replicas' caches gives, side by side.
+    caches, generator = [GrowingCache(config_of()) for _ in range(2)], torch.Generator().manual_seed(0)
     for cache in caches:
-        for layer in range(2):
-            with torch.no_grad():
-                cache.update(states(1, 3, generator), None if layer else states(1, 3, generator), layer)
-    gathered = GrowingCache(
-        tuple(
-            None if part[0] is None else torch.cat([one.reshape(1) if one.dim() == 0 else one for one in part])
-            for part in zip(*layers, strict=True)
-        )
+        with torch.no_grad():
+            cache.update(states(1, 3, generator), states(1, 3, generator), 0)
+    joined = GrowingCache(
+        tuple(None if part[0] is None else torch.cat(part) for part in zip(*layers, strict=True))
         for layers in zip(*caches, strict=True)
     )
-    assert gathered.get_seq_length() == 3
-    kind = GrowingLayer if window is None else GrowingSlidingWindowLayer
-    assert [type(layer) for layer in gathered.layers] == [kind, kind]
-    assert torch.equal(gathered.layers[0].values, torch.cat([cache.layers[0].values for cache in caches]))
-    assert gathered.layers[1].values is None
+    assert joined.get_seq_length() == 3
+    assert torch.equal(joined.layers[0].values, torch.cat([cache.layers[0].values for cache in caches]))
 
 
 # Refusals

@@ -3,6 +3,7 @@
 Five that hold every mechanism between them are compiled by `make test`, the rest by `make test-slow`.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from conftest import COMBINATIONS, others_slow
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
+from transformers.exporters.utils import decompose_prefill_decode, get_leaf_tensors
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
 from resformer import METHODS, GrowingCache
@@ -129,3 +132,18 @@ def test_exported_decoding_step_with_a_static_cache_equals_uncached(tiny_model: 
     steps = [step(input_ids=ids[:, at : at + 1], cache_position=torch.tensor([at])) for at in range(5)]
     with torch.no_grad():
         torch.testing.assert_close(torch.cat(steps, dim=1), model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["resformer", "svformer", "crossed-sharing", "denseformer-4x5"], indirect=True)
+def test_exported_prefill_and_decoding_step_return_the_models_logits_and_cache(
+    small: PreTrainedModel, variant: str, ragged: Batch
+) -> None:
+    for model, inputs in decompose_prefill_decode(small, ragged).values():
+        inputs = {name: value for name, value in inputs.items() if name not in ("use_cache", "return_dict")}
+        program = DynamoExporter().export(model, copy.deepcopy(inputs), config=DynamoConfig(dynamic=True))
+        with torch.no_grad():
+            got, expected = (get_leaf_tensors(each(**copy.deepcopy(inputs))) for each in (program, model))
+        assert got.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-4)

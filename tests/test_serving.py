@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -188,6 +189,13 @@ def test_projections_are_linear_layers_that_engines_may_replace(tiny_model: Tiny
             assert f"layers.*.{name}" in plan, name
         assert ("self_attn.k_proj" in names) == (model.config.all_key_sources[n] == n)
         assert ("self_attn.v_proj" in names) == (model.config.all_value_sources[n] == n)
+
+
+def test_the_tensor_parallel_plan_names_what_the_model_has(tiny_model: TinyModel, variant: str) -> None:
+    model = tiny_model(variant)
+    names = {re.sub(r"\d+", "*", name.rpartition(".")[0]) for name in model.state_dict()}
+    assert model.tp_plan.keys() <= names
+    assert {name for name in names if "norm" not in name and "depth_average" not in name} <= model.tp_plan.keys()
 
 
 def test_auto_model_builds_the_decoder_from_a_configuration(tiny_config: Callable[..., ResFormerConfig]) -> None:

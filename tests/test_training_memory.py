@@ -19,8 +19,8 @@ SHAPE = {
 }
 #: Method -> numbers a token that it keeps beyond Llama's, less those that it does not need to keep.
 BEYOND_LLAMA = {
-    # V_n beside V'_n, but not for the gradient of the coefficient alone.
-    "resformer-dense": (LAYERS - 2) * VALUE_WIDTH,
+    # V_n beside V'_n, for the gradient of a learned coefficient.
+    **dict.fromkeys(("resformer", "resformer-plus", "resformer-dense"), (LAYERS - 1) * VALUE_WIDTH),
     "resformer-gated": (LAYERS - 1) * (VALUE_WIDTH + 2 * HEADS),  # and a gate and its tanh
     # What the attention gives beside what the output projection reads.
     "neutreno": (LAYERS - 1) * WIDTH,
@@ -31,14 +31,14 @@ BEYOND_LLAMA = {
     # X_j beside Y_j of all averages but the last, of which the norm keeps Y alone and the weights' gradients need X.
     "denseformer": LAYERS * WIDTH,
     "denseformer-4x5": 2 * WIDTH,
-    "resformer-denseformer": LAYERS * WIDTH,
+    "resformer-denseformer": LAYERS * WIDTH + (LAYERS - 1) * VALUE_WIDTH,
 }
 #: Below float32 norms keep a copy of what they read, so that X_j is kept for the averages alone.
 BEYOND_LLAMA_BELOW_FLOAT32 = {
     **BEYOND_LLAMA,
     "denseformer": (LAYERS + 1) * WIDTH,
     "denseformer-4x5": 5 * WIDTH,  # X_1, X_5, X_2, X_6, X_10
-    "resformer-denseformer": (LAYERS + 1) * WIDTH,
+    "resformer-denseformer": (LAYERS + 1) * WIDTH + (LAYERS - 1) * VALUE_WIDTH,
 }
 
 
