@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -420,7 +421,7 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
         assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2) / report["bytes_per_token"])
     of_resformer = [metric for metric in metrics_of(report) if metric.method == "resformer"]
     assert [metric.value for metric in of_resformer] == [rows[2]["loss"], rows[2]["difference"]["mean"]]
-    assert report["environments"][0]["packages"]["torch"] == torch.__version__
+    assert report["environments"][0]["packages"]["torch"] == metadata.version("torch")
 
     other = compare("study", "--methods", GQA, "--seeds", 1, *common, "--learning-rate", "1e-3")
     assert other.exit_code == 3
