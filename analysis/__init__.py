@@ -1,12 +1,11 @@
 """Attention concentration, value-state drains, hidden-state peaks and over-smoothing, layer by layer.
 
-texts       what the models read: files cut into texts
-attention   an attention function that sums token importance in passing and never holds tokens x tokens numbers
-running     means and variances over texts
+texts       cuts files into the texts that the models read
+attention   an attention function that adds up token importance and never holds a tokens x tokens matrix
 measuring   `analyze`: a model and texts in, an `Analysis` out
-claims      what the papers say of trained models, judged by number
-figures     their plots
-report      analysis.json, PNG figures and, by `page`, one HTML page
+claims      the papers' claims, judged by thresholds
+figures     the plots
+report      writes analysis.json, PNG figures and, with `page`, one HTML page
 """
 
 from resformer.analysis.measuring import Analysis, analyze

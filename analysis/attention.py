@@ -1,7 +1,7 @@
 """Attention for Transformers' attention interface that sums what each token receives, a few queries at a time.
 
-Registered as `"resformer_analysis"`. The model calls it as it would any other; a function given to the model's forward
-as `importance_taker` then hears of each layer. Neither the attention nor its mask is ever held for all queries.
+Registered as `"resformer_analysis"`. A function passed to the model's forward as `importance_taker` is called once for
+each layer. Neither attention weights nor masks are held for all queries at once.
 """
 
 from collections.abc import Callable
@@ -20,15 +20,15 @@ IMPLEMENTATION = "resformer_analysis"
 #: Called with a layer's index, the importance of its tokens, `(batch, tokens)`, and its value states.
 ImportanceTaker = Callable[[int, torch.Tensor, torch.Tensor], None]
 
-#: Attention weights in memory at a time, over all heads: 64 MB in float32.
+#: Most attention weights in memory at a time, over all heads: 64 MB in float32.
 _MOST_WEIGHTS = 2**24
-#: What some families add to attention, and this function does not know.
+#: Arguments of attention in some families that this function does not implement.
 _UNKNOWN = ("softcap", "s_aux", "position_bias")
 
 
 @dataclass(frozen=True)
 class MaskRows:
-    """A mask of which rows are made when they are needed; what `AttentionMaskInterface` gives to its functions."""
+    """A mask whose rows are computed when they are needed, from the arguments of `AttentionMaskInterface`."""
 
     arguments: dict[str, Any]
 
@@ -53,20 +53,20 @@ def chunked_attention(
     importance_taker: ImportanceTaker | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Softmax attention without dropout, as eager attention has it.
+    """Softmax attention without dropout, equal to eager attention.
 
-    Tells `importance_taker` of a_j = (1/l) sum_i A_ij, the l queries' attention to token j with heads averaged, in
-    float32 at least. Queries that see nothing (padding) attend to nothing.
+    Calls `importance_taker` with a_j = (1/l) sum_i A_ij, the attention of l queries to token j averaged over heads, in
+    at least float32. Queries that see no key (padding) give zeros.
 
     Args:
         query: `(batch, heads, queries, head_dim)`.
         key, value: `(batch, key/value heads, keys, head_dim)`.
 
     Returns:
-        The output, `(batch, queries, heads, head_dim)`, and no weights.
+        The output, `(batch, queries, heads, head_dim)`, and `None` for the weights.
 
     Raises:
-        NotImplementedError: the model adds something to its attention, or makes its own masks.
+        NotImplementedError: the model has a soft cap, sinks or a position bias, or computes its masks by itself.
     """
     if unknown := [name for name in _UNKNOWN if kwargs.get(name) is not None]:
         raise NotImplementedError(f"attention with `{unknown[0]}` cannot be analysed")
@@ -83,7 +83,7 @@ def chunked_attention(
     step = max(1, _MOST_WEIGHTS // (batch * heads * keys))
     for start in range(0, queries, step):
         stop = min(start + step, queries)
-        # The heads of a group are further queries to its keys: nothing is repeated.
+        # The heads of a group are treated as more queries to its keys, so keys need not be repeated.
         scores = grouped[:, :, :, start:stop].flatten(2, 3) @ key.mT * scaling
         unseen = ~attention_mask(start, stop).expand(-1, group, -1, -1).flatten(1, 2)[:, None]
         weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1, dtype=precise).nan_to_num()

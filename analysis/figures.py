@@ -1,15 +1,15 @@
-"""The papers' plots, with every checkpoint in each of them; matplotlib is imported when one is drawn."""
+"""The papers' plots, with every checkpoint in each of them. matplotlib is imported when a plot is drawn."""
 
 import io
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from resformer.analysis.claims import LIMITS, averages_depth
+from resformer.analysis.claims import THRESHOLDS
 from resformer.analysis.measuring import Analysis
 
 if TYPE_CHECKING:
@@ -18,14 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Plot", "plots", "require_matplotlib"]
 
-#: Told apart on white and on black, and by their markers without any colour.
+#: Markers tell the lines apart where colours do not.
 _COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04")
 _MARKERS = "os^Dv*"
-_DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))  # a later line does not hide one that it lies upon
-#: Up to so many columns, a map has its numbers in it.
+_DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))  # a line stays visible under a later one
+#: Maps of at most this many columns show their numbers.
 _ANNOTATED = 13
-#: Stands for the text's colour, which a page in the dark turns over.
-_INK = "#010203"
 _LINES = {
     "entropy": ("Attention entropy", "entropy of token importance (nats)", False),
     "first_importance": ("Importance of the first token", "share of what all tokens receive", False),
@@ -38,35 +36,21 @@ _LINES = {
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure and what it is called."""
+    """A figure and its file name without `.png`."""
 
     key: str
     title: str
     figure: "Figure"
 
+    @cached_property
     def png(self) -> bytes:
-        """Dark on white."""
         with _style(), io.BytesIO() as buffer:
             self.figure.savefig(buffer, format="png", dpi=160, facecolor="white", metadata={"Software": None})
             return buffer.getvalue()
 
-    def svg(self) -> str:
-        """An `<svg>` element to stand in a page, in the page's text colour, with identifiers of its own."""
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        with _style(), io.StringIO() as buffer:
-            self.figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-            drawing = buffer.getvalue()
-        drawing = drawing[drawing.index("<svg") :].replace(_INK, "currentColor")
-        used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', drawing))
-        drawing = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", drawing)
-        drawing = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{self.key}-", drawing)
-        head, _, rest = drawing.partition(">")
-        (box,) = re.findall(r'viewBox="[^"]*"', head)
-        return f'<svg {box} role="img" aria-label="{self.title}">{rest}'
-
 
 def require_matplotlib() -> None:
-    """Raises `ImportError`, with the way out, where there is none."""
+    """Raises an `ImportError` that says what to install if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -74,41 +58,40 @@ def require_matplotlib() -> None:
 
 
 def plots(analyses: Sequence[Analysis]) -> list[Plot]:
-    """All figures: a line per checkpoint in those by layer, a map per mixing matrix that is not plain Llama's."""
+    """All figures: one line per checkpoint in those by layer, one map per mixing matrix that is not plain Llama's."""
     require_matplotlib()
     with _style():
         drawn = [_lines(key, analyses) for key in _LINES]
         drawn.append(_positions(analyses))
-        for key, title, matrix, wanted in (
-            ("value_mixing", "Value mixing matrix M", "value_mixing_matrix", _mixes),
-            ("depth_mixing", "Depth mixing matrix D", "depth_mixing_matrix", averages_depth),
-        ):
-            if mixing := [analysis for analysis in analyses if wanted(analysis)]:
-                drawn.append(_maps(key, title, matrix, mixing))
+        for key, title in (("value_mixing", "Value mixing matrix M"), ("depth_mixing", "Depth mixing matrix D")):
+            if mixing := [analysis for analysis in analyses if not _is_plain(_matrix(analysis, key))]:
+                drawn.append(_maps(key, title, mixing))
     return drawn
 
 
-def _mixes(analysis: Analysis) -> bool:
-    return not np.array_equal(analysis.value_mixing_matrix, np.eye(analysis.layers))
+def _matrix(analysis: Analysis, key: str) -> np.ndarray:
+    return np.asarray(getattr(analysis, f"{key}_matrix"))
+
+
+def _is_plain(matrix: np.ndarray) -> bool:
+    """Whether it is plain Llama's: ones where row n reads layer n's values, or block n's output."""
+    rows, columns = matrix.shape
+    return np.array_equal(matrix, np.eye(rows, columns, k=columns - rows))
 
 
 def _style() -> Any:
     from matplotlib import rc_context
 
-    inked: Any = "text.color axes.edgecolor axes.labelcolor xtick.color ytick.color grid.color".split()
     return rc_context(
         {
-            **dict.fromkeys(inked, _INK),
             "axes.grid": True,
             "axes.spines.right": False,
             "axes.spines.top": False,
             "axes.titlelocation": "left",
             "font.family": "sans-serif",
             "font.size": 10,
-            "grid.alpha": 0.15,
+            "grid.alpha": 0.3,
             "legend.frameon": False,
-            "svg.fonttype": "none",
-            "svg.hashsalt": "resformer",
             "text.parse_math": False,  # a checkpoint's name may have a $
         }
     )
@@ -122,7 +105,7 @@ def _figure(width: float = 6.4, height: float = 3.8, columns: int = 1) -> tuple[
 
 
 def _each(analyses: Sequence[Analysis]) -> list[tuple[Analysis, dict[str, Any]]]:
-    """The analyses, and how the line of each looks."""
+    """The analyses, and matplotlib's arguments for the line of each."""
     return [
         (
             analysis,
@@ -147,14 +130,13 @@ def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
         axes.fill_between(layer, low, mean + deviation, color=look["color"], alpha=0.15, linewidth=0)
         axes.plot(layer, mean, **look, markersize=4, linewidth=1.6, label=analysis.name)
     if key in analyses[0].uniform:
-        axes.axhline(analyses[0].uniform[key], color=_INK, alpha=0.5, linestyle=":", label="if all attended alike")
+        axes.axhline(analyses[0].uniform[key], color="black", alpha=0.5, linestyle=":", label="uniform attention")
     if logarithmic:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(_short)
         axes.yaxis.set_minor_formatter(_few_decades(axes))
-        axes.axhline(
-            LIMITS[key][0], color=_INK, alpha=0.6, linestyle="--", label=f"the paper's limit, {LIMITS[key][0]:g}"
-        )
+        threshold = THRESHOLDS[key][0]
+        axes.axhline(threshold, color="black", alpha=0.6, linestyle="--", label=f"our threshold, {threshold:g}")
     return _finished(key, title, figure, axes, "layer", label)
 
 
@@ -182,14 +164,14 @@ def _finished(key: str, title: str, figure: "Figure", axes: "Axes", across: str,
     return Plot(key, title, figure)
 
 
-def _maps(key: str, title: str, field: str, analyses: Sequence[Analysis]) -> Plot:
+def _maps(key: str, title: str, analyses: Sequence[Analysis]) -> Plot:
     figure, row = _figure(4.8 * len(analyses), 4.2, len(analyses))
     for axes, analysis in zip(row, analyses, strict=True):
-        matrix = np.asarray(getattr(analysis, field))
+        matrix = _matrix(analysis, key)
         rows, columns = matrix.shape
         readable = np.tri(rows, columns, k=columns - rows, dtype=bool)
         gates = np.isnan(matrix)
-        shown = np.ma.masked_where(gates | ~readable, matrix)  # what a layer cannot read stays empty
+        shown = np.ma.masked_where(gates | ~readable, matrix)  # later layers cannot be read: left empty
         most = float(np.abs(shown).max()) or 1.0
         mesh = axes.pcolormesh(shown, cmap="RdBu_r", vmin=-most, vmax=most)
         if gates.any():
@@ -204,8 +186,8 @@ def _maps(key: str, title: str, field: str, analyses: Sequence[Analysis]) -> Plo
         axes.set_yticks(*_centres(rows))
         if columns <= _ANNOTATED:
             for (i, j), weight in np.ma.ndenumerate(shown):
-                ink = "white" if abs(weight) > 0.6 * most else "black"
-                axes.text(j + 0.5, i + 0.5, f"{weight:.2g}", ha="center", va="center", fontsize=7, color=ink)
+                colour = "white" if abs(weight) > 0.6 * most else "black"
+                axes.text(j + 0.5, i + 0.5, f"{weight:.2g}", ha="center", va="center", fontsize=7, color=colour)
         figure.colorbar(mesh, ax=axes, shrink=0.8)
     return Plot(key, title, figure)
 
@@ -221,7 +203,7 @@ def _short(value: float, position: int | None = None) -> str:
 
 
 def _few_decades(axes: "Axes") -> Callable[[float, int | None], str]:
-    """Labels 2 and 5 between the powers of ten where there are few of those."""
+    """Labels 2 and 5 between the powers of ten on an axis of few decades."""
 
     def label(value: float, position: int | None = None) -> str:
         low, high = axes.get_ylim()

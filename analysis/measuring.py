@@ -1,7 +1,7 @@
-"""`analyze`: what happens between the tokens of a trained model, layer by layer, over a stream of texts.
+"""`analyze`: attention, value states and hidden states of a trained model, layer by layer, averaged over texts.
 
-After "Value Residual Learning" (arXiv 2410.17897): attention concentration, value-state drains, hidden-state peaks,
-and the over-smoothing that NeuTRENO (arXiv 2312.00751) is about.
+Definitions follow "Value Residual Learning" (arXiv 2410.17897), for attention concentration, value-state drains and
+hidden-state peaks, and NeuTRENO (arXiv 2312.00751), for over-smoothing.
 """
 
 import os
@@ -17,7 +17,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from resformer.analysis.attention import IMPLEMENTATION
-from resformer.analysis.running import Running
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
 from resformer.errors import CheckpointError, brief
@@ -40,13 +39,13 @@ DEFINITIONS = {
     "similarity": "Mean cosine between the hidden states X_{n+1} of different tokens; 1 means over-smoothing.",
 }
 _NAMES = list(DEFINITIONS)
-#: So many positions have their importance reported one by one.
+#: The importance of this many first positions is reported one by one.
 _POSITIONS = 64
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What the texts show of one model. Means and deviations are over texts, each of them counting alike."""
+    """The quantities of one model. Means and standard deviations are over texts, all with the same weight."""
 
     name: str
     checkpoint: str | None  # a folder or a Hub id; None for a model in memory
@@ -61,24 +60,23 @@ class Analysis:
     skipped: int  # texts of fewer than two tokens
     quantities: dict[str, dict[str, list[float]]]  # name in DEFINITIONS -> "mean" and "deviation", per layer
     importance_by_position: list[list[float]]  # per layer, the mean a'_j of the first 64 positions
-    uniform: dict[str, float]  # the importance's quantities if all attended alike to all that they may see
-    value_mixing_matrix: list[list[float]]  # (N, N); NaN where a gate decides
+    uniform: dict[str, float]  # the quantities of importance under uniform attention to all visible tokens
+    value_mixing_matrix: list[list[float]]  # (N, N); NaN where a gate decides for each token
     depth_mixing_matrix: list[list[float]]  # (N, N + 1)
     neutreno_lambda: float
-    shares: bool  # layers read others' keys or values
+    shares: bool  # some layers read the keys or values of others
 
     def mean(self, quantity: str) -> list[float]:
         """Per layer."""
         return self.quantities[quantity]["mean"]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no NaN: `None` in its place."""
+        """For JSON, which has no NaN: `None` stands in its place."""
         return _without_nan(asdict(self))
 
     @property
     def warnings(self) -> list[str]:
-        told = f"{self.name}: texts left out for having fewer than two tokens: {self.skipped}"
-        return [told] if self.skipped else []
+        return [f"{self.name}: texts of fewer than two tokens left out: {self.skipped}"] if self.skipped else []
 
 
 def analyze(
@@ -92,24 +90,25 @@ def analyze(
     dtype: torch.dtype = torch.float32,
     progress: Callable[[], object] = lambda: None,
 ) -> Analysis:
-    """Measures `DEFINITIONS` in each layer, a text at a time.
+    """Measures `DEFINITIONS` in each layer, one text at a time.
 
-    Memory does not grow with the number of texts, nor with the square of their length.
+    Memory does not grow with the square of a text's length, and by a few kilobytes with each text.
 
     Args:
-        model: a model, or the folder or Hub id of a checkpoint: ResFormer's, or any decoder whose `layers[i].self_attn`
-            goes through Transformers' attention interface. Of a checkpoint, safetensors alone are read and no code is
-            run.
-        texts: strings, or token ids as they are.
-        tokenizer: of the strings; of a checkpoint by default its own.
-        max_tokens: the rest of a text is left out.
-        name: what reports call it; the checkpoint's last part by default.
-        device, dtype: where and in what a checkpoint is run; an accelerator if there is one, float32.
+        model: a model, or the folder or Hub id of a checkpoint: a ResFormer, or any decoder whose `layers[i].self_attn`
+            goes through Transformers' attention interface. Checkpoints are read from safetensors only, and none of
+            their code is run.
+        texts: strings, or sequences of token ids.
+        tokenizer: for the strings; default: the checkpoint's.
+        max_tokens: longer texts are truncated.
+        name: the name in reports; default: the last part of the checkpoint's path or id.
+        device: where a checkpoint is run; default: an accelerator if there is one.
+        dtype: the dtype that a checkpoint is run in.
         progress: called after each text.
 
     Raises:
-        CheckpointError: it cannot be loaded, is no such decoder, or gives numbers that are none.
-        ValueError: there is no text of two tokens, a string and no tokenizer, or `max_tokens` is below two.
+        CheckpointError: the checkpoint cannot be loaded, is no such decoder, or gives NaN or infinity.
+        ValueError: no text has two tokens, there are strings but no tokenizer, or `max_tokens` is below two.
     """
     if max_tokens < 2:
         raise ValueError(f"max_tokens={max_tokens}: a first token and another one are needed.")
@@ -123,85 +122,94 @@ def analyze(
     name = name or (os.path.basename(os.path.normpath(checkpoint)) if checkpoint else type(model).__name__)
     base = model.base_model
     layers = _layers(base, name)
-    values, positions, uniform = Running(len(layers), len(_NAMES)), Running(len(layers), _POSITIONS), Running(3)
-    count = tokens = skipped = 0
+    per_text: list[np.ndarray] = []  # (layers, quantities) each
+    importances: list[np.ndarray] = []  # (layers, positions) each
+    lengths: list[int] = []
+    skipped = 0
     with _measured(model, layers) as measure:
         for text in texts:
             ids = _ids(text, tokenizer, max_tokens)
             if len(ids) < 2:
                 skipped += 1
                 continue
-            measured, importance = measure(ids)
-            if not np.isfinite(measured).all():
-                layer, which = np.argwhere(~np.isfinite(measured))[0]
+            values, importance = measure(ids)
+            if not np.isfinite(values).all():
+                layer, which = np.argwhere(~np.isfinite(values))[0]
                 raise CheckpointError(
-                    f"{name}: {_NAMES[which]} of layer {layer} is {measured[layer, which]} on text {count + skipped}; "
-                    "is it a trained model, and is its dtype wide enough?"
+                    f"{name}: {_NAMES[which]} of layer {layer} is {values[layer, which]} on text "
+                    f"{len(lengths) + skipped}; is it a trained model, and is its dtype wide enough?"
                 )
-            values.add(measured)
-            positions.add(importance)
-            uniform.add(_uniform(len(ids)))
-            count, tokens = count + 1, tokens + len(ids)
+            per_text.append(values)
+            importances.append(importance)
+            lengths.append(len(ids))
             progress()
-    if not count:
+    if not lengths:
         raise ValueError(f"{name}: there is no text of at least two tokens ({skipped} shorter ones).")
+    stacked = np.stack(per_text)
+    deviation = stacked.std(axis=0, ddof=1) if len(lengths) > 1 else np.full(stacked.shape[1:], np.nan)
+    positions = np.full((len(lengths), len(layers), min(max(lengths), _POSITIONS)), np.nan)
+    for row, importance in zip(positions, importances, strict=True):
+        row[:, : importance.shape[1]] = importance
     config = model.config
-    ours = isinstance(config, ResFormerConfig)
+    connected = isinstance(config, ResFormerConfig)
     plain = torch.eye(len(layers), len(layers) + 1).roll(1, dims=1)
     return Analysis(
         name=name,
         checkpoint=checkpoint,
         model_type=config.model_type,
-        method=method_of(config) if ours else "transformer",
+        method=method_of(config) if connected else "transformer",
         layers=len(layers),
         parameters=model.num_parameters(),
         dtype=str(model.dtype).removeprefix("torch."),
         device=model.device.type,
-        texts=count,
-        tokens=tokens,
+        texts=len(lengths),
+        tokens=sum(lengths),
         skipped=skipped,
         quantities={
-            quantity: {"mean": mean.tolist(), "deviation": deviation.tolist()}
-            for quantity, mean, deviation in zip(_NAMES, values.mean.T, values.deviation().T, strict=True)
+            quantity: {"mean": stacked[..., i].mean(axis=0).tolist(), "deviation": deviation[:, i].tolist()}
+            for i, quantity in enumerate(_NAMES)
         },
-        importance_by_position=positions.mean[:, positions.count > 0].tolist(),
-        uniform=dict(zip(_NAMES[:3], uniform.mean.tolist(), strict=True)),
-        value_mixing_matrix=(base.value_mixing_matrix() if ours else torch.eye(len(layers))).tolist(),
-        depth_mixing_matrix=(base.depth_mixing_matrix() if ours else plain).tolist(),
-        neutreno_lambda=config.neutreno_lambda if ours else 0.0,
-        shares=ours and (config.value_sources is not None or config.key_sources is not None),
+        importance_by_position=np.nanmean(positions, axis=0).tolist(),
+        uniform=dict(zip(_NAMES[:3], np.mean([_uniform(length) for length in lengths], axis=0).tolist(), strict=True)),
+        value_mixing_matrix=(base.value_mixing_matrix() if connected else torch.eye(len(layers))).tolist(),
+        depth_mixing_matrix=(base.depth_mixing_matrix() if connected else plain).tolist(),
+        neutreno_lambda=config.neutreno_lambda if connected else 0.0,
+        shares=connected and (config.value_sources is not None or config.key_sources is not None),
     )
 
 
-def of_importance(importance: torch.Tensor) -> torch.Tensor:
-    """Entropy, share of the first token, and its ratio to the others' mean, of a', `(tokens,)`."""
+def _importance_quantities(importance: torch.Tensor) -> torch.Tensor:
+    """Entropy, the first token's share, and its ratio to the others' mean, from a', `(tokens,)`."""
     return torch.stack([torch.special.entr(importance).sum(), importance[0], importance[0] / importance[1:].mean()])
 
 
-def of_norms(states: torch.Tensor) -> torch.Tensor:
-    """Norm of the first token's state, mean norm of the others', and their ratio, of `(tokens, width)`."""
+def _norm_quantities(states: torch.Tensor) -> torch.Tensor:
+    """The norm of the first token's state, the others' mean norm, and their ratio, from `(tokens, width)`."""
     norms = states.norm(dim=-1)
     return torch.stack([norms[0], norms[1:].mean(), norms[0] / norms[1:].mean()])
 
 
-def similarity(states: torch.Tensor) -> torch.Tensor:
-    """Mean cosine between different tokens' states, `(tokens, width)`: |sum of unit vectors|^2 has each pair twice."""
+def _similarity(states: torch.Tensor) -> torch.Tensor:
+    """Mean cosine between different tokens' states, `(tokens, width)`.
+
+    |sum of unit vectors|^2 is the sum of all cosines, each pair twice, and each token's with itself.
+    """
     tokens = len(states)
     units = nn.functional.normalize(states, dim=-1)
     return (units.sum(dim=0).square().sum() - units.square().sum()) / (tokens * (tokens - 1))
 
 
 def _uniform(tokens: int) -> np.ndarray:
-    """`of_importance` if token i gave 1/(i+1) to itself and each of those before it."""
+    """`_importance_quantities` if token i gave 1/(i+1) to itself and to each token before it."""
     received = (1 / torch.arange(1, tokens + 1, dtype=torch.float64)).flip(0).cumsum(0).flip(0)
-    return of_importance(received / tokens).numpy()
+    return _importance_quantities(received / tokens).numpy()
 
 
 @contextmanager
 def _measured(
     model: PreTrainedModel, layers: Sequence[nn.Module]
 ) -> Iterator[Callable[[list[int]], tuple[np.ndarray, np.ndarray]]]:
-    """A function from token ids to the quantities, `(layers, quantities)`, and the first positions' importance."""
+    """A function from token ids to the quantities, `(layers, quantities)`, and importance, `(layers, positions)`."""
     base, was, training = model.base_model, model.config._attn_implementation, model.training
     attention: dict[int, torch.Tensor] = {}
     hidden: dict[int, torch.Tensor] = {}
@@ -210,13 +218,13 @@ def _measured(
     def take_attention(layer: int, importance: torch.Tensor, value: torch.Tensor) -> None:
         share = importance[0] / importance[0].sum()
         states = value[0].transpose(0, 1).flatten(1).to(share.dtype)
-        attention[layer] = torch.cat([of_importance(share), of_norms(states)])
+        attention[layer] = torch.cat([_importance_quantities(share), _norm_quantities(states)])
         shares[layer] = share[:_POSITIONS]
 
     def take_hidden(layer: int, output: Any) -> None:
         states = (output if isinstance(output, torch.Tensor) else output[0])[0]
         states = states.to(torch.promote_types(states.dtype, torch.float32))
-        hidden[layer] = torch.cat([of_norms(states), similarity(states)[None]])
+        hidden[layer] = torch.cat([_norm_quantities(states), _similarity(states)[None]])
 
     def measure(ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
         with torch.inference_mode():
@@ -231,8 +239,9 @@ def _measured(
                 f"{type(model).__name__}: the attention of layer {missing[0]} does not go through Transformers' "
                 "attention interface."
             )
-        rows = [torch.cat([attention[n].cpu(), hidden[n].cpu()]).double() for n in range(len(layers))]
-        return torch.stack(rows).numpy(), torch.stack([shares[n].cpu().double() for n in range(len(layers))]).numpy()
+        rows = [torch.cat([attention[n].cpu(), hidden[n].cpu()]) for n in range(len(layers))]
+        importance = [shares[n].cpu() for n in range(len(layers))]
+        return np.stack([row.double().numpy() for row in rows]), np.stack([row.double().numpy() for row in importance])
 
     hooks = [
         layer.register_forward_hook(lambda module, args, output, n=n: take_hidden(n, output))
@@ -265,7 +274,7 @@ def _load(checkpoint: str, dtype: torch.dtype, device: str | torch.device | None
         )
     except ImportError:
         raise
-    except Exception as error:  # Transformers and safetensors raise nearly anything for a bad file
+    except Exception as error:  # Transformers and safetensors raise many types of exceptions for a bad file
         raise CheckpointError(f"{checkpoint}: cannot be loaded: {brief(error)}") from error
     if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(f"{checkpoint}: {missing[0]} is missing, with {len(missing) - 1} other tensors.")
@@ -273,7 +282,7 @@ def _load(checkpoint: str, dtype: torch.dtype, device: str | torch.device | None
 
 
 class _LazyTokenizer:
-    """A checkpoint's tokenizer, loaded at the first string: token ids need none."""
+    """A checkpoint's tokenizer, loaded at the first string: texts of token ids need none."""
 
     def __init__(self, source: str):
         self.source = source
@@ -285,8 +294,8 @@ class _LazyTokenizer:
                 self._loaded = AutoTokenizer.from_pretrained(self.source, trust_remote_code=False)
             except Exception as error:  # as above
                 raise CheckpointError(
-                    f"{self.source}: has no tokenizer that Transformers reads: {brief(error)} Name another one's with "
-                    "--tokenizer (tokenizer=)."
+                    f"{self.source}: has no tokenizer that Transformers can load: {brief(error)} Name another "
+                    "checkpoint's with --tokenizer (tokenizer=)."
                 ) from error
         return self._loaded(text, **kwargs)
 

@@ -1,18 +1,18 @@
-"""The HTML page of a report: what the numbers say in words, the figures, then every number. No script, no resource."""
+"""The HTML page of a report: a summary in words, the figures, then every number, all in one file without scripts."""
 
+from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from resformer.analysis.claims import MOVED
 from resformer.analysis.figures import Plot
 
 __all__ = ["number", "page"]
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --paper: #f6f7f9; --card: #fff; --line: #dde2e9;
-  --good: #12714a; --bad: #b3341f; --tint: #eef2f7; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e7ebf0; --soft: #9aa6b5; --paper: #11151b; --card: #1a2029;
-  --line: #2d3643; --good: #5fd3a2; --bad: #ff9b85; --tint: #232b36; } }
+:root { --ink: #1c2430; --soft: #5b6675; --paper: #f6f7f9; --card: #fff; --line: #dde2e9; --good: #12714a;
+  --bad: #b3341f; --tint: #eef2f7; }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
 main { max-width: 84rem; margin: auto; padding: 2.5rem clamp(1rem, 4vw, 3rem) 4rem; }
@@ -25,9 +25,9 @@ p { max-width: 46rem; margin: .4rem 0; }
   padding: 1rem 1.1rem; min-width: 0; }
 .card h3 { margin: 0 0 .4rem; overflow-wrap: anywhere; }
 .card ul { margin: 0; padding-left: 1.1rem; }
-figure svg { display: block; width: 100%; height: auto; }
+figure img { display: block; width: 100%; height: auto; }
 figure.wide { grid-column: 1 / -1; }
-figure.wide svg { max-height: 34rem; }
+figure.wide img { max-height: 34rem; object-fit: contain; }
 figcaption { font-size: .92rem; padding-top: .6rem; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .8rem; background: var(--card); }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; }
@@ -44,38 +44,39 @@ dd { margin: 0; color: var(--soft); max-width: 60rem; }
 code { font: .88em ui-monospace, monospace; overflow-wrap: anywhere; }
 """
 
-#: Figure -> what it shows; what the checkpoints' numbers say is added.
+#: Figure -> the first sentences of its caption; the range of each checkpoint's numbers follows.
 _CAPTIONS = {
     "entropy": "How widely attention is spread: low where a few tokens receive nearly all of it.",
     "first_importance": "The share of all attention that goes to the first token; a high share is an attention sink.",
     "importance_ratio": "The same against what another token receives on average. Causal attention favours early "
-    "tokens by itself, which the dotted line shows.",
+    "tokens by itself: the dotted line is uniform attention.",
     "value_norm_ratio": "The length of the first token's value state V' against the others'. Far below 1 is a "
     "value-state drain: the token is attended to, and gives nothing.",
     "hidden_norm_ratio": "The length of the first token's hidden state against the others'. Far above 1 is a "
     "hidden-state peak.",
-    "similarity": "How alike the hidden states of different tokens are. Near 1, tokens can hardly be told apart.",
-    "importance_by_position": "What each early token receives, in the layer where the first stands out most.",
+    "similarity": "How similar the hidden states of different tokens are. Near 1, tokens are hardly distinct.",
+    "importance_by_position": "What each early token receives, in the layer where the first receives most.",
     "value_mixing": "The values a layer attends to are V'_n = sum_m M[n, m] V_m; the identity is plain Llama. Grey: a "
     "gate decides for each token.",
     "depth_mixing": "Block n + 1 reads Y_n = sum_j D[n, j] X_j; plain Llama has 1 right of the diagonal, 0 elsewhere.",
 }
-_VERDICT = {
+_AGREEMENT = {
     True: ", as the paper says of such a model",
-    False: ", where the paper says otherwise of such a model",
+    False: "; the paper says otherwise of such a model",
     None: "",
 }
+_OUTCOME = {True: ("holds", "holds"), False: ("does not hold", "breaks"), None: ("no finding", "soft")}
 
 
 def number(value: float | None) -> str:
-    """As the page and the terminal show a number: three digits, or what is before the point."""
+    """A number as the page and the terminal show it: three digits, or all of them before the point."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def page(report: dict[str, Any], plots: Sequence[Plot]) -> str:
-    """The page, from `Report.as_dict()`: it shows no number that is not in there."""
+    """The page, from `Report.as_dict()` and the figures."""
     checkpoints = report["checkpoints"]
     names = ", ".join(checkpoint["name"] for checkpoint in checkpoints)
     figures = "\n".join(_figure(plot, checkpoints) for plot in plots)
@@ -89,17 +90,19 @@ def page(report: dict[str, Any], plots: Sequence[Plot]) -> str:
 </head>
 <body>
 <main>
-<h1>Where attention goes, and what it finds there</h1>
+<h1>Attention, value states and hidden states by layer</h1>
 <p class="soft">Attention concentration, value-state drains, hidden-state peaks and over-smoothing, layer by layer, as
-"Value Residual Learning" defines them. Layers are counted from 0; lines are means over texts, bands one standard
+"Value Residual Learning" defines them. Layers are counted from 0. Lines are means over texts, bands one standard
 deviation.</p>
-<h2>In short</h2>
+<h2>Summary</h2>
 <div class="cards">
 {"".join(_summary(checkpoint) for checkpoint in checkpoints)}
 </div>
-<h2>The papers' claims</h2>
-<p class="soft">Said of models trained from scratch, of ResFormer and of DenseFormer; each with the number of the layer
-that is furthest on the wrong side.</p>
+<h2>The papers' claims, by our thresholds</h2>
+<p class="soft">The papers speak of models trained from scratch and give no limits: the numbers 10, 0.5 and 3 are this
+package's. Each verdict names the layer that is closest to the threshold, or furthest beyond it. "No finding": no
+checkpoint of this report crosses the threshold, as is usual with short texts or little training. A model whose
+mixing coefficients are all within {MOVED} of plain Llama's is judged as a Transformer.</p>
 <div class="scroll">{_claims(report)}</div>
 <h2>Layer by layer</h2>
 <div class="cards">
@@ -107,10 +110,10 @@ that is furthest on the wrong side.</p>
 </div>
 <h2>All numbers</h2>
 {"".join(_numbers(checkpoint) for checkpoint in checkpoints)}
-<details><summary>What the names mean</summary><dl>
+<details><summary>Definitions</summary><dl>
 {"".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in report["definitions"].items())}
 </dl></details>
-<details><summary>How this was made</summary>
+<details><summary>Command and versions</summary>
 <p><code>{escape(report["command"] or "resformer.analysis.write_report")}</code></p>
 <p class="soft">{", ".join(f"{escape(name)} {escape(version)}" for name, version in report["versions"].items())}</p>
 </details>
@@ -128,14 +131,16 @@ def _summary(checkpoint: dict[str, Any]) -> str:
     entropy, entropy_layer = _extreme(means["entropy"], min)
     alike, alike_layer = _extreme(means["similarity"], max)
     method = f", method {checkpoint['method']}" if checkpoint["model_type"] == "resformer" else ""
+    if checkpoint["judged_as"] == "transformer" and checkpoint["method"] != "transformer":
+        method += ", judged as a Transformer"
     lines = [
         f"The first token receives at most {number(sink)} times what another does (layer {sink_layer}); it would "
-        f"be {number(checkpoint['uniform']['importance_ratio'])} if all attended alike.",
+        f"be {number(checkpoint['uniform']['importance_ratio'])} with uniform attention.",
         f"Its value state is at least {number(drain)} times as long as the others' (layer {drain_layer}), its hidden "
         f"state at most {number(peak)} times (layer {peak_layer}).",
-        f"Attention is most concentrated in layer {entropy_layer}: entropy {number(entropy)}; if all attended alike, "
-        f"{number(checkpoint['uniform']['entropy'])}.",
-        f"Tokens are most alike after layer {alike_layer}: similarity {number(alike)}.",
+        f"Attention is most concentrated in layer {entropy_layer}: entropy {number(entropy)}; with uniform "
+        f"attention, {number(checkpoint['uniform']['entropy'])}.",
+        f"Tokens are most similar after layer {alike_layer}: {number(alike)}.",
     ]
     return f"""<section class="card"><h3>{escape(checkpoint["name"])}</h3>
 <p class="soft">{escape(checkpoint["model_type"])}{escape(method)}: {checkpoint["layers"]} layers,
@@ -158,23 +163,24 @@ def _claims(report: dict[str, Any]) -> str:
 
 def _verdict(verdict: dict[str, Any] | None) -> str:
     if verdict is None:
-        return '<td class="soft">no such weights</td>'
+        return '<td class="soft">not judged</td>'
     where = "" if verdict["layer"] is None else f" in layer {verdict['layer']}"
     agrees = None if verdict["expected"] is None else verdict["expected"] == verdict["holds"]
-    word, style = ("holds", "holds") if verdict["holds"] else ("does not hold", "breaks")
+    word, style = _OUTCOME[verdict["holds"]]
     return (
         f'<td><span class="{style}">{word}</span>: {number(verdict["value"])}{where}; {escape(verdict["detail"])}'
-        f"{_VERDICT[agrees]}</td>"
+        f"{_AGREEMENT[agrees]}</td>"
     )
 
 
 def _figure(plot: Plot, checkpoints: Sequence[dict[str, Any]]) -> str:
-    said = "".join(f" {escape(one['name'])}: {_said(plot.key, one)}." for one in checkpoints)
+    ranges = "".join(f" {escape(one['name'])}: {_range(plot.key, one)}." for one in checkpoints)
     style = ' class="wide"' if plot.key.endswith("_mixing") else ""
-    return f"<figure{style}>{plot.svg()}<figcaption>{escape(_CAPTIONS[plot.key])}{said}</figcaption></figure>"
+    image = f'<img alt="{plot.title}" src="data:image/png;base64,{b64encode(plot.png).decode()}">'
+    return f"<figure{style}>{image}<figcaption>{escape(_CAPTIONS[plot.key])}{ranges}</figcaption></figure>"
 
 
-def _said(key: str, checkpoint: dict[str, Any]) -> str:
+def _range(key: str, checkpoint: dict[str, Any]) -> str:
     if key == "importance_by_position":
         layer = _extreme(checkpoint["quantities"]["importance_ratio"]["mean"], max)[1]
         first, second = checkpoint["importance_by_position"][layer][:2]

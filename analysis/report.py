@@ -1,4 +1,4 @@
-"""One or several analyses as files: analysis.json, PNG figures, and report.html, which stands alone."""
+"""Writes one or several analyses as analysis.json, PNG figures, and report.html, which needs no other file."""
 
 import json
 import platform
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from resformer.analysis.claims import CLAIMS, DEPTH_CLAIMS, judge
+from resformer.analysis.claims import CLAIMS, DEPTH_CLAIMS, judge, paper_model
 from resformer.analysis.figures import plots, require_matplotlib
 from resformer.analysis.measuring import DEFINITIONS, Analysis
 from resformer.analysis.page import page
@@ -22,10 +22,10 @@ __all__ = ["Report", "write_report"]
 
 @dataclass(frozen=True)
 class Report:
-    """Analyses laid side by side.
+    """Analyses to be shown side by side.
 
     Args:
-        command: what made it, for who wants to make it again.
+        command: the command line to print in the report.
     """
 
     analyses: Sequence[Analysis]
@@ -36,9 +36,12 @@ class Report:
         return [warning for analysis in self.analyses for warning in analysis.warnings]
 
     def as_dict(self) -> dict[str, Any]:
-        """All numbers, what they mean, and what made them."""
+        """All numbers, their definitions, the command and the versions."""
         return {
-            "checkpoints": [{**analysis.as_dict(), "claims": judge(analysis)} for analysis in self.analyses],
+            "checkpoints": [
+                {**analysis.as_dict(), "judged_as": paper_model(analysis), "claims": verdicts}
+                for analysis, verdicts in zip(self.analyses, judge(self.analyses), strict=True)
+            ],
             "claims": {**CLAIMS, **DEPTH_CLAIMS},
             "command": self.command,
             "definitions": DEFINITIONS,
@@ -52,19 +55,19 @@ class Report:
 
 
 def write_report(report: Report, folder: Path, *, force: bool = False) -> None:
-    """Writes analysis.json, the figures as PNG and report.html, all of them or nothing.
+    """Writes analysis.json, the figures as PNG and report.html to `folder`, all of them or nothing.
 
     Raises:
-        ImportError: there is no matplotlib.
-        CheckpointError: `folder` is not empty and `force` is not set.
-        OutputError: it cannot be written.
+        ImportError: matplotlib is not installed.
+        CheckpointError: `folder` is not empty and `force` is not set, or holds anything but an earlier report.
+        OutputError: a file cannot be written.
     """
     require_matplotlib()
-    check_target(folder, None, force=force)
-    drawn = plots(report.analyses)
-    values = report.as_dict()
+    checkpoints = [analysis.checkpoint for analysis in report.analyses if analysis.checkpoint is not None]
+    check_target(folder, *checkpoints, mark="analysis.json", force=force)
+    figures, values = plots(report.analyses), report.as_dict()
     with replacing(folder, force=force) as partial:
         write_text(partial / "analysis.json", json.dumps(values, indent=1, allow_nan=False) + "\n")
-        write_text(partial / "report.html", page(values, drawn))
-        for plot in drawn:
-            (partial / f"{plot.key}.png").write_bytes(plot.png())
+        write_text(partial / "report.html", page(values, figures))
+        for plot in figures:
+            (partial / f"{plot.key}.png").write_bytes(plot.png)

@@ -25,9 +25,10 @@ def read_texts(files: Iterable[Path], *, texts: int, max_tokens: int) -> Iterato
 
 def standard_texts(texts: int) -> Iterator[str]:
     """The first `texts` held-out files of the standard library: what every machine has."""
-    from resformer.training.corpus import standard_library  # imports `datasets`
+    from resformer.training.data import STANDARD_HELD_OUT, is_held_out, standard_library  # imports `datasets`
 
-    return islice(standard_library(held_out=True), texts)
+    held_out = (file["text"] for file in standard_library() if is_held_out(file["group"], STANDARD_HELD_OUT))
+    return islice(held_out, texts)
 
 
 def _cut(file: Path, size: int) -> Iterator[str]:

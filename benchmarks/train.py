@@ -38,8 +38,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import resformer
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+from resformer.training.memory import peak_allocation
 from resformer.training.optimizer import is_connection
-from resformer.training.study.flops import peak_allocation
 
 SHAPES: dict[str, dict[str, Any]] = {
     "12 x 512": {

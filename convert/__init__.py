@@ -1,12 +1,16 @@
 """Checkpoints in, checkpoints out: retrofits of Llama-style checkpoints, and back.
 
-source      finds a checkpoint: a folder, a GGUF file, the Hub
-reading     the reader: a folder to a table of its tensors, nothing believed
-families    the table of families that the decoder expresses exactly
-planning    the plan: which files go along whole, which are written anew
-writing     the writer: carries a plan out, all or nothing
-verification    the verifier: reads the result back and compares bytes and logits
-conversion  the four of them in order; retrofitting, reverting, bundling, verifying and inspection say what is done
+A checkpoint goes through five rooms, in this order; imports run the other way.
+
+read    source: a folder, a GGUF file or the Hub; first the configuration, then the weights' headers
+        (reading, safetensors_format, gguf_format, pickle_format, loading)
+decide  retrofitting, reverting, bundling: from the source and the options to one `deciding.Decision`
+        (families: configurations of other families; connections: the added parameters)
+plan    planning: which files are carried whole, which are written anew
+write   writing (casting: a change of dtype)
+verify  verification: reads the result back, compares bytes and logits
+
+conversion runs the last three. verifying and inspection read, and write nothing.
 """
 
 from typing import TYPE_CHECKING, Any

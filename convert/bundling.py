@@ -2,35 +2,25 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from resformer.configuration import ResFormerConfig
 from resformer.convert.connections import expected_shapes
-from resformer.convert.conversion import (
-    Conversion,
-    Outcome,
-    Verify,
-    carry_out,
-    check_tensors,
-    check_verify,
-    dominant_dtype,
-    foretell,
-)
-from resformer.convert.planning import Plan, plan_shards
+from resformer.convert.conversion import Options, Report, carry_out
+from resformer.convert.deciding import Decision, check_tensors
 from resformer.convert.reading import SideFile
-from resformer.convert.source import open_source
-from resformer.convert.verification import LogitsComparison
-from resformer.convert.writing import Transfer
+from resformer.convert.source import OpenedSource, open_source
 from resformer.errors import CheckpointError, shown
 from resformer.files import check_target
 from resformer.record import RECORD
 from resformer.untrusted import regular_file
 from resformer.version import __version__
 
-__all__ = ["AUTO_MAP", "BundleReport", "bundle", "remote_code"]
+__all__ = ["AUTO_MAP", "BundleReport", "bundle", "config_with_code", "remote_code"]
 
 _CONFIGURATION, _MODELING = "configuration_resformer", "modeling_resformer"
 _CAUSAL_LM = "ResFormerForCausalLM"
@@ -53,40 +43,16 @@ _HEAD = """\
 _REGISTER = '\n{name}.register_for_auto_class("{auto_class}")\n'
 
 
-@dataclass(frozen=True)
-class BundleReport:
-    """What a bundling did, or would do (`verified` is then `""` and `verification` `None`)."""
+@dataclass(frozen=True, kw_only=True)
+class BundleReport(Report):
+    """What a bundling did, or would do."""
 
-    source: str
-    revision: str | None
-    output: str
     code: dict[str, int]  # file that was added -> its bytes
     auto_map: dict[str, str]  # in config.json
-    tensors: int
-    carried_files: int
-    written_files: int
-    transfer: Transfer
-    verified: str
-    verification: LogitsComparison | None = None
-    left_behind: list[str] = field(default_factory=list)  # files, and keys of config.json, that do not go along
-    warnings: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
-        return asdict(self)
 
 
 def bundle(
-    source: str | Path,
-    output: str | Path,
-    *,
-    force: bool = False,
-    dry_run: bool = False,
-    revision: str | None = None,
-    link: bool = False,
-    verify: Verify = "auto",
-    durable: bool = False,
-    progress: bool = True,
+    source: str | Path, output: str | Path, *, force: bool = False, revision: str | None = None, **options: Any
 ) -> BundleReport:
     """Writes the ResFormer checkpoint `source` with its code, so that it loads where this package is not installed.
 
@@ -97,74 +63,60 @@ def bundle(
     Args:
         source: a folder or a Hub id; a bundle may be bundled again, with the code of this version.
         output: a new or empty folder.
-        force, dry_run, revision, link, verify, durable, progress: as for `resformer.retrofit`.
+        force, revision: as for `resformer.retrofit`.
+        options: `dry_run`, `link`, `verify`, `durable`, `max_shard_size`, `progress`, as for `resformer.retrofit`.
 
     Raises:
         CheckpointError: the source is no causal language model of ours, or `output` is in the way.
         OutputError, VerificationError: as for `resformer.retrofit`.
     """
-    check_verify(verify)
+    how = Options(force=force, **options)
     target = Path(output).expanduser()
-    check_target(target, None, force=force)
-    opened = open_source(source, revision, ours=True)
-    check_target(target, opened.folder, force=force)
-    if not isinstance(opened.config, ResFormerConfig):
-        raise CheckpointError(
-            f"{opened.name}: is a checkpoint of {opened.config.model_type!r}, which Transformers loads by itself. "
-            "`resformer convert` gives it connections."
-        )
-    checkpoint = opened.checkpoint
-    if (found := checkpoint.config.get("architectures", [_CAUSAL_LM])) != [_CAUSAL_LM]:
-        raise CheckpointError(
-            f"{opened.name}: config.json has architectures={shown(found)}; only {_CAUSAL_LM} can be bundled. Train the "
-            "other heads from a bundle, with trust_remote_code=True: what that saves holds the code."
-        )
-    tied, notes = check_tensors(opened, expected_shapes(opened.config))
-    config = {key: value for key, value in checkpoint.config.items() if key not in opened.dropped_config}
-    if opened.config.tie_word_embeddings and not tied:
-        config["tie_word_embeddings"] = False
+    check_target(target, source, mark=f"{_CONFIGURATION}.py", force=force)
+    opened = open_source(source, revision, resformer=True)
+    known = {key: value for key, value in opened.raw_config.items() if key not in opened.dropped_config}
+    config = config_with_code({"model_type": opened.config.model_type, **known}, opened.name)
     code = remote_code()
-    more = [_side_file(opened.folder, name) for name in ("README.md", RECORD) if (opened.folder / name).exists()]
-    plan = Plan(
-        plan_shards(checkpoint.shards),
-        (*checkpoint.side_files, *more),
-        json.dumps({**config, "auto_map": AUTO_MAP}, indent=2, sort_keys=True) + "\n",
-    )
-    conversion = Conversion(
-        opened,
-        plan,
-        target,
-        dominant_dtype(checkpoint),
-        exact=True,
-        link=link,
-        force=force,
-        verify=verify,
-        durable=durable,
-        progress=progress,
+    report = carry_out(_decide(opened.fetch(), config), target, how, lambda report, weight_files: code)
+    # Code of an older version is replaced, not left behind; its auto_map too.
+    left_behind = [name for name in report.left_behind if name not in {*code, "config.json: auto_map"}]
+    sizes = {name: len(text.encode()) for name, text in code.items()}
+    return BundleReport(**{**vars(report), "left_behind": left_behind}, code=sizes, auto_map=AUTO_MAP)
+
+
+def _decide(source: OpenedSource, config: dict[str, Any]) -> Decision:
+    """The source with its own model card and conversion record, and `config` as its config.json."""
+    assert isinstance(source.config, ResFormerConfig)
+    tied, warnings = check_tensors(source, expected_shapes(source.config))
+    if source.config.tie_word_embeddings and not tied:
+        config = {**config, "tie_word_embeddings": False}
+    names = [name for name in ("README.md", RECORD) if (source.folder / name).exists()]
+    return Decision(
+        source=source,
+        config=json.dumps(config, indent=2, sort_keys=True) + "\n",
+        dtype=source.dtype,
+        side_files=tuple(_side_file(source.folder, name) for name in names),
+        warnings=tuple(warnings),
     )
 
-    def finish(folder: Path, outcome: Outcome) -> dict[str, str]:
-        return code
 
-    outcome = foretell(conversion) if dry_run else carry_out(conversion, finish)
-    unsaid = {*code, *(file.name for file in more)}
-    dropped = [key for key in opened.dropped_config if key != "auto_map"]
-    return BundleReport(
-        source=opened.name,
-        revision=opened.revision,
-        output=str(target),
-        code={name: len(text.encode()) for name, text in code.items()},
-        auto_map=AUTO_MAP,
-        tensors=len(plan.tensors),
-        carried_files=len(plan.carried),
-        written_files=len(plan.written),
-        **outcome.told,
-        left_behind=[
-            *(name for name in checkpoint.left_behind if name not in unsaid),
-            *(f"config.json: {key}" for key in dropped),
-        ],
-        warnings=[*checkpoint.notes, *notes, *outcome.warnings],
-    )
+def config_with_code(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The content of config.json that makes Transformers load `remote_code()`.
+
+    Raises:
+        CheckpointError: `config`, that of the checkpoint `name`, is not of a causal language model of ours.
+    """
+    if (model_type := config.get("model_type")) != ResFormerConfig.model_type:
+        raise CheckpointError(
+            f"{name}: is a checkpoint of {shown(model_type)}, which Transformers loads by itself. `resformer convert` "
+            "gives it connections."
+        )
+    if (architectures := config.get("architectures", [_CAUSAL_LM])) != [_CAUSAL_LM]:
+        raise CheckpointError(
+            f"{name}: config.json has architectures={shown(architectures)}; only {_CAUSAL_LM} can be bundled. "
+            "Train the other heads from a bundle, with trust_remote_code=True: what that saves holds the code."
+        )
+    return {**config, "auto_map": AUTO_MAP}
 
 
 def remote_code() -> dict[str, str]:

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from resformer.convert.safetensors_format import DTYPE_BITS, FLOATING, Tensor
-from resformer.errors import CheckpointError
-from resformer.untrusted import MIB, open_regular
+from resformer.untrusted import MIB
 
 __all__ = ["Rounding", "converted"]
 
@@ -35,35 +34,18 @@ def converted(tensor: Tensor, dtype: str, rounding: Rounding) -> Iterator[memory
         dtype: a code of `FLOATING`.
         rounding: counts are added to it.
     """
-    made = (_convert(piece, tensor.dtype, dtype, rounding) for piece in _numbers(tensor))
+    pieces = tensor.pieces(_PIECE * DTYPE_BITS[tensor.dtype] // 8)
+    results = (_convert(piece, tensor.dtype, dtype, rounding) for piece in pieces)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more would wait for the core that is writing, at every piece
+    torch.set_num_threads(1)  # further threads would compete with the one that writes
     try:
         with ThreadPoolExecutor(1) as worker:
-            upcoming = worker.submit(next, made, None)
+            upcoming = worker.submit(next, results, None)
             while (piece := upcoming.result()) is not None:
-                upcoming = worker.submit(next, made, None)
+                upcoming = worker.submit(next, results, None)
                 yield piece
     finally:
         torch.set_num_threads(threads)
-
-
-def _numbers(tensor: Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes, `_PIECE` numbers at a time, in one buffer that is used again and again."""
-    step = _PIECE * DTYPE_BITS[tensor.dtype] // 8
-    if isinstance(tensor.data, memoryview):
-        for start in range(0, tensor.nbytes, step):
-            yield tensor.data[start : start + step]
-        return
-    path, start = tensor.data
-    buffer = memoryview(bytearray(min(step, tensor.nbytes)))
-    with open_regular(path) as file:
-        file.seek(start)
-        for position in range(0, tensor.nbytes, step):
-            piece = buffer[: min(step, tensor.nbytes - position)]
-            if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
-                raise CheckpointError(f"{tensor.place}: its bytes are gone: the file changed while it was read.")
-            yield piece
 
 
 def _convert(piece: memoryview, old: str, new: str, rounding: Rounding) -> memoryview:

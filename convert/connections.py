@@ -3,7 +3,7 @@
 The rest of a model stays on the meta device, whatever its size.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,10 +17,7 @@ from resformer.modeling import ResFormerForCausalLM
 from resformer.modeling.mixing import MixingRows
 from resformer.modeling.value_residual import GateProjection
 
-if TYPE_CHECKING:
-    from resformer.convert.source import Source
-
-__all__ = ["expected_shapes", "initial_connections", "model_on_meta", "read_connections"]
+__all__ = ["expected_shapes", "initial_connections", "mixing_matrices", "model_on_meta", "read_connections"]
 
 
 def model_on_meta(config: ResFormerConfig, dtype: torch.dtype = torch.float32) -> ResFormerForCausalLM:
@@ -61,20 +58,29 @@ def initial_connections(model: ResFormerForCausalLM) -> list[Tensor]:
     return [to_tensor(name, parameter) for name, parameter in sorted(_parameters(model).items())]
 
 
-def read_connections(source: "Source") -> tuple[ResFormerForCausalLM, list[str]]:
+def read_connections(config: ResFormerConfig, tensors: Mapping[str, Tensor]) -> tuple[ResFormerForCausalLM, list[str]]:
     """(the model, of which only the added parameters are read; their names).
 
     Args:
-        source: `check_tensors` has found that it holds them, in their shapes.
+        tensors: name -> tensor. `check_tensors` has checked that the added parameters are there, in their shapes.
     """
-    model = model_on_meta(source.config)
+    model = model_on_meta(config)
     for module in _modules(model).values():
         module.to_empty(device="cpu")
     parameters = _parameters(model)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(to_torch(source.checkpoint.tensors[name]))
+            parameter.copy_(to_torch(tensors[name]))
     return model, sorted(parameters)
+
+
+def mixing_matrices(model: ResFormerForCausalLM) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Name -> (the mixing matrix, plain Llama's), for values, `(N, N)`, and depth, `(N, N + 1)`."""
+    values, depth = model.model.value_mixing_matrix(), model.model.depth_mixing_matrix()
+    return {
+        "value_mixing_matrix()": (values, torch.eye(len(values))),
+        "depth_mixing_matrix()": (depth, torch.eye(*depth.shape).roll(1, dims=1)),
+    }
 
 
 def _modules(model: ResFormerForCausalLM) -> dict[str, MixingRows | GateProjection]:

@@ -1,88 +1,83 @@
-"""What every conversion does once its plan stands: check, write, verify, put in place."""
+"""Plans, writes and verifies what was decided, and puts it in place."""
 
-import re
+import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from resformer.convert.casting import Rounding
-from resformer.convert.planning import CarriedShard, Plan
+from resformer.convert.deciding import Decision
+from resformer.convert.gguf_format import save_gguf_extras
+from resformer.convert.planning import CarriedShard, Plan, plan_shards
 from resformer.convert.reading import Checkpoint
-from resformer.convert.safetensors_format import FLOATING
-from resformer.convert.source import Source
 from resformer.convert.verification import (
     LogitsComparison,
     check_bytes,
     check_headers,
     compare_logits,
     free_memory,
+    memory_for_logits,
+    model_bytes,
     not_finite,
-    same_bytes,
 )
 from resformer.convert.writing import Transfer, Written, check_space, flush, foresee, write_plan
 from resformer.errors import CheckpointError, VerificationError, brief, listed
 from resformer.files import replacing, write_text
 
-__all__ = [
-    "Conversion",
-    "Outcome",
-    "Verify",
-    "carry_out",
-    "check_tensors",
-    "check_verify",
-    "dominant_dtype",
-    "foretell",
-    "memory_for_logits",
-    "model_bytes",
-    "no_bars",
-    "result_config",
-]
+__all__ = ["Options", "Report", "Verify", "carry_out", "check_verify"]
 
 Verify = Literal["auto", "headers", "hashes", "logits"]
 
-#: Old Llamas stored what follows from config.json; Transformers passes over it.
-_OLD_BUFFER = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a conversion is carried out; `resformer.retrofit` says what each option does.
 
-@dataclass(frozen=True)
-class Conversion:
-    """A conversion that has been decided on, and how to carry it out."""
+    Raises:
+        ValueError: `verify` is no `Verify`.
+    """
 
-    source: Source
-    plan: Plan
-    output: Path
-    dtype: torch.dtype  # that both models are loaded in to compare their logits
-    exact: bool  # the logits must be the source's
-    link: bool = False
     force: bool = False
+    dry_run: bool = False
+    link: bool = False
     verify: Verify = "auto"
     durable: bool = False
+    max_shard_size: int | None = None  # bytes
     progress: bool = True
 
+    def __post_init__(self) -> None:
+        check_verify(self.verify)
 
-@dataclass(frozen=True)
-class Outcome:
-    """What happened, or, in a dry run, would."""
 
-    transfer: Transfer
-    verified: str  # headers, hashes, logits; "" in a dry run
-    logits: LogitsComparison | None = None
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a conversion did or, in a dry run, would do (`verified` is then `""` and `verification` `None`)."""
+
+    source: str
+    revision: str | None
+    output: str
+    kept: int  # tensors of the source that the result has
+    carried_files: int  # weight files that are the source's, byte for byte
+    written_files: int  # weight files that are new
+    transfer: Transfer  # bytes linked, cloned, copied and written
+    verified: str = ""  # headers, hashes or logits
+    verification: LogitsComparison | None = None
+    rounded: int = 0  # tensors that lost precision to a change of dtype
     rounding: Rounding = field(default_factory=Rounding)
-    warnings: tuple[str, ...] = ()
-    files: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    left_behind: list[str] = field(default_factory=list)  # files, and keys of config.json, that do not go along
+    warnings: list[str] = field(default_factory=list)
 
-    @property
-    def told(self) -> dict[str, Any]:
-        """What every report says of it."""
-        return {"transfer": self.transfer, "verified": self.verified, "verification": self.logits}
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+
+#: Given the report and, for the record, a description of each weight file: name -> text of further files.
+Finish = Callable[[Report, Mapping[str, Any]], Mapping[str, str]]
 
 
 def check_verify(verify: str) -> None:
@@ -92,141 +87,107 @@ def check_verify(verify: str) -> None:
         raise ValueError(f"verify={verify!r}: expected {', '.join(others)} or {last}.")
 
 
-def check_tensors(source: Source, expected: Mapping[str, tuple[int, ...]]) -> tuple[bool, list[str]]:
-    """Compares the tensors of the source with those that its configuration asks for.
+def carry_out(
+    decision: Decision, output: Path, options: Options, finish: Finish = lambda report, weight_files: {}
+) -> Report:
+    """Writes the result beside the output, verifies it, and puts it in place.
 
     Args:
-        expected: name -> shape of every tensor, both ends of a tie among them.
-
-    Returns:
-        whether the head is tied to the embeddings (what the file holds decides, as in Transformers), and notes.
-
-    Raises:
-        CheckpointError: a tensor is missing, too many, of the wrong shape, or quantised.
-    """
-    folder, tensors = source.folder, source.checkpoint.tensors
-    tied, notes = bool(source.config.tie_word_embeddings), []
-    required = dict(expected)
-    if tied and HEAD not in tensors:
-        required.pop(HEAD, None)
-    elif tied and EMBEDDING not in tensors:
-        required.pop(EMBEDDING)
-    elif tied and not same_bytes(tensors[HEAD], tensors[EMBEDDING]):
-        tied = False
-        notes.append(
-            f"{folder}: config.json ties lm_head.weight to the embeddings, but the two differ; the result has "
-            "tie_word_embeddings=False, which is how Transformers loads the source."
-        )
-    elif not tied and HEAD in required and HEAD not in tensors:
-        raise CheckpointError(
-            f"{folder}: missing keys: config.json has tie_word_embeddings=False and no shard has lm_head.weight: it "
-            "would be random. If the head is the embedding matrix, set tie_word_embeddings to true."
-        )
-    if missing := required.keys() - tensors.keys():
-        raise CheckpointError(f"{folder}: missing keys: config.json asks for {listed(missing)}.")
-    for name, tensor in tensors.items():
-        if _OLD_BUFFER.fullmatch(name) and tensor.dtype in FLOATING:
-            continue
-        if name not in required:
-            raise CheckpointError(f"{tensor.place}: unexpected: config.json has no place for it.")
-        if tensor.shape != required[name]:
-            raise CheckpointError(
-                f"{tensor.place}: has shape {list(tensor.shape)}, config.json asks for {list(required[name])}."
-            )
-        if tensor.dtype not in FLOATING:
-            raise CheckpointError(
-                f"{tensor.place}: has dtype {tensor.dtype}, expected one of {', '.join(FLOATING)}: quantised "
-                "checkpoints have to be dequantised first."
-            )
-    return tied, notes
-
-
-def dominant_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of most numbers."""
-    elements: dict[str, int] = {}
-    for tensor in checkpoint.tensors.values():
-        if tensor.dtype in FLOATING:
-            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.elements
-    if not elements:
-        raise CheckpointError(f"{checkpoint.folder}: holds no floating tensors.")
-    return getattr(torch, FLOATING[max(elements, key=lambda dtype: (elements[dtype], dtype))])
-
-
-def result_config(config: PreTrainedConfig, architecture: str, dtype: torch.dtype) -> str:
-    """The text of the result's config.json."""
-    config.architectures = [architecture]
-    config.dtype = dtype
-    return config.to_json_string()
-
-
-def carry_out(conversion: Conversion, finish: Callable[[Path, Outcome], dict[str, str]]) -> Outcome:
-    """Writes the plan beside the output, verifies it, and puts it in place.
-
-    Args:
-        finish: given the folder and the outcome so far, returns the texts of further files.
+        finish: called when the result has been verified, to write about it.
 
     Raises:
         CheckpointError, OutputError, VerificationError: nothing is left of the output.
     """
-    plan, output = conversion.plan, conversion.output
-    forecast = foresee(plan, output, link=conversion.link)
+    plan = _plan(decision, options)
+    forecast = foresee(plan, output, link=options.link)
+    verify, warnings = _choose(decision, options)
+    if options.dry_run:
+        return _report(decision, output, plan, forecast, warnings)
     check_space(forecast, output)
-    verify, warnings = _choose(conversion)
     to_move = sum(shard.size for shard in plan.shards) + sum(file.size for file in plan.side_files)
     to_read = 0 if verify == "headers" else forecast.moved
     with (
-        replacing(output, force=conversion.force) as partial,
+        replacing(output, force=options.force) as partial,
         tqdm(
             total=to_move + to_read,
             unit="B",
             unit_scale=True,
             desc=output.name,
-            disable=None if conversion.progress else True,
+            disable=None if options.progress else True,
         ) as bar,
     ):
-        written = write_plan(plan, partial, link=conversion.link, digests=verify != "headers", progress=bar.update)
-        expected = plan.tensors
-        found = check_headers(partial, expected)
+        written = write_plan(plan, partial, link=options.link, digests=verify != "headers", progress=bar.update)
+        stored = check_headers(partial, plan.tensors)
         if verify != "headers":
-            check_bytes(found, expected, written.digests, written.shared, bar.update)
-        logits = _compare(conversion, partial) if verify == "logits" else None
-        outcome = Outcome(
+            check_bytes(stored, plan.tensors, written.digests, written.shared, bar.update)
+        logits = _compare(decision, output, partial, written.rounding) if verify == "logits" else None
+        warnings += [*written.notes, *_generation_config(stored), *_gguf_extras(decision, partial)]
+        report = _report(
+            decision,
+            output,
+            plan,
             written.transfer,
-            verify,
-            logits,
-            written.rounding,
-            (*warnings, *written.notes, *_generation_config(found)),
-            _files(plan, written, found),
+            warnings,
+            verified=verify,
+            verification=logits,
+            rounding=written.rounding,
         )
-        for name, text in finish(partial, outcome).items():
+        for name, text in finish(report, _weight_files(plan, written, stored)).items():
             write_text(partial / name, text)
-        if conversion.durable:
+        if options.durable:
             flush(partial, written.shared)
-    return outcome
+    return report
 
 
-def foretell(conversion: Conversion) -> Outcome:
-    """What `carry_out` would do, but for the bytes of files that are written last."""
-    transfer = foresee(conversion.plan, conversion.output, link=conversion.link)
-    return Outcome(transfer, "", warnings=tuple(_choose(conversion)[1]))
+def _plan(decision: Decision, options: Options) -> Plan:
+    checkpoint = decision.source.checkpoint
+    return Plan(
+        plan_shards(
+            checkpoint.shards,
+            dropped=decision.dropped,
+            added=decision.added,
+            dtype=decision.cast,
+            max_shard_size=options.max_shard_size,
+        ),
+        (*checkpoint.side_files, *decision.side_files),
+        decision.config,
+    )
 
 
-def model_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """What a model takes in memory."""
-    return sum(tensor.elements for tensor in checkpoint.tensors.values()) * dtype.itemsize
+def _report(
+    decision: Decision,
+    output: Path,
+    plan: Plan,
+    transfer: Transfer,
+    warnings: list[str],
+    **verification: Any,
+) -> Report:
+    source = decision.source
+    along = {file.name for file in plan.side_files}
+    return Report(
+        source=source.name,
+        revision=source.revision,
+        output=str(output),
+        kept=sum(name in source.checkpoint.tensors for name in plan.tensors),
+        carried_files=len(plan.carried),
+        written_files=len(plan.written),
+        transfer=transfer,
+        rounded=plan.rounded,
+        left_behind=[name for name in source.left_behind if name not in along],
+        warnings=[*source.checkpoint.notes, *decision.warnings, *warnings],
+        **verification,
+    )
 
 
-def memory_for_logits(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """What comparing a model's logits takes: the model, and room for a forward pass."""
-    return int(1.2 * model_bytes(checkpoint, dtype)) + 2**29
-
-
-def _choose(conversion: Conversion) -> tuple[str, list[str]]:
-    if conversion.verify != "auto":
-        return conversion.verify, []
-    if conversion.source.model is not None:
-        return "logits", []
-    needed = memory_for_logits(conversion.source.checkpoint, conversion.dtype)
+def _choose(decision: Decision, options: Options) -> tuple[str, list[str]]:
+    """(the verification, warnings): `auto` is the logits where memory suffices."""
+    if options.verify != "auto":
+        return options.verify, []
+    source = decision.source
+    dtype = max(source.dtype, decision.dtype, key=lambda dtype: dtype.itemsize)
+    needed = memory_for_logits(source.checkpoint, dtype)
+    if source.gguf is not None and source.model is None:  # a dry run; else the dequantised model is in memory already
+        needed += model_bytes(source.checkpoint, source.dtype)
     free = free_memory()
     if needed <= free:
         return "logits", []
@@ -236,12 +197,17 @@ def _choose(conversion: Conversion) -> tuple[str, list[str]]:
     ]
 
 
-def _compare(conversion: Conversion, partial: Path) -> LogitsComparison:
-    source, dtype = conversion.source, conversion.dtype
-    with no_bars():
-        comparison = compare_logits(
-            lambda: source.load(dtype), lambda: AutoModelForCausalLM.from_pretrained(partial, dtype=dtype)
-        )
+def _gguf_extras(decision: Decision, partial: Path) -> Iterator[str]:
+    """Writes the tokenizer and the generation configuration of a GGUF file; yields a warning if it has no tokenizer."""
+    source = decision.source
+    if source.gguf and source.model is not None and not save_gguf_extras(source.gguf, source.model, partial):
+        yield f"{source.name} has no tokenizer that can be read: save one beside the result."
+
+
+def _compare(decision: Decision, output: Path, partial: Path, rounding: Rounding) -> LogitsComparison:
+    """Compares the logits of the source and the result, each in the dtype of most of its weights."""
+    source, dtype = decision.source, decision.dtype
+    comparison = compare_logits(source.load, lambda: AutoModelForCausalLM.from_pretrained(partial, dtype=dtype))
     if not comparison.finite:
         wrong = not_finite(source.checkpoint.tensors.values())
         raise CheckpointError(
@@ -250,48 +216,44 @@ def _compare(conversion: Conversion, partial: Path) -> LogitsComparison:
             "Convert it anyway, its bytes unchanged, with --verify hashes (verify='hashes').",
             "--verify hashes",
         )
-    if conversion.exact and not comparison.identical:
+    if decision.exact and not comparison.identical:
         raise VerificationError(
             f"The conversion of {source.name} is not exact, the logits {comparison}. Nothing was written; this is a "
             "defect of resformer, please report it."
         )
+    if not math.isfinite(comparison.max_difference):
+        cast = f"converting from {source.dtype} to {dtype} made {rounding.overflowed:,} weights infinite"
+        raise CheckpointError(
+            f"{output}: the result's logits are not finite, the source's are: "
+            f"{'the method did it' if dtype == source.dtype else cast.replace('torch.', '')}. Choose another, or "
+            "convert it anyway with --verify hashes (verify='hashes').",
+            "--verify hashes",
+        )
     return comparison
 
 
-def _generation_config(found: Checkpoint) -> Iterator[str]:
-    for file in found.side_files:
+def _generation_config(stored: Checkpoint) -> Iterator[str]:
+    for file in stored.side_files:
         if file.name == "generation_config.json":
             try:
-                GenerationConfig.from_pretrained(found.folder, local_files_only=True).validate(strict=True)
+                GenerationConfig.from_pretrained(stored.folder, local_files_only=True).validate(strict=True)
             except Exception as error:  # its own validator's, or of a file that means something else
                 reason = brief(error)
                 yield f"generation_config.json goes along as it is, but saving the model again will fail: {reason}"
 
 
-def _files(plan: Plan, written: Written, found: Checkpoint) -> dict[str, dict[str, Any]]:
-    """For the record: each weights file, where it is from, and the tensors in it."""
+def _weight_files(plan: Plan, written: Written, stored: Checkpoint) -> dict[str, dict[str, Any]]:
+    """For the record: each weight file, where it is from, and the tensors in it."""
     digests = written.digests
     files: dict[str, dict[str, Any]] = {}
-    for shard, stored in zip(plan.shards, found.shards, strict=True):
+    for shard, result in zip(plan.shards, stored.shards, strict=True):
         files[shard.name] = {
-            "bytes": stored.size,
+            "bytes": result.size,
             "carried_from": shard.path.name if isinstance(shard, CarriedShard) else None,
             "tensors": {
                 tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape)}
                 | ({"sha256": digests[tensor.name]} if tensor.name in digests else {})
-                for tensor in stored.tensors
+                for tensor in result.tensors
             },
         }
     return files
-
-
-@contextmanager
-def no_bars() -> Iterator[None]:
-    """One bar for one piece of work: Transformers' own would stand in the middle of ours."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()

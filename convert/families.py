@@ -1,11 +1,11 @@
 """The families that the decoder expresses exactly, and their way to `ResFormerConfig` and back.
 
-A table, not branches: the next family is one more entry. `to_ours` reads a *built* configuration, in which Transformers
-has resolved legacy keys and defaults; `to_theirs` is its reverse, checked by going forth again.
+A table, not branches: the next family is one more entry. `backbone_config` reads a *built* configuration, in which
+Transformers has resolved legacy keys and defaults. `family_config` is its reverse: it builds a family's configuration
+and accepts it if `backbone_config` gives the same backbone again.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -26,61 +26,24 @@ _COMMON = (
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's configuration has beside the common fields, `head_dim` and the windows."""
+    """What a family's configuration has beside the common fields and `head_dim`."""
 
-    to_ours: Callable[[Any], dict[str, Any]]
-    to_theirs: Callable[[ResFormerConfig], dict[str, Any]]
+    names: str = ""  # further fields that bear one name and one meaning here and in `ResFormerConfig`
+    constants: dict[str, Any] = field(default_factory=dict)  # fields of `ResFormerConfig` that the family implies
     windows: bool = False  # has `layer_types`
-
-
-def _qwen_windows(config: ResFormerConfig) -> dict[str, Any]:
-    return {"use_sliding_window": config.sliding_window is not None}
+    window_switch: bool = False  # has `use_sliding_window`
 
 
 #: model_type -> what its configuration adds to the common fields.
 FAMILIES: dict[str, Family] = {
-    "llama": Family(
-        lambda theirs: {"attention_bias": theirs.attention_bias, "mlp_bias": theirs.mlp_bias},
-        lambda ours: {"attention_bias": ours.attention_bias, "mlp_bias": ours.mlp_bias},
-    ),
-    "mistral": Family(
-        lambda theirs: {"sliding_window": theirs.sliding_window},
-        lambda ours: {"sliding_window": ours.sliding_window},
-    ),
-    "qwen2": Family(
-        lambda theirs: {"attention_bias": True, "attention_out_bias": False},
-        _qwen_windows,
-        windows=True,
-    ),
-    "qwen3": Family(
-        lambda theirs: {"attention_bias": theirs.attention_bias, "qk_norm": True},
-        lambda ours: {"attention_bias": ours.attention_bias, **_qwen_windows(ours)},
-        windows=True,
-    ),
-    "smollm3": Family(
-        lambda theirs: {
-            "attention_bias": theirs.attention_bias,
-            "mlp_bias": theirs.mlp_bias,
-            "no_rope_layers": theirs.no_rope_layers[: theirs.num_hidden_layers],
-        },
-        lambda ours: {
-            "attention_bias": ours.attention_bias,
-            "mlp_bias": ours.mlp_bias,
-            "no_rope_layers": ours.no_rope_layers,
-            **_qwen_windows(ours),
-        },
-        windows=True,
-    ),
-    "ministral": Family(lambda theirs: {}, lambda ours: {}, windows=True),
-    "cwm": Family(
-        lambda theirs: {"mlp_bias": theirs.mlp_bias},
-        lambda ours: {"mlp_bias": ours.mlp_bias},
-        windows=True,
-    ),
-    "internlm3": Family(
-        lambda theirs: {"attention_bias": theirs.attention_bias, "mlp_bias": theirs.mlp_bias},
-        lambda ours: {"attention_bias": ours.attention_bias, "mlp_bias": ours.mlp_bias},
-    ),
+    "llama": Family("attention_bias mlp_bias"),
+    "mistral": Family("sliding_window"),
+    "qwen2": Family("", {"attention_bias": True, "attention_out_bias": False}, windows=True, window_switch=True),
+    "qwen3": Family("attention_bias", {"qk_norm": True}, windows=True, window_switch=True),
+    "smollm3": Family("attention_bias mlp_bias no_rope_layers", windows=True, window_switch=True),
+    "ministral": Family(windows=True),
+    "cwm": Family("mlp_bias", windows=True),
+    "internlm3": Family("attention_bias mlp_bias"),
 }
 
 #: Why others are not in the table, where the reason is short.
@@ -113,20 +76,22 @@ _REASONS = {
 
 
 def backbone_config(config: PreTrainedConfig) -> ResFormerConfig:
-    """The same backbone as one of ours, without connections.
+    """The `ResFormerConfig` of the same backbone, without connections.
 
     Raises:
         CheckpointError: the family is not one that the decoder expresses exactly, or a value is not one that it takes.
     """
     family = FAMILIES[supported(config.model_type)]
-    fields = {name: getattr(config, name) for name in _COMMON}
+    fields = {name: getattr(config, name) for name in (*_COMMON, *family.names.split())} | family.constants
     fields["head_dim"] = getattr(config, "head_dim", None)
+    if "no_rope_layers" in fields:
+        fields["no_rope_layers"] = fields["no_rope_layers"][: config.num_hidden_layers]
     if family.windows:
         sliding = "sliding_attention" in config.layer_types
         fields["layer_types"] = config.layer_types
         fields["sliding_window"] = config.sliding_window if sliding else None
     try:
-        return ResFormerConfig(**{**fields, **family.to_ours(config)})
+        return ResFormerConfig(**fields)
     except Exception as error:  # any of the validators'
         raise CheckpointError(f"The source's config.json is not valid: {brief(error)}") from error
 
@@ -159,24 +124,26 @@ def family_config(config: ResFormerConfig, preferred: str | None = None) -> PreT
     Raises:
         CheckpointError: there is none.
     """
-    ours = without_connections(config)
-    wanted = backbone_fields(ours)
+    backbone = without_connections(config)
+    wanted = backbone_fields(backbone)
     for model_type in sorted(FAMILIES, key=lambda name: name != preferred):
         family = FAMILIES[model_type]
-        fields = {name: getattr(ours, name) for name in _COMMON}
-        default = ours.hidden_size / ours.num_attention_heads
-        if hasattr(CONFIG_MAPPING[model_type], "head_dim") or ours.head_dim != default:
-            fields["head_dim"] = ours.head_dim
+        fields = {name: getattr(backbone, name) for name in (*_COMMON, *family.names.split())}
+        default = backbone.hidden_size / backbone.num_attention_heads
+        if hasattr(CONFIG_MAPPING[model_type], "head_dim") or backbone.head_dim != default:
+            fields["head_dim"] = backbone.head_dim
         if family.windows:
-            fields |= {"layer_types": ours.layer_types, "sliding_window": ours.sliding_window}
+            fields |= {"layer_types": backbone.layer_types, "sliding_window": backbone.sliding_window}
+        if family.window_switch:
+            fields["use_sliding_window"] = backbone.sliding_window is not None
         try:
-            theirs = CONFIG_MAPPING[model_type](**{**fields, **family.to_theirs(ours)})
-            again = backbone_config(theirs)
+            candidate = CONFIG_MAPPING[model_type](**fields)
+            again = backbone_config(candidate)
         except Exception:  # its validators' any: then it is not this family
             continue
         if backbone_fields(again) == wanted:
-            return theirs
+            return candidate
     raise CheckpointError(
-        f"No family has this backbone: qk_norm={ours.qk_norm}, attention_bias={ours.attention_bias}, "
-        f"attention_out_bias={ours.attention_out_bias}, layer_types={sorted(set(ours.layer_types or ()))}."
+        f"No family has this backbone: qk_norm={backbone.qk_norm}, attention_bias={backbone.attention_bias}, "
+        f"attention_out_bias={backbone.attention_out_bias}, layer_types={sorted(set(backbone.layer_types or ()))}."
     )

@@ -8,8 +8,8 @@ import torch
 
 from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token
 from resformer.configuration.methods import CONNECTION_FIELDS, method_of, without_connections
-from resformer.convert.connections import expected_shapes, read_connections
-from resformer.convert.conversion import check_tensors, dominant_dtype
+from resformer.convert.connections import expected_shapes, mixing_matrices, read_connections
+from resformer.convert.deciding import check_tensors
 from resformer.convert.families import backbone_config, family_config
 from resformer.convert.source import open_source
 from resformer.errors import CheckpointError
@@ -49,11 +49,11 @@ class Inspection:
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`, which has no NaN: `None` in its place."""
-        found = asdict(self)
+        values = asdict(self)
         for name in ("value_mixing_matrix", "depth_mixing_matrix"):
-            if (matrix := found[name]) is not None:
-                found[name] = [[entry if entry == entry else None for entry in row] for row in matrix]
-        return found
+            if (matrix := values[name]) is not None:
+                values[name] = [[entry if entry == entry else None for entry in row] for row in matrix]
+        return values
 
 
 def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
@@ -62,41 +62,45 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     Raises:
         CheckpointError: it cannot be read, or its tensors are not what its configuration asks for.
     """
-    opened = open_source(source, revision, ours=True)
-    theirs = opened.config
-    ours = theirs if isinstance(theirs, ResFormerConfig) else backbone_config(theirs)
-    tied, notes = check_tensors(opened, expected_shapes(ours))
-    dtype = dominant_dtype(opened.checkpoint)
+    opened = open_source(source, revision, resformer=True).fetch(headers_only=True)
+    config = opened.config
+    backbone = config if isinstance(config, ResFormerConfig) else backbone_config(config)
+    tied, notes = check_tensors(opened, expected_shapes(backbone))
+    dtype = opened.dtype
     tensors = opened.checkpoint.tensors
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
         dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.elements
-    model, added = read_connections(opened) if ours is theirs else (None, [])
+    model, added = read_connections(backbone, tensors) if backbone is config else (None, [])
     matrices = _matrices(model) if model is not None else (None, None)
-    per_token = cache_bytes_per_token(ours, dtype)
-    plain = without_connections(ours)
+    per_token = cache_bytes_per_token(backbone, dtype)
+    plain = without_connections(backbone)
     return Inspection(
         source=opened.name,
         revision=opened.revision,
-        model_type=theirs.model_type,
-        family=_family(ours) if ours is theirs else theirs.model_type,
-        method=method_of(ours),
-        fields={name: getattr(ours, name) for name in CONNECTION_FIELDS if getattr(ours, name) != getattr(plain, name)},
+        model_type=config.model_type,
+        family=_family(backbone) if backbone is config else config.model_type,
+        method=method_of(backbone),
+        fields={
+            name: getattr(backbone, name)
+            for name in CONNECTION_FIELDS
+            if getattr(backbone, name) != getattr(plain, name)
+        },
         files=len(opened.checkpoint.shards),
         bytes=sum(shard.size for shard in opened.checkpoint.shards),
         parameters=sum(dtypes.values()),
         added={name: list(tensors[name].shape) for name in added},
         dtypes=dtypes,
-        layers=ours.num_hidden_layers,
-        hidden_size=ours.hidden_size,
-        attention_heads=ours.num_attention_heads,
-        key_value_heads=ours.num_key_value_heads,
-        head_dim=ours.head_dim,
-        vocab_size=ours.vocab_size,
+        layers=backbone.num_hidden_layers,
+        hidden_size=backbone.hidden_size,
+        attention_heads=backbone.num_attention_heads,
+        key_value_heads=backbone.num_key_value_heads,
+        head_dim=backbone.head_dim,
+        vocab_size=backbone.vocab_size,
         tied=tied,
         cache_bytes_per_token=per_token,
         cache_share=per_token / cache_bytes_per_token(plain, dtype),
-        cache_bytes_per_token_by_method=cache_bytes_by_method(ours, dtype),
+        cache_bytes_per_token_by_method=cache_bytes_by_method(backbone, dtype),
         value_mixing_matrix=matrices[0],
         depth_mixing_matrix=matrices[1],
         warnings=[*opened.checkpoint.notes, *notes],
@@ -112,8 +116,7 @@ def _family(config: ResFormerConfig) -> str | None:
 
 def _matrices(model: ResFormerForCausalLM) -> tuple[list[list[float]] | None, list[list[float]] | None]:
     """Both mixing matrices; `None` for one that is plain Llama's."""
-    values, depth = model.model.value_mixing_matrix(), model.model.depth_mixing_matrix()
-    return (
-        None if torch.equal(values, torch.eye(len(values))) else values.tolist(),
-        None if torch.equal(depth, torch.eye(*depth.shape).roll(1, dims=1)) else depth.tolist(),
+    values, depth = (
+        None if torch.equal(matrix, plain) else matrix.tolist() for matrix, plain in mixing_matrices(model).values()
     )
+    return values, depth

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from resformer.convert.reading import SideFile
-from resformer.convert.safetensors_format import FLOATING, Shard, Tensor
+from resformer.convert.safetensors_format import DTYPE_BITS, FLOATING, Shard, Tensor
 
 __all__ = ["CarriedShard", "Plan", "Rewrite", "WrittenShard", "plan_shards", "standard_names"]
 
@@ -34,6 +34,11 @@ class Rewrite:
     @property
     def result(self) -> Tensor:
         return replace(self.origin, dtype=self.dtype)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether `dtype` lacks numbers that the origin's dtype has: no wider dtype does."""
+        return self.dtype != self.origin.dtype and DTYPE_BITS[self.dtype] <= DTYPE_BITS[self.origin.dtype]
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,11 @@ class Plan:
     @property
     def written(self) -> list[WrittenShard]:
         return [shard for shard in self.shards if isinstance(shard, WrittenShard)]
+
+    @property
+    def rounded(self) -> int:
+        """How many tensors lose precision to a change of dtype."""
+        return sum(rewrite.rounds for shard in self.written for rewrite in shard.rewrites)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -113,7 +123,7 @@ def plan_shards(
             for tensor in shard.tensors
             if tensor.name not in dropped
         )
-        unchanged = len(rewrites) == len(shard.tensors) and all(made.dtype == made.origin.dtype for made in rewrites)
+        unchanged = len(rewrites) == len(shard.tensors) and all(item.dtype == item.origin.dtype for item in rewrites)
         if shard.path is not None and unchanged and (max_shard_size is None or shard.size <= max_shard_size):
             planned.append(CarriedShard(shard.path.name, shard.path, shard.size, shard.tensors))
         else:
@@ -140,10 +150,10 @@ def _split(rewrites: tuple[Rewrite, ...], most: int) -> list[tuple[Rewrite, ...]
     """Parts of at most `most` bytes each, or of one tensor."""
     parts: list[list[Rewrite]] = []
     size = 0
-    for made in rewrites:
-        size += made.result.nbytes
+    for rewrite in rewrites:
+        size += rewrite.result.nbytes
         if not parts or size > most:
             parts.append([])
-            size = made.result.nbytes
-        parts[-1].append(made)
+            size = rewrite.result.nbytes
+        parts[-1].append(rewrite)
     return [tuple(part) for part in parts]

@@ -1,4 +1,4 @@
-"""The reader: a folder in, a table of its tensors and files out. Nothing is believed, loaded, or run.
+"""Reads the headers and side files of a folder of safetensors. No tensor is loaded and no code is run.
 
 What it accepts is what Transformers would load, and a folder of shards that has lost its index.
 """
@@ -6,19 +6,28 @@ What it accepts is what Transformers would load, and a folder of shards that has
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from resformer.convert.safetensors_format import MOST_TENSORS, Shard, Tensor, read_shard
 from resformer.errors import CheckpointError, brief, listed, shown
 from resformer.untrusted import MIB, bare_name, read_json, regular_file
 
-__all__ = ["Checkpoint", "SideFile", "read_checkpoint"]
+__all__ = [
+    "INDEX",
+    "SINGLE",
+    "Checkpoint",
+    "SideFile",
+    "indexed_names",
+    "read_checkpoint",
+    "read_side_files",
+    "why_none",
+]
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 #: What goes along, byte for byte: the tokenizer, its chat templates, the licence. Never a README, code, or a pickle.
 _SIDE_FILES = re.compile(
@@ -50,7 +59,6 @@ class Checkpoint:
     """What a folder holds."""
 
     folder: Path
-    config: dict[str, Any]  # config.json, as it stands
     shards: tuple[Shard, ...]
     side_files: tuple[SideFile, ...] = ()
     left_behind: tuple[str, ...] = ()  # names of files that do not go along
@@ -68,21 +76,20 @@ class Checkpoint:
     @property
     def indexed(self) -> bool:
         """Whether Transformers finds the weights: one file under the standard name, or an index."""
-        return (self.folder / _SINGLE).is_file() or (self.folder / _INDEX).is_file()
+        return (self.folder / SINGLE).is_file() or (self.folder / INDEX).is_file()
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Reads the configuration, every header and the list of side files of a Transformers checkpoint.
+    """Reads every header and the list of side files of a Transformers checkpoint.
 
     Raises:
         CheckpointError: it is none, or a file of it is wrong; the message names file and tensor.
     """
-    config = read_json(folder / "config.json", MIB)
     shards, notes = _shards(folder)
     side_files, left_behind, more_notes = read_side_files(folder)
     weights = {shard.path.name for shard in shards if shard.path is not None}
-    left_behind = [name for name in left_behind if name not in {"config.json", _INDEX, *_listed(folder, weights)}]
-    return Checkpoint(folder, config, tuple(shards), tuple(side_files), tuple(left_behind), (*notes, *more_notes))
+    left_behind = [name for name in left_behind if name not in {"config.json", INDEX, *_listed(folder, weights)}]
+    return Checkpoint(folder, tuple(shards), tuple(side_files), tuple(left_behind), (*notes, *more_notes))
 
 
 def _listed(folder: Path, real_names: set[str]) -> set[str]:
@@ -93,16 +100,22 @@ def _listed(folder: Path, real_names: set[str]) -> set[str]:
 
 
 def _shards(folder: Path) -> tuple[list[Shard], list[str]]:
-    index, single = folder / _INDEX, folder / _SINGLE
+    index, single = folder / INDEX, folder / SINGLE
     if single.is_symlink() or single.exists():
-        notes = [f"{index}: is ignored, by Transformers too: {_SINGLE} stands beside it."] if index.exists() else []
+        notes = [f"{index}: is ignored, by Transformers too: {SINGLE} stands beside it."] if index.exists() else []
         return _read_all([single]), notes
     if index.is_symlink() or index.exists():
         return _indexed_shards(folder, index), []
     return _unindexed_shards(folder)
 
 
-def _indexed_shards(folder: Path, index: Path) -> list[Shard]:
+def indexed_names(index: Path) -> list[str]:
+    """The weight files that an index names: files beside it, with names that differ by more than case."""
+    return sorted(set(_weight_map(index).values()))
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file."""
     weight_map = read_json(index, 4 * MIB).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map from tensor names to files.")
@@ -115,16 +128,22 @@ def _indexed_shards(folder: Path, index: Path) -> list[Shard]:
         raise CheckpointError(
             f"{index}: the files {shown(alike)} and {shown(folded[alike.casefold()])} differ by case alone."
         )
+    return weight_map
+
+
+def _indexed_shards(folder: Path, index: Path) -> list[Shard]:
+    weight_map = _weight_map(index)
+    names = sorted(set(weight_map.values()))
     absent = {name for name in names if not (folder / name).exists()}
     if absent:
         raise CheckpointError(f"{folder}: the index names files that are missing: {listed(absent)}.")
     shards = _read_all([folder / name for name in names])
     for name, shard in zip(names, shards, strict=True):
-        found = {tensor.name for tensor in shard.tensors}
+        stored = {tensor.name for tensor in shard.tensors}
         expected = {tensor for tensor, file in weight_map.items() if file == name}
-        if missing := expected - found:
+        if missing := expected - stored:
             raise CheckpointError(f"{folder / name}: lacks tensors that the index puts there: {listed(missing)}.")
-        if surplus := found - expected:
+        if surplus := stored - expected:
             raise CheckpointError(
                 f"{folder / name}: holds tensors that the index does not put there: {listed(surplus)}."
             )
@@ -145,29 +164,33 @@ def _unindexed_shards(folder: Path) -> tuple[list[Shard], list[str]]:
     }
     series = {(match[1], match[3]) for match in numbered.values()}
     if not files:
-        raise CheckpointError(f"{folder}: has no *.safetensors file.{_why_none(folder)}")
+        raise CheckpointError(
+            f"{folder}: has no *.safetensors file.{why_none([path.name for path in folder.iterdir()])}"
+        )
     if len(series) != 1:
         found = f"found {listed(set(files))}"
         raise CheckpointError(
-            f"{folder}: expected {_SINGLE}, or {_INDEX}, or one series model-00001-of-0000N.safetensors; {found}."
+            f"{folder}: expected {SINGLE}, or {INDEX}, or one series model-00001-of-0000N.safetensors; {found}."
         )
     ((_, count),) = series
     if missing := set(range(1, min(int(count), 1000) + 1)) - {int(match[2]) for match in numbered.values()}:
         raise CheckpointError(
-            f"{folder}: has no {_INDEX}, and of {int(count)} shards these numbers are missing: "
+            f"{folder}: has no {INDEX}, and of {int(count)} shards these numbers are missing: "
             f"{listed({f'{number:05}' for number in missing})}."
         )
     shards = _read_all([folder / name for name in sorted(numbered)])
-    return shards, [f"{folder}: has no {_INDEX}; the headers of its {len(shards)} shards were read instead."]
+    return shards, [f"{folder}: has no {INDEX}; the headers of its {len(shards)} shards were read instead."]
 
 
-def _why_none(folder: Path) -> str:
-    if pickles := sorted(path.name for path in folder.glob("*.bin")):
+def why_none(names: Iterable[str]) -> str:
+    """A hint for a folder or repository of these files that has no safetensors."""
+    names = sorted(names)
+    if pickles := [name for name in names if name.endswith(".bin")]:
         return (
             f" {brief(pickles[0])} would have to be unpickled: allow it, restricted to tensors, with --allow-pickle "
             "(allow_pickle=True)."
         )
-    if ggufs := sorted(path.name for path in folder.glob("*.gguf")):
+    if ggufs := [name for name in names if name.endswith(".gguf")]:
         return f" It holds {listed(ggufs)}: name that file."
     return ""
 
@@ -187,7 +210,7 @@ def _read_all(paths: list[Path]) -> list[Shard]:
 
 
 def read_side_files(folder: Path) -> tuple[list[SideFile], list[str], list[str]]:
-    """(the files that go along, the names of all others, what to tell): see `_SIDE_FILES`."""
+    """(the files that go along, the names of all others, warnings): see `_SIDE_FILES`."""
     side_files, left_behind, notes = [], [], []
     inside = [folder / name for name in ("chat_templates", "additional_chat_templates")]
     templates = [path for parent in inside if not parent.is_symlink() for path in parent.glob("*")]

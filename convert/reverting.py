@@ -1,30 +1,18 @@
 """Reverts: a retrofit that has learned nothing goes back to its family, every tensor byte for byte."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from resformer.configuration import ResFormerConfig
-from resformer.convert.connections import expected_shapes, read_connections
-from resformer.convert.conversion import (
-    Conversion,
-    Outcome,
-    Verify,
-    carry_out,
-    check_tensors,
-    check_verify,
-    dominant_dtype,
-    foretell,
-    result_config,
-)
+from resformer.convert.connections import expected_shapes, mixing_matrices, read_connections
+from resformer.convert.conversion import Options, Report, carry_out
+from resformer.convert.deciding import Decision, check_tensors, config_text
 from resformer.convert.families import family_config
-from resformer.convert.planning import Plan, plan_shards
-from resformer.convert.source import Source, open_source
-from resformer.convert.verification import LogitsComparison
-from resformer.convert.writing import Transfer
+from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.errors import CheckpointError
 from resformer.files import check_target
 from resformer.modeling import ResFormerForCausalLM
@@ -34,132 +22,92 @@ from resformer.record import read_record
 __all__ = ["RevertReport", "deviation", "revert"]
 
 
-@dataclass(frozen=True)
-class RevertReport:
-    """What a revert did, or would do (`verified` is then `""` and `verification` `None`)."""
+@dataclass(frozen=True, kw_only=True)
+class RevertReport(Report):
+    """What a revert did, or would do."""
 
-    source: str
-    revision: str | None
-    output: str
     family: str
-    kept: int  # tensors
     removed: list[str]  # the added parameters
-    carried_files: int
-    written_files: int
-    transfer: Transfer
-    verified: str
-    verification: LogitsComparison | None = None
-    warnings: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
-        return asdict(self)
 
 
 def revert(
-    source: str | Path,
-    output: str | Path,
-    *,
-    force: bool = False,
-    dry_run: bool = False,
-    revision: str | None = None,
-    link: bool = False,
-    verify: Verify = "auto",
-    durable: bool = False,
-    progress: bool = True,
+    source: str | Path, output: str | Path, *, force: bool = False, revision: str | None = None, **options: Any
 ) -> RevertReport:
     """Writes the ResFormer checkpoint `source` as a plain one of the family that it came from.
 
     Only where that changes nothing: the mixing matrices are the identity and no projection was dropped. Every tensor is
-    the source's, byte for byte, and the logits are compared as for a retrofit.
+    the source's, byte for byte, and the logits are compared as for a retrofit. The card and the conversion record stay
+    behind: they describe the retrofit.
 
     Args:
         source: a folder or a Hub id.
         output: a new or empty folder.
-        force, dry_run, revision, link, verify, durable, progress: as for `retrofit`.
+        force, revision: as for `retrofit`.
+        options: `dry_run`, `link`, `verify`, `durable`, `max_shard_size`, `progress`, as for `retrofit`.
 
     Raises:
-        CheckpointError: the checkpoint is none of ours, or its connections have an effect; the message says how large.
+        CheckpointError: it is no ResFormer checkpoint, or its connections have an effect; the message says how large.
         OutputError, VerificationError: as for `retrofit`.
     """
-    check_verify(verify)
+    how = Options(force=force, **options)
     target = Path(output).expanduser()
-    check_target(target, None, force=force)
-    opened = open_source(source, revision, ours=True)
-    check_target(target, opened.folder, force=force)
-    if not isinstance(opened.config, ResFormerConfig):
-        raise CheckpointError(f"{opened.name}: is a checkpoint of {opened.config.model_type!r} already.")
-    tied, notes = check_tensors(opened, expected_shapes(opened.config))
+    check_target(target, source, mark="config.json", force=force)
+    opened = open_source(source, revision, resformer=True)
+    config = opened.config
+    if not isinstance(config, ResFormerConfig):
+        raise CheckpointError(f"{opened.name}: is a checkpoint of {config.model_type!r} already.")
     _check_sharing(opened)
-    model, added = read_connections(opened)
-    far, where = deviation(model)
-    if far:
+    family = family_config(config, _recorded_family(opened))
+    decision = _decide(opened.fetch(), config, family)
+    report = carry_out(decision, target, how)
+    return RevertReport(**vars(report), family=family.model_type, removed=list(decision.dropped))
+
+
+def _decide(source: OpenedSource, config: ResFormerConfig, family: PreTrainedConfig) -> Decision:
+    """The source without its connections, which must have no effect.
+
+    Args:
+        family: the configuration without connections.
+    """
+    family.tie_word_embeddings, warnings = check_tensors(source, expected_shapes(config))
+    model, added = read_connections(config, source.checkpoint.tensors)
+    distance, where = deviation(model)
+    if distance:
         raise CheckpointError(
-            f"{opened.name}: cannot be reverted, its connections have an effect: {where} is {far:.3g} from plain Llama."
+            f"{source.name}: cannot be reverted, its connections have an effect: {where} is {distance:.3g} from plain "
+            "Llama."
         )
-    theirs = family_config(opened.config, _recorded_family(opened))
-    theirs.tie_word_embeddings = tied
-    dtype = dominant_dtype(opened.checkpoint)
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(theirs)].__name__
-    plan = Plan(
-        plan_shards(opened.checkpoint.shards, dropped=added),
-        opened.checkpoint.side_files,
-        result_config(theirs, architecture, dtype),
-    )
-    conversion = Conversion(
-        opened,
-        plan,
-        target,
-        dtype,
-        exact=True,
-        link=link,
-        force=force,
-        verify=verify,
-        durable=durable,
-        progress=progress,
-    )
-    outcome = foretell(conversion) if dry_run else carry_out(conversion, _nothing_more)
-    return RevertReport(
-        source=opened.name,
-        revision=opened.revision,
-        output=str(target),
-        family=theirs.model_type,
-        kept=len(plan.tensors),
-        removed=added,
-        carried_files=len(plan.carried),
-        written_files=len(plan.written),
-        **outcome.told,
-        warnings=[*opened.checkpoint.notes, *notes, *outcome.warnings],
+    return Decision(
+        source=source,
+        config=config_text(family, MODEL_FOR_CAUSAL_LM_MAPPING[type(family)].__name__, source.dtype),
+        dtype=source.dtype,
+        dropped=added,
+        warnings=tuple(warnings),
     )
 
 
 def deviation(model: ResFormerForCausalLM) -> tuple[float, str]:
-    """(how far the connections are from having no effect, where that is); 0 if they have none.
+    """(largest distance of a connection from having no effect, where that is); 0 if they have none.
 
     Args:
         model: its added parameters are read, nothing else.
     """
-    decoder, config = model.model, model.config
-    found = [(abs(config.neutreno_lambda), "neutreno_lambda")]
-    values = decoder.value_mixing_matrix()
-    depth = decoder.depth_mixing_matrix()
-    for name, matrix, plain in (
-        ("value_mixing_matrix()", values, torch.eye(len(values))),
-        ("depth_mixing_matrix()", depth, torch.eye(*depth.shape).roll(1, dims=1)),
-    ):
-        # A gate's entry is NaN: it is what the gate makes of each token, and the gates are looked at below.
+    config = model.config
+    distances = [(abs(config.neutreno_lambda), "neutreno_lambda")]
+    for name, (matrix, plain) in mixing_matrices(model).items():
         distance = (matrix - plain).abs()
-        if config.value_residual == "gated" and matrix is values:
+        # A gate's entry depends on the token and is NaN here; the gates' parameters are checked below.
+        if config.value_residual == "gated" and name == "value_mixing_matrix()":
             distance[config.mixing_layers, 0] = 0.0
         distance = distance.nan_to_num(torch.inf)
         row, column = divmod(int(distance.argmax()), matrix.shape[1])
-        found.append((float(distance[row, column]), f"{name}[{row}, {column}]"))
+        distances.append((float(distance[row, column]), f"{name}[{row}, {column}]"))
     for name, module in model.named_modules():
         if isinstance(module, ValueGate):
-            found.append((abs(module.offset), f"the offset of {name}"))
+            distances.append((abs(module.offset), f"the offset of {name}"))
         elif isinstance(module, GateProjection):
-            found.append((float(module.weight.abs().max().nan_to_num(torch.inf)), f"{name}.weight"))
-    return max(found)
+            distances.append((float(module.weight.detach().abs().max().nan_to_num(torch.inf)), f"{name}.weight"))
+    return max(distances)
 
 
 def _check_sharing(source: Source) -> None:
@@ -175,7 +123,3 @@ def _check_sharing(source: Source) -> None:
 def _recorded_family(source: Source) -> str | None:
     family = (read_record(source.folder) or {}).get("family")
     return family if isinstance(family, str) else None
-
-
-def _nothing_more(folder: Path, outcome: Outcome) -> dict[str, str]:
-    return {}

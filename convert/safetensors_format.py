@@ -6,12 +6,12 @@ header maps a name to `{"dtype", "shape", "data_offsets": [start, stop]}`, and `
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from resformer.errors import CheckpointError, shown
-from resformer.untrusted import MIB, open_regular, parse_json, regular_file
+from resformer.untrusted import MIB, open_regular, parse_json, reading, regular_file
 
 __all__ = ["DTYPE_BITS", "FLOATING", "MOST_TENSORS", "Shard", "Tensor", "header_bytes", "read_shard"]
 
@@ -56,6 +56,28 @@ class Tensor:
         """For messages: file and tensor."""
         where = f"{self.data[0]}: " if isinstance(self.data, tuple) else ""
         return f"{where}tensor {shown(self.name)}"
+
+    def pieces(self, size: int = 4 * MIB) -> Iterator[memoryview]:
+        """The bytes, `size` at a time, each piece valid until the next one is read into the same buffer.
+
+        Raises:
+            CheckpointError: the file cannot be read, or has become shorter.
+        """
+        if isinstance(self.data, memoryview):
+            for start in range(0, self.nbytes, size):
+                yield self.data[start : start + size]
+            return
+        path, start = self.data
+        buffer = memoryview(bytearray(min(size, self.nbytes)))
+        with open_regular(path) as file:
+            for position in range(0, self.nbytes, size):
+                piece = buffer[: min(size, self.nbytes - position)]
+                with reading(path):
+                    file.seek(start + position)
+                    count = file.readinto(piece)  # type: ignore[attr-defined]
+                if count != len(piece):
+                    raise CheckpointError(f"{self.place}: its bytes are gone: the file changed while it was read.")
+                yield piece
 
 
 @dataclass(frozen=True)

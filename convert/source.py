@@ -1,41 +1,45 @@
-"""Where a checkpoint comes from: a local folder, a GGUF file, or the Hub. None of its code is run."""
+"""Opens a checkpoint in a local folder, a GGUF file or on the Hub: first its configuration, then its weights.
 
-import math
+Whatever the configuration alone decides is decided in between, before 100 GB are fetched. No code of the source is run.
+"""
+
+import glob
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from huggingface_hub import hf_hub_download, list_repo_files, snapshot_download
+from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from resformer.configuration import ResFormerConfig
-from resformer.convert.connections import expected_shapes
-from resformer.convert.families import backbone_config, supported
-from resformer.convert.reading import Checkpoint, read_checkpoint, read_side_files
-from resformer.convert.safetensors_format import Shard, Tensor
-from resformer.convert.tensors import CODES, to_tensor, to_torch
+from resformer.convert.families import supported
+from resformer.convert.gguf_format import dequantise, gguf_config, gguf_headers
+from resformer.convert.loading import load_model
+from resformer.convert.pickle_format import pickle_names, read_pickles
+from resformer.convert.reading import (
+    INDEX,
+    SINGLE,
+    Checkpoint,
+    indexed_names,
+    read_checkpoint,
+    read_side_files,
+    why_none,
+)
+from resformer.convert.safetensors_format import MOST_TENSORS, Shard, Tensor
+from resformer.convert.tensors import dominant_dtype, to_torch
 from resformer.errors import CheckpointError, brief, listed, shown
-from resformer.untrusted import MIB, bare_name, read_json, regular_file
+from resformer.untrusted import MIB, read_json
 
-__all__ = ["Source", "open_source"]
+__all__ = ["OpenedSource", "Source", "open_source"]
 
-#: What is fetched before the weights are: enough to refuse a checkpoint that cannot be converted.
+#: What is fetched of a Hub repository with its configuration: everything but weights.
 _SMALL_HUB_FILES = "*.json *.jinja *.model *.txt *.tiktoken *LICENSE* *LICENCE* *NOTICE* *USE_POLICY* README.md".split()
-#: Where PEFT is installed, Transformers applies the adapter that it finds beside a model: it is to look where none is.
-_NO_ADAPTER = {"subfolder": "\0"}
 #: Keys that every configuration may have and that say nothing about the architecture.
 _METADATA_KEYS = set(
     "model_type architectures torch_dtype dtype transformers_version pretraining_tp id2label label2id "
@@ -50,26 +54,63 @@ _SIZES = (
 ).split()
 #: q, o, gate, up and down projections and two norms are in every layer.
 _TENSORS_OF_A_LAYER = 7
+#: More layers than these have no room among the tensors that are read.
+_MOST_LAYERS = MOST_TENSORS // _TENSORS_OF_A_LAYER
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
-    """A checkpoint, and what it is called."""
+    """Where a checkpoint is, and its configuration. Its weights have not been fetched."""
 
     name: str  # as the user gave it
-    checkpoint: Checkpoint
+    folder: Path
     config: PreTrainedConfig
-    revision: str | None = None  # the commit, if it came from the Hub
-    model: PreTrainedModel | None = None  # of a source that has to be loaded to be read: GGUF
-    file: Path | None = None  # if it is a single file
+    raw_config: Mapping[str, Any]  # config.json, as it stands
     dropped_config: tuple[str, ...] = ()  # keys of its config.json that are not read
+    revision: str | None = None  # the commit, if it is on the Hub
+    repo_id: str | None = None  # if it is on the Hub
+    gguf: Path | None = None  # the file, if it is a GGUF file
+
+    def fetch(self, *, allow_pickle: bool = False, headers_only: bool = False) -> "OpenedSource":
+        """Downloads the weights, if they are on the Hub, and reads their headers.
+
+        Args:
+            allow_pickle: read `pytorch_model*.bin` where there are no safetensors, restricted to tensors.
+            headers_only: do not dequantise a GGUF file: its tensors have names and shapes, but no bytes.
+
+        Raises:
+            CheckpointError: they cannot be fetched or read, or do not have the configuration's number of layers.
+        """
+        model = None
+        if self.gguf is not None:
+            model, tensors = (None, gguf_headers(self.config)) if headers_only else dequantise(self.gguf, self.config)
+            checkpoint = _in_memory(self.folder, tensors)
+        else:
+            pickled = _fetch_from_hub(self, allow_pickle=allow_pickle)
+            checkpoint = _read_pickled(self.folder) if pickled else read_checkpoint(self.folder)
+        _check_layers(checkpoint, self.config.num_hidden_layers)
+        return OpenedSource(**vars(self), checkpoint=checkpoint, model=model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedSource(Source):
+    """A source whose weights are on this disk, with their headers read and checked."""
+
+    checkpoint: Checkpoint
+    model: PreTrainedModel | None = None  # of a GGUF file: dequantised
 
     @property
-    def folder(self) -> Path:
-        return self.checkpoint.folder
+    def left_behind(self) -> list[str]:
+        """Files, and keys of config.json, that do not go along."""
+        return [*self.checkpoint.left_behind, *(f"config.json: {key}" for key in self.dropped_config)]
 
-    def load(self, dtype: torch.dtype) -> PreTrainedModel:
-        """The model, loaded by Transformers from what was checked, with nothing of the source's own choosing.
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of most weights; float32 for a GGUF file, which is dequantised to that."""
+        return dominant_dtype(self.checkpoint)
+
+    def load(self) -> PreTrainedModel:
+        """The model in its own dtype, loaded by Transformers from the files that were checked; none of its code is run.
 
         Raises:
             CheckpointError: Transformers does not load it, or not all of it.
@@ -80,50 +121,16 @@ class Source:
         if not self.checkpoint.indexed:
             loaded = {name: to_torch(tensor) for name, tensor in self.checkpoint.tensors.items()}
             arguments = {"pretrained_model_name_or_path": None, "state_dict": loaded}
-        try:
-            # The class itself, where AutoModel would look for files.
-            model, loading = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)].from_pretrained(
-                **arguments,
-                config=self.config,
-                dtype=dtype,
-                local_files_only=True,
-                output_loading_info=True,
-                adapter_kwargs=_NO_ADAPTER,
-            )
-        except ImportError:
-            raise
-        except Exception as error:  # Transformers and safetensors raise nearly anything for a bad file
-            raise CheckpointError(f"{self.folder}: cannot be loaded: {brief(error)}") from error
-        _check_loading(str(self.folder), loading)
-        return model.eval()
-
-    def save_gguf_extras(self, output: Path) -> bool:
-        """Writes what else a GGUF file carries; returns whether there was a tokenizer that Transformers can read."""
-        if self.file is None or self.model is None:
-            return True
-        self.model.generation_config.save_pretrained(output)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(self.file.parent), gguf_file=self.file.name)
-        except Exception:  # whatever Transformers makes of a vocabulary that it does not know
-            return False
-        tokenizer.save_pretrained(output)
-        return True
+        return load_model(self.folder, self.config, dtype=self.dtype, **arguments)
 
 
-def open_source(
-    source: str | Path,
-    revision: str | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    allow_pickle: bool = False,
-    ours: bool = False,
-) -> Source:
-    """Finds the checkpoint: a folder, a `.gguf` file, `owner/name` or `owner/name/file.gguf` on the Hub.
+def open_source(source: str | Path, revision: str | None = None, *, resformer: bool = False) -> Source:
+    """Finds the checkpoint and reads its configuration; of a Hub repository nothing but small files is fetched.
 
     Args:
-        dtype: what a GGUF file is dequantised to; default: float32.
-        allow_pickle: read `pytorch_model*.bin` where there are no safetensors, restricted to tensors.
-        ours: take ResFormer checkpoints too, not only those that can become one.
+        source: a folder, a `.gguf` file, `owner/name` or `owner/name/file.gguf` on the Hub. A GGUF file holds its
+            configuration itself, so it is fetched.
+        resformer: take ResFormer checkpoints too, not only those that can become one.
 
     Raises:
         CheckpointError: it is none of these, cannot be read, or is of a family that cannot be converted.
@@ -133,46 +140,97 @@ def open_source(
     if os.path.exists(path) and not path.is_dir() and path.suffix != ".gguf":
         raise CheckpointError(f"{path}: expected a checkpoint folder, a .gguf file or a Hub id.")
     if os.path.isfile(path):
-        return _open_gguf(name, path, None, dtype)
+        return _open_gguf(name, path)
     if not os.path.isdir(path):
-        return _open_hub(name, revision, dtype, allow_pickle=allow_pickle, ours=ours)
+        with _asking_hub(name):
+            return _open_hub(name, revision, resformer=resformer)
     if revision is not None:
         raise CheckpointError(f"{path}: --revision {revision} is for Hub ids, this is a local folder.")
-    return _open_folder(name, path, None, allow_pickle=allow_pickle, ours=ours)
+    return _open_folder(name, path, resformer=resformer)
 
 
-def _open_folder(name: str, folder: Path, revision: str | None, *, allow_pickle: bool, ours: bool) -> Source:
+def _open_gguf(name: str, path: Path, **hub: Any) -> Source:
+    return Source(name=name, folder=path.parent, config=gguf_config(path), raw_config={}, gguf=path, **hub)
+
+
+def _open_folder(name: str, folder: Path, *, resformer: bool, **hub: Any) -> Source:
+    raw = read_json(_config_file(folder, [path.name for path in folder.iterdir()]), MIB)
+    config, dropped = _clean_config(folder / "config.json", raw, resformer=resformer)
+    return Source(name=name, folder=folder, config=config, raw_config=raw, dropped_config=dropped, **hub)
+
+
+def _open_hub(name: str, revision: str | None, *, resformer: bool) -> Source:
+    repo_id = name
+    if name.endswith(".gguf") and name.count("/") >= 2:
+        owner, repo, file = name.split("/", 2)
+        path = Path(hf_hub_download(f"{owner}/{repo}", file, revision=revision))
+        commit = next((part.name for part in path.parents if part.parent.name == "snapshots"), revision)
+        return _open_gguf(name, path, revision=commit, repo_id=f"{owner}/{repo}")
+    folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=_SMALL_HUB_FILES))
+    commit = folder.name  # a snapshot's folder is named by its commit
     if not (folder / "config.json").exists():
-        raise CheckpointError(f"{folder}: has no config.json, so it is not a Transformers checkpoint.{_hint(folder)}")
-    if allow_pickle and not any(folder.glob("*.safetensors")):
-        checkpoint = _read_pickles(folder)
-    else:
-        checkpoint = read_checkpoint(folder)
-    config, dropped = _clean_config(checkpoint, ours=ours)
-    return Source(name, checkpoint, config, revision, dropped_config=dropped)
+        _config_file(folder, list_repo_files(repo_id, revision=commit))
+    return _open_folder(name, folder, resformer=resformer, revision=commit, repo_id=repo_id)
 
 
-def _hint(folder: Path) -> str:
-    if ggufs := sorted(file.name for file in folder.glob("*.gguf")):
-        return f" It holds {listed(ggufs)}: name that file."
-    if (folder / "adapter_config.json").exists():
-        return " It is a PEFT adapter: merge it into its model and save that (`merge_and_unload`)."
-    if (folder / "params.json").exists():
-        return " It has Meta's own format: use the repository's Transformers files."
-    return ""
+def _fetch_from_hub(source: Source, *, allow_pickle: bool) -> bool:
+    """Downloads the weight files that the index names, and no others; returns whether they are pickles."""
+    folder = source.folder
+    if source.repo_id is None:
+        return allow_pickle and not any(folder.glob("*.safetensors"))
+
+    def download(names: Iterable[str]) -> None:
+        patterns = [glob.escape(name) for name in names]
+        snapshot_download(str(source.repo_id), revision=source.revision, allow_patterns=patterns)
+
+    with _asking_hub(source.name):
+        download([SINGLE])
+        if (folder / SINGLE).exists():
+            return False
+        if (folder / INDEX).exists():
+            download(indexed_names(folder / INDEX))
+            return False
+        names = list_repo_files(source.repo_id, revision=source.revision)
+        if not allow_pickle or not any(name.endswith(".bin") for name in names):
+            raise CheckpointError(f"{source.name}: has neither {SINGLE} nor {INDEX}.{why_none(names)}")
+        download(pickle_names(folder))
+        return True
 
 
-def _clean_config(checkpoint: Checkpoint, *, ours: bool) -> tuple[PreTrainedConfig, tuple[str, ...]]:
+@contextmanager
+def _asking_hub(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (HTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(
+            f"{brief(name)}: is neither a local folder nor a .gguf file, and the Hub did not give it: {brief(error)}"
+        ) from error
+
+
+def _config_file(folder: Path, names: Collection[str]) -> Path:
+    """config.json in `folder`; `names` are the files there, which tell why there is none."""
+    if "config.json" in names:
+        return folder / "config.json"
+    hint = ""
+    if ggufs := [name for name in names if name.endswith(".gguf")]:
+        hint = f" It holds {listed(ggufs)}: name that file."
+    elif "adapter_config.json" in names:
+        hint = " It is a PEFT adapter: merge it into its model and save that (`merge_and_unload`)."
+    elif "params.json" in names:
+        hint = " It has Meta's own format: use the repository's Transformers files."
+    raise CheckpointError(f"{folder}: has no config.json, so it is not a Transformers checkpoint.{hint}")
+
+
+def _clean_config(where: Path, raw: Mapping[str, Any], *, resformer: bool) -> tuple[PreTrainedConfig, tuple[str, ...]]:
     """(the configuration, the keys that were not read), from the keys that the family is known to have.
 
-    Nothing else of a stranger's config.json reaches Transformers: some keys choose code to run (`auto_map`,
+    Nothing else of an untrusted config.json reaches Transformers: some keys choose code to run (`auto_map`,
     `_attn_implementation`).
 
     Raises:
         CheckpointError: the family is not supported, the weights are quantised, or a value makes no sense.
     """
-    raw, where = checkpoint.config, checkpoint.folder / "config.json"
-    model_type = _family(where, raw, ours=ours)
+    model_type = _family(where, raw.get("model_type"), resformer=resformer)
     if raw.get("quantization_config") is not None:
         method = shown(raw["quantization_config"])
         raise CheckpointError(f"{where}: the checkpoint is quantised ({method}); dequantise it first.")
@@ -180,11 +238,11 @@ def _clean_config(checkpoint: Checkpoint, *, ours: bool) -> tuple[PreTrainedConf
         value = raw.get(key)
         if value is not None and not (type(value) is int and 0 <= value < 2**31):
             raise CheckpointError(f"{where}: {key} is {shown(value)}; expected a size.")
+    if (layers := raw.get("num_hidden_layers") or 0) > _MOST_LAYERS:  # lists of that length would be made
+        raise CheckpointError(f"{where}: num_hidden_layers is {layers:,}; at most {_MOST_LAYERS:,} are read.")
     config_class = ResFormerConfig if model_type == ResFormerConfig.model_type else CONFIG_MAPPING[model_type]
-    own = {f.name for f in fields(config_class)} - {f.name for f in fields(PreTrainedConfig)}
-    known = own | _LEGACY_KEYS | set(config_class.attribute_map)
-    layers = raw.get("num_hidden_layers", config_class.num_hidden_layers)
-    _check_layers(checkpoint, layers)
+    family_keys = {f.name for f in fields(config_class)} - {f.name for f in fields(PreTrainedConfig)}
+    known = family_keys | _LEGACY_KEYS | set(config_class.attribute_map)
     try:
         config = config_class.from_dict({key: value for key, value in raw.items() if key in known})
     except Exception as error:  # any of the validators', or of arithmetic with what they let pass
@@ -192,153 +250,46 @@ def _clean_config(checkpoint: Checkpoint, *, ours: bool) -> tuple[PreTrainedConf
     return config, tuple(sorted(raw.keys() - known - _METADATA_KEYS))
 
 
-def _check_layers(checkpoint: Checkpoint, expected: object) -> None:
-    """A configuration may claim any number of layers; only as many as there are tensors for are ever made."""
+def _family(where: Path, model_type: object, *, resformer: bool) -> str:
+    if resformer and model_type == ResFormerConfig.model_type:
+        return ResFormerConfig.model_type
+    try:
+        return supported(model_type)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def _check_layers(checkpoint: Checkpoint, expected: int) -> None:
+    """A configuration may claim any number of layers; a model is made only of as many as there are tensors for."""
     matches = [re.match(r"model\.layers\.(\d{1,6})\.", name) for name in checkpoint.tensors]
-    found = len({match[1] for match in matches if match})
-    if found == 0 and checkpoint.tensors:
+    stored = len({match[1] for match in matches if match})
+    if stored == 0 and checkpoint.tensors:
         raise CheckpointError(
             f"{checkpoint.folder}: missing keys: no tensor is called model.layers.N..., but for one "
             f"{shown(next(iter(checkpoint.tensors)))}. Save the model with its head (`...ForCausalLM`)."
         )
-    if found * _TENSORS_OF_A_LAYER > len(checkpoint.tensors):
+    if stored * _TENSORS_OF_A_LAYER > len(checkpoint.tensors):
         raise CheckpointError(
-            f"{checkpoint.folder}: missing keys: its shards hold {len(checkpoint.tensors)} tensors for {found} layers."
+            f"{checkpoint.folder}: missing keys: its shards hold {len(checkpoint.tensors)} tensors for {stored} layers."
         )
-    if found != expected:
+    if stored != expected:
         raise CheckpointError(
-            f"{checkpoint.folder}: config.json has num_hidden_layers={shown(expected)}, the shards hold {found} layers."
+            f"{checkpoint.folder}: config.json has num_hidden_layers={expected}, the shards hold {stored} layers."
         )
 
 
-def _tensors_of(model: PreTrainedModel) -> list[Tensor]:
-    """The parameters and buffers that a checkpoint of `model` holds, in memory; tied ones once."""
-    tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
-    return [to_tensor(name, tensor) for name, tensor in model.state_dict().items() if name not in tied]
+def _in_memory(folder: Path, tensors: Iterable[Tensor], **rest: Any) -> Checkpoint:
+    loaded = tuple(tensors)
+    return Checkpoint(folder, (Shard(None, sum(tensor.nbytes for tensor in loaded), loaded),), **rest)
 
 
-def _in_memory(folder: Path, config: dict[str, Any], tensors: Iterable[Tensor], **rest: Any) -> Checkpoint:
-    made = tuple(tensors)
-    return Checkpoint(folder, config, (Shard(None, sum(tensor.nbytes for tensor in made), made),), **rest)
-
-
-def _open_gguf(name: str, path: Path, revision: str | None, dtype: torch.dtype | None) -> Source:
-    location = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    try:
-        config = AutoConfig.from_pretrained(**location)
-        _check_gguf(path, backbone_config(config))
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            **location, dtype=dtype or torch.float32, output_loading_info=True
-        )
-    except (ImportError, CheckpointError):
-        raise  # a missing `gguf` says itself what to install
-    except Exception as error:  # Transformers and gguf raise nearly anything for a bad file
-        raise CheckpointError(f"{path}: cannot be read as GGUF: {brief(error)}") from error
-    _check_loading(str(path), loading)
-    model.eval()
-    return Source(name, _in_memory(path.parent, {}, _tensors_of(model)), config, revision, model, path)
-
-
-def _check_gguf(path: Path, config: ResFormerConfig) -> None:
-    """A few bytes can claim a model of any size: its numbers must be in the file before memory is taken for them."""
-    from gguf import GGUFReader
-
-    stored = {tensor.name: int(tensor.n_elements) for tensor in GGUFReader(path).tensors}
-    layers = {match[1] for match in (re.match(r"blk\.(\d+)\.", name) for name in stored) if match}
-    if len(layers) != config.num_hidden_layers:
-        raise CheckpointError(
-            f"{path}: its metadata tell of {config.num_hidden_layers} layers, it holds tensors of {len(layers)}."
-        )
-    needed = {name: math.prod(shape) for name, shape in expected_shapes(config).items()}
-    if "output.weight" not in stored:  # the head is the embeddings
-        needed.pop("lm_head.weight")
-    if sum(stored.values()) < sum(needed.values()):
-        raise CheckpointError(
-            f"{path}: holds {sum(stored.values()):,} numbers, its metadata tell of a model of {sum(needed.values()):,}."
-        )
-
-
-def _check_loading(where: str, loading: dict[str, Any]) -> None:
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if problems := loading.get(kind):
-            raise CheckpointError(f"{where}: {kind.replace('_', ' ')}: {listed(set(map(str, problems)))}.")
-
-
-def _read_pickles(folder: Path) -> Checkpoint:
-    """`pytorch_model.bin` or its shards, restricted to tensors: nothing of theirs is run."""
-    index = folder / "pytorch_model.bin.index.json"
-    names = ["pytorch_model.bin"]
-    if index.exists():
-        weight_map = read_json(index, 4 * MIB).get("weight_map")
-        values = weight_map.values() if isinstance(weight_map, dict) else ()
-        names = sorted({bare_name(name, ".bin", str(index)) for name in map(str, values)})
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        path = regular_file(folder / name)
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # a pickle can fail in any way
-            raise CheckpointError(f"{folder / name}: cannot be read with weights_only=True: {brief(error)}") from error
-        for key, value in state.items() if isinstance(state, dict) else ():
-            if not isinstance(key, str) or key in tensors or not _is_stored_whole(value):
-                raise CheckpointError(f"{folder / name}: {shown(key)} is no plain floating tensor, or is there twice.")
-            tensors[key] = to_tensor(key, value)
-    if not tensors:
-        raise CheckpointError(f"{folder}: its *.bin files hold no tensors.")
+def _read_pickled(folder: Path) -> Checkpoint:
+    tensors = read_pickles(folder)
     side_files, left_behind, notes = read_side_files(folder)
-    config = read_json(folder / "config.json", MIB)
     return _in_memory(
         folder,
-        config,
-        tensors.values(),
+        tensors,
         side_files=tuple(side_files),
         left_behind=tuple(name for name in left_behind if name != "config.json"),
         notes=tuple(notes),
     )
-
-
-def _is_stored_whole(value: object) -> bool:
-    """Whether this is a floating tensor with every one of its numbers in the file: an expanded one would be a bomb."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value.dtype in CODES
-        and value.layout is torch.strided
-        and value.device.type == "cpu"
-        and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
-    )
-
-
-def _open_hub(name: str, revision: str | None, dtype: torch.dtype | None, *, allow_pickle: bool, ours: bool) -> Source:
-    repo_id, gguf_file = name, None
-    if name.endswith(".gguf") and name.count("/") >= 2:
-        owner, repo, gguf_file = name.split("/", 2)
-        repo_id = f"{owner}/{repo}"
-    try:
-        if gguf_file is not None:
-            path = Path(hf_hub_download(repo_id, gguf_file, revision=revision))
-            commit = next((part.name for part in path.parents if part.parent.name == "snapshots"), revision)
-            return _open_gguf(name, path, commit, dtype)
-        folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=_SMALL_HUB_FILES))
-        commit = folder.name  # a snapshot's folder is named by its commit
-        if (folder / "config.json").exists():  # before 100 GB are fetched for nothing
-            _family(folder / "config.json", read_json(folder / "config.json", MIB), ours=ours)
-        weights = ["model.safetensors", "model.safetensors.index.json"]
-        if (folder / "model.safetensors.index.json").exists():
-            weights.append("model-*-of-*.safetensors")
-        snapshot_download(repo_id, revision=commit, allow_patterns=weights)
-        if allow_pickle and not any(folder.glob("*.safetensors")):
-            snapshot_download(repo_id, revision=commit, allow_patterns=["pytorch_model*.bin"])
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"{brief(name)}: is neither a local folder nor a .gguf file, and the Hub did not give it: {brief(error)}"
-        ) from error
-    return _open_folder(name, folder, commit, allow_pickle=allow_pickle, ours=ours)
-
-
-def _family(where: Path, config: dict[str, Any], *, ours: bool) -> str:
-    if ours and config.get("model_type") == ResFormerConfig.model_type:
-        return ResFormerConfig.model_type
-    try:
-        return supported(config.get("model_type"))
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from error

@@ -2,11 +2,11 @@
 
 import torch
 
+from resformer.convert.reading import Checkpoint
 from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.errors import CheckpointError
-from resformer.untrusted import open_regular
 
-__all__ = ["CODES", "to_tensor", "to_torch"]
+__all__ = ["CODES", "dominant_dtype", "to_tensor", "to_torch"]
 
 #: torch's dtype of weights -> the code of the safetensors format.
 CODES = {getattr(torch, name): code for code, name in FLOATING.items()}
@@ -21,12 +21,18 @@ def to_tensor(name: str, tensor: torch.Tensor) -> Tensor:
 def to_torch(tensor: Tensor) -> torch.Tensor:
     """Reads a tensor."""
     dtype = getattr(torch, FLOATING[tensor.dtype])
-    if isinstance(tensor.data, memoryview):
-        return torch.frombuffer(tensor.data, dtype=dtype).reshape(tensor.shape)
-    path, start = tensor.data
-    content = bytearray(tensor.nbytes)
-    with open_regular(path) as file:
-        file.seek(start)
-        if file.readinto(content) != len(content):  # type: ignore[attr-defined]
-            raise CheckpointError(f"{tensor.place}: its bytes are gone: the file changed while it was read.")
+    content = bytearray()
+    for piece in tensor.pieces():
+        content += piece
     return torch.frombuffer(content, dtype=dtype).reshape(tensor.shape) if content else torch.empty(tensor.shape)
+
+
+def dominant_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype of most numbers."""
+    elements: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        if tensor.dtype in FLOATING:
+            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.elements
+    if not elements:
+        raise CheckpointError(f"{checkpoint.folder}: holds no floating tensors.")
+    return getattr(torch, FLOATING[max(elements, key=lambda dtype: (elements[dtype], dtype))])

@@ -1,25 +1,23 @@
-"""The verifier: does a folder hold what it should, byte for byte, and compute what its source does?
-
-It reads the folder anew and trusts nothing that the writer believes.
-"""
+"""Reads a result back and compares it with its source: headers, bytes, logits."""
 
 import gc
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from resformer.convert.reading import Checkpoint, read_checkpoint
 from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.errors import VerificationError, listed
-from resformer.untrusted import MIB, open_regular
 
 __all__ = [
     "LogitsComparison",
@@ -27,12 +25,11 @@ __all__ = [
     "check_headers",
     "compare_logits",
     "free_memory",
+    "memory_for_logits",
+    "model_bytes",
     "not_finite",
-    "pieces",
     "same_bytes",
 ]
-
-_PIECE = 4 * MIB
 
 
 def check_headers(folder: Path, expected: Mapping[str, Tensor]) -> Checkpoint:
@@ -41,24 +38,24 @@ def check_headers(folder: Path, expected: Mapping[str, Tensor]) -> Checkpoint:
     Raises:
         VerificationError: they differ.
     """
-    found = read_checkpoint(folder)
-    if found.tensors.keys() != expected.keys():
+    stored = read_checkpoint(folder)
+    if stored.tensors.keys() != expected.keys():
         raise VerificationError(
-            f"{folder}: lacks {listed(expected.keys() - found.tensors.keys()) or 'nothing'}, holds beyond the plan "
-            f"{listed(found.tensors.keys() - expected.keys()) or 'nothing'}."
+            f"{folder}: lacks {listed(expected.keys() - stored.tensors.keys()) or 'nothing'}, holds beyond the plan "
+            f"{listed(stored.tensors.keys() - expected.keys()) or 'nothing'}."
         )
-    for name, tensor in found.tensors.items():
+    for name, tensor in stored.tensors.items():
         planned = expected[name]
         if (tensor.dtype, tensor.shape) != (planned.dtype, planned.shape):
             raise VerificationError(
                 f"{tensor.place}: is {tensor.dtype} {list(tensor.shape)}, expected {planned.dtype} "
                 f"{list(planned.shape)}."
             )
-    return found
+    return stored
 
 
 def check_bytes(
-    found: Checkpoint,
+    stored: Checkpoint,
     expected: Mapping[str, Tensor],
     digests: Mapping[str, str],
     shared: Collection[str] = (),
@@ -68,7 +65,7 @@ def check_bytes(
 
     Args:
         expected: name -> the tensor at its source.
-        digests: name -> digest, of the tensors whose bytes were made.
+        digests: name -> digest, of the tensors whose bytes were computed here.
         shared: files that share their source's bytes (links, clones), where there is nothing to compare.
 
     Raises:
@@ -78,7 +75,7 @@ def check_bytes(
     def check(tensor: Tensor) -> None:
         if tensor.name in digests:
             digest = hashlib.sha256()
-            for piece in pieces(tensor):
+            for piece in tensor.pieces():
                 digest.update(piece)
             same = digest.hexdigest() == digests[tensor.name]
         else:
@@ -87,7 +84,7 @@ def check_bytes(
             raise VerificationError(f"{tensor.place}: its bytes are not those that were written.")
         progress(tensor.nbytes)
 
-    files = [shard for shard in found.shards if shard.path is not None and shard.path.name not in shared]
+    files = [shard for shard in stored.shards if shard.path is not None and shard.path.name not in shared]
     written = [tensor for shard in files for tensor in shard.tensors]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         list(pool.map(check, written))
@@ -95,37 +92,25 @@ def check_bytes(
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are stored alike."""
-    return one.nbytes == other.nbytes and all(a == b for a, b in zip(pieces(one), pieces(other), strict=True))
-
-
-def pieces(tensor: Tensor, size: int = _PIECE) -> Iterator[bytes]:
-    """A tensor's bytes, `size` at a time."""
-    if isinstance(tensor.data, memoryview):
-        for start in range(0, tensor.nbytes, size):
-            yield bytes(tensor.data[start : start + size])
-        return
-    path, start = tensor.data
-    with open_regular(path) as file:
-        file.seek(start)
-        for position in range(0, tensor.nbytes, size):
-            yield file.read(min(size, tensor.nbytes - position))
+    pairs = zip(one.pieces(), other.pieces(), strict=True)
+    return one.nbytes == other.nbytes and all(bytes(a) == bytes(b) for a, b in pairs)  # memoryviews compare slowly
 
 
 def not_finite(tensors: Iterable[Tensor]) -> list[str]:
     """The names of the floating tensors that hold a NaN or an infinity."""
-    found = []
+    names = []
     for tensor in tensors:
         if tensor.dtype in FLOATING:
             dtype = getattr(torch, FLOATING[tensor.dtype])
-            numbers = (torch.frombuffer(bytearray(piece), dtype=dtype) for piece in pieces(tensor))
+            numbers = (torch.frombuffer(piece, dtype=dtype) for piece in tensor.pieces())
             if not all(piece.isfinite().all() for piece in numbers):
-                found.append(tensor.name)
-    return found
+                names.append(tensor.name)
+    return names
 
 
 @dataclass(frozen=True)
 class LogitsComparison:
-    """How far the logits of one model are from another's, over `tokens` positions."""
+    """The distance between the logits of two models, over `tokens` positions."""
 
     tokens: int
     identical: bool  # bit for bit
@@ -138,7 +123,7 @@ class LogitsComparison:
         if self.identical:
             return f"identical to the bit on {self.tokens} tokens"
         return (
-            f"differ on {self.tokens} tokens: max {self.max_difference:.3g}, KL {self.mean_kl:.3g} nats, "
+            f"differ on {self.tokens} tokens: max {self.max_difference:.3g}, KL {self.mean_kl:.3g} nats per token, "
             f"top-1 agreement {self.top1_agreement:.1%}"
         )
 
@@ -153,16 +138,17 @@ def compare_logits(
     Args:
         source, converted: models, or functions that load one; then no more than one is in memory at a time.
     """
-    expected, found = _prompt_logits(source, tokens), _prompt_logits(converted, tokens)
-    expected_log, found_log = (values.double().log_softmax(-1) for values in (expected, found))
-    both_nan = expected.isnan() & found.isnan()
+    with _no_bars():
+        expected, actual = _prompt_logits(source, tokens), _prompt_logits(converted, tokens)
+    expected_log, actual_log = (values.double().log_softmax(-1) for values in (expected, actual))
+    both_nan = expected.isnan() & actual.isnan()
     return LogitsComparison(
         tokens=expected.shape[0] * expected.shape[1],
-        identical=bool(((expected == found) | both_nan).all()),
+        identical=bool(((expected == actual) | both_nan).all()),
         finite=bool(expected.isfinite().all()),
-        max_difference=(expected - found).abs().max().item(),
-        mean_kl=(expected_log.exp() * (expected_log - found_log)).sum(-1).mean().item(),
-        top1_agreement=(expected.argmax(-1) == found.argmax(-1)).double().mean().item(),
+        max_difference=(expected - actual).abs().max().item(),
+        mean_kl=(expected_log.exp() * (expected_log - actual_log)).sum(-1).mean().item(),
+        top1_agreement=(expected.argmax(-1) == actual.argmax(-1)).double().mean().item(),
     )
 
 
@@ -180,12 +166,57 @@ def _prompt_logits(model: Callable[[], PreTrainedModel] | PreTrainedModel, token
     return logits
 
 
-def free_memory() -> int:
-    """Bytes that this process can still take: of the machine, or of its control group where that is less."""
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Hides the bars that Transformers shows while it loads a model: they would break the bar of the conversion."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def model_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """What a model takes in memory."""
+    return sum(tensor.elements for tensor in checkpoint.tensors.values()) * dtype.itemsize
+
+
+def memory_for_logits(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """What comparing a model's logits takes: the model, and room for a forward pass."""
+    return int(1.2 * model_bytes(checkpoint, dtype)) + 2**29
+
+
+def free_memory(system: Path = Path("/")) -> int:
+    """Bytes that this process can still take: of the machine, or of a control group that it is in, whichever is less.
+
+    Args:
+        system: the root of the file system, for tests.
+    """
     free = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError, KeyError):  # no such group, or no limit: "max"
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        free = min(free, limit - used + int(statistics["inactive_file"]))  # cached files make room
+    with suppress(OSError):  # no control groups: not Linux
+        for line in (system / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):  # "": version 2
+                mount = system / "sys/fs/cgroup" / controllers
+                group = mount / path.lstrip("/")
+                # A container sees its own group as the mount, and a path that is not below it.
+                for folder in (group, *group.parents):
+                    if folder == mount or mount in folder.parents:
+                        free = min(free, _free_in_group(folder, version=1 if controllers else 2))
     return free
+
+
+def _free_in_group(group: Path, version: int) -> int:
+    limit_file, used_file, cached_key = (
+        ("memory.max", "memory.current", "inactive_file")
+        if version == 2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    )
+    try:
+        limit, used = (int((group / name).read_text()) for name in (limit_file, used_file))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return limit - used + int(statistics[cached_key])  # cached files make room
+    except (OSError, ValueError, KeyError):  # the root group has no such files, and no limit reads "max"
+        return sys.maxsize

@@ -1,5 +1,7 @@
 """Two checkpoints side by side: tensors byte for byte, logits on fixed prompts."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,18 @@ import torch
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import without_connections
 from resformer.convert.connections import expected_shapes
-from resformer.convert.conversion import Verify, check_tensors, check_verify, dominant_dtype, memory_for_logits, no_bars
+from resformer.convert.conversion import Verify, check_verify
+from resformer.convert.deciding import EMBEDDING, HEAD, check_tensors
 from resformer.convert.families import backbone_config
 from resformer.convert.safetensors_format import FLOATING, Tensor
-from resformer.convert.source import Source, open_source
-from resformer.convert.verification import LogitsComparison, compare_logits, free_memory, pieces, same_bytes
+from resformer.convert.source import OpenedSource, Source, open_source
+from resformer.convert.verification import (
+    LogitsComparison,
+    compare_logits,
+    free_memory,
+    memory_for_logits,
+    same_bytes,
+)
 from resformer.errors import CheckpointError
 
 __all__ = ["Comparison", "verify"]
@@ -39,31 +48,49 @@ class Comparison:
         return not self.different and not unmatched and (self.logits is None or self.logits.identical)
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
-        return {**asdict(self), "same": self.same}
+        """For `--json`, which has no NaN and no infinity: `None` in their place."""
+        values = {**asdict(self), "same": self.same, "different": _null_for_nan(self.different)}
+        return values if self.logits is None else {**values, "logits": _null_for_nan(vars(self.logits))}
 
 
-def verify(one: str | Path, other: str | Path, *, verify: Verify = "auto", revision: str | None = None) -> Comparison:
+def verify(
+    one: str | Path,
+    other: str | Path,
+    *,
+    verify: Verify = "auto",
+    revision: str | None = None,
+    other_revision: str | None = None,
+) -> Comparison:
     """Compares two checkpoints, a source and its retrofit for example.
 
     Args:
         one, other: folders, `.gguf` files or Hub ids, of any family that can be converted, or ResFormer's.
-        verify: `"headers"` compares names, dtypes and shapes; `"hashes"` the bytes too; `"logits"` the logits too, with
-            one model in memory at a time. `"auto"` is logits where the larger model fits into free memory.
-        revision: of `one`, if it is a Hub id.
+        verify: `"headers"` compares names, dtypes and shapes; `"hashes"` the bytes too; `"logits"` the logits too, each
+            model in its own dtype, one in memory at a time. `"auto"` is logits where the larger fits into free memory.
+        revision, other_revision: of `one` and `other`, if they are Hub ids.
 
     Raises:
         CheckpointError: one of them cannot be read.
     """
     check_verify(verify)
-    first, second = open_source(one, revision, ours=True), open_source(other, ours=True)
+    sources = open_source(one, revision, resformer=True), open_source(other, other_revision, resformer=True)
+    if verify in ("auto", "logits"):
+        _check_vocabularies(*sources)
+    first, second = (source.fetch() for source in sources)
     connections: set[str] = set()
+    tables: list[dict[str, Tensor]] = []
     for source in (first, second):
-        ours = source.config if isinstance(source.config, ResFormerConfig) else backbone_config(source.config)
-        expected = expected_shapes(ours)
-        check_tensors(source, expected)
-        connections |= expected.keys() - expected_shapes(without_connections(ours)).keys()
-    a, b = first.checkpoint.tensors, second.checkpoint.tensors
+        config = source.config if isinstance(source.config, ResFormerConfig) else backbone_config(source.config)
+        expected = expected_shapes(config)
+        tied, _ = check_tensors(source, expected)
+        connections |= expected.keys() - expected_shapes(without_connections(config)).keys()
+        table = dict(source.checkpoint.tensors)
+        if tied:  # a checkpoint stores one end of the tie or both, the model has both
+            for stored, missing in ((EMBEDDING, HEAD), (HEAD, EMBEDDING)):
+                if missing not in table:
+                    table[missing] = table[stored]
+        tables.append(table)
+    a, b = tables
     common = [name for name in a if name in b]
     different: dict[str, float | None] = {}
     for name in common:
@@ -85,20 +112,25 @@ def verify(one: str | Path, other: str | Path, *, verify: Verify = "auto", revis
     )
 
 
-def _logits(first: Source, second: Source, verify: Verify) -> LogitsComparison | None:
-    if verify not in ("auto", "logits"):
-        return None
+def _null_for_nan(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def _check_vocabularies(first: Source, second: Source) -> None:
     if first.config.vocab_size != second.config.vocab_size:
         raise CheckpointError(
             f"The vocabularies differ: {first.config.vocab_size} and {second.config.vocab_size} tokens. Compare the "
             "tensors alone with --verify hashes."
         )
-    dtype = dominant_dtype(first.checkpoint)
-    needed = max(memory_for_logits(source.checkpoint, dtype) for source in (first, second))
+
+
+def _logits(first: OpenedSource, second: OpenedSource, verify: Verify) -> LogitsComparison | None:
+    if verify not in ("auto", "logits"):
+        return None
+    needed = max(memory_for_logits(source.checkpoint, source.dtype) for source in (first, second))
     if verify == "auto" and needed > free_memory():
         return None
-    with no_bars():
-        return compare_logits(lambda: first.load(dtype), lambda: second.load(dtype))
+    return compare_logits(first.load, second.load)
 
 
 def _distance(one: Tensor, other: Tensor) -> float | None:
@@ -114,5 +146,5 @@ def _distance(one: Tensor, other: Tensor) -> float | None:
 def _floats(tensor: Tensor) -> Any:
     """The numbers, some at a time: as many for every dtype."""
     dtype = getattr(torch, FLOATING[tensor.dtype])
-    for piece in pieces(tensor, 2**20 * dtype.itemsize):
-        yield torch.frombuffer(bytearray(piece), dtype=dtype).double()
+    for piece in tensor.pieces(2**20 * dtype.itemsize):
+        yield torch.frombuffer(piece, dtype=dtype).double()

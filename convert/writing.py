@@ -1,11 +1,9 @@
-"""The writer: carries a plan out, in a folder beside the output that takes the output's place when all of it is there.
+"""Carries out a plan: writes its shards, side files, index and configuration into a folder.
 
-Bytes that do not change never pass through this process: files are hard-linked, cloned (reflink) or copied by the
-kernel, tensors of a file that is written anew are copied by the kernel too. Only a change of dtype reads them, a piece
-at a time.
+The kernel hard-links, clones (reflink) or copies bytes that do not change: whole files, and tensors of new files. Only
+a change of dtype reads them into this process, a piece at a time.
 """
 
-import errno
 import hashlib
 import os
 import shutil
@@ -13,6 +11,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -22,9 +21,9 @@ from resformer.convert.planning import CarriedShard, Plan, Rewrite, WrittenShard
 from resformer.convert.safetensors_format import header_bytes
 from resformer.errors import CheckpointError, OutputError
 from resformer.files import folder_above, write_text, writing
-from resformer.untrusted import MIB, open_regular, regular_file
+from resformer.untrusted import MIB, open_regular, reading, regular_file
 
-if sys.platform != "win32":  # which has no clones
+if sys.platform != "win32":
     import fcntl
 
 __all__ = [
@@ -69,7 +68,7 @@ class Written:
 
 
 def foresee(plan: Plan, target: Path, *, link: bool) -> Transfer:
-    """What `write_plan` will do; nothing is left on the disk."""
+    """Predicts the bytes of `write_plan`; leaves nothing on the disk."""
     folder = folder_above(target)
     transfer = Transfer(
         copied=sum(file.size for file in plan.side_files), written=sum(shard.size for shard in plan.written)
@@ -135,10 +134,12 @@ def write_plan(
 
 def flush(folder: Path, shared: set[str]) -> None:
     """Waits until every file of `folder` is on the disk, but those that it shares with the source."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in shared]
-    # All at once: the disk orders the writes better than a file after the other would.
+    paths = [path for path in (folder, *folder.rglob("*")) if path.name not in shared]
+    if sys.platform == "win32":  # cannot flush a folder
+        paths = [path for path in paths if path.is_file()]
+    # In parallel: the disk then orders the writes.
     with ThreadPoolExecutor(8) as pool, writing(folder):
-        list(pool.map(_fsync, [*files, folder, *(path for path in folder.iterdir() if path.is_dir())]))
+        list(pool.map(_fsync, paths))
 
 
 def _carry(shard: CarriedShard, target: Path, done: Written, *, link: bool, progress: Progress) -> None:
@@ -146,8 +147,6 @@ def _carry(shard: CarriedShard, target: Path, done: Written, *, link: bool, prog
     if link:
         try:
             os.link(source, target)
-        except FileNotFoundError:
-            raise
         except OSError as error:
             note = f"--link: hard links are not possible here ({error.strerror}); whole shards are copied."
             done.notes += [note] if note not in done.notes else []
@@ -185,7 +184,7 @@ def _write(shard: WrittenShard, target: Path, done: Written, *, digests: bool, p
                     _copy_range(source, path, start, origin.nbytes, output, progress)
                 continue
             digest = hashlib.sha256()
-            for piece in _made(rewrite, done.rounding):
+            for piece in _pieces(rewrite, done.rounding):
                 if digests:
                     digest.update(piece)
                 _write_all(output, piece)
@@ -195,12 +194,14 @@ def _write(shard: WrittenShard, target: Path, done: Written, *, digests: bool, p
     done.transfer.written += shard.size + len(header)
 
 
-def _made(rewrite: Rewrite, rounding: Rounding) -> Iterator[memoryview]:
-    """The bytes of a tensor that is not in a file already as it should be."""
+def _pieces(rewrite: Rewrite, rounding: Rounding) -> Iterator[memoryview]:
+    """The bytes of a tensor that changes its dtype, or comes from memory."""
+    data = rewrite.origin.data
     if rewrite.dtype != rewrite.origin.dtype:
-        yield from converted(rewrite.origin, rewrite.dtype, rounding)
-    elif isinstance(rewrite.origin.data, memoryview):
-        yield rewrite.origin.data
+        with reading(data[0]) if isinstance(data, tuple) else nullcontext():
+            yield from converted(rewrite.origin, rewrite.dtype, rounding)
+    elif isinstance(data, memoryview):
+        yield data
 
 
 def _copy_range(source: BinaryIO, path: Path, start: int, length: int, output: BinaryIO, progress: Progress) -> None:
@@ -211,14 +212,13 @@ def _copy_range(source: BinaryIO, path: Path, start: int, length: int, output: B
         if in_kernel:
             try:
                 moved = os.copy_file_range(source.fileno(), output.fileno(), min(left, _COPY_PIECE), start)
-            except OSError as error:
-                if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM):
-                    raise
+            except OSError:  # not possible between these files, or an error that reading or writing shows again
                 in_kernel = False
                 continue
         else:
-            source.seek(start)
-            piece = source.read(min(left, 8 * MIB))
+            with reading(path):
+                source.seek(start)
+                piece = source.read(min(left, 8 * MIB))
             _write_all(output, memoryview(piece))
             moved = len(piece)
         if moved == 0:
@@ -256,7 +256,7 @@ def _can_clone(source: Path, folder: Path) -> bool:
 
 
 def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows flushes what it may write to
     try:
         os.fsync(descriptor)
     finally:

@@ -1,8 +1,11 @@
 """Sphinx: `python -m sphinx -W -n -b html docs OUTPUT`, with resformer and its extra `docs` installed."""
 
+import logging
 import re
 
 from resformer.version import __version__
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns on import where a package is missing; PEFT imports it
 
 project = "resformer"
 author = copyright = "The resformer authors"
@@ -20,7 +23,7 @@ autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 # Other projects' names: their pages are not looked up, so that a build needs no network.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|transformers|datasets|huggingface_hub|pathlib|os|collections|typing|types|numpy)\..*"),
+    ("py:.*", r"(torch|transformers|datasets|huggingface_hub|jinja2|pathlib|os|collections|typing|types|numpy)\..*"),
     ("py:.*", "(Any|Callable|Iterable|Iterator|Literal|Mapping|Path|Sequence|optional)"),
 ]
 

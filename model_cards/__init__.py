@@ -1,4 +1,4 @@
-"""Model cards: a template per kind of checkpoint and a card per method, filled in from what was measured."""
+"""Model cards of retrofitted, fine-tuned and from-scratch checkpoints, and one card for each named method."""
 
 from resformer.model_cards.cards import finetuned_card, is_as_made, retrofit_card, scratch_card
 from resformer.model_cards.method_cards import method_card, packaged_method_card, write_method_cards

@@ -1,6 +1,6 @@
-"""The builders of model cards. Every number in a card is an argument, or follows from one: nothing is made up here.
+"""The builders of model cards. Every number in a card is an argument of its builder, or computed from arguments.
 
-Callers give what was measured: a `RetrofitReport`, the `metrics.json` of a training, results of an evaluation.
+Arguments come from a `RetrofitReport`, the `metrics.json` of a training, or results of an evaluation.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from resformer.model_cards.source_card import well_formed
 
 __all__ = ["added_parameters", "finetuned_card", "is_as_made", "render", "retrofit_card", "scratch_card"]
 
+#: Ends a card: `is_as_made` compares the digest to find edits by hand.
 _MARK = "<!-- Made by `resformer card`. SHA-256 of the text above: "
 _TAGS = {
     "value_residual": "value-residual",
@@ -29,7 +30,7 @@ _TAGS = {
     "value_sources": "kv-sharing",
     "key_sources": "kv-sharing",
 }
-#: Field of a run -> (what the table calls it, its format).
+#: Field of a run -> (its name in the table, its format).
 _RUN_ROWS = {
     "perplexity_before": ("held-out perplexity before", "{:.3f}"),
     "perplexity_after": ("held-out perplexity after", "{:.3f}"),
@@ -53,15 +54,15 @@ def retrofit_card(
     Args:
         report: `RetrofitReport.as_dict()`, or the record of a converted folder (`resformer_conversion.json`).
         repository: the Hub id, or path, that the card's code loads; default: the output folder's name.
-        config: the checkpoint's; gives the cost of its cache.
-        source_card: what the source's own card says (`carried_metadata`): licence, languages, data.
+        config: the checkpoint's; the cost of the cache follows from it.
+        source_card: licence, languages and data from the source's card (`carried_metadata`).
         metrics: further results.
         base_model: Hub id of the source; default: the source, if it came from the Hub.
         bundle: the folder holds its own code (`auto_map` in config.json).
 
     Raises:
-        ValueError: a metric lacks what a card must say of it.
-        jinja2.UndefinedError: `report` lacks a value that a card states.
+        ValueError: a metric lacks a field that the card states.
+        jinja2.UndefinedError: `report` lacks a value that the card states.
     """
     return _card(
         "retrofit.md.jinja",
@@ -77,7 +78,7 @@ def retrofit_card(
         bundle=bundle,
         report=report,
         added_parameters=sum(report["added"].values()),
-        logits=_logits(report["verification"]),
+        logits=_logits(report),
     )
 
 
@@ -97,21 +98,29 @@ def finetuned_card(
     base_model: str | None = None,
     bundle: bool = False,
 ) -> ModelCard:
-    """The card of a fine-tuned retrofit. A `metrics.json` holds these arguments from `source` to `runs`, `datasets` and
-    `metrics`.
+    """The card of a fine-tuned retrofit.
+
+    `source`, `revision`, `method`, `corpus`, `evaluation_tokens`, `runs`, `datasets` and `metrics` are the fields of a
+    `metrics.json`.
 
     Args:
-        source, revision: the checkpoint that was retrofitted.
-        corpus: what it was trained on and, the held-out part of it, evaluated on.
-        evaluation_tokens: in that held-out part.
-        runs: for each model trained side by side its `name` (the method's, for the one that the card is about),
+        source: the checkpoint that was retrofitted.
+        revision: its commit, if it came from the Hub.
+        method: the named method; `None` for another combination of fields.
+        corpus: the name of the training data; the evaluation is on the held-out part.
+        evaluation_tokens: tokens of the held-out part.
+        runs: one mapping for each model that was trained, with `name` (the method's, for the model of this card),
             `perplexity_before`, `perplexity_after`, `training_tokens` and `steps`.
         repository: the Hub id, or path, that the card's code loads.
-        datasets: Hub ids of what it was trained on.
-        config, source_card, metrics, base_model, bundle: as of `retrofit_card`.
+        config: the checkpoint's; the cost of the cache follows from it.
+        datasets: Hub ids of the training data.
+        source_card: licence, languages and data from the source's card (`carried_metadata`).
+        metrics: further results.
+        base_model: Hub id of the source; default: the source, if it came from the Hub.
+        bundle: the folder holds its own code (`auto_map` in config.json).
 
     Raises:
-        ValueError: a metric, or a run, lacks what a card must say of it.
+        ValueError: a metric or a run lacks a field that the card states.
     """
     return _card(
         "finetuned.md.jinja",
@@ -148,12 +157,11 @@ def scratch_card(
     metrics: Iterable[Metric | Mapping[str, Any]] = (),
     bundle: bool = False,
 ) -> ModelCard:
-    """The card of a model that was not made from another. Arguments and errors: as of `finetuned_card`; what is not
-    given is not told.
+    """The card of a model that was trained from scratch. Other arguments, and errors, are those of `finetuned_card`.
 
     Args:
-        parameters: of the model.
-        source_card: licence, languages and data of this model itself.
+        parameters: number of parameters of the model.
+        source_card: licence, languages and data of this model.
     """
     measured = _perplexities(method, corpus, evaluation_tokens, runs) if corpus and evaluation_tokens else []
     return _card(
@@ -177,13 +185,13 @@ def scratch_card(
 
 
 def is_as_made(text: str) -> bool:
-    """Whether `text` is a card of ours that nobody has edited since."""
+    """Whether `text` is a card that this package has written, without later edits."""
     above, mark, rest = text.rpartition(_MARK)
     return bool(mark) and rest == f"{_digest(above)} -->\n"
 
 
 def render(template: str, **values: Any) -> str:
-    """A template of this folder with `values`; one that it names and does not get is an error."""
+    """A template of this folder, filled in with `values`; a missing value is an error."""
     environment = Environment(
         loader=FunctionLoader(lambda name: files("resformer.model_cards").joinpath(name).read_text(encoding="utf-8")),
         undefined=StrictUndefined,
@@ -194,16 +202,31 @@ def render(template: str, **values: Any) -> str:
     environment.filters["code"] = _as_code
     environment.filters["quoted"] = lambda text: json.dumps(str(text), ensure_ascii=False)
     environment.filters["cell"] = lambda text: " ".join(str(text).split()).replace("|", "\\|")
-    environment.filters["number"] = lambda number: f"{number + 0:,}"  # + 0: so that a missing one names itself
+    environment.filters["number"] = lambda number: (
+        f"{number + 0:,}"
+    )  # + 0 raises an error that names an undefined value
     text = environment.get_template(template).render(**values)
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
-def added_parameters(method: str, config: ResFormerConfig) -> int:
-    """How many parameters a named method adds to Llama of this shape; fewer than none if it has layers share."""
+def added_parameters(config: ResFormerConfig) -> int:
+    """How many parameters the connections add to Llama of this shape; negative where layers share projections."""
+    width, mixing = config.hidden_size, config.mixing_layers
     heads = config.num_key_value_heads or config.num_attention_heads
-    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-    return FACTS[method].count(config.num_hidden_layers, config.hidden_size, heads, heads * head_dim)
+    head_dim = config.head_dim or width // config.num_attention_heads
+    added = {
+        "learnable": 2 * len(mixing),
+        "learnable_plus": 2 * len(mixing) + 1,
+        "dense": sum(layer + 1 for layer in mixing),
+        "gated": len(mixing) * (width * heads + 1),
+    }.get(config.value_residual, 0)
+    if config.dwa:
+        blocks = range(config.dwa_period, config.num_hidden_layers + 1, config.dwa_period)
+        added += sum(block // config.dwa_dilation + 1 for block in blocks)
+    shared_values = sum(source != layer for layer, source in enumerate(config.all_value_sources))
+    shared_keys = sum(source != layer for layer, source in enumerate(config.all_key_sources))
+    projection = (width + config.attention_bias) * heads * head_dim
+    return added - (shared_values + shared_keys) * projection - shared_keys * config.qk_norm * head_dim
 
 
 def _card(
@@ -251,10 +274,10 @@ def _card(
         derived=template != "scratch.md.jinja",
         results=table_rows(measured),
         cache=_cache(config, dtype),
-        added=added_parameters(method, config) if method in FACTS and config is not None else None,
+        added=added_parameters(config) if method in FACTS and config is not None else None,
         **values,
     )
-    # Not ModelCard.from_template: what a template asks for and does not get would be left blank there.
+    # ModelCard.from_template would leave missing values blank instead of raising an error.
     card = ModelCard(text)
     card.text += f"\n{_MARK}{_digest(f'{card}{chr(10)}')} -->\n"
     return card
@@ -265,7 +288,7 @@ def _digest(text: str) -> str:
 
 
 def _as_code(text: object) -> str:
-    """Text that others have written, in a code span that it cannot leave."""
+    """Untrusted text as a code span; backticks in it are replaced, so that it cannot end the span."""
     return "`" + " ".join(str(text).replace("`", "'").split()) + "`"
 
 
@@ -276,44 +299,50 @@ def _as_metrics(metrics: Iterable[Metric | Mapping[str, Any]]) -> list[Metric]:
 
 
 def _fields(config: ResFormerConfig | None) -> dict[str, Any]:
-    """The connections that `config` has."""
+    """The connection fields of `config` that are set."""
     if config is None:
         return {}
-    found = {name: getattr(config, name) for name in _TAGS}
-    return {name: value for name, value in found.items() if value not in (None, False, 0, "none")}
+    fields = {name: getattr(config, name) for name in _TAGS}
+    return {name: value for name, value in fields.items() if value not in (None, False, 0, "none")}
 
 
 def _cache(config: ResFormerConfig | None, dtype: str) -> dict[str, Any] | None:
     if config is None:
         return None
-    own, full = cache_bytes_per_token(config, dtype), cache_bytes_by_method(config, dtype)["transformer"]
-    return {"bytes": own, "full": full, "share": own / full, "dtype": dtype}
+    size, full = cache_bytes_per_token(config, dtype), cache_bytes_by_method(config, dtype)["transformer"]
+    return {"bytes": size, "full": full, "share": size / full, "dtype": dtype}
 
 
-def _logits(verification: Mapping[str, Any] | None) -> str:
+def _logits(report: Mapping[str, Any]) -> str:
+    """A sentence on how far the logits are from the source's, and in which dtype the source computed its own."""
+    verification, source = report["verification"], "the source's"
+    if report["dequantised"]:
+        source += " (dequantised to float32)"
+    elif report["source_dtype"] != report["dtype"]:
+        source += f" (in {report['source_dtype']})"
     if verification is None:
-        return "Its logits were not compared with the source's: `resformer verify` does it"
+        return f"Its logits were not compared with {source}: `resformer verify` does it"
     tokens = verification["tokens"]
     if verification["identical"]:
-        return f"Its logits are identical to the source's to the bit on {tokens} tokens"
+        return f"Its logits are identical to {source} to the bit on {tokens} tokens"
     return (
-        f"Against its source, the logits differ by at most {verification['max_difference']:.3g}, KL "
-        f"{verification['mean_kl']:.3g} nats, top-1 agreement {verification['top1_agreement']:.1%} on {tokens} tokens"
+        f"On {tokens} tokens, its logits differ from {source} by at most {verification['max_difference']:.3g}: KL "
+        f"{verification['mean_kl']:.3g} nats per token, top-1 agreement {verification['top1_agreement']:.1%}"
     )
 
 
 def _run_table(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for run in runs:
         if missing := [name for name in ("name", *_RUN_ROWS) if run.get(name) is None]:
-            raise ValueError(f"The run {run.get('name', '?')!r} has no `{missing[0]}`: a card does not guess it.")
-    rows = [(title, [form.format(run[name]) for run in runs]) for name, (title, form) in _RUN_ROWS.items()]
+            raise ValueError(f"The run {run.get('name', '?')!r} has no `{missing[0]}`, which the card states.")
+    rows = [(title, [pattern.format(run[name]) for run in runs]) for name, (title, pattern) in _RUN_ROWS.items()]
     return {"names": [run["name"] for run in runs], "rows": rows}
 
 
 def _perplexities(
     method: str | None, corpus: str, evaluation_tokens: int, runs: Sequence[Mapping[str, Any]]
 ) -> list[Metric]:
-    """The held-out perplexity of the run that the card is about."""
+    """The held-out perplexity of the run whose name is `method`."""
     return [
         Metric("perplexity", run["perplexity_after"], corpus, "held out", note=f"{evaluation_tokens} tokens")
         for run in runs

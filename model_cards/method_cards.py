@@ -1,6 +1,6 @@
-"""One card per named method, made from `facts.py`, from what a configuration says, and from results files.
+"""One card for each named method, from `facts.yaml`, the method's configuration, and results.
 
-The cards in `methods/` are made by `write_method_cards("model_cards/methods", metrics)`; a test holds them to it.
+`write_method_cards("model_cards/methods", metrics)` writes the cards in `methods/`; a test compares them.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ _SMOLLM2_135M = {
 
 
 def method_card(method: str, metrics: Iterable[Metric] = ()) -> str:
-    """The card of a named method, with those of `metrics` that are about it (`Metric.method`).
+    """The card of a named method, with the entries of `metrics` whose `Metric.method` it is.
 
     Raises:
         ValueError: there is no such method.
@@ -35,13 +35,13 @@ def method_card(method: str, metrics: Iterable[Metric] = ()) -> str:
         raise ValueError(f"Unknown method {method!r}: expected one of {', '.join(METHODS)}.")
     facts, shape = FACTS[method], ResFormerConfig(**_SMOLLM2_135M)
     cache = cache_bytes_by_method(shape)
-    ours = [metric for metric in metrics if metric.method == method]
+    results = [metric for metric in metrics if metric.method == method]
     return render(
         "method.md.jinja",
         name=method,
         facts=facts,
         shape=shape,
-        count=added_parameters(method, shape),
+        count=added_parameters(ResFormerConfig.for_method(method, **_SMOLLM2_135M)),
         share=cache[method] / cache["transformer"],
         cache=cache[method],
         papers=[PAPERS[key] for key in facts.papers],
@@ -49,13 +49,13 @@ def method_card(method: str, metrics: Iterable[Metric] = ()) -> str:
             "independent": "independent",
             **{key: f"[{paper.arxiv}](https://arxiv.org/abs/{paper.arxiv})" for key, paper in PAPERS.items()},
         },
-        results=table_rows(ours),
-        notes=[f"{metric.name}: {metric.note}" for metric in ours if metric.note],
+        results=table_rows(results),
+        notes=[f"{metric.name}: {metric.note}" for metric in results if metric.note],
     )
 
 
 def packaged_method_card(method: str) -> str:
-    """The finished card of a named method.
+    """The packaged card of a named method.
 
     Raises:
         ValueError: there is no such method.
@@ -67,6 +67,6 @@ def packaged_method_card(method: str) -> str:
 
 def write_method_cards(folder: str | Path, metrics: Iterable[Metric] = ()) -> None:
     """Writes the card of each method to `folder`."""
-    found = list(metrics)
+    metrics = list(metrics)
     for method in METHODS:
-        (Path(folder) / f"{method}.md").write_text(method_card(method, found), encoding="utf-8")
+        (Path(folder) / f"{method}.md").write_text(method_card(method, metrics), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Measured results, from the files that hold them to the forms that a card takes. Nothing is filled in."""
+"""Results from `metrics.json` files and from lm-evaluation-harness, as rows of a card and files for the Hub."""
 
 import math
 import re
@@ -11,41 +11,43 @@ from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_
 
 __all__ = ["Metric", "eval_result_files", "harness_metrics", "metrics_of"]
 
-#: Values of `dataset_path` that name a reader of files, not a dataset of the Hub.
+#: Values of `dataset_path` that name a file format, not a dataset of the Hub.
 _READERS = ("arrow", "csv", "generator", "json", "pandas", "parquet", "sql", "text", "webdataset", "xml")
-#: The first of these that a task names is the one that the harness measures on.
+#: The harness evaluates on the first of these that a task has.
 _SPLITS = ("test_split", "validation_split", "training_split")
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One number, and what it was measured on."""
+    """One measured number, its dataset and split."""
 
-    name: str  # as people say it: "perplexity"
+    name: str  # shown in tables: "perplexity"
     value: float
-    dataset: str  # as people say it
+    dataset: str  # shown in tables: "WikiText-2"
     split: str
-    type: str | None = None  # of hf.co/metrics; None: the name
+    type: str | None = None  # id in hf.co/metrics; None: the name
     dataset_id: str | None = None  # on the Hub
     config: str | None = None  # of that dataset
     revision: str | None = None  # of that dataset
-    task: str | None = None  # of a benchmark
+    task: str | None = None  # name of a benchmark's task
     stderr: float | None = None
-    samples: int | None = None  # that were used ...
-    of_samples: int | None = None  # ... of so many; None: all
+    samples: int | None = None  # number that were used
+    of_samples: int | None = None  # number in the dataset; None: the same
     shots: int | None = None
-    method: str | None = None  # of a study: which of its models this is about
-    note: str | None = None  # what made it
+    method: str | None = None  # in a study: the method of the model
+    note: str | None = None  # how it was measured
 
     def __post_init__(self) -> None:
         for name in ("name", "dataset", "split"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name).strip():
-                raise ValueError(f"A metric needs a `{name}`, a text; found {getattr(self, name)!r} in {self}.")
+                raise ValueError(f"A metric needs a string `{name}`, not {getattr(self, name)!r}: {self}.")
         if isinstance(self.value, bool) or not isinstance(self.value, (int, float)) or not math.isfinite(self.value):
-            raise ValueError(f"`value` of the metric {self.name!r} on {self.dataset!r} is {self.value!r}: no number.")
+            raise ValueError(
+                f"`value` of the metric {self.name!r} on {self.dataset!r} is {self.value!r}: no finite number."
+            )
 
     def as_eval_result(self) -> EvalResult:
-        """For `model-index`."""
+        """The entry of the Hub's `model-index`."""
         return EvalResult(
             task_type="text-generation",
             dataset_type=self.dataset_id or re.sub(r"[^\w.-]+", "-", self.dataset).strip("-").lower(),
@@ -63,7 +65,7 @@ def metrics_of(values: Mapping[str, Any], where: str = "metrics") -> list[Metric
     """The entries of `values["metrics"]`, each a mapping with the fields of `Metric`.
 
     Args:
-        where: what to call `values` in errors, its file for one.
+        where: the name of `values` in error messages, such as its file.
 
     Raises:
         ValueError: an entry has no name, value, dataset or split, or a field that is not known.
@@ -72,39 +74,37 @@ def metrics_of(values: Mapping[str, Any], where: str = "metrics") -> list[Metric
     if not isinstance(entries, list):
         raise ValueError(f"{where}: `metrics` is {type(entries).__name__}, expected a list.")
     known = {field.name for field in fields(Metric)}
-    found = []
+    metrics = []
     for number, entry in enumerate(entries):
         place = f"{where}: metrics[{number}]"
         if not isinstance(entry, Mapping):
             raise ValueError(f"{place} is {type(entry).__name__}, expected a mapping.")
         for name in ("name", "value", "dataset", "split"):
             if name not in entry:
-                raise ValueError(f"{place} has no `{name}`: a card does not print a number without it.")
+                raise ValueError(f"{place} has no `{name}`, which a card states with each number.")
         if unknown := sorted(entry.keys() - known):
             raise ValueError(f"{place} has the unknown field {unknown[0]!r}: expected {', '.join(sorted(known))}.")
-        found.append(Metric(**entry))
-    return found
+        metrics.append(Metric(**entry))
+    return metrics
 
 
 def harness_metrics(results: Mapping[str, Any], where: str = "results") -> list[Metric]:
-    """What lm-evaluation-harness measured, from the JSON that it writes (`results_*.json`, or `simple_evaluate`'s).
+    """The results in a JSON file of lm-evaluation-harness (`results_*.json`, or what `simple_evaluate` returns).
 
-    Groups are left out: their tasks are there.
+    Groups are left out: their tasks are included one by one.
 
     Raises:
-        ValueError: these are no such results, or a task does not say what it was measured on.
+        ValueError: these are no results of the harness, or a task names no split.
     """
     for name in ("results", "configs"):
         if not isinstance(results.get(name), Mapping):
             raise ValueError(f"{where}: no results of lm-evaluation-harness, `{name}` is missing.")
-    found = []
+    metrics = []
     for task, measured in sorted(results["results"].items()):
         if task not in results["configs"]:  # a group
             continue
         config = results["configs"][task]
-        split = next(
-            (config[kind] for kind in ("test_split", "validation_split", "training_split") if config.get(kind)), None
-        )
+        split = next((config[name] for name in _SPLITS if config.get(name)), None)
         if split is None:
             raise ValueError(f"{where}: the configuration of the task {task!r} names no split.")
         path = config.get("dataset_path")
@@ -115,7 +115,7 @@ def harness_metrics(results: Mapping[str, Any], where: str = "results") -> list[
             if not comma or metric.endswith("_stderr") or isinstance(value, str):
                 continue
             stderr = measured.get(f"{metric}_stderr,{filters}")
-            found.append(
+            metrics.append(
                 Metric(
                     name=metric if filters == "none" else f"{metric} ({filters})",
                     value=value,
@@ -132,25 +132,25 @@ def harness_metrics(results: Mapping[str, Any], where: str = "results") -> list[
                     note="lm-evaluation-harness " + str(results.get("lm_eval_version", "")).strip(),
                 )
             )
-    return found
+    return metrics
 
 
 def eval_result_files(metrics: Iterable[Metric]) -> dict[str, str]:
-    """`.eval_results/NAME.yaml` -> its text, the Hub's form for results on its own datasets, one file a score.
+    """`.eval_results/NAME.yaml` -> its text: the Hub's format for results on its datasets, one file for each score.
 
-    Results on other datasets, or on a part of one, have no such form: they stay in the card and its `model-index`.
+    Results on other datasets, or on part of one, cannot be expressed in it: the card and its `model-index` have them.
     """
     files = {}
     for metric in metrics:
         if metric.dataset_id is None or metric.task is None or metric.of_samples not in (None, metric.samples):
             continue
-        said = [metric.note, metric.name, None if metric.shots is None else f"{metric.shots}-shot", samples_of(metric)]
+        notes = [metric.note, metric.name, None if metric.shots is None else f"{metric.shots}-shot", samples_of(metric)]
         entry = EvalResultEntry(
             dataset_id=metric.dataset_id,
             task_id=metric.task,
             value=metric.value,
             dataset_revision=metric.revision,
-            notes=", ".join(filter(None, said)),
+            notes=", ".join(filter(None, notes)),
         )
         name = re.sub(r"[^\w.-]+", "-", f"{metric.dataset_id}_{metric.task}_{metric.name}").strip("-.")
         files[f".eval_results/{name}.yaml"] = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
@@ -158,7 +158,7 @@ def eval_result_files(metrics: Iterable[Metric]) -> dict[str, str]:
 
 
 def samples_of(metric: Metric) -> str:
-    """How many samples, and of how many if not of all."""
+    """The number of samples, and of how many if not all were used."""
     if metric.samples is None:
         return ""
     if metric.of_samples in (None, metric.samples):

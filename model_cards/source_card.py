@@ -1,4 +1,4 @@
-"""What a source's own card says about licence, languages and data, as far as it can be trusted to be just that."""
+"""Licence, languages and data from the metadata of a source's model card, which is untrusted: values are checked."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from yaml import YAMLError
 __all__ = ["carried_metadata", "well_formed"]
 
 _MOST_BYTES = 4 * 2**20
-_FORMS = {
+_PATTERNS = {
     "license": r"[\w.+-]{1,100}",
     "license_name": r"[\w.+ -]{1,200}",
     "license_link": r"https://[^\s<>\"'`()\[\]]{1,500}|LICEN[SC]E[\w.-]{0,50}",
@@ -22,9 +22,9 @@ _LISTS = ("language", "datasets")
 
 
 def carried_metadata(card: Path) -> dict[str, Any]:
-    """`license`, `license_name`, `license_link`, `language` and `datasets` of a `README.md`, those that it states.
+    """The fields `license`, `license_name`, `license_link`, `language` and `datasets` of a `README.md`.
 
-    A card is a stranger's text: what does not have a field's form is left out, and no card at all is no error.
+    Values that do not match a field's pattern are left out. A missing or unreadable card gives an empty mapping.
     """
     try:
         if not card.is_file() or card.stat().st_size > _MOST_BYTES:
@@ -36,14 +36,14 @@ def carried_metadata(card: Path) -> dict[str, Any]:
 
 
 def well_formed(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `stated` that are carried and have their form; the lists as lists."""
-    found: dict[str, Any] = {}
-    for name, form in _FORMS.items():
+    """The fields of `stated` that a card carries over and that match their patterns; lists stay lists."""
+    carried: dict[str, Any] = {}
+    for name, pattern in _PATTERNS.items():
         value = stated.get(name)
         entries = value if isinstance(value, list) else [value]
-        fit = [entry for entry in entries if isinstance(entry, str) and re.fullmatch(form, entry)]
+        fit = [entry for entry in entries if isinstance(entry, str) and re.fullmatch(pattern, entry)]
         if fit and name in _LISTS:
-            found[name] = fit
+            carried[name] = fit
         elif fit and not isinstance(value, list):
-            found[name] = fit[0]
-    return found
+            carried[name] = fit[0]
+    return carried

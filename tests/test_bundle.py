@@ -192,6 +192,14 @@ def test_a_bundle_of_a_bundle_is_the_same(saved: Path, tmp_path: Path) -> None:
     assert report.left_behind == []
 
 
+def test_the_code_of_an_older_bundle_stays_behind(saved: Path, tmp_path: Path) -> None:
+    bundle(saved, tmp_path / "old", verify="headers")
+    (tmp_path / "old" / "module_of_an_older_version.py").touch()
+    report = bundle(tmp_path / "old", tmp_path / "new", verify="headers")
+    assert report.left_behind == ["module_of_an_older_version.py"]
+    assert {path.name for path in (tmp_path / "new").glob("*.py")} == {*CODE}
+
+
 def test_code_and_settings_of_a_stranger_stay_behind(saved: Path, tmp_path: Path) -> None:
     config = json.loads((saved / "config.json").read_text())
     theirs = {"auto_map": {"AutoConfig": "evil.Config"}, "_attn_implementation": "evil/kernel"}

@@ -11,8 +11,10 @@ import pytest
 from checkpoints import save_checkpoint
 from command_server import run
 from hub_server import HubServer
+from typer.testing import CliRunner
 
 from resformer import METHODS
+from resformer.cli import app
 from resformer.version import __version__
 
 
@@ -102,6 +104,30 @@ def test_exit_codes_tell_verification_and_interruption_apart(monkeypatch: pytest
         with pytest.raises(typer.Exit) as exit_, reporting_errors():
             raise error
         assert exit_.value.exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("command", "function", "words"),
+    [
+        (["convert", "a", "b"], "convert.retrofit", "Nothing was left behind"),
+        (["push", "a", "you/a"], "pushing.push_checkpoint", "What was uploaded is not sent again"),
+        (["demo"], "demo.run_demo", "stay in the output folder"),
+        (["eval", "a", "--tasks", "b"], "evaluation.evaluate", "No results were written"),
+    ],
+)
+def test_after_an_interrupt_a_command_says_what_it_leaves(
+    command: list[str], function: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    module, _, name = function.partition(".")
+    monkeypatch.setattr(importlib.import_module(f"resformer.{module}"), name, interrupted)
+    done = CliRunner().invoke(app, command)
+    assert (done.exit_code, done.stderr.count("\n")) == (130, 1)
+    assert words in done.stderr
 
 
 def test_hints_repeat_the_users_own_arguments(llama: Path, tmp_path: Path) -> None:

@@ -7,14 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import fields
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -28,18 +27,20 @@ from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.cli import app
 from resformer.model_cards.metrics import metrics_of
 from resformer.training.data import Blocks, PackedBlocks, is_held_out
+from resformer.training.memory import step_memory
 from resformer.training.optimizer import ConnectionTrainer, is_connection
 from resformer.training.study import paired_run as paired_run_module
-from resformer.training.study.comparison import SIZES, names
+from resformer.training.study.comparison import names
 from resformer.training.study.data import study_data
-from resformer.training.study.flops import forward_flops, step_memory, training_flops
-from resformer.training.study.paired_run import Recipe, paired_model, paired_run
-from resformer.training.study.table import interval, rows_of, student_quantile
+from resformer.training.study.flops import forward_flops, training_flops
+from resformer.training.study.paired_run import RunSettings, paired_model, paired_run
+from resformer.training.study.table import interval, rows_of
 
 ROOT = Path(__file__).parents[1]
 SHAPE = "tiny:hidden_size=32:intermediate_size=48:num_hidden_layers=6:num_attention_heads=4"
-SMALL = ["--sizes", SHAPE, "--data", "notes.txt", "--tokenizer", "bytes", "--block", "32", "--batch", "4"]
-SMALL += ["--held-out", "0.1", "--held-out-blocks", "6", "--no-bf16"]
+TEXT = ["--data", "notes.txt", "--sample-by", "paragraph", "--tokenizer", "bytes"]
+OPTIONS = ["--block", "32", "--batch", "4", "--held-out", "0.1", "--held-out-blocks", "6", "--no-bf16"]
+SMALL = ["--sizes", SHAPE, *TEXT, *OPTIONS]
 GQA = "transformer:num_key_value_heads=2"
 
 
@@ -83,6 +84,31 @@ def environment(work: Path) -> dict[str, str]:
     return {**os.environ, "HF_HOME": str(work / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
+#: Runs a study in a process that sends itself a signal after a number of training steps.
+STOPPED = """
+import os, sys
+from resformer.cli import main
+from resformer.training.study import paired_run
+
+number, last, *sys.argv[1:] = sys.argv[1:]
+steps = iter(range(1, int(last) + 1))
+
+class Stopping(paired_run._StepTimer):
+    def on_step_end(self, args, state, control, **kwargs):
+        super().on_step_end(args, state, control, **kwargs)
+        if next(steps) == int(last):
+            os.kill(os.getpid(), int(number))
+
+paired_run._StepTimer = Stopping
+main()
+"""
+
+
+def stopped(work: Path, number: int, step: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", STOPPED, str(int(number)), str(step), "compare", *map(str, arguments)]
+    return subprocess.run(command, cwd=work, env=environment(work), capture_output=True, text=True, check=False)
+
+
 class Recorded(PackedBlocks):
     """Blocks that remember in which order they were read."""
 
@@ -98,7 +124,8 @@ class Recorded(PackedBlocks):
 def random_blocks(count: int = 10, block: int = 8, vocabulary: int = 97) -> Blocks:
     ids = torch.randint(vocabulary, ((count + 3) * block,), generator=torch.Generator().manual_seed(0)).numpy()
     train, held_out = (pa.chunked_array([part]) for part in (ids[: count * block], ids[count * block :]))
-    return Blocks(Recorded(train, block), PackedBlocks(held_out, block))
+    starts = np.array([0])
+    return Blocks(Recorded(train, starts, block), PackedBlocks(held_out, starts, block), {"random": 1})
 
 
 # Pairs.
@@ -142,7 +169,7 @@ def test_methods_of_a_seed_see_the_same_batches(tiny_config: Callable[..., ResFo
         blocks = random_blocks()
         assert isinstance(blocks.train, Recorded)
         model = paired_model(tiny_config(method), tiny_config(), seed)
-        paired_run(model, blocks, Recipe(steps=6, batch=4), seed, folder=tmp_path / "unfinished")
+        paired_run(model, blocks, RunSettings(steps=6, batch=4), seed, folder=tmp_path / "unfinished")
         return blocks.train.read[1:]  # the first is a sample for the memory
 
     expected = order("transformer", 0)
@@ -169,7 +196,7 @@ def test_the_recipe_is_the_papers(
             made.append(self)
 
     monkeypatch.setattr(paired_run_module, "ConnectionTrainer", Spy)
-    recipe = Recipe(steps=20, batch=2, warmup=0.1, evaluations=20)
+    recipe = RunSettings(steps=20, batch=2, warmup=0.1, evaluations=20)
     model = paired_model(tiny_config("resformer-denseformer"), tiny_config(), 0)
     paired_run(model, random_blocks(), recipe, 0, folder=tmp_path / "u")
     (trainer,) = made
@@ -191,13 +218,13 @@ def test_micro_batches_make_the_same_step(tiny_config: Callable[..., ResFormerCo
     losses = [
         paired_run(
             paired_model(tiny_config(), tiny_config(), 0), random_blocks(),
-            Recipe(steps=5, batch=4, micro_batch=micro, bf16=False), 0, folder=tmp_path / "unfinished",
+            RunSettings(steps=5, batch=4, micro_batch=micro, bf16=False), 0, folder=tmp_path / "unfinished",
         )["loss"]
         for micro in (None, 2)
     ]  # fmt: skip
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     with pytest.raises(ValueError, match="micro_batch is 3; expected a divisor of the 4 sequences"):
-        Recipe(steps=5, batch=4, micro_batch=3).arguments(tmp_path, 0)
+        RunSettings(steps=5, batch=4, micro_batch=3).arguments(tmp_path, 0)
 
 
 def test_the_last_loss_is_the_models_and_the_curve_has_the_intervals(
@@ -206,7 +233,7 @@ def test_the_last_loss_is_the_models_and_the_curve_has_the_intervals(
     blocks = random_blocks()
     result = paired_run(
         paired_model(tiny_config("resformer"), tiny_config(), 0), blocks,
-        Recipe(steps=7, batch=2, evaluations=3, bf16=False), 0,
+        RunSettings(steps=7, batch=2, evaluations=3, bf16=False), 0,
         folder=tmp_path / "unfinished", save_to=tmp_path / "model",
     )  # fmt: skip
     assert [point["step"] for point in result["curve"]] == [0, 3, 6, 7]
@@ -222,9 +249,9 @@ def test_the_last_loss_is_the_models_and_the_curve_has_the_intervals(
 
 def test_a_stopped_run_goes_on_to_the_same_bits(tiny_config: Callable[..., ResFormerConfig], tmp_path: Path) -> None:
     def run(told: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
-        recipe = Recipe(steps=12, batch=4, evaluations=4, learning_rate=1e-2)
+        recipe = RunSettings(steps=12, batch=4, evaluations=4, learning_rate=1e-2)
         model = paired_model(tiny_config("resformer-denseformer"), tiny_config(), 0)
-        return paired_run(model, random_blocks(), recipe, 0, folder=tmp_path / "unfinished", told=told)
+        return paired_run(model, random_blocks(), recipe, 0, folder=tmp_path / "unfinished", on_step=told)
 
     def stop(step: int) -> None:
         if step == 8:
@@ -294,14 +321,6 @@ def test_memory_counts_what_a_step_holds(tiny_model: Callable[..., PreTrainedMod
 # Statistics.
 
 
-@pytest.mark.parametrize(
-    ("freedom", "quantile"),
-    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (10, 2.2281), (99, 1.9842)],
-)
-def test_quantiles_are_students(freedom: int, quantile: float) -> None:
-    assert student_quantile(freedom) == pytest.approx(quantile, abs=5e-5)
-
-
 def test_an_interval_needs_two_seeds() -> None:
     found = interval([1.0, 2.0, 3.0])
     assert found["mean"] == 2.0
@@ -358,7 +377,8 @@ def test_a_tokenizer_is_trained_on_the_training_part_alone(tmp_path: Path, monke
     seen = [text for i in range(400) if not is_held_out(text := f"abcdefgh number {i}", 0.3)]
     unseen = [text for i in range(400) if is_held_out(text := f"zyxwvuts number {i}", 0.3)]
     (tmp_path / "notes.txt").write_text("\n\n".join([*seen, *unseen]))
-    data = study_data([str(tmp_path / "notes.txt")], tokenizer="bpe:300", block=16, held_out=0.3, held_out_blocks=1000)
+    options = {"sample_by": "paragraph", "block": 16, "held_out": 0.3, "held_out_blocks": 1000}
+    data = study_data([str(tmp_path / "notes.txt")], tokenizer="bpe:300", **options)
     assert data.name == "notes.txt"
     assert len(data.tokenizer("abcdefgh")["input_ids"]) == 1
     assert len(data.tokenizer("zyxwvuts")["input_ids"]) == 8
@@ -372,7 +392,9 @@ def test_a_tokenizer_is_trained_on_the_training_part_alone(tmp_path: Path, monke
 
 def test_bytes_are_tokens(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", work / "home" / "datasets")
-    data = study_data([str(work / "notes.txt")], tokenizer="bytes", block=32, held_out=0.1, held_out_blocks=6)
+    data = study_data(
+        [str(work / "notes.txt")], sample_by="paragraph", tokenizer="bytes", block=32, held_out=0.1, held_out_blocks=6
+    )
     assert len(data.tokenizer) == 257
     ids = torch.cat([block["input_ids"] for block in data.blocks.held_out])
     assert data.bytes_per_token == (ids != data.tokenizer.eos_token_id).sum().item() / len(ids)
@@ -422,6 +444,8 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
     of_resformer = [metric for metric in metrics_of(report) if metric.method == "resformer"]
     assert [metric.value for metric in of_resformer] == [rows[2]["loss"], rows[2]["difference"]["mean"]]
     assert report["environments"][0]["packages"]["torch"] == metadata.version("torch")
+    assert report["data"]["held_out_tokens"] == 6 * 32
+    assert 6 <= report["data"]["held_out_documents"] <= 12  # of 30 or so
 
     other = compare("study", "--methods", GQA, "--seeds", 1, *common, "--learning-rate", "1e-3")
     assert other.exit_code == 3
@@ -431,7 +455,7 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
 def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable[..., Any]) -> None:
     save_checkpoint(work / "checkpoint")
     before = {path: path.read_bytes() for path in (work / "checkpoint").iterdir()}
-    common = [*SMALL[2:4], *SMALL[6:], "--from", "checkpoint", "--seeds", 2, "--steps", 4, "--evaluations", 2]
+    common = [*TEXT[:4], *OPTIONS, "--from", "checkpoint", "--seeds", 2, "--steps", 4, "--evaluations", 2]
     methods = ["resformer", "denseformer:dwa_period=2", "svformer"]
     planned = compare("continued", "--methods", ",".join(methods), *common, "--dry-run", "--json")
     assert [run["method"] for run in json.loads(planned.stdout)["runs"]] == ["transformer", *methods]
@@ -450,7 +474,8 @@ def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable
     assert re.search(r"; 95 % interval [+-]\d\.\d{4} to [+-]\d\.\d{4}$", told)
     runs = [json.loads(path.read_text()) for path in (work / "continued" / "runs").rglob("*.json")]
     starts = {(run["method"], run["seed"]): run["curve"][0]["validation_loss"] for run in runs}
-    data = study_data(["notes.txt"], tokenizer="checkpoint", block=32, held_out=0.1, held_out_blocks=6)
+    options = {"sample_by": "paragraph", "block": 32, "held_out": 0.1, "held_out_blocks": 6}
+    data = study_data(["notes.txt"], tokenizer="checkpoint", **options)
     ids = torch.stack([block["input_ids"] for block in data.blocks.held_out])
     model = AutoModelForCausalLM.from_pretrained("checkpoint")
     with torch.no_grad():
@@ -467,7 +492,7 @@ def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable
 def test_a_checkpoint_has_its_own_rates(tiny_config: Callable[..., ResFormerConfig], tmp_path: Path) -> None:
     model = paired_model(tiny_config("resformer"), tiny_config(), 0)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    recipe = Recipe(steps=1, batch=2, warmup=0.0, learning_rate=1e-5, connection_learning_rate=1e-2, bf16=False)
+    recipe = RunSettings(steps=1, batch=2, warmup=0.0, learning_rate=1e-5, connection_learning_rate=1e-2, bf16=False)
     paired_run(model, random_blocks(), recipe, 0, folder=tmp_path / "unfinished")
     for name, parameter in model.named_parameters():  # Adam's first step is as long as the rate
         rate = 1e-2 if is_connection(name) else 1e-5
@@ -528,13 +553,13 @@ def test_a_checkpoint_that_cannot_be_continued_leaves_nothing(
     work: Path, compare: Callable[..., Any], arguments: list[object], code: int, words: str
 ) -> None:
     save_checkpoint(work / "checkpoint")
-    result = compare("new", *SMALL[2:4], *SMALL[6:], "--from", "checkpoint", "--steps", 1, *arguments)
+    result = compare("new", *TEXT[:4], *OPTIONS, "--from", "checkpoint", "--steps", 1, *arguments)
     assert result.exit_code == code, result.output
     assert words in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not (work / "new").exists()
     (work / "empty").mkdir(exist_ok=True)
-    assert compare("empty", *SMALL[2:4], *SMALL[6:], "--from", "checkpoint", "--steps", 1, *arguments).exit_code == code
+    assert compare("empty", *TEXT[:4], *OPTIONS, "--from", "checkpoint", "--steps", 1, *arguments).exit_code == code
     assert not list((work / "empty").iterdir())
 
 
@@ -553,7 +578,7 @@ def test_a_missing_matplotlib_is_told_before_the_work(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = compare("unplotted", *SMALL, "--steps", 4)
     assert result.exit_code == 1
-    assert "pip install 'resformer[analysis]'" in result.stderr
+    assert "pip install 'resformer[study]'" in result.stderr
     assert not (work / "unplotted").exists()
 
 
@@ -562,14 +587,8 @@ def test_a_killed_study_goes_on_where_it_was(work: Path) -> None:
     arguments = ["--methods", "resformer", "--seeds", 1, *SMALL, "--steps", 60, "--evaluations", 20]
     whole = subprocess.run(launch(work, "whole", *arguments), cwd=work, env=environment(work), check=True,
                            capture_output=True, text=True)  # fmt: skip
-    with subprocess.Popen(launch(work, "killed", *arguments), cwd=work, env=environment(work)) as process:
-        unfinished = work / "killed" / "unfinished"
-        while process.poll() is None:
-            if [path for path in unfinished.rglob("trainer_state.json") if "resformer" in path.parts]:
-                process.send_signal(signal.SIGKILL)
-                break
-            time.sleep(0.01)
-    assert process.wait() == -signal.SIGKILL
+    killed = stopped(work, signal.SIGKILL, 91, "killed", *arguments)  # in the second run, of resformer
+    assert killed.returncode == -signal.SIGKILL
     (finished,) = (work / "killed" / "runs").rglob("*.json")
     before = finished.read_bytes()
     resumed = subprocess.run(launch(work, "killed", *arguments), cwd=work, env=environment(work), check=True,
@@ -582,54 +601,15 @@ def test_a_killed_study_goes_on_where_it_was(work: Path) -> None:
                          for name in ("whole", "killed"))  # fmt: skip
         assert got["curve"] == expected["curve"]
         assert (got["resumed_from"] > 0) == (got["method"] == "resformer")
-    assert not unfinished.exists()
-
-
-@pytest.mark.slow
-def test_the_committed_study_begins_as_it_is_told(tmp_path: Path) -> None:
-    """The first 128 of its 640 steps, for one seed: value residuals are ahead by as much."""
-    results = ROOT / "benchmarks" / "results" / "study"
-    study = json.loads((results / "from-scratch.json").read_text())
-    told = {field.name: study[field.name] for field in fields(Recipe) if field.name in study}
-    data = study_data([], tokenizer=study["tokenizer"], block=study["block"], held_out=0.02, held_out_blocks=64)
-    shape = {**SIZES["tiny"], "vocab_size": len(data.tokenizer), "max_position_embeddings": study["block"],
-             "bos_token_id": data.tokenizer.bos_token_id, "eos_token_id": data.tokenizer.eos_token_id}  # fmt: skip
-    backbone = ResFormerConfig.for_method("transformer", **shape)
-
-    def stop(step: int) -> None:
-        if step == 129:
-            raise KeyboardInterrupt
-
-    losses: list[float] = []
-    committed: list[float] = []
-    for method in ("transformer", "resformer"):
-        model = paired_model(ResFormerConfig.for_method(method, **shape), backbone, 0)
-        with pytest.raises(KeyboardInterrupt):
-            paired_run(model, data.blocks, Recipe(**told), 0, folder=tmp_path / method, told=stop)
-        state = json.loads((tmp_path / method / "checkpoint-128" / "trainer_state.json").read_text())
-        losses += [
-            entry["eval_loss"] for entry in state["log_history"] if entry["step"] == 128 and "eval_loss" in entry
-        ]
-        curve = json.loads((results / "from-scratch" / "runs" / "tiny" / method / "0.json").read_text())["curve"]
-        committed += [point["validation_loss"] for point in curve if point["step"] == 128]
-    assert losses == pytest.approx(committed, abs=0.05)
-    assert losses[1] - losses[0] == pytest.approx(committed[1] - committed[0], abs=0.03)
+    assert not (work / "killed" / "unfinished").exists()
 
 
 @pytest.mark.slow
 def test_an_interrupted_study_says_how_to_go_on(work: Path) -> None:
-    arguments = ["--seeds", 1, *SMALL, "--steps", 5000]
-    with subprocess.Popen(
-        launch(work, "stopped", *arguments), cwd=work, env=environment(work), stderr=subprocess.PIPE, text=True
-    ) as process:
-        while not (work / "stopped" / "unfinished").exists():
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, told = process.communicate()
-    assert process.returncode == 130, told
-    assert "Interrupted. Go on with: resformer compare stopped" in told
-    assert "Traceback" not in told
+    interrupted = stopped(work, signal.SIGINT, 5, "stopped", "--seeds", 1, *SMALL, "--steps", 50)
+    assert interrupted.returncode == 130, interrupted.stderr
+    assert "Interrupted. Go on with: resformer compare stopped" in interrupted.stderr
+    assert "Traceback" not in interrupted.stderr
 
 
 @pytest.mark.slow

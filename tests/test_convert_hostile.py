@@ -784,7 +784,6 @@ def replaced(make: Callable[[Path], object]) -> Callable[[Path, str], None]:
 
 
 NO_FILES: dict[str, Callable[[Path, str], None]] = {
-    "link-out": outside,
     "link-to-a-password-file": replaced(lambda path: path.symlink_to("/etc/passwd")),
     "link-to-nothing": replaced(lambda path: path.symlink_to("nothing")),
     "link-to-itself": replaced(lambda path: path.symlink_to(path.name)),
@@ -819,14 +818,14 @@ def test_what_is_no_file_is_refused_at_once_among_shards(kind: str, name: str, c
     refused(lambda: verify(source, source), source.parent, name)
 
 
-@pytest.mark.parametrize("kind", others_slow(NO_FILES, ["link-out", "link-to-zero", "fifo", "folder"]))
+@pytest.mark.parametrize("kind", others_slow(["link-out", *NO_FILES], ["link-out", "link-to-zero", "fifo", "folder"]))
 @pytest.mark.parametrize(
     "name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"]
 )
 def test_a_side_file_that_is_none_is_left_behind_and_named(kind: str, name: str, copy: Callable[..., Path]) -> None:
     source = copy()
     assert (source / name).exists()
-    NO_FILES[kind](source, name)
+    {"link-out": outside, **NO_FILES}[kind](source, name)
     # Transformers looks at generation_config.json itself when it loads the source.
     level: Any = "logits" if name == "generation_config.json" else "headers"
     report = retrofit(source, source.parent / "out", verify=level)
@@ -876,7 +875,11 @@ def test_links_of_a_hub_snapshot_are_followed(good: dict[str, Path], tmp_path: P
     for number, path in enumerate(sorted(good["sharded"].iterdir())):
         shutil.copy(path, blobs / f"{number:064x}")
         (snapshot / path.name).symlink_to(f"../../blobs/{number:064x}")
-    retrofit(snapshot, tmp_path / "out")
+    (snapshot / "additional_chat_templates").mkdir()
+    (blobs / "tools").write_text("{{ tools }}")
+    (snapshot / "additional_chat_templates" / "tools.jinja").symlink_to("../../../blobs/tools")
+    assert retrofit(snapshot, tmp_path / "out").warnings == []
+    assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
     assert verify(good["sharded"], tmp_path / "out").same
 

@@ -14,7 +14,7 @@ import resformer.convert.conversion as conversion
 import resformer.convert.retrofitting as retrofitting
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, retrofit
 from resformer.configuration.methods import CONNECTION_FIELDS
-from resformer.convert import CheckpointError, VerificationError
+from resformer.convert import CheckpointError, VerificationError, inspect
 from resformer.convert.retrofitting import losses
 from resformer.convert.safetensors_format import Tensor
 from resformer.convert.verification import compare_logits
@@ -71,10 +71,26 @@ def test_tensors_keep_their_bytes_in_every_dtype(dtype: torch.dtype, shards: boo
     assert same_logits(source, tmp_path / "out", dtype)
 
 
-def test_dtype_converts_the_weights(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "llama")
-    retrofit(tmp_path / "llama", tmp_path / "out", dtype="bfloat16")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("float32", "bfloat16", "from float32 to bfloat16, which\nrounded 57 tensors."),
+        ("bfloat16", "float32", "from bfloat16 to float32."),
+    ],
+)
+def test_a_change_of_dtype_is_measured_and_not_called_identical(old: str, new: str, words: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama", dtype=getattr(torch, old))
+    report = retrofit(tmp_path / "llama", tmp_path / "out", dtype=new)
+    source, converted = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("llama", "out"))
+    assert (source.dtype, converted.dtype) == (getattr(torch, old), getattr(torch, new))
+    assert report.verification == compare_logits(source, converted)
+    assert not report.verification.identical
+    assert not report.exact
+    card = ModelCard.load(tmp_path / "out" / "README.md").text
+    assert words in card
+    assert f"differ from the source's (in {old}) by at most" in card
+    assert "identical" not in card
+    assert "computes what its source does" not in card
 
 
 def test_added_parameters_are_in_the_checkpoint_at_the_identity(tmp_path: Path) -> None:
@@ -179,6 +195,19 @@ def test_two_runs_write_the_same_bytes_and_no_path_of_this_machine(tmp_path: Pat
     assert not [name for name, content in one.items() if str(tmp_path).encode() in content]
 
 
+def test_a_source_and_an_output_that_are_dots_get_their_folders_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path / "llama")
+    (tmp_path / "out").mkdir()
+    for folder, source, output, written in (("llama", ".", "../one", "one"), ("out", "../llama", ".", "out")):
+        monkeypatch.chdir(tmp_path / folder)
+        retrofit(source, output, verify="headers")
+        assert json.loads((tmp_path / written / "resformer_conversion.json").read_text())["source"] == "llama"
+        assert "llama with resformer" in (tmp_path / written / "README.md").read_text()
+    assert 'from_pretrained("out")' in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_the_record_and_the_card_say_what_was_done(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "llama")
     report = retrofit(tmp_path / "llama", tmp_path / "out", "resformer")
@@ -201,7 +230,7 @@ def test_dry_run_reports_and_writes_nothing(tmp_path: Path) -> None:
 
 def test_output_that_is_in_the_way_is_kept(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "llama")
-    (tmp_path / "out").mkdir()
+    retrofit(tmp_path / "llama", tmp_path / "out", verify="headers")
     (tmp_path / "out" / "mine").write_text("keep")
     with pytest.raises(CheckpointError, match=r"not empty.*--force"):
         retrofit(tmp_path / "llama", tmp_path / "out")
@@ -337,12 +366,26 @@ class TestRefusals:
             retrofit(tmp_path / "llama", tmp_path / "out", hidden_size=4)
 
 
-def test_gguf_files_are_dequantised(tmp_path: Path) -> None:
+def test_gguf_files_are_dequantised_and_what_lies_beside_them_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gguf = pytest.importorskip("gguf")
     source = family_model("llama", vocab_size=258)
     write_gguf(gguf, source, tmp_path / "model.gguf")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "nobody/nothing"}')
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    with monkeypatch.context() as patch:
+        patch.setattr("resformer.convert.source.dequantise", None)  # neither needs the weights
+        assert inspect(tmp_path / "model.gguf").parameters == source.num_parameters()
+        dry = retrofit(tmp_path / "model.gguf", tmp_path / "out", "resformer-denseformer", dry_run=True)
+        patch.setattr("resformer.convert.conversion.free_memory", lambda: 0)
+        assert "not compared" in retrofit(tmp_path / "model.gguf", tmp_path / "out", dry_run=True).warnings[0]
+    assert dry.kept == len(source.state_dict())
     report = retrofit(tmp_path / "model.gguf", tmp_path / "out", "resformer-denseformer")
     assert report.exact
+    card = ModelCard.load(tmp_path / "out" / "README.md").text
+    assert "identical to the source's (dequantised to float32) to the bit" in card
+    assert "mit" not in ModelCard.load(tmp_path / "out" / "README.md").data.to_dict().values()
     converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         torch.testing.assert_close(converted(PROMPT).logits, source(PROMPT).logits)

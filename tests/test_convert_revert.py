@@ -40,6 +40,7 @@ def test_revert_gives_the_source_back(
     unsaid = {"_name_or_path", "max_window_layers"}  # the latter only makes layer_types, which are there
     a, b = ({k: v for k, v in config.to_dict().items() if k not in unsaid} for config in (source, back))
     assert a == b
+    assert report.left_behind == ["README.md", "resformer_conversion.json"]
     names = {file.name for file in (tmp_path / "source").iterdir()}
     assert {file.name for file in (tmp_path / "back").iterdir()} == names
 

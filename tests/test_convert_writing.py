@@ -1,9 +1,14 @@
 """What goes into the output: whole files where nothing changes, new ones where something does, byte for byte."""
 
+import errno
 import json
 import os
+import shutil
+import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +19,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from resformer import retrofit
-from resformer.convert import CheckpointError, VerificationError, conversion, inspect, verify
+from resformer.convert import (
+    CheckpointError,
+    OutputError,
+    VerificationError,
+    bundle,
+    conversion,
+    inspect,
+    revert,
+    verify,
+)
 from resformer.convert.casting import Rounding, converted
 from resformer.convert.safetensors_format import FLOATING, Tensor, header_bytes, read_shard
+from resformer.convert.verification import free_memory
+from resformer.files import check_target, replacing
 
 
 def weights(folder: Path) -> dict[str, Path]:
@@ -215,8 +231,7 @@ def test_a_change_of_dtype_is_torchs_and_counts_what_it_loses(old: str, new: str
 def test_dtype_changes_floating_tensors_and_leaves_coefficients_alone(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "source", dtype=torch.bfloat16, shards=True)
     report = retrofit(tmp_path / "source", tmp_path / "out", dtype="float16")
-    assert report.verification is not None
-    assert report.verification.identical
+    assert (report.exact, report.source_dtype, report.rounded) == (False, "bfloat16", 57)
     dtypes = {name: t.dtype for file in weights(tmp_path / "out").values() for name, t in load_file(file).items()}
     assert dtypes.pop("model.value_residual.bias") == torch.float32
     assert set(dtypes.values()) == {torch.float16}
@@ -228,6 +243,8 @@ def test_overflow_and_flush_are_reported(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, :2] = torch.tensor([1e6, 1e-12])
     model.save_pretrained(tmp_path / "source")
+    with pytest.raises(CheckpointError, match="converting from float32 to float16 made 1 weights infinite"):
+        retrofit(tmp_path / "source", tmp_path / "out", dtype="float16")
     rounding = retrofit(tmp_path / "source", tmp_path / "out", dtype="float16", verify="headers").rounding
     assert (rounding.overflowed, rounding.flushed) == (1, 1)
 
@@ -262,6 +279,20 @@ def test_side_files_go_along_and_the_rest_is_named(tmp_path: Path) -> None:
     assert any("is a link out of its folder" in warning for warning in report.warnings)
     left = {"README.md", "modeling_x.py", "optimizer.pt", "training_args.bin", "run.sh", "secret", "merges.txt"}
     assert left == set(report.left_behind)
+
+
+def test_weights_and_configuration_may_be_links_to_a_store(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source", shards=True)
+    store = tmp_path / "store"
+    store.mkdir()
+    for number, path in enumerate(sorted((tmp_path / "source").iterdir())):
+        if path.suffix == ".safetensors" or path.name in ("config.json", "model.safetensors.index.json"):
+            path.rename(store / f"{number}")
+            path.symlink_to(store / f"{number}")
+    report = retrofit(tmp_path / "source", tmp_path / "out")
+    assert report.warnings == report.left_behind == []
+    assert verify(tmp_path / "source", tmp_path / "out").same
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
 
 
 def test_settings_that_name_code_are_taken_out(tmp_path: Path) -> None:
@@ -377,6 +408,50 @@ def test_verify_measures_what_differs(tmp_path: Path) -> None:
     assert len(verify(tmp_path / "one", tmp_path / "three", verify="headers").different) == 57
 
 
+def test_verify_takes_a_tied_head_that_is_stored_for_one_that_is_not(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "one", tie_word_embeddings=True)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    tensors = {**model.state_dict(), "lm_head.weight": model.lm_head.weight.detach().clone()}
+    save_file(tensors, tmp_path / "two" / "model.safetensors", metadata={"format": "pt"})
+    assert verify(tmp_path / "one", tmp_path / "two").same
+    assert verify(tmp_path / "two", tmp_path / "one", verify="hashes").same
+
+
+def test_verify_of_what_is_not_finite_is_json(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "one")
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    model.save_pretrained(tmp_path / "two")
+    found = json.loads(json.dumps(verify(tmp_path / "one", tmp_path / "two").as_dict(), allow_nan=False))
+    assert found["different"] == {"model.norm.weight": None}
+    assert found["logits"]["max_difference"] is None
+
+
+@pytest.mark.parametrize(
+    ("membership", "files"),
+    [
+        ("0::/user.slice/job", {"user.slice/job/memory.": ("max", 0, 0), "user.slice/memory.": (5000, 3000, 1000)}),
+        ("0::/system/scope", {"system/scope/memory.": (4000, 1000, 0), "system/memory.": ("max", 9, 0)}),
+        ("0::/../outside", {"memory.": (3000, 0, 0)}),
+        ("7:cpu:/x\n5:memory:/job", {"memory/job/memory.": (3500, 500, 0)}),
+    ],
+)
+def test_free_memory_is_that_of_the_processes_own_control_group(
+    membership: str, files: dict[str, tuple[object, int, int]], tmp_path: Path
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(membership)
+    for prefix, (limit, used, cached) in files.items():
+        first = "memory" in membership
+        names = ("limit_in_bytes", "usage_in_bytes") if first else ("max", "current")
+        path = tmp_path / "sys/fs/cgroup" / prefix
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for name, content in zip((*names, "stat"), (limit, used, f"total_inactive_file {cached}"), strict=True):
+            text = content if first else str(content).replace("total_", "")
+            path.with_name(f"memory.{name}").write_text(str(text))
+    assert free_memory(tmp_path) == 3000
+
+
 def test_verify_does_not_take_a_lossy_conversion_for_its_source(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "source")
     retrofit(tmp_path / "source", tmp_path / "out", "svformer", lossy=True)
@@ -411,3 +486,83 @@ def test_inspect_reads_the_cache_of_shared_layers(tmp_path: Path) -> None:
     assert full.cache_bytes_per_token == 2 * 6 * 2 * 8 * 2
     assert shared.cache_bytes_per_token == (6 + 1) * 2 * 8 * 2
     assert shared.cache_share == pytest.approx(7 / 12)
+
+
+# Outputs
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("command", [retrofit, bundle, revert])
+def test_force_replaces_an_earlier_result_and_nothing_else(command: Callable[..., Any], tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama", num_hidden_layers=2)
+    source = tmp_path / "llama"
+    if command is not retrofit:
+        retrofit(source, tmp_path / "ours", verify="headers")
+        source = tmp_path / "ours"
+    models = tmp_path / "models"
+    for name in ("one", "two"):
+        command(source, models / name, verify="headers")
+        (models / name / ".eval_results").mkdir()
+        command(source, models / name, verify="headers", force=True)
+        assert not (models / name / ".eval_results").exists()
+    with pytest.raises(CheckpointError, match="replace it with --force"):
+        command(source, models / "one")
+    (models / "two" / "checkpoint-5").mkdir()
+    before = contents(tmp_path)
+    for force in (False, True):
+        for output, foreign in ((models, "'one', 'two'"), (models / "two", "'checkpoint-5'")):
+            with pytest.raises(CheckpointError, match=f"not empty, and holds {foreign}, which no result") as caught:
+                command(source, output, verify="headers", force=force)
+            assert caught.value.option is None
+    assert contents(tmp_path) == before
+
+
+def test_a_config_of_another_program_is_no_mark(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"port": 80}')
+    with pytest.raises(CheckpointError, match=r"holds 'config\.json'"):
+        check_target(tmp_path, mark="config.json", force=True)
+
+
+@pytest.mark.parametrize("output", [".", "models", "models/m"])
+def test_the_folder_of_a_gguf_file_is_protected(output: str, tmp_path: Path) -> None:
+    (tmp_path / "models" / "m").mkdir(parents=True)
+    source = tmp_path / "models" / "m" / "x.gguf"
+    source.write_bytes(b"GGUF")
+    (tmp_path / output / "resformer_conversion.json").touch()
+    with pytest.raises(CheckpointError, match="holds the source") as caught:
+        retrofit(source, tmp_path / output, force=True)
+    assert caught.value.option is None
+    assert source.exists()
+
+
+def test_an_empty_output_is_replaced_where_renaming_onto_a_folder_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows."""
+    real = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    (tmp_path / "out").mkdir()
+    for force in (False, True):
+        with replacing(tmp_path / "out", force=force) as folder:
+            (folder / "new").write_text(str(force))
+        assert (tmp_path / "out" / "new").read_text() == str(force)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it is refused there")
+def test_a_lock_that_cannot_be_made_is_no_other_process(tmp_path: Path) -> None:
+    (tmp_path / ".out.resformer-lock").mkdir()
+    with (
+        pytest.raises(OutputError, match=r"resformer-lock: cannot be written: Is a directory"),
+        replacing(tmp_path / "out"),
+    ):
+        pass

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,11 @@ def test_citation_names_the_papers_and_the_version() -> None:
     assert {f"arXiv:{number}" for number in re.findall(r"arxiv\.org/abs/([\d.]+\d)", text)} <= cited
 
 
+def rounded(row: dict[str, Any]) -> Any:
+    """Versions of scipy differ in the last bits of a quantile."""
+    return json.loads(json.dumps(row), parse_float=lambda number: round(float(number), 9))
+
+
 @pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.stem)
 def test_results_are_those_of_the_runs(study: Path) -> None:
     report = json.loads(study.read_text(encoding="utf-8"))
@@ -86,6 +92,7 @@ def test_results_are_those_of_the_runs(study: Path) -> None:
     for size, rows in report["sizes"].items():
         assert {row["method"] for row in rows} == set(remade[size])
         for row in rows:
-            assert {key: row[key] for key in remade[size][row["method"]]} == remade[size][row["method"]]
+            computed = remade[size][row["method"]]
+            assert rounded({key: row[key] for key in computed}) == rounded(computed)
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert {line for line in markdown(report).splitlines() if line.startswith("|")} <= set(text.splitlines())

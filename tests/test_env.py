@@ -17,12 +17,12 @@ from resformer.environment import describe_environment
 def test_env_tells_the_versions_that_are_installed() -> None:
     done = CliRunner().invoke(app, ["env", "--json"])
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
+    environment_report = json.loads(done.stdout)
     for package in ("resformer", "torch", "transformers", "safetensors", "huggingface_hub", "lm-eval"):
-        assert found["packages"][package] == metadata.version(package)
-    assert found["cores"] >= 1
-    assert found["memory"] > 2**28
-    assert isinstance(found["bf16_on_cpu"], bool)
+        assert environment_report["packages"][package] == metadata.version(package)
+    assert environment_report["cores"] >= 1
+    assert environment_report["memory"] > 2**28
+    assert isinstance(environment_report["bf16_on_cpu"], bool)
     text = CliRunner().invoke(app, ["env"]).stdout
     assert f"transformers  {metadata.version('transformers')}" in text
 
@@ -64,9 +64,9 @@ def test_broken_and_missing_packages_are_told(tmp_path: Path) -> None:
     environment = {**os.environ, "HF_TOKEN": "hf_abcdefgh"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
-    assert "libtorch.so" in found["torch_error"]
-    assert found["memory"] is None
-    assert found["packages"]["peft"].startswith("broken: ")
-    assert found["packages"]["transformers"] == metadata.version("transformers")
+    environment_report = json.loads(done.stdout)
+    assert "libtorch.so" in environment_report["torch_error"]
+    assert environment_report["memory"] is None
+    assert environment_report["packages"]["peft"].startswith("broken: ")
+    assert environment_report["packages"]["transformers"] == metadata.version("transformers")
     assert "hf_abcdefgh" not in done.stdout

@@ -76,10 +76,10 @@ def only_our_tasks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     build = TaskIndex.build
 
-    def build_ours(paths: list[Path]) -> dict[str, Any]:
+    def build_only_folder(paths: list[Path]) -> dict[str, Any]:
         return build([path for path in paths if path.is_relative_to(folder)])
 
-    monkeypatch.setattr(TaskIndex, "build", staticmethod(build_ours))
+    monkeypatch.setattr(TaskIndex, "build", staticmethod(build_only_folder))
 
 
 @pytest.fixture
@@ -144,8 +144,13 @@ def test_command_writes_the_harnesses_results_with_versions(
         assert results[f"{package}_version"]
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 3
-    assert "is there already" in again.stderr
+    assert "exists already" in again.stderr
     assert json.loads(output.read_text()) == results
+    assert again.stderr.splitlines()[-1].endswith(" --force")
+    config = retrofits("resformer") / "config.json"
+    refused = CliRunner().invoke(app, [*command[:-1], str(config), "--force"])
+    assert refused.exit_code == 3
+    assert "holds no results" in refused.stderr
     done = CliRunner().invoke(app, [*command, "--force"])
     letters, *_, wrote = done.stdout.splitlines()
     assert letters.split()[:2] == ["letters", "acc"]

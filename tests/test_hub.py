@@ -400,23 +400,52 @@ def test_push_says_in_one_line_what_to_do(checkpoint: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_links_out_of_the_folder_are_not_shared(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "secret.txt").write_text("mine")
-    (checkpoint / "notes.txt").symlink_to(tmp_path / "secret.txt")
+@pytest.mark.parametrize("name", ["notes.txt", "model-00001-of-00002.safetensors"])
+def test_links_out_of_the_folder_are_not_shared(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / name).touch()
+    (checkpoint / name).rename(tmp_path / "secret")
+    (checkpoint / name).symlink_to(tmp_path / "secret")
     with HubServer() as hub:
         ((code, _, err),) = resformer_commands(hub, tmp_path, ["hf_test", "push", checkpoint, "you/x", "--dry-run"])
         assert code == 3
-        assert "notes.txt: is a link out of its folder" in err
+        assert f"{name}: is a link out of its folder" in err
 
 
 @pytest.mark.slow
-def test_bundle_is_pushed_with_the_code_that_loads_it(checkpoint: Path, tmp_path: Path) -> None:
+def test_bundle_is_pushed_with_the_code_that_loads_it_and_all_that_a_push_takes(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    more = ["metrics.json", "losses.png", ".eval_results/gsm8k.yaml", "old_module.py", "modeling_resformer.py", "x.log"]
+    for name in more:
+        (checkpoint / name).parent.mkdir(exist_ok=True)
+        (checkpoint / name).write_text("raise SystemExit" if name.endswith(".py") else "{}")
+    folder = sorted(checkpoint.rglob("*"))
     with HubServer() as hub:
-        ((code, out, err),) = resformer_commands(
-            hub, tmp_path, ["hf_test", "push", checkpoint, "you/flat", "--bundle", "--json"]
+        dry, pushed = resformer_commands(
+            hub,
+            tmp_path,
+            ["hf_test", "push", checkpoint, "you/flat", "--bundle", "--json", "--dry-run"],
+            ["hf_test", "push", checkpoint, "you/flat", "--bundle", "--json"],
         )
-        assert code == 0, err
-        assert json.loads(out)["checkpoint"] == str(checkpoint)
-        assert {"configuration_resformer.py", "modeling_resformer.py"} <= set(hub.repositories["you/flat"])
-        assert "AutoModelForCausalLM" in json.loads(hub.repositories["you/flat"]["config.json"])["auto_map"]
-        assert not list(tmp_path.glob(".resformer-push-*"))
+        assert pushed[0] == 0, pushed[2]
+        assert "without trust_remote_code=True" in pushed[2]
+        repository, report = hub.repositories["you/flat"], json.loads(pushed[1])
+        assert report["left_behind"] == ["old_module.py", "x.log"]
+        assert {path.name for path in folder} - {"old_module.py", "x.log", ".eval_results"} <= {
+            name.rpartition("/")[2] for name in repository
+        }
+        assert report["files"] == {name: len(repository[name]) for name in sorted(repository) if name[:4] != ".git"}
+        assert json.loads(dry[1])["files"] == report["files"]
+        run(
+            hub,
+            tmp_path,
+            """
+import sys
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("you/flat", trust_remote_code=True)
+assert "resformer" not in sys.modules
+assert type(model).__module__.startswith("transformers_modules.")
+""",
+        )
+    assert sorted(checkpoint.rglob("*")) == folder
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []

@@ -18,11 +18,12 @@ record
 configuration
 model_cards, modeling
 convert
+checkpoint_cards, pushing
 training
 training.study, analysis
 registration
 __init__
-demo, evaluation, pushing, serving
+demo, evaluation, serving
 commands
 cli
 __main__

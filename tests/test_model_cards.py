@@ -87,18 +87,18 @@ HARNESS: dict[str, Any] = {
             "acc_norm_stderr,none": "N/A",
         },
         "arc_hard": {"alias": "arc_hard", "acc,none": 0.25, "acc_stderr,none": 0.04},
-        "ours": {"alias": "ours", "exact_match,strict": 0.5},
+        "custom": {"alias": "custom", "exact_match,strict": 0.5},
     },
     "configs": {
         "arc_easy": {"dataset_path": "allenai/ai2_arc", "dataset_name": "ARC-Easy", "test_split": "test"},
         "arc_hard": {"dataset_path": "allenai/ai2_arc", "dataset_name": "ARC-Hard", "test_split": "test"},
-        "ours": {"dataset_path": "json", "validation_split": "validation"},
+        "custom": {"dataset_path": "json", "validation_split": "validation"},
     },
-    "n-shot": {"arc_easy": 5, "arc_hard": 0, "ours": 0},
+    "n-shot": {"arc_easy": 5, "arc_hard": 0, "custom": 0},
     "n-samples": {
         "arc_easy": {"original": 2376, "effective": 2376},
         "arc_hard": {"original": 1172, "effective": 100},
-        "ours": {"original": 12, "effective": 12},
+        "custom": {"original": 12, "effective": 12},
     },
     "lm_eval_version": "0.4.13",
 }
@@ -138,7 +138,7 @@ def finetuned(config: ResFormerConfig, **changes: Any) -> ModelCard:
 
 
 def cards_and_inputs(checkpoints: Path) -> Iterator[tuple[str, list[Any]]]:
-    """Each kind of card of an exact and of a lossy retrofit, and the numbers that it was made from."""
+    """Each kind of card of an exact and of a lossy retrofit, and the numbers that it was built from."""
     for name in ("exact", "lossy"):
         config, record = ResFormerConfig.from_pretrained(checkpoints / name), record_of(checkpoints / name)
         derived = [sum(record["added"].values()), len(record["dropped"]), list(cache_of(config, 4))]
@@ -147,8 +147,8 @@ def cards_and_inputs(checkpoints: Path) -> Iterator[tuple[str, list[Any]]]:
         method, derived = record["method"], [added_by(config), list(cache_of(config, 2))]
         runs = [TRAINING["runs"][0], {**TRAINING["runs"][1], "name": method}]
         yield str(finetuned(config, method=method, runs=runs)), [TRAINING, HARNESS, derived]
-        made = scratch_card(method=method, repository="you/new", config=config, parameters=4321, metrics=[METRIC])
-        yield str(made), [4321, asdict(METRIC), derived]
+        built = scratch_card(method=method, repository="you/new", config=config, parameters=4321, metrics=[METRIC])
+        yield str(built), [4321, asdict(METRIC), derived]
 
 
 METRIC = Metric("loss", 3.25, "WikiText-2", "test", samples=77, of_samples=99)
@@ -156,7 +156,8 @@ METRIC = Metric("loss", 3.25, "WikiText-2", "test", samples=77, of_samples=99)
 
 def plain_of(config: ResFormerConfig) -> ResFormerConfig:
     names = "num_hidden_layers hidden_size num_attention_heads num_key_value_heads vocab_size intermediate_size".split()
-    return ResFormerConfig(**{name: getattr(config, name) for name in [*names, "tie_word_embeddings"]})
+    names += ["tie_word_embeddings", "attention_bias", "qk_norm"]
+    return ResFormerConfig(**{name: getattr(config, name) for name in names})
 
 
 def cache_of(config: ResFormerConfig, itemsize: int) -> tuple[int, int, float]:
@@ -172,8 +173,8 @@ def cache_of(config: ResFormerConfig, itemsize: int) -> tuple[int, int, float]:
 
 
 def added_by(config: ResFormerConfig) -> int:
-    ours, theirs = (sum(p.numel() for p in model_on_meta(c).parameters()) for c in (config, plain_of(config)))
-    return ours - theirs
+    connected, plain = (sum(p.numel() for p in model_on_meta(c).parameters()) for c in (config, plain_of(config)))
+    return connected - plain
 
 
 def numbers_in(values: Any) -> Iterator[float]:
@@ -210,9 +211,9 @@ def printed(card: str) -> list[str]:
 def test_every_number_in_a_card_is_in_its_inputs(checkpoints: Path) -> None:
     for card, inputs in cards_and_inputs(checkpoints):
         known = list(numbers_in(inputs))
-        found = printed(card)
-        assert len(found) > 3
-        for number in found:
+        numbers = printed(card)
+        assert len(numbers) > 3
+        for number in numbers:
             digits = len(number.partition(".")[2])
             value = float(number.replace(",", ""))
             same = [k for k in known if value in (round(k, digits), round(100 * k, digits))]
@@ -275,7 +276,7 @@ def test_unknown_licence_is_not_made_up(checkpoints: Path) -> None:
     record = {**record_of(checkpoints / "exact"), "source_card": {}}
     card = retrofit_card(record, "you/new")
     assert card.data.license is None
-    assert "states no licence that could be read, so none is claimed" in card.text
+    assert "states no licence that could be read, so this card states none" in card.text
 
 
 @pytest.mark.parametrize(
@@ -335,7 +336,7 @@ def test_a_metric_that_does_not_say_what_it_is_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "2.5"])
 def test_a_metric_without_a_finite_number_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match="no number"):
+    with pytest.raises(ValueError, match="no finite number"):
         Metric("loss", value, "WikiText-2", "test")  # type: ignore[arg-type]
 
 
@@ -345,8 +346,8 @@ def test_a_misspelt_field_of_a_metric_is_refused() -> None:
 
 
 def test_a_task_without_a_split_and_other_json_are_refused() -> None:
-    with pytest.raises(ValueError, match="'ours' names no split"):
-        harness_metrics({**HARNESS, "configs": {**HARNESS["configs"], "ours": {"dataset_path": "json"}}})
+    with pytest.raises(ValueError, match="'custom' names no split"):
+        harness_metrics({**HARNESS, "configs": {**HARNESS["configs"], "custom": {"dataset_path": "json"}}})
     with pytest.raises(ValueError, match="no results of lm-evaluation-harness"):
         harness_metrics(TRAINING)
 
@@ -368,17 +369,20 @@ def test_a_run_without_its_figures_is_refused() -> None:
 
 
 def test_results_of_the_harness_are_all_there_with_what_they_were_measured_on() -> None:
-    found = {(metric.task, metric.name): metric for metric in harness_metrics(HARNESS)}
-    assert list(found) == [
+    metrics = {(metric.task, metric.name): metric for metric in harness_metrics(HARNESS)}
+    assert list(metrics) == [
         ("arc_easy", "acc"),
         ("arc_easy", "acc_norm"),
         ("arc_hard", "acc"),
-        ("ours", "exact_match (strict)"),
+        ("custom", "exact_match (strict)"),
     ]
-    easy = found["arc_easy", "acc"]
+    easy = metrics["arc_easy", "acc"]
     assert (easy.value, easy.stderr, easy.shots, easy.samples, easy.split) == (0.4321, 0.0102, 5, 2376, "test")
     assert (easy.dataset_id, easy.config) == ("allenai/ai2_arc", "ARC-Easy")
-    assert (found["ours", "exact_match (strict)"].dataset_id, found["arc_easy", "acc_norm"].stderr) == (None, None)
+    assert (metrics["custom", "exact_match (strict)"].dataset_id, metrics["arc_easy", "acc_norm"].stderr) == (
+        None,
+        None,
+    )
 
 
 def test_results_have_the_hubs_legacy_and_current_form() -> None:
@@ -414,21 +418,22 @@ def test_there_is_a_card_of_each_method_and_no_other() -> None:
 
 
 def test_method_cards_take_up_our_results() -> None:
-    ours = [replace(METRIC, method="svformer"), replace(METRIC, method="resformer", value=9.5)]
-    assert "| loss | WikiText-2 | test | 77 of 99 samples | 3.25 |" in method_card("svformer", ours)
-    assert "9.5" not in method_card("svformer", ours)
+    results = [replace(METRIC, method="svformer"), replace(METRIC, method="resformer", value=9.5)]
+    assert "| loss | WikiText-2 | test | 77 of 99 samples | 3.25 |" in method_card("svformer", results)
+    assert "9.5" not in method_card("svformer", results)
     noted = [replace(METRIC, method="svformer", note="3 seeds, from scratch")]
     assert "\n* loss: 3 seeds, from scratch\n\n## Use" in method_card("svformer", noted)
     assert "* loss" not in method_card("svformer", [replace(METRIC, method="svformer", note=None)])
-    assert "None yet: not measured." in method_card("cla2", ours)
+    assert "None yet: not measured." in method_card("cla2", results)
 
 
-@pytest.mark.parametrize("layers", [6, 11])
+@pytest.mark.parametrize(("layers", "qwen"), [(6, False), (11, True)])
 @pytest.mark.parametrize("method", METHODS)
-def test_added_parameters_are_those_of_the_model(method: str, layers: int) -> None:
-    shape = {"hidden_size": 48, "intermediate_size": 16, "num_attention_heads": 6, "num_key_value_heads": 2}
-    config = ResFormerConfig.for_method(method, num_hidden_layers=layers, vocab_size=50, **shape)
-    assert added_parameters(method, config) == added_by(config)
+def test_added_parameters_are_those_of_the_model(method: str, layers: int, qwen: bool) -> None:
+    shape: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 16, "num_attention_heads": 6}
+    shape |= {"num_key_value_heads": 2, "vocab_size": 50, "attention_bias": qwen, "qk_norm": qwen}
+    config = ResFormerConfig.for_method(method, num_hidden_layers=layers, **shape)
+    assert added_parameters(config) == added_by(config)
 
 
 @pytest.mark.parametrize("layers", [6, 11])
@@ -519,12 +524,12 @@ def card(*arguments: object) -> tuple[int, str, str]:
 
 def test_command_makes_the_card_that_the_converter_made(copied: Callable[[str], Path]) -> None:
     folder = copied("exact")
-    made = (folder / "README.md").read_text()
+    built = (folder / "README.md").read_text()
     (folder / "README.md").unlink()
     code, said, _ = card(folder)
     assert code == 0
     assert "of a retrofitted model" in said
-    assert (folder / "README.md").read_text() == made
+    assert (folder / "README.md").read_text() == built
 
 
 def test_command_makes_the_card_of_a_training(copied: Callable[[str], Path], tmp_path: Path) -> None:
@@ -536,19 +541,19 @@ def test_command_makes_the_card_of_a_training(copied: Callable[[str], Path], tmp
     code, said, _ = card(folder, *results, "--license", "mit")
     assert code == 0
     assert "of a fine-tuned model" in said
-    made = ModelCard.load(folder / "README.md")
-    assert (made.data.base_model, made.data.license, made.data.datasets) == (
+    built = ModelCard.load(folder / "README.md")
+    assert (built.data.base_model, built.data.license, built.data.datasets) == (
         "owner/llama",
         "mit",
         ["owner/corpus", "owner/minutes"],
     )
-    assert "| held-out perplexity after | 9.822 | 9.794 |" in made.text
+    assert "| held-out perplexity after | 9.822 | 9.794 |" in built.text
     assert sorted(path.name for path in (folder / ".eval_results").iterdir()) == [
         "allenai-ai2_arc_arc_easy_acc.yaml",
         "allenai-ai2_arc_arc_easy_acc_norm.yaml",
     ]
-    assert card(folder, *results)[0] == 0  # a card of ours is replaced
-    assert ModelCard.load(folder / "README.md").data.license == "mit"  # and keeps what it was told
+    assert card(folder, *results)[0] == 0  # a card without edits is replaced
+    assert ModelCard.load(folder / "README.md").data.license == "mit"  # and the licence is kept
 
 
 def test_command_tells_a_model_from_scratch(copied: Callable[[str], Path]) -> None:
@@ -556,10 +561,10 @@ def test_command_tells_a_model_from_scratch(copied: Callable[[str], Path]) -> No
     (folder / "resformer_conversion.json").unlink()
     (folder / "README.md").unlink()
     assert card(folder)[0] == 0
-    made = ModelCard.load(folder / "README.md")
-    assert "How it was trained is not recorded here." in made.text
-    assert (made.data.base_model, made.data.license) == (None, None)
-    assert "resformer-denseformer" in made.data.tags
+    built = ModelCard.load(folder / "README.md")
+    assert "How it was trained is not recorded here." in built.text
+    assert (built.data.base_model, built.data.license) == (None, None)
+    assert "resformer-denseformer" in built.data.tags
 
 
 def test_command_leaves_a_card_that_a_person_wrote(copied: Callable[[str], Path]) -> None:

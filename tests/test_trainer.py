@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
-from resformer.training.optimizer import is_connection, parameter_groups
+from resformer.training.optimizer import ConnectionTrainer, is_connection, set_connection_learning_rate
 
 #: One of every mechanism, and their combination.
 TRAINED = [
@@ -46,9 +46,8 @@ def trainer(tmp_path: Path) -> Build:
         torch.manual_seed(0)
         fields = {**TINY, "num_hidden_layers": 4, "initializer_range": 0.2, **(model_fields or {})}
         model = ResFormerForCausalLM(ResFormerConfig.for_method(method, **fields))
-        rest = {name: options.pop(name) for name in ("optimizers", "eval_dataset") if name in options}
-        if "optimizers" in rest:
-            rest["optimizers"] = (rest["optimizers"](model), None)
+        of_the_trainer = ("connection_learning_rate", "eval_dataset", "optimizer_cls_and_kwargs")
+        rest = {name: options.pop(name) for name in of_the_trainer if name in options}
         arguments = {
             "output_dir": tmp_path / "run",
             "max_steps": 3,
@@ -62,7 +61,9 @@ def trainer(tmp_path: Path) -> Build:
             "disable_tqdm": True,
             "use_cpu": True,
         }
-        return Trainer(model=model, args=TrainingArguments(**{**arguments, **options}), train_dataset=rows(16), **rest)
+        return ConnectionTrainer(
+            model=model, args=TrainingArguments(**{**arguments, **options}), train_dataset=rows(16), **rest
+        )
 
     return build
 
@@ -130,14 +131,10 @@ def test_compiled_training_learns_what_the_plain_run_learns(method: str, trainer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("method", TRAINED)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(method: str, dtype: torch.dtype, trainer: Build) -> None:
-    def two_rates(model: PreTrainedModel) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            parameter_groups(model, learning_rate=1e-2, connection_learning_rate=3e-2, weight_decay=0.1)
-        )
-
     def build() -> Trainer:
         options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
-        built = trainer(method, {"attention_dropout": 0.2}, optimizers=two_rates, **options)
+        options |= {"optim": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1}
+        built = trainer(method, {"attention_dropout": 0.2}, connection_learning_rate=3e-2, **options)
         for name, parameter in built.model.named_parameters():
             if not is_connection(name):
                 parameter.data = parameter.data.to(dtype)
@@ -185,3 +182,46 @@ def test_the_best_model_is_loaded_at_the_end_and_reloads(method: str, trainer: B
     assert type(again) is ResFormerForCausalLM
     for (name, parameter), reloaded in zip(run.model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(parameter, reloaded), name
+
+
+#: What is asked of the Trainer -> the name of the optimizer's class that it makes.
+OPTIMIZERS: dict[str, tuple[dict[str, Any], str]] = {
+    "adamw_torch": ({"optim": "adamw_torch"}, "AdamW"),
+    "adamw_bnb_8bit": ({"optim": "adamw_bnb_8bit"}, "AdamW"),
+    "galore_adamw": ({"optim": "galore_adamw", "optim_target_modules": "all-linear", "optim_args": "rank=4"}, "AdamW"),
+    "adafactor": ({"optim": "adafactor"}, "Adafactor"),
+    "optimizer_cls_and_kwargs": ({"optimizer_cls_and_kwargs": (torch.optim.RMSprop, {"lr": 1e-3})}, "RMSprop"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_connections_have_their_rate_with_every_optimizer(name: str, trainer: Build) -> None:
+    for prefix, package in (("adamw_bnb", "bitsandbytes"), ("galore", "galore_torch")):
+        if name.startswith(prefix):
+            pytest.importorskip(package)
+    options, class_name = OPTIMIZERS[name]
+    run = trainer(
+        "resformer-gated", **{"learning_rate": 1e-3, "weight_decay": 0.1, "connection_learning_rate": 2e-2, **options}
+    )
+    before = {key: parameter.detach().clone() for key, parameter in run.model.named_parameters()}
+    run.train()
+    optimizer = run.optimizer.optimizer
+    assert class_name in type(optimizer).__name__
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    assert len(groups) == sum(len(group["params"]) for group in optimizer.param_groups) == len(before)
+    for key, parameter in run.model.named_parameters():
+        rate = 2e-2 if is_connection(key) else 1e-3
+        assert groups[id(parameter)]["lr"] == rate, key
+        assert groups[id(parameter)]["weight_decay"] == 0.0 or not is_connection(key), key
+        assert (parameter - before[key]).abs().max() > 0, key
+    if name == "adamw_bnb_8bit":  # Transformers' rule for embeddings, which 8 bits train badly
+        first = optimizer.param_groups[0]
+        assert first["params"][0] is run.model.get_input_embeddings().weight
+        assert [optimizer.get_config(0, index, first)["optim_bits"] for index in (0, 1)] == [32, 8]
+
+
+def test_an_optimizer_that_hides_its_parameters_is_warned_of(trainer: Build) -> None:
+    run = trainer("resformer", connection_learning_rate=1e-2)
+    hidden = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    with pytest.warns(UserWarning, match="SGD does not hold the connections"):
+        set_connection_learning_rate(hidden, run.model, 1e-2)

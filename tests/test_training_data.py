@@ -1,13 +1,28 @@
 """Training data: every kind of source, the split by content, the packing."""
 
 import json
+import re
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
-from checkpoints import byte_tokenizer
-from datasets import Dataset, DatasetDict
+import torch
+from checkpoints import byte_tokenizer, family_model
+from datasets import Dataset, DatasetDict, IterableDataset
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
-from resformer.training.data import DataError, is_held_out, load_documents, pack_documents
+from resformer.analysis import analyze
+from resformer.training.data import (
+    Blocks,
+    DataError,
+    is_held_out,
+    load_documents,
+    pack_documents,
+    standard_library,
+    training_texts,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +53,7 @@ def _saved(folder: Path) -> Path:
     return folder
 
 
-def _made(kind: str, folder: Path) -> Path:
+def _source(kind: str, folder: Path) -> Path:
     rows = Dataset.from_dict({"text": TEXTS})
     path = folder / f"data.{kind}"
     if kind == "txt":
@@ -63,25 +78,30 @@ def _made(kind: str, folder: Path) -> Path:
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "json", "csv", "tsv", "parquet", "folder", "saved"])
 def test_every_kind_of_source_gives_the_same_documents(kind: str, streaming: bool, tmp_path: Path) -> None:
-    documents = load_documents([str(_made(kind, tmp_path))], streaming=streaming)
+    source = str(_source(kind, tmp_path))
+    (documents,) = load_documents([source], sample_by="paragraph", streaming=streaming).values()
     assert [row["text"] for row in documents] == TEXTS
 
 
-def test_sources_follow_one_another_and_columns_are_renamed(tmp_path: Path) -> None:
+def test_sources_are_kept_apart_and_columns_are_renamed(tmp_path: Path) -> None:
     one = _jsonl(tmp_path / "one.jsonl", TEXTS[:3], column="body")
     other = _jsonl(tmp_path / "other.jsonl", TEXTS[3:5], column="body")
     documents = load_documents([str(one), str(other)], text_column="body")
-    assert documents["text"][:] == TEXTS[:5]
+    assert {source: part["text"][:] for source, part in documents.items()} == {
+        str(one): TEXTS[:3],
+        str(other): TEXTS[3:5],
+    }
 
 
 def test_lines_and_whole_files_can_be_documents(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.txt")
     (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n")
-    for sample_by, expected in (
-        ("line", ["one", "two", "", "three"]),
-        ("paragraph", ["one\ntwo", "three\n"]),
-        ("document", ["one\ntwo\n\nthree\n"]),
+    for options, expected in (
+        ({"sample_by": "line"}, ["one", "two", "", "three"]),
+        ({"sample_by": "paragraph"}, ["one\ntwo", "three\n"]),
+        ({}, ["one\ntwo\n\nthree\n"]),
     ):
-        assert load_documents([str(tmp_path / "a.txt")], sample_by=sample_by)["text"][:] == expected
+        assert load_documents([path], **options)[path]["text"][:] == expected
 
 
 @pytest.mark.parametrize(
@@ -111,59 +131,123 @@ def test_sources_that_cannot_be_read_are_named(
     assert words in str(error.value)
 
 
-def _tokens(blocks: object) -> list[int]:
-    return [int(token) for row in blocks for token in row["input_ids"]]  # type: ignore[attr-defined]
+def packed(texts: list[str], **options: Any) -> Blocks:
+    return pack_documents({"texts": Dataset.from_dict({"text": texts})}, byte_tokenizer(), **options)
+
+
+def tokens_of(blocks: Any) -> list[int]:
+    return [int(token) for index in range(len(blocks)) for token in blocks[index]["input_ids"]]
+
+
+def expected_tokens(texts: list[str], share: float, held_out: bool) -> list[int]:
+    """The documents of one side end to end."""
+    chosen = [text for text in texts if is_held_out(text, share) == held_out]
+    return [token for text in chosen for token in [*byte_tokenizer()(text)["input_ids"], 0]]
 
 
 @pytest.mark.parametrize("block", [8, 61])
 def test_no_token_is_lost_but_the_tail(block: int) -> None:
-    tokenizer = byte_tokenizer()
-    documents = Dataset.from_dict({"text": TEXTS})
-    blocks = pack_documents(documents, tokenizer, block=block, held_out=0.2, held_out_blocks=1000)
-    for packed, side in ((blocks.train, False), (blocks.held_out, True)):
-        expected: list[int] = []
-        for text in TEXTS:
-            if is_held_out(text, 0.2) == side:
-                expected += [*tokenizer(text)["input_ids"], 0]
-        got = _tokens(packed)
+    blocks = packed(TEXTS, block=block, held_out=0.2, held_out_blocks=1000)
+    for side, held_out in ((blocks.train, False), (blocks.held_out, True)):
+        expected = expected_tokens(TEXTS, 0.2, held_out)
+        got = tokens_of(side)
         assert got == expected[: len(got)]
         assert len(expected) - block < len(got) <= len(expected)
-        assert all(row["labels"].tolist() == row["input_ids"].tolist() for row in packed)
-    assert (
-        len(
-            pack_documents(
-                Dataset.from_dict({"text": TEXTS}), tokenizer, block=8, held_out=0.2, held_out_blocks=3
-            ).held_out
+        assert all(side[i]["labels"].tolist() == side[i]["input_ids"].tolist() for i in range(len(side)))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_held_out_blocks_come_from_all_held_out_documents_of_all_sources(streaming: bool, tmp_path: Path) -> None:
+    texts = {letter: [f"{letter}{n:03} " * 8 for n in range(60)] for letter in "xyz"}
+    paths = {letter: str(_jsonl(tmp_path / f"{letter}.jsonl", texts[letter])) for letter in texts}
+    documents = load_documents([*paths.values()], streaming=streaming)
+    for most, per_document in ((10_000, 1), (30, 0)):
+        blocks = pack_documents(documents, byte_tokenizer(), block=10, held_out=0.3, held_out_blocks=most)
+        text = byte_tokenizer().decode(tokens_of(blocks.held_out)).replace(" ", "")
+        held_out = {letter: [text for text in texts[letter] if is_held_out(text, 0.3)] for letter in texts}
+        assert len(blocks.held_out) == min(
+            most, sum(len(text) + 1 for each in held_out.values() for text in each) // 10
         )
-        == 3
+        evaluated = {letter: sum(each[:4] in text for each in held_out[letter]) for letter in texts}
+        counted = {letter: blocks.held_out_documents[path] for letter, path in paths.items()}
+        for letter, each in held_out.items():
+            if per_document:
+                assert counted[letter] == evaluated[letter] == len(each)
+            else:  # every second document or so, of every source, to its end
+                assert 0.3 * len(each) < counted[letter] <= len(each)
+                assert any(text[:4] in byte_tokenizer().decode(tokens_of(blocks.held_out)) for text in each[-3:])
+
+
+def test_packed_documents_are_computed_as_if_alone() -> None:
+    texts = [text * (1 + index % 3) for index, text in enumerate(TEXTS[:40])]
+    train = packed(texts, block=64, held_out=0.5, held_out_blocks=1, separate=True).train
+    model = family_model("llama")
+    batch = torch.utils.data.default_collate([train[index] for index in range(4)])
+    documents = 0
+    with torch.no_grad():
+        logits = model(**batch, use_cache=False).logits  # as the Trainer has it
+        for row, positions in enumerate(batch["position_ids"]):
+            starts = [*(positions == 0).nonzero().flatten().tolist(), 64]
+            for start, end in pairwise(starts):
+                ids = batch["input_ids"][row, start:end]
+                torch.testing.assert_close(logits[row, start:end], model(ids[None]).logits[0], atol=1e-5, rtol=1e-4)
+                # A first token has no token before it that could predict it; one that a block cuts off neither.
+                assert batch["labels"][row, start + 1 : end].tolist() == ids[1:].tolist()
+                assert batch["labels"][row, start] == (-100 if start or row == 0 else ids[0])
+                assert (ids[:-1] != 0).all()
+                documents += 1
+    assert documents > 6
+
+
+def test_a_stream_keeps_documents_apart_too(tmp_path: Path) -> None:
+    path = str(_jsonl(tmp_path / "rows.jsonl", TEXTS))
+    options = {"block": 16, "held_out": 0.2, "held_out_blocks": 5, "separate": True}
+    whole, stream = (
+        pack_documents(load_documents([path], streaming=streaming), byte_tokenizer(), **options).train
+        for streaming in (False, True)
     )
+    expected = [{name: ids.tolist() for name, ids in whole[index].items()} for index in range(len(whole))]
+    assert sorted(map(str, stream)) == sorted(map(str, expected))
 
 
-def test_blocks_are_whole_across_the_chunks_of_the_column(tmp_path: Path) -> None:
+def llama_like_tokenizer() -> PreTrainedTokenizerFast:
+    """The byte tokenizer with a beginning-of-sequence token, 257, which it adds itself as Llama's do."""
     tokenizer = byte_tokenizer()
-    files = [str(_jsonl(tmp_path / f"{part}.jsonl", TEXTS[part::4])) for part in range(4)]
-    documents = load_documents(files)
-    blocks = pack_documents(documents, tokenizer, block=100, held_out=0.1, held_out_blocks=99)
-    expected = [
-        token
-        for text in documents["text"]
-        if not is_held_out(text, 0.1)
-        for token in [*tokenizer(text)["input_ids"], 0]
-    ]
-    assert _tokens(blocks.train) == expected[: len(blocks.train) * 100]
+    tokenizer.add_special_tokens({"bos_token": "<begin>"})
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", 257)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_documents_begin_as_the_tokenizer_begins_them(streaming: bool, tmp_path: Path) -> None:
+    tokenizer = llama_like_tokenizer()
+    documents = load_documents([str(_jsonl(tmp_path / "rows.jsonl", TEXTS))], streaming=streaming)
+    held_out = pack_documents(documents, tokenizer, block=8, held_out=0.2, held_out_blocks=9999).held_out
+    expected = [token for text in TEXTS if is_held_out(text, 0.2) for token in [*tokenizer(text)["input_ids"], 0]]
+    assert expected[0] == 257
+    assert tokens_of(held_out) == expected[: len(held_out) * 8]
+    # `resformer analyze` reads the same.
+    assert analyze(family_model("llama"), ["abc"], tokenizer=tokenizer).tokens == 4
 
 
 def test_more_data_moves_no_document_to_the_other_side() -> None:
     options = {"block": 2, "held_out": 0.2, "held_out_blocks": 9999}
-    few, many = (
-        _tokens(pack_documents(Dataset.from_dict({"text": texts}), byte_tokenizer(), **options).held_out)
-        for texts in (TEXTS[:100], TEXTS)
-    )
+    few, many = (tokens_of(packed(texts, **options).held_out) for texts in (TEXTS[:100], TEXTS))
     assert many[: len(few)] == few
     assert len(many) > len(few)
     for share in (0.02, 0.1, 0.5):
         numbers = [is_held_out(str(number), share) for number in range(20_000)]
         assert sum(numbers) / 20_000 == pytest.approx(share, rel=0.1)
+
+
+def test_modules_of_the_standard_library_are_held_out_whole() -> None:
+    files = list(standard_library())
+    assert files == list(standard_library())
+    held_out = {file["group"] for file in files if is_held_out(file["group"], 0.1)}
+    part = Dataset.from_list(files)
+    trained = list(training_texts({"x": part}, 0.1))
+    assert trained == [file["text"] for file in files if file["text"] and file["group"] not in held_out]
+    assert 0.02 * len(files) < len([file for file in files if file["group"] in held_out]) < 0.3 * len(files)
 
 
 def test_a_stream_trains_on_what_a_dataset_does(tmp_path: Path) -> None:
@@ -177,11 +261,12 @@ def test_a_stream_trains_on_what_a_dataset_does(tmp_path: Path) -> None:
     first, again, other = ([tuple(row["input_ids"]) for row in stream.train] for stream in streams)
     assert first == again
     assert first != other
-    assert sorted(first) == sorted(tuple(row["input_ids"].tolist()) for row in whole.train)
-    assert _tokens(streams[0].held_out) == _tokens(whole.held_out)
+    assert sorted(first) == sorted(tuple(whole.train[i]["input_ids"].tolist()) for i in range(len(whole.train)))
+    assert tokens_of(streams[0].held_out) == tokens_of(whole.held_out)
 
 
-def test_a_stream_is_not_read_to_its_end() -> None:
+def test_a_stream_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resformer.training.data._READ_AHEAD", 40_000)
     read = []
 
     def endless() -> object:
@@ -191,25 +276,25 @@ def test_a_stream_is_not_read_to_its_end() -> None:
             yield {"text": f"Document {index}."}
             index += 1
 
-    from datasets import IterableDataset
-
-    blocks = pack_documents(
-        IterableDataset.from_generator(endless), byte_tokenizer(), block=8, held_out=0.1, held_out_blocks=4
-    )
-    next(iter(blocks.train))
+    stream = {"endless": IterableDataset.from_generator(endless)}
+    blocks = pack_documents(stream, byte_tokenizer(), block=8, held_out=0.1, held_out_blocks=4)
     assert len(blocks.held_out) == 4
-    assert len(read) < 5000
+    numbers = [int(number) for number in re.findall(r"\d+", byte_tokenizer().decode(tokens_of(blocks.held_out)))]
+    assert max(numbers) > 1500  # of some 2,600 in the first 40,000 characters
+    assert len(read) < 4000
+    next(iter(blocks.train))
 
 
 def test_tokens_are_cached(tmp_path: Path) -> None:
     documents = load_documents([str(_jsonl(tmp_path / "rows.jsonl", TEXTS))])
-    cache = Path(documents.cache_files[0]["filename"]).parent
+    (part,) = documents.values()
+    cache = Path(part.cache_files[0]["filename"]).parent
     options = {"block": 16, "held_out": 0.2, "held_out_blocks": 5}
     before = set(cache.iterdir())
-    expected = _tokens(pack_documents(documents, byte_tokenizer(), **options).train)
+    expected = tokens_of(pack_documents(documents, byte_tokenizer(), **options).train)
     written = set(cache.iterdir())
     assert len(written - before) == 2
-    assert _tokens(pack_documents(documents, byte_tokenizer(), **options).train) == expected
+    assert tokens_of(pack_documents(documents, byte_tokenizer(), **options).train) == expected
     assert set(cache.iterdir()) == written
 
 

@@ -1,12 +1,16 @@
 """Training data: sources of any kind that `datasets` reads, a held-out split by content, packing into blocks."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import random
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, concatenate_datasets, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
@@ -15,7 +19,26 @@ from transformers import PreTrainedTokenizerBase
 
 from resformer.errors import CheckpointError, brief, listed
 
-__all__ = ["Blocks", "DataError", "PackedBlocks", "is_held_out", "load_documents", "pack_documents"]
+__all__ = [
+    "SAMPLE_BY",
+    "STANDARD_HELD_OUT",
+    "STANDARD_LIBRARY",
+    "Blocks",
+    "DataError",
+    "PackedBlocks",
+    "is_held_out",
+    "load_documents",
+    "pack_documents",
+    "standard_library",
+    "training_texts",
+]
+
+#: The source that every machine has: the files of Python's standard library, about 11 MB.
+STANDARD_LIBRARY = "standard-library"
+#: The share of its modules that comparisons, the demo and `resformer analyze` hold out.
+STANDARD_HELD_OUT = 0.1
+#: What a document of a plain text file may be.
+SAMPLE_BY = ("document", "paragraph", "line")
 
 _BUILDERS = {
     "txt": "text",
@@ -31,6 +54,8 @@ _BUILDERS = {
 }
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 _SHUFFLED = 1024  # blocks of a stream that are shuffled among one another
+_READ_AHEAD = 2**25  # characters of all streams together that are searched for held-out documents
+_NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "pydoc_data"}
 
 
 class DataError(CheckpointError):
@@ -40,12 +65,28 @@ class DataError(CheckpointError):
 class PackedBlocks(torch.utils.data.Dataset):
     """Blocks of `block` tokens, read from a memory-mapped column of token ids where they lie.
 
-    Item i is `{"input_ids": ids, "labels": ids}`, int64 of shape (block,).
+    Item i is `input_ids` and `labels`, int64 of shape (block,), and with `separate` also `position_ids` that start
+    again at each document: attention implementations of Transformers then keep the documents of a block apart. Labels
+    of first tokens are -100 there, since no token before them belongs to their document.
+
+    Args:
+        tokens: all documents, back to back.
+        starts: ascending, the index of each document's first token.
+        most: keep at most so many blocks, at an even stride over all of them.
     """
 
-    def __init__(self, tokens: pa.ChunkedArray, block: int, most: int | None = None):
-        self.tokens, self.block = tokens, block
-        self.length = len(tokens) // block if most is None else min(len(tokens) // block, most)
+    def __init__(
+        self,
+        tokens: pa.ChunkedArray,
+        starts: np.ndarray,
+        block: int,
+        *,
+        most: int | None = None,
+        separate: bool = False,
+    ):
+        self.tokens, self.starts, self.block, self.separate = tokens, starts, block, separate
+        self.available = len(tokens) // block
+        self.length = self.available if most is None else min(self.available, most)
 
     def __len__(self) -> int:
         return self.length
@@ -53,8 +94,32 @@ class PackedBlocks(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < self.length:
             raise IndexError(f"Block {index} of {self.length}.")
-        ids = torch.from_numpy(self.tokens.slice(index * self.block, self.block).to_numpy().astype("int64"))
-        return {"input_ids": ids, "labels": ids}
+        begin = self._begin(index)
+        ids = torch.from_numpy(self.tokens.slice(begin, self.block).to_numpy().astype("int64"))
+        if not self.separate:
+            return {"input_ids": ids, "labels": ids}
+        first, end = np.searchsorted(self.starts, (begin, begin + self.block))
+        starts = torch.from_numpy(self.starts[first:end] - begin)
+        positions = torch.arange(self.block)
+        document_start = torch.zeros_like(positions)
+        document_start[starts] = starts
+        return {
+            "input_ids": ids,
+            "labels": ids.index_fill(0, starts, -100),
+            "position_ids": positions - document_start.cummax(0).values,
+        }
+
+    @property
+    def documents(self) -> np.ndarray:
+        """The indices of the documents that have a token in one of the blocks."""
+        begins = np.array([self._begin(index) for index in range(self.length)], dtype=np.int64)
+        firsts = np.searchsorted(self.starts, begins, "right") - 1
+        ends = np.searchsorted(self.starts, begins + self.block)
+        return np.unique(np.concatenate([np.arange(0), *map(np.arange, firsts, ends)]))
+
+    def _begin(self, index: int) -> int:
+        """The index of a block's first token."""
+        return index * self.available // self.length * self.block
 
 
 @dataclass(frozen=True)
@@ -63,11 +128,29 @@ class Blocks:
 
     train: PackedBlocks | IterableDataset
     held_out: PackedBlocks
+    held_out_documents: Mapping[str, int]  # source -> how many of its documents have tokens in the held-out blocks
 
 
-def is_held_out(text: str, share: float) -> bool:
-    """Whether a document is held out. Its text alone decides: no document changes sides when others are added."""
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:8]) < share * 2**64
+def is_held_out(key: str, share: float) -> bool:
+    """Whether a document is held out. Its text alone decides: no document changes sides when others are added.
+
+    Args:
+        key: the document's text, or its group if documents are held out in groups.
+    """
+    return int.from_bytes(hashlib.sha256(key.encode("utf-8", "replace")).digest()[:8]) < share * 2**64
+
+
+def standard_library() -> Iterator[dict[str, str]]:
+    """The files of Python's standard library in a fixed, shuffled order: `text`, and `group`, the top-level module.
+
+    A module is held out or trained on as a whole, so that no held-out file has a training file beside it.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [path for path in sorted(root.rglob("*.py")) if _NOT_SOURCES.isdisjoint(path.relative_to(root).parts)]
+    random.Random(0).shuffle(files)
+    for path in files:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        yield {"text": text, "group": path.relative_to(root).parts[0]}
 
 
 def load_documents(
@@ -75,22 +158,31 @@ def load_documents(
     *,
     split: str = "train",
     text_column: str = "text",
-    sample_by: str = "paragraph",
+    sample_by: str = "document",
     streaming: bool = False,
-) -> Dataset | IterableDataset:
-    """The documents of all sources, in order, as one column called `text`.
+) -> dict[str, Dataset | IterableDataset]:
+    """Source -> its documents, in order, as a column called `text`.
 
     Args:
-        sources: files, folders (all files below that are of a known kind, or one of `Dataset.save_to_disk`), or Hub
-            ids, `owner/name` or `owner/name:configuration`.
+        sources: files, folders (all files below that are of a known kind, or one of `Dataset.save_to_disk`), Hub ids,
+            `owner/name` or `owner/name:configuration`, or `STANDARD_LIBRARY`.
         split: of Hub ids and saved datasets; files have none.
-        sample_by: what a document of a plain text file is: "paragraph" (until an empty line), "line" or "document".
+        sample_by: what a document of a plain text file is: "document" (the file), "paragraph" (until an empty line) or
+            "line".
 
     Raises:
         DataError: a source does not exist, cannot be read, is empty, or has no such column or split.
     """
-    parts = []
+    documents: dict[str, Dataset | IterableDataset] = {}
     for source in sources:
+        if source == STANDARD_LIBRARY:
+            documents[source] = (
+                IterableDataset.from_generator(standard_library)
+                if streaming
+                else Dataset.from_list([*standard_library()])
+            )
+            continue
+        parts = []
         for part in _load(source, split=split, sample_by=sample_by, streaming=streaming):
             columns = part.column_names or list(next(iter(part), {}))
             if not columns:
@@ -101,7 +193,16 @@ def load_documents(
                 )
             part = part.select_columns([text_column])
             parts.append(part if text_column == "text" else part.rename_column(text_column, "text"))
-    return concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+        documents[source] = concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+    return documents
+
+
+def training_texts(documents: Mapping[str, Dataset | IterableDataset], held_out: float) -> Iterator[str]:
+    """The texts that `pack_documents` does not hold out."""
+    for part in documents.values():
+        for row in part:
+            if row["text"] and not is_held_out(row.get("group", row["text"]), held_out):
+                yield row["text"]
 
 
 def _load(source: str, *, split: str, sample_by: str, streaming: bool) -> Iterator[Dataset | IterableDataset]:
@@ -132,9 +233,8 @@ def _load(source: str, *, split: str, sample_by: str, streaming: bool) -> Iterat
 
 def _files(path: Path) -> dict[str, list[str]]:
     """Builder -> files, those of a folder in the order of their names."""
-    found = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     files: dict[str, list[str]] = {}
-    for file in found:
+    for file in [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()):
         if (builder := _builder(file)) is not None:
             files.setdefault(builder, []).append(str(file))
     if files and not any(Path(file).stat().st_size for group in files.values() for file in group):
@@ -145,71 +245,80 @@ def _files(path: Path) -> dict[str, list[str]]:
 
 
 def _builder(path: Path) -> str | None:
-    kind = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
-    return _BUILDERS.get(kind.removeprefix(".").lower())
+    suffix = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
+    return _BUILDERS.get(suffix.removeprefix(".").lower())
 
 
 def pack_documents(
-    documents: Dataset | IterableDataset,
+    documents: Mapping[str, Dataset | IterableDataset],
     tokenizer: PreTrainedTokenizerBase,
     *,
     block: int,
     held_out: float,
     held_out_blocks: int,
+    separate: bool = False,
     seed: int = 0,
 ) -> Blocks:
-    """Packs documents, each ended by the end-of-sequence token, back to back; of either side the tail alone is lost.
+    """Packs documents back to back; of either side the tail alone is lost.
 
-    Tokens of a `Dataset` are cached by `datasets` and read from the disk; an `IterableDataset` is tokenised as it
-    comes, after one look for the held-out blocks.
+    A document begins with the beginning-of-sequence token if the tokenizer itself adds one, and ends with the
+    end-of-sequence token. Tokens of a `Dataset` are cached by `datasets` and read from the disk; an `IterableDataset`
+    is tokenised as it comes.
 
     Args:
+        documents: of `load_documents`; all are datasets, or all are streams.
         held_out: the share of documents that is held out, by `is_held_out`.
-        held_out_blocks: the most blocks that are made of them, the first ones.
+        held_out_blocks: the most blocks that are made of them, at an even stride over all held-out tokens. Of streams
+            these are the ones in the first 2**25 characters, an equal part of each stream, or as many more as fill the
+            blocks.
+        separate: keep the documents of a block apart, see `PackedBlocks`.
         seed: of the order in which a stream's blocks are trained on.
 
     Raises:
         DataError: either side does not fill one block.
     """
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    tokenizer("", add_special_tokens=False)  # sets it up: from here on its hash, and so the cache's name, stays
-    options = {"tokenizer": tokenizer, "end": end, "share": held_out}
-    if isinstance(documents, IterableDataset):
-        ids: list[int] = []
-        for batch in documents.iter(batch_size=64):
-            for tokens in _tokenise(batch["text"], **options, wanted=True)["input_ids"]:
-                ids += tokens
-            if len(ids) >= held_out_blocks * block:
-                break
-        held = PackedBlocks(pa.chunked_array([pa.array(ids, pa.int32())]), block, held_out_blocks)
+    options = {"tokenizer": tokenizer, "share": held_out, **_document_ends(tokenizer)}
+    streams = [part for part in documents.values() if isinstance(part, IterableDataset)]
+    train: PackedBlocks | IterableDataset
+    if streams:
+        enough = -(-held_out_blocks * block // len(streams))
+        parts = [_read_ahead(part, _READ_AHEAD // len(streams), enough, options) for part in streams]
+        held = _packed(parts, block, "held-out", most=held_out_blocks, separate=separate)
         stream = IterableDataset.from_generator(
-            _stream, gen_kwargs={"documents": documents, "block": block, "options": options}
+            _stream, gen_kwargs={"streams": streams, "block": block, "separate": separate, "options": options}
         )
-        train = stream.shuffle(seed=seed, buffer_size=_SHUFFLED)
-        _check(held, "held-out")
         if next(iter(stream), None) is None:
             raise DataError(f"The stream does not fill a block of {block} tokens; use more text or a smaller --block.")
-        return Blocks(train, held)
-    sides = []
-    for wanted, side in ((False, "training"), (True, "held-out")):
-        # No processes: the tokenizer's own threads use all cores.
-        tokens = documents.map(
-            _tokenise,
-            input_columns="text",
-            fn_kwargs={**options, "wanted": wanted},
-            batched=True,
-            remove_columns=documents.column_names,
-            desc=f"Tokenising, {side}",
-        )
-        column = tokens.data.column("input_ids") if len(tokens) else pa.chunked_array([], pa.list_(pa.int32()))
-        flat = pa.chunked_array([chunk.flatten() for chunk in column.chunks], column.type.value_type)
-        sides.append(PackedBlocks(flat, block, held_out_blocks if wanted else None))
-        _check(sides[-1], side)
-    return Blocks(*sides)
+        train = stream.shuffle(seed=seed, buffer_size=_SHUFFLED)
+    else:
+        columns = [_token_column(part, options, wanted=False) for part in documents.values()]
+        train = _packed(columns, block, "training", separate=separate)
+        parts = [_token_column(part, options, wanted=True) for part in documents.values()]
+        held = _packed(parts, block, "held-out", most=held_out_blocks, separate=separate)
+    source_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    counts = np.bincount(source_of[held.documents], minlength=len(parts))
+    return Blocks(train, held, dict(zip(documents, counts.tolist(), strict=True)))
+
+
+def _document_ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+    """The tokens that go before and after each document.
+
+    The call also sets up the tokenizer's truncation and padding, so that its hash, which names the cache, stays.
+    """
+    added = tokenizer("")["input_ids"]
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    return {"begin": [bos] if bos is not None and added[:1] == [bos] else [], "end": [] if eos is None else [eos]}
 
 
 def _tokenise(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, end: list[int], share: float, wanted: bool
+    texts: Sequence[str],
+    groups: Sequence[str] | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    begin: list[int],
+    end: list[int],
+    share: float,
+    wanted: bool,
 ) -> dict[str, list[list[int]]]:
     """The token ids of those texts that are on the `wanted` side of the split."""
     for text in texts:
@@ -217,27 +326,65 @@ def _tokenise(
             raise DataError(
                 f"The text column holds {brief(repr(text), 60)}; expected text; name another with --text-column."
             )
-    chosen = [text for text in texts if text and is_held_out(text, share) == wanted]
+    keys = texts if groups is None else groups
+    chosen = [text for text, key in zip(texts, keys, strict=True) if text and is_held_out(key, share) == wanted]
     ids = tokenizer(chosen, add_special_tokens=False, verbose=False)["input_ids"] if chosen else []
-    return {"input_ids": [tokens + end for tokens in ids]}
+    return {"input_ids": [begin + tokens + end for tokens in ids]}
 
 
-def _stream(documents: IterableDataset, block: int, options: dict[str, Any]) -> Iterator[dict[str, list[int]]]:
-    pending: list[int] = []
+def _token_column(documents: Dataset, options: dict[str, Any], *, wanted: bool) -> pa.ChunkedArray:
+    """The documents of one side as lists of token ids; no processes, as the tokenizer's own threads use all cores."""
+    tokens = documents.map(
+        _tokenise,
+        input_columns=documents.column_names,
+        fn_kwargs={**options, "wanted": wanted},
+        batched=True,
+        remove_columns=documents.column_names,
+        desc=f"Tokenising, {'held-out' if wanted else 'training'}",
+    )
+    return tokens.data.column("input_ids") if len(tokens) else pa.chunked_array([], pa.list_(pa.int32()))
+
+
+def _read_ahead(documents: IterableDataset, characters: int, enough: int, options: dict[str, Any]) -> pa.ChunkedArray:
+    """Held-out documents of a stream: of its first `characters`, or of more if those have not `enough` tokens."""
+    chunks, seen, count = [], 0, 0
     for batch in documents.iter(batch_size=64):
-        for tokens in _tokenise(batch["text"], **options, wanted=False)["input_ids"]:
-            pending += tokens
-        whole = len(pending) - len(pending) % block
-        for start in range(0, whole, block):
-            ids = pending[start : start + block]
-            yield {"input_ids": ids, "labels": ids}
-        pending = pending[whole:]
+        chunks.append(pa.array(_tokenise(*batch.values(), **options, wanted=True)["input_ids"], pa.list_(pa.int32())))
+        seen += sum(map(len, batch["text"]))
+        count += len(chunks[-1].values)
+        if seen >= characters and count >= enough:
+            break
+    return pa.chunked_array(chunks, pa.list_(pa.int32()))
 
 
-def _check(blocks: PackedBlocks, side: str) -> None:
+def _packed(columns: Sequence[pa.ChunkedArray], block: int, side: str, **options: Any) -> PackedBlocks:
+    chunks = [chunk for column in columns for chunk in column.chunks]
+    tokens = pa.chunked_array([chunk.flatten().cast(pa.int32()) for chunk in chunks], pa.int32())
+    lengths = np.concatenate([np.arange(0), *(pc.list_value_length(chunk).to_numpy() for chunk in chunks)])
+    blocks = PackedBlocks(tokens, lengths.cumsum() - lengths, block, **options)
     if not len(blocks):
-        way = "a larger --held-out, " if side == "held-out" else ""
+        remedy = "a larger --held-out, " if side == "held-out" else ""
         raise DataError(
-            f"The {side} documents have {len(blocks.tokens):,} tokens, too few for one block of {blocks.block}; "
-            f"use more text, {way}a smaller --block, or shorter documents (--sample-by line)."
+            f"The {side} documents have {len(tokens):,} tokens, too few for one block of {block}; use more text, "
+            f"{remedy}a smaller --block, or shorter documents (--sample-by paragraph)."
         )
+    return blocks
+
+
+def _stream(
+    streams: Sequence[IterableDataset], block: int, separate: bool, options: dict[str, Any]
+) -> Iterator[dict[str, list[int]]]:
+    ids: list[int] = []
+    starts: list[int] = []
+    for documents in streams:
+        for batch in documents.iter(batch_size=64):
+            for tokens in _tokenise(*batch.values(), **options, wanted=False)["input_ids"]:
+                starts.append(len(ids))
+                ids += tokens
+            blocks = PackedBlocks(
+                pa.chunked_array([pa.array(ids, pa.int32())]), np.array(starts, np.int64), block, separate=separate
+            )
+            for index in range(len(blocks)):
+                yield {name: values.tolist() for name, values in blocks[index].items()}
+            whole = len(blocks) * block
+            ids, starts = ids[whole:], [start - whole for start in starts if start >= whole]

@@ -1,4 +1,4 @@
-"""Distillation: what a conversion lost is learned back from the source model's logits (Hinton et al., 1503.02531)."""
+"""Distillation from the logits of a conversion's source model (Hinton et al., arXiv 1503.02531)."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def distillation_loss(
 
     Position t predicts label t + 1; positions whose label is -100 count in neither term. The logarithms are taken in
     float32 at least, of `chunk` positions at a time, and taken again in the backward pass: beyond the logits and their
-    gradient, memory for a few chunks is all that is needed.
+    gradient, this takes the memory of a few chunks.
 
     Args:
         logits: (batch, length, vocabulary), the student's.
@@ -98,9 +98,11 @@ class DistillationTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.teacher, self.weight, self.temperature = teacher, weight, temperature
         if teacher is not None:
-            ours, theirs = self.model.config.vocab_size, teacher.config.vocab_size
-            if ours != theirs:
-                raise ValueError(f"The model has {ours:,} tokens, the teacher {theirs:,}; distil from its source.")
+            tokens, teacher_tokens = self.model.config.vocab_size, teacher.config.vocab_size
+            if tokens != teacher_tokens:
+                raise ValueError(
+                    f"The model has {tokens:,} tokens, the teacher {teacher_tokens:,}; distil from its source."
+                )
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
 
     def compute_loss(
@@ -126,5 +128,6 @@ class DistillationTrainer(Trainer):
             num_items=num_items_in_batch,
         )
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * (self.accelerator.num_processes // self.get_tp_size())  # which the gradients' mean divides by
+            # Data-parallel training takes the mean of the processes' gradients, and num_items counts all processes.
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
         return (loss, outputs) if return_outputs else loss

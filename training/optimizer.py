@@ -1,12 +1,13 @@
-"""Optimizer groups: the added connections learn at a rate of their own, and are never decayed."""
+"""The added connections learn at a rate of their own, and are never decayed."""
 
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer
 
-__all__ = ["ConnectionTrainer", "is_connection", "parameter_groups"]
+__all__ = ["ConnectionTrainer", "is_connection", "set_connection_learning_rate"]
 
 
 def is_connection(parameter_name: str) -> bool:
@@ -14,25 +15,21 @@ def is_connection(parameter_name: str) -> bool:
     return not {"value_residual", "depth_average"}.isdisjoint(parameter_name.split("."))
 
 
-def parameter_groups(
-    model: nn.Module, *, learning_rate: float, connection_learning_rate: float, weight_decay: float
-) -> list[dict[str, Any]]:
-    """Groups for `torch.optim`: decayed weights, norms and biases, and the connections, in this order; none is empty.
-
-    The stock Trainer's own rule says what is decayed, and exempts the connections too.
-    """
-    decayed = set(Trainer.get_decay_parameter_names(None, model))
-    groups: dict[str, list[nn.Parameter]] = {"decayed": [], "plain": [], "connections": []}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            kind = "connections" if is_connection(name) else "decayed" if name in decayed else "plain"
-            groups[kind].append(parameter)
-    settings = {
-        "decayed": {"lr": learning_rate, "weight_decay": weight_decay},
-        "plain": {"lr": learning_rate, "weight_decay": 0.0},
-        "connections": {"lr": connection_learning_rate, "weight_decay": 0.0},
-    }
-    return [{"params": parameters, **settings[kind]} for kind, parameters in groups.items() if parameters]
+def set_connection_learning_rate(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float) -> None:
+    """Moves the connections of `model` out of the optimizer's groups into one of their own, without weight decay."""
+    connections = {id(parameter) for name, parameter in model.named_parameters() if is_connection(name)}
+    moved = []
+    for group in optimizer.param_groups:
+        moved += [parameter for parameter in group["params"] if id(parameter) in connections]
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in connections]
+    if moved:
+        optimizer.add_param_group({"params": moved, "lr": learning_rate, "weight_decay": 0.0})
+    elif any(parameter.requires_grad for parameter in model.parameters() if id(parameter) in connections):
+        warnings.warn(
+            f"{type(optimizer).__name__} does not hold the connections in its groups: they learn at its learning rate, "
+            f"not at {learning_rate}.",
+            stacklevel=2,
+        )
 
 
 class ConnectionTrainer(Trainer):
@@ -49,14 +46,9 @@ class ConnectionTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            model = self.model if model is None else model
-            rate, own = self.args.learning_rate, self.connection_learning_rate
-            groups = parameter_groups(
-                model,
-                learning_rate=rate,
-                connection_learning_rate=rate if own is None else own,
-                weight_decay=self.args.weight_decay,
-            )
-            optimizer_class, settings = self.get_optimizer_cls_and_kwargs(self.args, model)
-            self.optimizer = optimizer_class(groups, **settings)
+            self.optimizer = super().create_optimizer(model)
+            if self.connection_learning_rate is not None:
+                set_connection_learning_rate(
+                    self.optimizer, self.model if model is None else model, self.connection_learning_rate
+                )
         return self.optimizer

@@ -7,6 +7,7 @@ import platform
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -17,12 +18,15 @@ from typing import Any, get_args, get_type_hints
 import torch
 from accelerate import PartialState
 from datasets import IterableDataset
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from torch import nn
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
@@ -34,20 +38,21 @@ from transformers.utils import cached_file
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
-from resformer.errors import CheckpointError, brief
-from resformer.files import check_target, replacing
+from resformer.errors import CheckpointError, ResFormerError, brief
+from resformer.files import check_apart, check_target, replacing
 from resformer.model_cards import carried_metadata, finetuned_card
+from resformer.pushing import HubError, push_checkpoint
 from resformer.record import RECORD
-from resformer.training.data import Blocks, load_documents, pack_documents
+from resformer.training.data import SAMPLE_BY, STANDARD_LIBRARY, Blocks, PackedBlocks, load_documents, pack_documents
 from resformer.training.distillation import DistillationTrainer
-from resformer.training.finetune import PeakMemory, processor_has_bf16
+from resformer.training.memory import PeakMemory
 from resformer.training.optimizer import ConnectionTrainer
 
-__all__ = ["FinetuneOptions", "FinetuneReport", "finetune_checkpoint", "last_checkpoint"]
+__all__ = ["FinetuneOptions", "FinetuneReport", "finetune_checkpoint", "last_checkpoint", "processor_has_bf16"]
 
-_OF_A_CARD = ("source", "revision", "method", "corpus", "evaluation_tokens", "runs", "datasets")
-_HERE = ("resume", "force", "dry_run")  # say how to run, not what
-_NAMED = {  # fields of TrainingArguments that have a name here
+_CARD_FIELDS = ("source", "revision", "method", "corpus", "evaluation_tokens", "runs", "datasets")
+_LAUNCH_OPTIONS = ("resume", "force", "dry_run")  # options that do not change the result
+_OPTION_NAMES = {  # field of TrainingArguments -> the option that sets it
     "activation_checkpointing": "gradient_checkpointing",
     "data_seed": "seed",
     "gradient_accumulation_steps": "accumulate",
@@ -58,6 +63,7 @@ _NAMED = {  # fields of TrainingArguments that have a name here
     "resume_from_checkpoint": "resume",
     "torch_compile": "compile",
 }
+_PUSH_FIELDS = ("push_to_hub", "hub_model_id", "hub_private_repo", "hub_revision")
 _TRAINER_FIELDS = {argument.name for argument in fields(TrainingArguments) if argument.init}
 
 
@@ -74,11 +80,12 @@ class FinetuneOptions:
     data: list[str]  # files, folders, Hub ids (owner/name:configuration)
     split: str = "train"
     text_column: str = "text"
-    sample_by: str = "paragraph"  # what is a document in a plain text file
+    sample_by: str = "document"  # what is a document in a plain text file, one of SAMPLE_BY
     streaming: bool = False
     steps: int | None = None
     epochs: float | None = None  # 1 if steps are not given either
     block: int | None = None  # tokens a sequence; default: 1,024 or as many as the model has positions
+    separate_documents: bool = True  # a token sees its own document only, of those that are packed into a block
     batch: int = 8  # sequences a device and a step
     accumulate: int = 1
     learning_rate: float = 5e-5
@@ -92,7 +99,8 @@ class FinetuneOptions:
     bf16: bool | None = None  # autocast; default: where the processor has it
     gradient_checkpointing: bool = False
     compile: bool = False
-    dtype: str = "float32"  # of the weights, in training and as saved
+    dtype: str = "float32"  # of the weights in training
+    save_dtype: str | None = None  # of the weights as saved; default: that of training
     tokenizer: str | None = None  # default: the model's
     trainer: dict[str, Any] = field(default_factory=dict)  # further fields of TrainingArguments
     resume: bool = False
@@ -113,11 +121,19 @@ class FinetuneOptions:
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps is {self.steps} and epochs {self.epochs}; give one of them.")
         if self.streaming and self.steps is None:
-            raise ValueError("streaming needs steps: nobody knows how long a stream is.")
-        if self.sample_by not in ("paragraph", "line", "document"):
-            raise ValueError(f"sample_by is {self.sample_by!r}; expected paragraph, line or document.")
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype is {self.dtype!r}; expected float32, bfloat16 or float16.")
+            raise ValueError("streaming needs steps: the length of a stream is not known.")
+        if self.sample_by not in SAMPLE_BY:
+            raise ValueError(f"sample_by is {self.sample_by!r}; expected one of {', '.join(SAMPLE_BY)}.")
+        if self.dtype == "float16":
+            raise ValueError(
+                "dtype is float16; its gradients underflow. Train in float32, and save in it with --save-dtype float16."
+            )
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype is {self.dtype!r}; expected float32 or bfloat16.")
+        if self.save_dtype not in (None, "float32", "bfloat16", "float16"):
+            raise ValueError(f"save_dtype is {self.save_dtype!r}; expected float32, bfloat16 or float16.")
+        if self.push_to is not None:
+            validate_repo_id(self.push_to)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "FinetuneOptions":
@@ -126,19 +142,25 @@ class FinetuneOptions:
         Raises:
             ValueError: a name is unknown, a needed one missing, or a value of the wrong kind.
         """
-        kinds = get_type_hints(cls)
+        types = get_type_hints(cls)
         known: dict[str, Any] = {}
         trainer: dict[str, Any] = {}
         for key, value in values.items():
             name = str(key).replace("-", "_")
-            if name in kinds and name != "trainer":
-                known[name] = _of_kind(name, value, kinds[name])
-            elif name in _NAMED:
-                raise ValueError(f"{key}: is called {_NAMED[name]} here.")
+            if name in types and name != "trainer":
+                known[name] = _checked_type(name, value, types[name])
+            elif name in _OPTION_NAMES:
+                raise ValueError(f"{key}: is called {_OPTION_NAMES[name]} here.")
+            elif name == "hub_token":
+                raise ValueError(f"{key}: would be written to metrics.json; set HF_TOKEN instead.")
+            elif name.startswith("hub_") and name not in _PUSH_FIELDS:
+                raise ValueError(
+                    f"{key}: only the finished output is pushed, once; expected {', '.join(_PUSH_FIELDS)}."
+                )
             elif name in _TRAINER_FIELDS:
                 trainer[name] = value
             else:
-                close = difflib.get_close_matches(name, [*kinds, *_TRAINER_FIELDS], n=1)
+                close = difflib.get_close_matches(name, [*types, *_TRAINER_FIELDS], n=1)
                 raise ValueError(f"There is no option {key!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
         for option in fields(cls):
             if option.default is MISSING and option.default_factory is MISSING and not known.get(option.name):
@@ -148,7 +170,12 @@ class FinetuneOptions:
     @property
     def run(self) -> dict[str, Any]:
         """What decides the result: all but how this process was started."""
-        return {name: value for name, value in asdict(self).items() if name not in _HERE}
+        return {name: value for name, value in asdict(self).items() if name not in _LAUNCH_OPTIONS}
+
+    @property
+    def push_to(self) -> str | None:
+        """The Hub id that the finished output is pushed to."""
+        return self.trainer.get("hub_model_id", Path(self.output).name) if self.trainer.get("push_to_hub") else None
 
     @property
     def unfinished(self) -> Path:
@@ -167,6 +194,9 @@ class FinetuneReport:
     block: int
     training_blocks: int | None  # None: a stream
     held_out_blocks: int
+    held_out_tokens: int
+    held_out_documents: int  # that have tokens in these blocks
+    held_out_by_source: dict[str, int]  # the same, for each source
     loss_before: float | None = None
     loss_after: float | None = None
     perplexity_before: float | None = None
@@ -177,6 +207,7 @@ class FinetuneReport:
     seconds: float | None = None  # of training in this process, evaluation left out
     tokens_per_second: float | None = None
     peak_memory: int | None = None  # bytes: resident in all while training, or allocated on the accelerator
+    url: str | None = None  # of the commit that pushed the output
     evaluations: list[dict[str, float]] = field(default_factory=list)
     #: What `resformer card --metrics` reads, by the names of `finetuned_card`.
     source: str | None = None
@@ -205,10 +236,13 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
     arguments = _training_arguments(options)
     first = arguments.process_index == 0
     if first:
-        source = Path(options.model)
-        check_target(output, source if source.is_dir() else None, force=options.force)
+        inputs = [name for name in (options.model, *options.data, options.distill, options.tokenizer) if name]
+        check_target(output, *inputs, mark="metrics.json", force=options.force)
+        check_apart(options.unfinished, *inputs)
         _check_unfinished(options)
     config = _loaded(AutoConfig, options.model)
+    if options.push_to is not None and not isinstance(config, ResFormerConfig):
+        raise CheckpointError(f"{options.model}: gets no card, without which nothing is pushed; leave out push_to_hub.")
     tokenizer = _tokenizer(options, config)
     block = _block(options, config)
     with arguments.main_process_first(desc="packing"):
@@ -222,6 +256,9 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
         block=block,
         training_blocks=None if isinstance(blocks.train, IterableDataset) else len(blocks.train),
         held_out_blocks=len(blocks.held_out),
+        held_out_tokens=len(blocks.held_out) * block,
+        held_out_documents=sum(blocks.held_out_documents.values()),
+        held_out_by_source=dict(blocks.held_out_documents),
         versions={"python": platform.python_version()}
         | {name: version(name) for name in ("resformer", "torch", "transformers", "datasets", "accelerate")},
     )
@@ -229,16 +266,23 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
         return report
 
     torch.manual_seed(options.seed)
-    model = _loaded(AutoModelForCausalLM, options.model, dtype=getattr(torch, options.dtype))
+    if options.dtype != "float32":
+        warnings.warn(
+            f"Weights are trained in {options.dtype}: updates of less than about a hundredth of a weight are rounded "
+            "away. Train in float32, which --bf16 computes with at the same speed.",
+            stacklevel=2,
+        )
+    model = _model(options.model, getattr(torch, options.dtype))
     teacher = None
     if options.distill is not None:
-        teacher = _loaded(AutoModelForCausalLM, options.distill, dtype=getattr(torch, options.dtype))
+        teacher = _model(options.distill, torch.bfloat16 if arguments.bf16 else torch.float32)
     trainer = _RecipeTrainer(
         model=model,
         args=arguments,
         train_dataset=blocks.train,
         eval_dataset=blocks.held_out,
         data_collator=default_data_collator,
+        processing_class=tokenizer,  # saved with each checkpoint
         callbacks=[_EvaluationLines()],
         teacher=teacher,
         weight=options.distill_weight,
@@ -259,25 +303,53 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
     if not math.isfinite(report.loss_after or 0.0):
         raise CheckpointError(f"The loss is {report.loss_after}; nothing was written. Try a lower --learning-rate.")
 
-    source_card = _tell_origin(options, config, report)
+    source_card = _record_origin(options, config, report)
     with replacing(output, force=options.force) if first else nullcontext(output) as folder:
-        trainer.save_model(str(folder))  # every process takes part where the weights are sharded
+        trained = folder if options.save_dtype is None else options.unfinished / "trained"
+        trainer.save_model(str(trained))  # every process takes part where the weights are sharded
         if first:
+            if options.save_dtype is not None:
+                _model(str(trained), getattr(torch, options.save_dtype)).save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
             (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
-            tokenizer.save_pretrained(folder)
             (folder / "metrics.json").write_text(json.dumps(report.as_dict(), indent=2, default=str) + "\n")
-            if isinstance(config, ResFormerConfig):  # of others we have nothing to tell
-                told = {name: getattr(report, name) for name in _OF_A_CARD}
-                card = finetuned_card(**told, repository=output.name, config=config, source_card=source_card)
+            if isinstance(config, ResFormerConfig):  # cards are for models with cross-layer connections
+                facts = {name: getattr(report, name) for name in _CARD_FIELDS}
+                repository = options.push_to or output.name
+                card = finetuned_card(**facts, repository=repository, config=config, source_card=source_card)
                 card.save(folder / "README.md")
     if first:
         shutil.rmtree(options.unfinished)
     PartialState().wait_for_everyone()
+    if first and options.push_to is not None:
+        report.url = _push(options)
     return report
 
 
 class _RecipeTrainer(ConnectionTrainer, DistillationTrainer):
-    """Both of them."""
+    """Both, with evaluation losses that are means over all labels; the stock Trainer's are means over batches."""
+
+    def __init__(self, *args: Any, eval_dataset: PackedBlocks, **kwargs: Any):
+        super().__init__(*args, eval_dataset=eval_dataset, **kwargs)
+        rows = [eval_dataset[index]["labels"] for index in range(len(eval_dataset))]
+        self.labels_per_block = _labels_per_row(torch.stack(rows))
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        if model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        loss = loss * _labels_per_row(inputs["labels"]) / self.labels_per_block
+        return (loss, outputs) if return_outputs else loss
+
+
+def _labels_per_row(labels: torch.Tensor) -> float:
+    return (labels[:, 1:] != -100).sum().item() / len(labels)
 
 
 class _EvaluationLines(TrainerCallback):
@@ -330,9 +402,17 @@ def _train(trainer: _RecipeTrainer, last: Path | None, report: FinetuneReport) -
     report.peak_memory = memory.peak
 
 
+def processor_has_bf16() -> bool:
+    """Whether bfloat16 matrix products are in hardware, on the accelerator or else on the CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported()
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
+
+
 def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
-    """The stock arguments: what has a name of its own here, defaults, and on top what `options.trainer` says."""
-    own = {
+    """Options that have a name here are fixed, other fields have defaults that `options.trainer` may override."""
+    fixed = {
         "output_dir": str(options.unfinished),
         "per_device_train_batch_size": options.batch,
         "gradient_accumulation_steps": options.accumulate,
@@ -347,8 +427,6 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
     }
     defaults = {
         "per_device_eval_batch_size": options.batch,
-        "weight_decay": 0.1,
-        "adam_beta2": 0.95,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 0.05,  # shares of all steps, as the next two are
         "eval_steps": 0.1,
@@ -363,8 +441,9 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
         "disable_tqdm": not sys.stderr.isatty(),
         "use_cpu": not torch.accelerator.is_available(),
     }
+    further = {name: value for name, value in options.trainer.items() if name not in _PUSH_FIELDS}
     try:
-        return TrainingArguments(**{**defaults, **options.trainer, **own})
+        return TrainingArguments(**{**defaults, **further, **fixed})
     except TypeError as error:
         raise ValueError(f"An argument of the Trainer is of the wrong kind: {brief(error)}") from error
 
@@ -406,18 +485,36 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def _loaded(auto_class: Any, name: str, **options: Any) -> Any:
+    """Never runs, nor asks on stdin to run, a checkpoint's code."""
     try:
-        return auto_class.from_pretrained(name, **options)
+        return auto_class.from_pretrained(name, trust_remote_code=False, **options)
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(
             f"{name}: is no checkpoint folder or Hub id that can be loaded: {brief(error)}"
         ) from error
 
 
+def _push(options: FinetuneOptions) -> str | None:
+    """The URL of the commit that holds the finished output."""
+    assert options.push_to is not None
+    private, revision = (options.trainer.get(name) for name in ("hub_private_repo", "hub_revision"))
+    try:
+        return push_checkpoint(options.output, options.push_to, private=bool(private), revision=revision).url
+    except ResFormerError as error:
+        raise HubError(
+            f"{options.output}: is finished, but was not pushed: {error} To push it: resformer push {options.output} "
+            f"{options.push_to}"
+        ) from error
+
+
+def _model(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    return _loaded(AutoModelForCausalLM, name, dtype=dtype, use_safetensors=True)
+
+
 def _tokenizer(options: FinetuneOptions, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
     name = options.tokenizer or options.model
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(
             f"{name}: has no tokenizer that can be loaded; name a checkpoint that has the right one with --tokenizer."
@@ -453,6 +550,7 @@ def _blocks(options: FinetuneOptions, tokenizer: PreTrainedTokenizerBase, block:
         block=block,
         held_out=options.held_out,
         held_out_blocks=options.held_out_blocks,
+        separate=options.separate_documents,
         seed=options.seed,
     )
 
@@ -461,12 +559,12 @@ def _perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def _tell_origin(options: FinetuneOptions, config: PreTrainedConfig, report: FinetuneReport) -> dict[str, Any]:
+def _record_origin(options: FinetuneOptions, config: PreTrainedConfig, report: FinetuneReport) -> dict[str, Any]:
     """Notes in the report what a card says of the run, and returns what the source's own card says."""
     model = Path(options.model)
     commit = getattr(config, "_commit_hash", None)
-    found = {
-        name: cached_file(
+    card, record = (
+        cached_file(
             options.model,
             name,
             revision=commit,
@@ -474,15 +572,15 @@ def _tell_origin(options: FinetuneOptions, config: PreTrainedConfig, report: Fin
             _raise_exceptions_for_connection_errors=False,
         )
         for name in ("README.md", RECORD)
-    }
+    )
     report.source, report.revision = (model.resolve().name if model.is_dir() else options.model), commit
     with suppress(OSError, ValueError, KeyError, TypeError):
-        record = json.loads(Path(found[RECORD]).read_text(encoding="utf-8"))  # of what has been retrofitted
-        report.source, report.revision = record["source"], record["revision"]
-    local = [source for source in options.data if Path(source).expanduser().exists()]
+        conversion = json.loads(Path(record).read_text(encoding="utf-8"))
+        report.source, report.revision = conversion["source"], conversion["revision"]
+    local = [source for source in options.data if source == STANDARD_LIBRARY or Path(source).expanduser().exists()]
     report.datasets = [source.partition(":")[0] for source in options.data if source not in local]
     report.corpus = ", ".join(Path(source).name if source in local else source for source in options.data)
-    report.evaluation_tokens = report.held_out_blocks * report.block
+    report.evaluation_tokens = report.held_out_tokens
     report.runs = [
         {
             "name": report.method or "the model",
@@ -492,21 +590,21 @@ def _tell_origin(options: FinetuneOptions, config: PreTrainedConfig, report: Fin
             "steps": report.steps,
         }
     ]
-    return carried_metadata(Path(found["README.md"] or "README.md of nobody"))
+    return {} if card is None else carried_metadata(Path(card))
 
 
-def _of_kind(name: str, value: Any, kind: Any) -> Any:
+def _checked_type(name: str, value: Any, expected: Any) -> Any:
     """`value` as the field's type has it: a whole number is a float too, one name a list of one."""
-    kinds = get_args(kind) if type(None) in get_args(kind) else (kind,)
-    if kind == list[str]:
+    types = get_args(expected) if type(None) in get_args(expected) else (expected,)
+    if expected == list[str]:
         value = [value] if isinstance(value, str) else value
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return value
-    elif value is None and type(None) in kinds:
+    elif value is None and type(None) in types:
         return None
-    elif float in kinds and isinstance(value, (int, float)) and not isinstance(value, bool):
+    elif float in types and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
-    elif type(value) in kinds:
+    elif type(value) in types:
         return value
-    wanted = "a list of names" if kind == list[str] else " or ".join(k.__name__ for k in kinds if k is not type(None))
-    raise ValueError(f"{name} is {value!r}; expected {wanted}.")
+    names = " or ".join(option.__name__ for option in types if option is not type(None))
+    raise ValueError(f"{name} is {value!r}; expected {'a list of names' if expected == list[str] else names}.")

@@ -1,4 +1,4 @@
-"""What a bug report says about a machine: versions, processor, accelerators, settings. Nothing that is secret."""
+"""Versions, processor, accelerators and settings of a machine for bug reports, with secrets masked."""
 
 import json
 import os
@@ -28,10 +28,10 @@ _HOME = re.compile(r"(/home/|/Users/|[A-Za-z]:\\Users\\)[^/\\:;,\s]+")
 
 
 def describe_environment() -> dict[str, Any]:
-    """Returns what `resformer env` prints. A package that is missing is `None`, one that is broken says how.
+    """Returns what `resformer env` prints. A missing package is `None`, a broken one the error.
 
-    Only torch is imported, since nothing else tells of accelerators; versions come from installed metadata. Of the
-    environment, the variables of this field are told, with what looks like a secret or a home folder masked.
+    Versions come from installed metadata; only torch is imported, to find accelerators. Of the environment variables,
+    those of Hugging Face, PyTorch and CUDA are included, with secrets and home folders masked.
     """
     return {
         "packages": {name: _version(name) for name in _PACKAGES},
@@ -52,12 +52,12 @@ def _version(package: str) -> str | None:
         return metadata.version(package) or "broken: no version in its metadata"
     except metadata.PackageNotFoundError:
         return None
-    except Exception as error:  # a damaged installation is what this is to show
+    except Exception as error:  # damaged installations are reported, not raised
         return f"broken: {error!r}"
 
 
 def _is_editable() -> bool | None:
-    """Whether the package is read from a checkout; `None` if that cannot be told."""
+    """Whether the package is an editable install; `None` if that is unknown."""
     try:
         text = metadata.distribution("resformer").read_text("direct_url.json")
         return text is not None and bool(json.loads(text).get("dir_info", {}).get("editable"))
@@ -81,27 +81,27 @@ def _memory() -> int | None:
 
 
 def _torch() -> dict[str, Any]:
-    """What torch sees: the accelerators, and whether the processor has bfloat16 instructions."""
-    found: dict[str, Any] = {"cuda": None, "accelerators": None, "bf16_on_cpu": None, "threads": None}
+    """The accelerators that torch sees, and whether the processor has bfloat16 instructions."""
+    report: dict[str, Any] = {"cuda": None, "accelerators": None, "bf16_on_cpu": None, "threads": None}
     try:
         import torch
 
-        found["cuda"] = torch.version.cuda
-        found["threads"] = torch.get_num_threads()
+        report["cuda"] = torch.version.cuda
+        report["threads"] = torch.get_num_threads()
         capabilities = torch.cpu.get_capabilities()
-        found["bf16_on_cpu"] = any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-        found["accelerators"] = []
+        report["bf16_on_cpu"] = any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+        report["accelerators"] = []
         if torch.cuda.is_available():
             for index in range(torch.cuda.device_count()):
-                about = torch.cuda.get_device_properties(index)
-                found["accelerators"].append(
-                    {"name": about.name, "memory": about.total_memory, "bf16": torch.cuda.is_bf16_supported()}
+                properties = torch.cuda.get_device_properties(index)
+                report["accelerators"].append(
+                    {"name": properties.name, "memory": properties.total_memory, "bf16": torch.cuda.is_bf16_supported()}
                 )
         elif (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
-            found["accelerators"].append({"name": accelerator.type})
+            report["accelerators"].append({"name": accelerator.type})
     except Exception as error:  # as above
-        found["torch_error"] = _without_secrets(repr(error))
-    return found
+        report["torch_error"] = _without_secrets(repr(error))
+    return report
 
 
 def _masked(name: str, value: str) -> str:

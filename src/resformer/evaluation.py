@@ -1,7 +1,6 @@
-"""lm-evaluation-harness over our checkpoints: `evaluate` in Python, `resformer eval` on the command line.
+"""lm-evaluation-harness on ResFormer checkpoints: `evaluate` in Python, `resformer eval` on the command line.
 
-`python -m resformer.evaluation` is `lm_eval` itself, all of its options included, in a process that knows resformer's
-models: the harness has no way to be told of a package that it should import.
+`python -m resformer.evaluation` is `lm_eval` with resformer imported: the harness has no option that imports a package.
 """
 
 import difflib
@@ -16,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from resformer.errors import CheckpointError, brief
+from resformer.untrusted import read_json
 from resformer.version import __version__
 
 __all__ = ["check_output", "evaluate", "main", "results_json", "results_table", "write_results"]
@@ -35,30 +35,31 @@ def evaluate(
     device: str | None = None,
     dtype: str = "auto",
 ) -> dict[str, Any] | None:
-    """Runs tasks of lm-evaluation-harness on a causal language model: one of ours, or any that Transformers knows.
+    """Runs tasks of lm-evaluation-harness on a ResFormer checkpoint, or on any causal model of Transformers.
 
-    Only safetensors are read, and no code of the checkpoint is run. Tasks may hold Python code, which the harness runs.
+    Only safetensors are read, and no code of the checkpoint is run. Tasks may contain Python code, which the harness
+    runs.
 
     Args:
-        checkpoint: a folder or a Hub id, with its tokenizer.
+        checkpoint: a folder or a Hub id, with a tokenizer.
         tasks: names of tasks, groups or tags, patterns such as `"mmlu_*"`, or task files.
         revision: branch, tag or commit, for a Hub id.
-        include_path: a folder with task files of your own.
-        num_fewshot: examples before each question; default: what the task says.
-        limit: only so many documents of each task.
-        batch_size: sequences at a time, or `"auto"`: as many, of the longest there can be, as fit into the memory of
-            an accelerator.
+        include_path: a folder with further task files.
+        num_fewshot: examples before each question; default: the task's.
+        limit: most documents of each task.
+        batch_size: sequences at a time, or `"auto"`: as many of the longest length as fit into an accelerator's
+            memory.
         device: `"cpu"`, `"cuda:1"`; default: the accelerator, if there is one.
-        dtype: of the weights; `"auto"` is what `config.json` says.
+        dtype: of the weights; `"auto"`: the dtype in `config.json`.
 
     Returns:
-        The harness's results, with the versions of resformer, torch and datasets beside those that it records itself.
-        `None` in all processes but the first, where several share the work.
+        The harness's results, with the versions of resformer, torch and datasets added. With several processes, `None`
+        in all but the first.
 
     Raises:
         CheckpointError: the model or its tokenizer cannot be loaded.
         ImportError: lm-evaluation-harness is not installed.
-        ValueError: a task is unknown, or an argument is not what it may be.
+        ValueError: a task is unknown, or an argument is invalid.
     """
     lm_eval = _harness()
     if dtype not in _DTYPES:
@@ -70,15 +71,15 @@ def evaluate(
         "revision": "main" if revision is None else revision,
         "use_safetensors": True,
     }
-    # Its bootstrap would fork this process, whose other threads may hold locks that no child ever gets.
+    # The harness's bootstrap would fork this process: locks that other threads hold stay locked in the child.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    with redirect_stdout(sys.stderr):  # where the harness tells of its batch sizes
-        manager, found = _find_tasks(tasks, include_path, arguments)
+    with redirect_stdout(sys.stderr):  # the harness prints batch sizes
+        manager, task_names = _find_tasks(tasks, include_path, arguments)
         model = _load(arguments, batch_size, device)
         results = lm_eval.simple_evaluate(
             model,
             arguments,
-            tasks=found,
+            tasks=task_names,
             task_manager=manager,
             num_fewshot=num_fewshot,
             limit=limit,
@@ -88,7 +89,7 @@ def evaluate(
         )
     if results is None:
         return None
-    results["config"]["model"] = "hf"  # it was loaded here, as the harness loads it under this name
+    results["config"]["model"] = "hf"  # the harness's name for models loaded as `_load` does
     results["model_source"], results["model_name"] = "hf", checkpoint
     results["resformer_version"] = __version__
     results.update({f"{package}_version": version(package) for package in ("torch", "datasets")})
@@ -96,30 +97,34 @@ def evaluate(
 
 
 def results_table(results: dict[str, Any]) -> list[str]:
-    """One line for each task, or group, and metric: its value, and its standard error where the harness has one."""
+    """One line for each task or group and metric: the value, and its standard error if the harness gives one."""
     lines = []
     for task, metrics in results["results"].items():
         for key, value in metrics.items():
-            metric, comma, kind = key.partition(",")
+            metric, comma, filters = key.partition(",")
             if comma and not metric.endswith("_stderr"):
-                error = metrics.get(f"{metric}_stderr,{kind}")
-                name = metric if kind == "none" else f"{metric} ({kind})"
+                error = metrics.get(f"{metric}_stderr,{filters}")
+                name = metric if filters == "none" else f"{metric} ({filters})"
                 spread = f" +- {error:.2g}" if isinstance(error, float) else ""
                 lines.append(f"{task:24} {name:24} {value:.6g}{spread}")
     return lines
 
 
 def check_output(path: Path, *, force: bool) -> None:
-    """Refuses, before an evaluation that may take hours, a file that could not be written after it.
+    """Refuses an output file that cannot be written. An evaluation may take hours, so call this first.
 
     Raises:
-        CheckpointError: the file is there and `force` is not set, or its folder is not there.
+        CheckpointError: its folder does not exist, or the file does and `force` is not set or it holds no results.
     """
     if not path.parent.is_dir():
-        raise CheckpointError(f"{path}: there is no folder {path.parent}; make it first.")
+        raise CheckpointError(f"{path}: there is no folder {path.parent}; create it first.")
     if path.is_dir():
         raise CheckpointError(f"{path}: is a folder; name a file in it.")
-    if path.exists() and not force:
+    if not path.exists():
+        return
+    if "results" not in read_json(path):
+        raise CheckpointError(f"{path}: is there already, and holds no results; choose another output.")
+    if not force:
         raise CheckpointError(
             f"{path}: is there already; replace it with --force, or choose another output.", "--force"
         )
@@ -129,7 +134,7 @@ def write_results(results: dict[str, Any], path: Path) -> None:
     """Writes the results as JSON, all or nothing.
 
     Raises:
-        OutputError: the disk does not take them.
+        OutputError: the file cannot be written.
     """
     from resformer.files import replace_text
 
@@ -169,7 +174,7 @@ def _device(device: str | None) -> str:
         return "cpu" if accelerator is None else accelerator.type
     try:
         torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:  # the harness would take another one and not say so
+    except (AssertionError, RuntimeError) as error:  # the harness would silently take another device
         raise ValueError(f"device={device!r} cannot be used: {brief(error)}") from error
     return device
 
@@ -181,32 +186,32 @@ def _find_tasks(
 
     if include_path is not None and not Path(include_path).is_dir():
         raise ValueError(f"include_path: {include_path} is not a folder.")
-    # The harness's own tasks are more than 10,000, whose files take seconds to read.
+    # The harness has more than 10,000 tasks, whose files take seconds to read.
     manager = TaskManager(include_path=include_path, include_defaults=False, metadata=arguments)
     if not set(names) <= set(manager.all_subtasks):
         manager = TaskManager(include_path=include_path, metadata=arguments)
-    found: list[str] = []
+    matched: list[str] = []
     for name in names:
         matching = [name] if Path(name).is_file() else manager.match_tasks([name])
         if not matching:
             close = difflib.get_close_matches(name, manager.all_tasks, n=3)
             hint = f"did you mean {' or '.join(close)}?" if close else "`lm_eval ls tasks` lists them."
             raise ValueError(f"Unknown task {name!r}: {hint}")
-        found += matching
-    return manager, found
+        matched += matching
+    return manager, matched
 
 
 def _load(arguments: dict[str, Any], batch_size: int | str, device: str) -> Any:
     from lm_eval.models.huggingface import HFLM
 
     checkpoint = arguments["pretrained"]
-    if os.path.isdir(checkpoint):  # under a relative path, the harness would ask the Hub for a model of that name
+    if os.path.isdir(checkpoint):  # the harness would look a relative path up on the Hub
         checkpoint = os.path.abspath(checkpoint)
     try:
         return HFLM(**{**arguments, "pretrained": checkpoint}, backend="causal", batch_size=batch_size, device=device)
     except ImportError:
         raise
-    except Exception as error:  # Transformers and safetensors raise nearly anything for a bad file
+    except Exception as error:  # Transformers and safetensors raise many types of exceptions for a bad file
         raise CheckpointError(f"{arguments['pretrained']}: cannot be loaded: {brief(error)}") from error
 
 

@@ -1,8 +1,8 @@
-"""A checkpoint folder to the Hub: checked first, then one commit, whole or not at all."""
+"""Pushes a checkpoint folder to the Hub: all checks first, then one commit."""
 
+import json
 import os
 import re
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -19,18 +19,21 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from resformer.convert import inspect
+from resformer.convert.bundling import config_with_code, remote_code
 from resformer.errors import CheckpointError, ResFormerError, brief
-from resformer.untrusted import MIB, read_bounded, regular_file
+from resformer.untrusted import MIB, read_bounded, read_json, regular_file
 from resformer.version import __version__
 
 __all__ = ["HubError", "PushReport", "push_checkpoint"]
 
-#: What training, editors and version control leave in a checkpoint's folder; of a path's parts, any that matches.
+#: Names of files and folders that training, editors and version control leave in a checkpoint's folder.
 _LEFT_BEHIND = (
     ".* __pycache__ checkpoint-* global_step* runs wandb "
     "*.tmp *.lock *.pyc *.log events.out.tfevents.* trainer_state.json zero_to_fp32.py latest "
     "*.bin *.pt *.pth *.ckpt *.pkl *.pickle *.distcp"  # pickles: optimiser states, arguments, weights that run code
 ).split()
+#: The folder of benchmark results that the Hub shows; `resformer card --eval` writes it.
+_RESULTS = ".eval_results"
 #: Weights that Transformers would load beside, or instead of, those that are pushed.
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 _ATTEMPTS = 4  # of each step, after pauses of 1, 2 and 4 seconds
@@ -82,8 +85,8 @@ def push_checkpoint(
 ) -> PushReport:
     """Puts a checkpoint folder on the Hub, in one commit; the token is `HF_TOKEN` or that of `hf auth login`.
 
-    Weights of an earlier push that Transformers would load instead of these are deleted in the same commit. What fails
-    in passing is tried again; after a failure, a second push goes on where the first one stopped.
+    Weights of an earlier push that Transformers would load instead of these are deleted in the same commit. Passing
+    errors are tried again; after a failure, a second push uploads only what is missing.
 
     Args:
         checkpoint: a folder with `config.json`, safetensors and a model card, `README.md`.
@@ -92,7 +95,8 @@ def push_checkpoint(
         revision: the branch, made from `main` if there is none; default: `main`.
         message: of the commit.
         create_pr: open a pull request instead of changing `main`.
-        bundle: add the code that loads the checkpoint without this package, see `resformer.convert.bundle`.
+        bundle: add the code that loads the checkpoint without this package, see `resformer.convert.bundle`; other
+            Python files are left behind.
         tag: name the commit; refused if the name is taken.
         dry_run: check the folder and say what would go; the Hub is not asked.
 
@@ -108,32 +112,21 @@ def push_checkpoint(
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected a checkpoint folder.")
     inspection = inspect(folder)
+    contents, left_behind = _select(folder)
+    warnings = [*inspection.warnings, *_check_card(folder, repo_id, bundle=bundle)]
     if bundle:
-        # Beside the checkpoint, where hard links reach it.
-        with tempfile.TemporaryDirectory(prefix=".resformer-push-", dir=folder.resolve().parent) as work:
-            from resformer.convert import bundle as write_bundle
-
-            flat = Path(work) / folder.resolve().name
-            write_bundle(folder, flat, link=True)
-            report = push_checkpoint(
-                flat,
-                repo_id,
-                private=private,
-                revision=revision,
-                message=message,
-                create_pr=create_pr,
-                tag=tag,
-                dry_run=dry_run,
-            )
-            return replace(report, checkpoint=str(folder))
-
-    paths, left_behind = _sorted_out(folder)
-    warnings = [*inspection.warnings, *_check_card(folder, repo_id)]
+        config = config_with_code(read_json(folder / "config.json"), str(folder))
+        code = remote_code()
+        foreign_code = [name for name in contents if name.endswith(".py") and name not in code]
+        left_behind = sorted([*left_behind, *foreign_code])
+        added = {"config.json": json.dumps(config, indent=2, sort_keys=True) + "\n", **code}
+        contents |= {name: text.encode() for name, text in added.items()}
+        contents = {name: contents[name] for name in sorted(contents) if name not in foreign_code}
     report = PushReport(
         checkpoint=str(folder),
         repo_id=repo_id,
         revision=revision or constants.DEFAULT_REVISION,
-        files={name: path.stat().st_size for name, path in paths.items()},
+        files={name: _size(content) for name, content in contents.items()},
         left_behind=left_behind,
         tag=tag,
         warnings=warnings,
@@ -142,16 +135,16 @@ def push_checkpoint(
         return report
     api = HfApi(library_name="resformer", library_version=__version__)
     message = message or f"Upload {inspection.method or inspection.model_type} checkpoint"
-    return _Push(api, report, paths, private=private, message=message, create_pr=create_pr).run()
+    return _Push(api, report, contents, private=private, message=message, create_pr=create_pr).run()
 
 
 @dataclass(frozen=True)
 class _Push:
-    """One push; each of its steps can be done again without harm."""
+    """One push; each of its steps can be repeated without harm."""
 
     api: HfApi
     report: PushReport
-    paths: dict[str, Path]
+    contents: dict[str, Path | bytes]
     private: bool
     message: str
     create_pr: bool
@@ -161,16 +154,16 @@ class _Push:
             raise HubError(f"{self.report.repo_id}: cannot be pushed to while HF_HUB_OFFLINE is set; unset it.")
         if get_token() is None:
             raise HubError(f"{self.report.repo_id}: no token. Run `hf auth login`, or set HF_TOKEN to a write token.")
-        repo_id = self._persist(self._make_repository)
+        repo_id = self._retried(self._make_repository)
         report = replace(self.report, repo_id=repo_id)
         if report.tag is not None:
-            self._persist(lambda: self._check_tag(repo_id))
-        # The answer to a commit may be lost after it was made. A branch shows that when it is asked again; another
-        # pull request would be another one.
-        commit, deleted = self._persist(lambda: self._commit(repo_id), attempts=1 if self.create_pr else _ATTEMPTS)
+            self._retried(lambda: self._check_tag(repo_id))
+        # The commit may be made although its answer is lost. Committing to a branch again changes nothing then, but
+        # would open a second pull request.
+        commit, deleted = self._retried(lambda: self._commit(repo_id), attempts=1 if self.create_pr else _ATTEMPTS)
         if report.tag is not None:
             tag = report.tag
-            self._persist(lambda: self.api.create_tag(repo_id, tag=tag, revision=commit.oid, exist_ok=True))
+            self._retried(lambda: self.api.create_tag(repo_id, tag=tag, revision=commit.oid, exist_ok=True))
         return replace(
             report,
             revision=commit.pr_revision or report.revision,
@@ -190,14 +183,14 @@ class _Push:
             raise HubError(f"{repo_id}: has a tag {self.report.tag} already; choose another. Nothing was pushed.")
 
     def _commit(self, repo_id: str) -> tuple[Any, list[str]]:
-        """`create_commit`, as `upload_folder` may spread a folder over several commits."""
+        """One `create_commit`: `upload_folder` may spread a folder over several commits."""
         branch = self.report.revision
         if branch != constants.DEFAULT_REVISION and not branch.startswith("refs/"):
             self.api.create_branch(repo_id, branch=branch, exist_ok=True)
         before = self.api.list_repo_files(repo_id, revision=branch)
-        deleted = [name for name in before if _WEIGHTS.fullmatch(name) and name not in self.paths]
+        deleted = [name for name in before if _WEIGHTS.fullmatch(name) and name not in self.contents]
         operations = [CommitOperationDelete(name, is_folder=False) for name in deleted]
-        additions = [CommitOperationAdd(name, path) for name, path in self.paths.items()]
+        additions = [CommitOperationAdd(name, content) for name, content in self.contents.items()]
         commit = self.api.create_commit(
             repo_id,
             [*operations, *additions],
@@ -207,35 +200,37 @@ class _Push:
         )
         return commit, deleted
 
-    def _persist(self, step: Callable[[], _Result], attempts: int = _ATTEMPTS) -> _Result:
-        """Does a step; what fails in passing is tried again, other failures are told in one line."""
+    def _retried(self, step: Callable[[], _Result], attempts: int = _ATTEMPTS) -> _Result:
+        """Does a step, again after passing errors; other errors are raised with a message of one line."""
         for pause in [*(2**attempt for attempt in range(attempts - 1)), None]:
             try:
                 return step()
             except _HTTPError as error:
                 if pause is None or not _is_transient(error):
-                    raise HubError(self._told(error)) from error
+                    raise HubError(self._message(error)) from error
                 time.sleep(pause)
             except RuntimeError as error:  # "Error while uploading ...", from an error that was tried again already
-                raise HubError(self._told(error.__cause__ or error)) from error
+                raise HubError(self._message(error.__cause__ or error)) from error
             except ValueError as error:  # the Hub does not like the card's metadata
                 raise CheckpointError(f"{self.report.checkpoint}: {brief(error)}") from error
         raise AssertionError("the last attempt returns or raises")
 
-    def _told(self, error: BaseException) -> str:
+    def _message(self, error: BaseException) -> str:
         repo_id = self.report.repo_id
         if isinstance(error, RevisionNotFoundError):
             return f"{repo_id}: has no branch {self.report.revision}."
         if isinstance(error, HfHubHTTPError):
-            said = brief(error.server_message or error)
+            answer = brief(error.server_message or error)
             status = error.response.status_code
             if status == 401 and not isinstance(error, RepositoryNotFoundError):
-                return f"{repo_id}: the Hub does not accept this token ({said}). Run `hf auth login`, or set HF_TOKEN."
+                return (
+                    f"{repo_id}: the Hub does not accept this token ({answer}). Run `hf auth login`, or set HF_TOKEN."
+                )
             if status == 403:
-                return f"{repo_id}: this token may not write there ({said}). Use a write token of the owner's."
+                return f"{repo_id}: this token may not write there ({answer}). Use a write token of the owner's."
             if isinstance(error, RepositoryNotFoundError):
-                return f"{repo_id}: there is no such repository, or this token may not see it ({said})."
-            return f"{repo_id}: the Hub answered {status} ({said}). Run the command again later."
+                return f"{repo_id}: there is no such repository, or this token may not see it ({answer})."
+            return f"{repo_id}: the Hub answered {status} ({answer}). Run the command again later."
         if isinstance(error, _HTTPError):
             return (
                 f"{repo_id}: {self.api.endpoint} cannot be reached ({brief(error) or type(error).__name__}). Run the "
@@ -250,32 +245,37 @@ def _is_transient(error: BaseException) -> bool:
     return isinstance(error, _HTTPError)
 
 
-def _sorted_out(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """The files that belong to the checkpoint, by their names on the Hub, and what else lies in its folder.
+def _select(folder: Path) -> tuple[dict[str, Path | bytes], list[str]]:
+    """The checkpoint's files, by their names on the Hub, and the names in its folder that are left behind.
 
     Raises:
-        CheckpointError: a link leads out of the folder: what it leads to was never meant to be shared.
+        CheckpointError: a link leads out of the folder: its target may be private.
     """
-    paths: dict[str, Path] = {}
+    contents: dict[str, Path | bytes] = {}
     left_behind = []
-    for where, folders, files in os.walk(folder):
-        inner = Path(where).relative_to(folder)
+    for parent, folders, files in os.walk(folder):
+        inner = Path(parent).relative_to(folder)
         for name in sorted([*folders, *files]):
-            shared = (inner / name).as_posix()
-            linked_folder = name in folders and (folder / shared).is_symlink()
-            if linked_folder or any(fnmatch(name, pattern) for pattern in _LEFT_BEHIND):
-                left_behind.append(f"{shared}/" if name in folders else shared)
+            path = (inner / name).as_posix()
+            linked_folder = name in folders and (folder / path).is_symlink()
+            debris = name != _RESULTS and any(fnmatch(name, pattern) for pattern in _LEFT_BEHIND)
+            if linked_folder or debris:
+                left_behind.append(f"{path}/" if name in folders else path)
             elif name in files:
-                paths[shared] = regular_file(folder / shared)
+                contents[path] = regular_file(folder / path, within=True)
         folders[:] = [name for name in folders if f"{(inner / name).as_posix()}/" not in left_behind]
-    return dict(sorted(paths.items())), sorted(left_behind)
+    return dict(sorted(contents.items())), sorted(left_behind)
 
 
-def _check_card(folder: Path, repo_id: str) -> list[str]:
-    """Warnings about a model card that is there and whose metadata can be read.
+def _size(content: Path | bytes) -> int:
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+
+def _check_card(folder: Path, repo_id: str, *, bundle: bool) -> list[str]:
+    """Warnings about the model card.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: there is none, or its metadata cannot be read.
     """
     path = folder / "README.md"
     if not path.exists():
@@ -285,8 +285,13 @@ def _check_card(folder: Path, repo_id: str) -> list[str]:
         metadata = ModelCard(text).data.to_dict()
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a YAML parser makes of it
+    except Exception as error:  # YAML parsers raise nearly anything
         raise CheckpointError(f"{path}: its metadata cannot be read: {brief(error)}") from error
     if not metadata:
         raise CheckpointError(f"{path}: has no metadata; begin it with `---`, `library_name: transformers`, `---`.")
-    return [] if repo_id in text else [f"README.md does not name {repo_id}: its code may load something else."]
+    warnings = [] if repo_id in text else [f"README.md does not name {repo_id}: its code may load something else."]
+    if bundle and "trust_remote_code=True" not in text:
+        warnings.append(
+            "README.md loads the checkpoint without trust_remote_code=True, which readers of a bundle need."
+        )
+    return warnings

@@ -1,43 +1,55 @@
-"""Files that a stranger made: found, opened and read without following, waiting for, or believing them."""
+"""Reads files of untrusted checkpoints: no devices or pipes, few links out of the folder, bounded sizes."""
 
 import json
 import os
+import re
 import stat
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from resformer.errors import CheckpointError, shown
 
-__all__ = ["MIB", "bare_name", "open_regular", "parse_json", "read_bounded", "read_json", "regular_file"]
+__all__ = ["MIB", "bare_name", "open_regular", "parse_json", "read_bounded", "read_json", "reading", "regular_file"]
 
 MIB = 2**20
+#: Often links to a store that several folders share. Following them is safe: weights are checked tensor by tensor, and
+#: only known keys of config.json are read.
+_OFTEN_LINKED = re.compile(r".*\.safetensors|config\.json|model\.safetensors\.index\.json")
 
 
-def regular_file(path: Path) -> Path:
+def regular_file(path: Path, *, within: bool = False) -> Path:
     """The file behind `path`, links resolved.
 
+    Links out of the folder are followed in a snapshot of the Hub's cache, to its `blobs`, and for safetensors,
+    config.json and the index.
+
+    Args:
+        within: follow no other links than the snapshot's out of the folder.
+
     Raises:
-        CheckpointError: there is nothing, it is no regular file (a FIFO would block, a device never ends), or a link
-            leads out of its folder. The links of a Hub snapshot, which lead to its `blobs`, are followed.
+        CheckpointError: the file does not exist, is not regular (a FIFO would block, a device never ends), or is a link
+            out of its folder that is not followed.
     """
     try:
-        kind = path.stat().st_mode
+        mode = path.stat().st_mode
         real = path.resolve(strict=True)
     except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a NUL in the name
         reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         raise CheckpointError(f"{path}: {reason}.") from error
-    if not stat.S_ISREG(kind):
-        raise CheckpointError(f"{path}: expected a regular file, found {_kind(kind)}.")
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path}: expected a regular file, found {_kind(mode)}.")
     folder = path.parent.resolve()
-    if path.is_symlink() and folder not in real.parents and real.parent != _blobs(folder):
+    followed = not within and _OFTEN_LINKED.fullmatch(path.name)
+    if path.is_symlink() and not followed and folder not in real.parents and real.parent != _blobs(folder):
         raise CheckpointError(f"{path}: is a link out of its folder, to {real}; put the file itself there.")
     return real
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file that `regular_file` has found, and looks again at what was opened."""
+    """Opens a path that `regular_file` returned; checks again, as the file may have been replaced since."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except OSError as error:
@@ -48,9 +60,18 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns a system error into a `CheckpointError` that names `path` and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}.") from error
+
+
 def read_bounded(path: Path, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes."""
-    with open_regular(regular_file(path)) as file:
+    with open_regular(regular_file(path)) as file, reading(path):
         content = file.read(limit + 1)
     if len(content) > limit:
         raise CheckpointError(f"{path}: is larger than {limit:,} bytes, which no such file is.")
@@ -63,22 +84,22 @@ def read_json(path: Path, limit: int = 16 * MIB) -> dict[str, Any]:
 
 
 def parse_json(content: bytes, where: str) -> dict[str, Any]:
-    """A JSON object in which no key stands twice.
+    """A JSON object without repeated keys, which readers resolve differently.
 
     Raises:
-        CheckpointError: it is none; the message begins with `where`.
+        CheckpointError: the content is something else; the message begins with `where`.
     """
     try:
-        found = json.loads(content.decode("utf-8"), object_pairs_hook=_unique_keys(where))
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique_keys(where))
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{where}: is not UTF-8 at byte {error.start}.") from error
     except RecursionError as error:
         raise CheckpointError(f"{where}: cannot be read: it is nested too deeply.") from error
     except ValueError as error:
         raise CheckpointError(f"{where}: cannot be read as JSON: {error}.") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{where}: expected a JSON object, found {type(found).__name__}.")
-    return found
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: expected a JSON object, found {type(value).__name__}.")
+    return value
 
 
 def bare_name(name: object, suffix: str, where: str) -> str:
@@ -103,18 +124,19 @@ def bare_name(name: object, suffix: str, where: str) -> str:
 
 def _unique_keys(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
     def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-            raise CheckpointError(f"{where}: holds {shown(twice)} twice.")
-        return found
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+            raise CheckpointError(f"{where}: holds {shown(repeated)} twice.")
+        return values
 
     return to_dict
 
 
 def _blobs(folder: Path) -> Path | None:
-    """Where the links of a Hub snapshot lead: `snapshots/<commit>/x` is a link to `blobs/<hash>`."""
-    return folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else None
+    """Where the links of a Hub snapshot lead: `snapshots/<commit>/[sub-folder/]x` is a link to `blobs/<hash>`."""
+    snapshots = next((parent for parent in folder.parents if parent.name == "snapshots"), None)
+    return None if snapshots is None else snapshots.parent / "blobs"
 
 
 def _kind(mode: int) -> str:

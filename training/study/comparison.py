@@ -24,16 +24,17 @@ from resformer.environment import describe_environment
 from resformer.errors import CheckpointError, brief
 from resformer.files import replace_text, replacing
 from resformer.modeling import ResFormerForCausalLM
+from resformer.training.data import SAMPLE_BY
 from resformer.training.study.data import StudyData, study_data
-from resformer.training.study.paired_run import Recipe, paired_model, paired_run, whole_batches
-from resformer.training.study.plot import check_matplotlib, plot
+from resformer.training.study.paired_run import RunSettings, paired_model, paired_run, whole_batches
+from resformer.training.study.plot import check_packages, plot
 from resformer.training.study.table import BASELINE, rows_of
 
 __all__ = ["SIZES", "StudyOptions", "names", "plan_study", "run_study"]
 
 #: Shapes by name; 82m and 180m are the ResFormer paper's, whose vocabulary of 50,257 makes them that large. The narrow
-#: ones start at sqrt(2 / (5 hidden_size)), arXiv 1910.05895: Llama's 0.02 is for wide models, and keeps narrow ones at
-#: what single tokens tell for hundreds of steps.
+#: ones start at sqrt(2 / (5 hidden_size)), arXiv 1910.05895: Llama's 0.02 is for wide models, and leaves narrow ones
+#: at the loss of a unigram model for hundreds of steps.
 SIZES: dict[str, dict[str, float]] = {
     "tiny": {
         "num_hidden_layers": 8,
@@ -52,7 +53,7 @@ SIZES: dict[str, dict[str, float]] = {
     "82m": {"num_hidden_layers": 8, "num_attention_heads": 8, "hidden_size": 512, "intermediate_size": 1792},
     "180m": {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768, "intermediate_size": 2688},
 }
-_FIELDS = {own.name for own in fields(ResFormerConfig)} - {inherited.name for inherited in fields(PreTrainedConfig)}
+_FIELDS = {field.name for field in fields(ResFormerConfig)} - {field.name for field in fields(PreTrainedConfig)}
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class StudyOptions:
     """
 
     output: str
-    recipe: Recipe
+    settings: RunSettings
     methods: Sequence[str] = (BASELINE, "resformer")  # NAME[:FIELD=VALUE...]; the baseline is always among them
     start: str | None = (
         None  # a checkpoint that every method goes on from, as `retrofit` converts it; None: from scratch
@@ -74,7 +75,7 @@ class StudyOptions:
     data: Sequence[str] = ()  # as of `load_documents`; none: Python's standard library
     split: str = "train"
     text_column: str = "text"
-    sample_by: str = "paragraph"
+    sample_by: str = "document"
     tokenizer: str | None = None  # bytes, bpe:N, a folder, a Hub id; None: bpe:4096, or the checkpoint's
     block: int = 512
     held_out: float = 0.02
@@ -83,7 +84,7 @@ class StudyOptions:
 
     def __post_init__(self) -> None:
         numbers = {"seeds": self.seeds, "held_out_blocks": self.held_out_blocks} | {
-            name: getattr(self.recipe, name)
+            name: getattr(self.settings, name)
             for name in ("steps", "batch", "micro_batch", "learning_rate", "evaluations")
         }
         for name, value in numbers.items():
@@ -93,10 +94,10 @@ class StudyOptions:
             raise ValueError(f"block is {self.block}; a sequence needs 2 tokens at least, one to predict the other.")
         if not 0 < self.held_out < 1:
             raise ValueError(f"held_out is {self.held_out}; expected a share of the documents between 0 and 1.")
-        if not 0 <= self.recipe.warmup < 1:
-            raise ValueError(f"warmup is {self.recipe.warmup}; expected a share of the steps from 0 to less than 1.")
-        if self.sample_by not in ("paragraph", "line", "document"):
-            raise ValueError(f"sample_by is {self.sample_by!r}; expected paragraph, line or document.")
+        if not 0 <= self.settings.warmup < 1:
+            raise ValueError(f"warmup is {self.settings.warmup}; expected a share of the steps from 0 to less than 1.")
+        if self.sample_by not in SAMPLE_BY:
+            raise ValueError(f"sample_by is {self.sample_by!r}; expected one of {', '.join(SAMPLE_BY)}.")
         if self.start is not None and self.sizes:
             raise ValueError(
                 f"sizes are {', '.join(self.sizes)}, but the size is that of {self.start}; give one of them."
@@ -158,7 +159,7 @@ class _Study:
             "tokenizer": self.options.tokenizer,
             "block": self.options.block,
             "save_models": self.options.save_models,
-            **asdict(self.options.recipe),
+            **asdict(self.options.settings),
         }
 
 
@@ -171,32 +172,32 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
 
     Raises:
         CheckpointError: the output holds something else, or the data or the tokenizer cannot be read.
-        ImportError: matplotlib is missing.
+        ImportError: matplotlib or scipy is missing.
         ValueError: an option is out of its range.
     """
-    check_matplotlib()
-    first = options.recipe.arguments(Path(options.output), 0).process_index == 0  # joins the processes, too
+    check_packages()
+    first = options.settings.arguments(Path(options.output), 0).process_index == 0  # joins the processes, too
     with PartialState().main_process_first():
         study = _prepared(options, Path(options.output, "starts"), write=first)
     pending = [run for run in study.runs if not study.file(run).is_file()]
     PartialState().wait_for_everyone()  # the first one is about to write such files
     environment = {key: value for key, value in describe_environment().items() if key != "variables"}
-    with _progress(len(pending), options.recipe.steps, quiet=not first) as (told, finished):
+    with _progress(len(pending), options.settings.steps, quiet=not first) as (on_step, on_run):
         for number, run in enumerate(pending, start=1):
             result = paired_run(
                 run.model(),
                 study.data.blocks,
-                options.recipe,
+                options.settings,
                 run.seed,
                 folder=study.output / "unfinished" / run.place,
                 save_to=study.output / "models" / run.place if options.save_models and run.seed == 0 else None,
-                told=told,
+                on_step=on_step,
             )
             if first:
                 if options.save_models and run.seed == 0:
                     study.data.tokenizer.save_pretrained(study.output / "models" / run.place)
                 _write_json(study.file(run), {**_described(run), **result, "environment": environment})
-                finished(f"{number}/{len(pending)} {run.size} {run.method} seed {run.seed}", result)
+                on_run(f"{number}/{len(pending)} {run.size} {run.method} seed {run.seed}", result)
             PartialState().wait_for_everyone()
     if not first:
         return None
@@ -216,25 +217,25 @@ def plan_study(options: StudyOptions) -> dict[str, Any]:
 
     Raises: as `run_study`.
     """
-    check_matplotlib()
-    short = Recipe(**{**asdict(options.recipe), "steps": 5, "evaluations": 1})
+    check_packages()
+    short = RunSettings(**{**asdict(options.settings), "steps": 5, "evaluations": 1})
     seconds = 0.0
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         study = _prepared(options, Path(scratch, "starts"), write=False)
         for size in dict.fromkeys(run.size for run in study.runs):
-            here = [run for run in study.runs if run.size == size]
-            measured = paired_run(here[0].model(), study.data.blocks, short, 0, folder=Path(scratch, "unfinished"))
-            each = options.recipe.steps * measured["step_seconds"]
-            each += (options.recipe.evaluations + 1) * measured["evaluation_seconds"]
-            for run in here:
+            of_size = [run for run in study.runs if run.size == size]
+            measured = paired_run(of_size[0].model(), study.data.blocks, short, 0, folder=Path(scratch, "unfinished"))
+            each = options.settings.steps * measured["step_seconds"]
+            each += (options.settings.evaluations + 1) * measured["evaluation_seconds"]
+            for run in of_size:
                 done = study.file(run).is_file()
                 seconds += 0 if done else each
                 if run.seed == 0:
                     rows.append({**_described(run), "parameters": _parameters(run.config), "to_do": 0})
                     del rows[-1]["seed"]
                 next(row for row in rows if (row["size"], row["method"]) == (size, run.method))["to_do"] += not done
-    tokens = options.recipe.steps * options.recipe.batch * options.block
+    tokens = options.settings.steps * options.settings.batch * options.block
     return {
         "output": options.output,
         **study.plan,
@@ -264,7 +265,7 @@ def _prepared(options: StudyOptions, starts: Path, *, write: bool) -> _Study:
         sample_by=options.sample_by,
     )
     study = _Study(options, data)
-    whole_batches(data.blocks, options.recipe.batch)  # too few are told before anything is written
+    whole_batches(data.blocks, options.settings.batch)  # raises if there are too few, before anything is written
     if record.is_file():
         _check_same(record, study.plan)
     new = [path for path in (output, saved, record, starts) if not path.exists()]
@@ -301,20 +302,20 @@ def _runs_from_scratch(options: StudyOptions, data: StudyData) -> list[_Run]:
     """Size by size and seed by seed, so that a study that is cut short has whole pairs."""
     runs = []
     for size in options.sizes or ("tiny",):
-        name, own = _parsed(size, SIZES, "size")
+        name, overrides = _parsed(size, SIZES, "size")
         shape = {
             "vocab_size": len(data.tokenizer),
             "max_position_embeddings": options.block,
             "bos_token_id": data.tokenizer.bos_token_id,
             "eos_token_id": data.tokenizer.eos_token_id,
             **SIZES[name],
-            **own,
+            **overrides,
         }
         backbone = ResFormerConfig.for_method(BASELINE, **shape)
         configs = {}
         for method in options.all_methods:
-            name, own = _parsed(method, METHODS, "method")
-            configs[method] = ResFormerConfig.for_method(name, **{**shape, **own})
+            name, overrides = _parsed(method, METHODS, "method")
+            configs[method] = ResFormerConfig.for_method(name, **{**shape, **overrides})
         runs += [
             _Run(size, method, seed, config, backbone, None)
             for seed in range(options.seeds)
@@ -329,11 +330,11 @@ def _continued_runs(options: StudyOptions, starts: Path) -> list[_Run]:
     size = Path(options.start).resolve().name if Path(options.start).exists() else options.start.rpartition("/")[2]
     runs = []
     for method in options.all_methods:
-        name, own = _parsed(method, METHODS, "method")
+        name, overrides = _parsed(method, METHODS, "method")
         folder = starts / _file_name(method)
         if not folder.exists():
-            # One that changes what the model computes has its first loss to tell of it.
-            retrofit(options.start, folder, name, lossy=True, link=True, verify="headers", progress=False, **own)
+            # A lossy conversion is allowed: the first point of its curve shows the loss.
+            retrofit(options.start, folder, name, lossy=True, link=True, verify="headers", progress=False, **overrides)
         config = ResFormerConfig.from_pretrained(folder)
         if options.block > config.max_position_embeddings:
             raise ValueError(
@@ -388,16 +389,16 @@ def _progress(
     done = 0
     with tqdm(total=runs * steps, unit="step", disable=quiet or not sys.stderr.isatty()) as bar:
 
-        def told(step: int) -> None:
+        def on_step(step: int) -> None:
             bar.update(done + step - bar.n)
 
-        def finished(what: str, result: Mapping[str, Any]) -> None:
+        def on_run(what: str, result: Mapping[str, Any]) -> None:
             nonlocal done
             done += steps
             loss = "diverged" if result["loss"] is None else f"held-out loss {result['loss']:.4f}"
             tqdm.write(f"{what}: {loss}, {result['step_seconds'] * 1e3:,.1f} ms a step", file=sys.stderr)
 
-        yield told, finished
+        yield on_step, on_run
 
 
 def _report(study: _Study, results: Sequence[Mapping[str, Any]], command: str) -> dict[str, Any]:
@@ -423,9 +424,9 @@ def _report(study: _Study, results: Sequence[Mapping[str, Any]], command: str) -
 
 
 def _notes(options: StudyOptions) -> list[str]:
+    budget = f"{options.settings.steps:,} steps of {options.settings.batch} x {options.block} tokens"
     return [
-        f"Loss: nats per token on the held-out blocks after {options.recipe.steps:,} steps of {options.recipe.batch} x "
-        f"{options.block} tokens. Δ: minus {BASELINE}'s of the same seed"
+        f"Loss: nats per token on the held-out blocks after {budget}. Δ: minus {BASELINE}'s of the same seed"
         + (", with its 95 % confidence interval by Student's t." if options.seeds > 1 else "; one seed, no interval."),
         "Equal FLOPs: the same after as many operations as the cheapest method's training took.",
         f"Equal parameters: the same to {BASELINE} with as many parameters, between its sizes."
@@ -438,9 +439,9 @@ def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) ->
     """What cards print, by the fields of `resformer.model_cards.Metric`."""
     seeds = study.options.seeds
     beginning = "from scratch" if study.options.start is None else "continued from the checkpoint"
-    found = []
+    metrics = []
     for size, rows in sizes.items():
-        tokens = study.options.recipe.steps * study.options.recipe.batch * study.options.block
+        tokens = study.options.settings.steps * study.options.settings.batch * study.options.block
         for row in rows:
             if row["loss"] is None:
                 continue
@@ -450,12 +451,12 @@ def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) ->
                 "method": row["method"],
                 "note": f"{size}, {row['parameters']:,} parameters, {tokens:,} tokens, {seeds} seeds, {beginning}",
             }
-            found.append({"name": f"loss, {size}", "type": "loss", "value": row["loss"], **common})
+            metrics.append({"name": f"loss, {size}", "type": "loss", "value": row["loss"], **common})
             if (difference := row["difference"]) is not None:
                 within = ""
                 if difference["low"] is not None:
                     within = f"; 95 % interval {difference['low']:+.4f} to {difference['high']:+.4f}"
-                found.append(
+                metrics.append(
                     {
                         "name": f"loss minus {BASELINE}'s, {size}",
                         "type": "loss",
@@ -464,4 +465,4 @@ def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) ->
                         "note": common["note"] + within,
                     }
                 )
-    return found
+    return metrics

@@ -4,17 +4,22 @@ import hashlib
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from resformer.errors import CheckpointError, brief
-from resformer.training.corpus import standard_library
-from resformer.training.data import Blocks, DataError, PackedBlocks, is_held_out, load_documents, pack_documents
+from resformer.training.data import (
+    STANDARD_HELD_OUT,
+    STANDARD_LIBRARY,
+    Blocks,
+    PackedBlocks,
+    load_documents,
+    pack_documents,
+    training_texts,
+)
 
 __all__ = ["StudyData", "bytes_per_token", "study_data"]
 
@@ -25,9 +30,9 @@ _LEARNED_FROM = 100_000_000  # characters that a BPE tokenizer is trained on at 
 
 @dataclass(frozen=True)
 class StudyData:
-    """Blocks to train on and held-out ones."""
+    """Blocks to train on and held-out ones, and the tokenizer that made them."""
 
-    name: str  # as people say it
+    name: str  # for tables and cards
     blocks: Blocks
     tokenizer: PreTrainedTokenizerBase
     bytes_per_token: float  # of the held-out blocks
@@ -42,6 +47,7 @@ class StudyData:
         return {
             "training_tokens": len(self.blocks.train) * self.blocks.train.block,
             "held_out_tokens": len(self.blocks.held_out) * self.blocks.held_out.block,
+            "held_out_documents": sum(self.blocks.held_out_documents.values()),
             "sha256": digest.hexdigest(),
         }
 
@@ -55,7 +61,7 @@ def study_data(
     held_out_blocks: int,
     split: str = "train",
     text_column: str = "text",
-    sample_by: str = "paragraph",
+    sample_by: str = "document",
 ) -> StudyData:
     """Reads and packs the sources, or Python's standard library if there are none.
 
@@ -69,56 +75,38 @@ def study_data(
         CheckpointError: the tokenizer cannot be loaded.
         ValueError: `tokenizer` is "bpe:" and no number from 257 up.
     """
+    name = ", ".join(Path(source).name if Path(source).exists() else source for source in sources)
     if not sources:
-        made = _tokenizer(tokenizer, lambda: standard_library(held_out=False))
-        blocks = Blocks(
-            _packed(standard_library(held_out=False), made, block, None),
-            _packed(standard_library(held_out=True), made, block, held_out_blocks),
-        )
+        sources, held_out = [STANDARD_LIBRARY], STANDARD_HELD_OUT
         name = f"the sources of the standard library of Python {platform.python_version()}"
-    else:
-        documents = load_documents(sources, split=split, text_column=text_column, sample_by=sample_by)
-        training = (text for text in documents["text"] if text and not is_held_out(text, held_out))
-        made = _tokenizer(tokenizer, lambda: training)
-        blocks = pack_documents(documents, made, block=block, held_out=held_out, held_out_blocks=held_out_blocks)
-        name = ", ".join(Path(source).name if Path(source).exists() else source for source in sources)
-    return StudyData(name, blocks, made, bytes_per_token(blocks.held_out, made))
+    documents = load_documents(sources, split=split, text_column=text_column, sample_by=sample_by)
+    fitted = _tokenizer(tokenizer, training_texts(documents, held_out))
+    blocks = pack_documents(documents, fitted, block=block, held_out=held_out, held_out_blocks=held_out_blocks)
+    return StudyData(name, blocks, fitted, bytes_per_token(blocks.held_out, fitted))
 
 
 def bytes_per_token(blocks: PackedBlocks, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Bytes of text per token, end-of-sequence tokens included; a loss over this and ln 2 is in bits per byte.
+    """Bytes of text per token, special tokens counted; a loss in nats per token over this and ln 2 is in bits per byte.
 
     A character that the ends of the blocks cut counts as what a decoder shows for it.
     """
-    count = len(blocks) * blocks.block
-    text = tokenizer.decode(
-        blocks.tokens.slice(0, count).to_pylist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    texts = tokenizer.batch_decode(
+        [blocks[index]["input_ids"] for index in range(len(blocks))],
+        skip_special_tokens=True,
+        clean_up_tokenization_spaces=False,
     )
-    return len(text.encode("utf-8", "replace")) / count
+    return sum(len(text.encode("utf-8", "replace")) for text in texts) / (len(blocks) * blocks.block)
 
 
-def _packed(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, block: int, most: int | None) -> PackedBlocks:
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    chunks = []
-    texts = iter(texts)
-    while batch := list(islice(texts, 64)):
-        ids = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
-        chunks.append(pa.array([token for tokens in ids for token in tokens + end], pa.int32()))
-    packed = PackedBlocks(pa.chunked_array(chunks, pa.int32()), block, most)
-    if not len(packed):
-        raise DataError(f"The standard library has {len(packed.tokens):,} tokens, too few for a block of {block}.")
-    return packed
-
-
-def _tokenizer(tokenizer: str | PreTrainedTokenizerBase, texts: Any) -> PreTrainedTokenizerBase:
+def _tokenizer(tokenizer: str | PreTrainedTokenizerBase, texts: Iterable[str]) -> PreTrainedTokenizerBase:
     if not isinstance(tokenizer, str):
         return tokenizer
-    kind, _, size = tokenizer.partition(":")
+    name, _, size = tokenizer.partition(":")
     if tokenizer == "bytes":
         vocabulary = {_END: 0, **{letter: index for index, letter in enumerate(_ALPHABET, start=1)}}
         model = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
         model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    elif kind == "bpe":
+    elif name == "bpe":
         if not size.isdecimal() or int(size) <= len(_ALPHABET):
             raise ValueError(f"tokenizer is {tokenizer!r}; expected bpe: and a number of tokens from 257 up.")
         model = Tokenizer(models.BPE())
@@ -126,10 +114,10 @@ def _tokenizer(tokenizer: str | PreTrainedTokenizerBase, texts: Any) -> PreTrain
         trainer = trainers.BpeTrainer(
             vocab_size=int(size), special_tokens=[_END], initial_alphabet=_ALPHABET, show_progress=False
         )
-        model.train_from_iterator(_bounded(texts()), trainer)
+        model.train_from_iterator(_bounded(texts), trainer)
     else:
         try:
-            return AutoTokenizer.from_pretrained(tokenizer)
+            return AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         except (OSError, ValueError, ImportError) as error:
             raise CheckpointError(
                 f"{tokenizer}: is no tokenizer that can be loaded; expected bytes, bpe:N, a folder or a Hub id: "

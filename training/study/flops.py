@@ -1,16 +1,13 @@
-"""What a step costs, from a configuration: floating-point operations, and the memory that it takes at once."""
+"""Floating-point operations of a model, from its configuration."""
 
-import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from resformer.modeling.depth_average import depth_average
 from resformer.modeling.value_residual import mixed_layers
 
-__all__ = ["forward_flops", "peak_allocation", "step_memory", "training_flops"]
+__all__ = ["forward_flops", "training_flops"]
 
 
 def forward_flops(config: Any, tokens: int) -> dict[str, float]:
@@ -29,16 +26,16 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
     layers, width = config.num_hidden_layers, config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     values = config.num_key_value_heads * config.head_dim
-    own = sum(
+    projected = sum(  # keys and values that layers compute themselves
         source == layer
         for sources in (config.all_key_sources, config.all_value_sources)
         for layer, source in enumerate(sources)
     )
-    weights = layers * (2 * width * queries + 3 * width * config.intermediate_size) + own * width * values
+    weights = layers * (2 * width * queries + 3 * width * config.intermediate_size) + projected * width * values
 
     keys = 0.0
-    for kind in config.layer_types:
-        window = tokens if kind == "full_attention" else min(tokens, config.sliding_window)
+    for layer_type in config.layer_types:
+        window = tokens if layer_type == "full_attention" else min(tokens, config.sliding_window)
         keys += (window * (window + 1) / 2 + (tokens - window) * window) / tokens
 
     mixed = mixed_layers(config)
@@ -62,41 +59,3 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
 def training_flops(config: Any, tokens: int) -> float:
     """Operations of forward and backward pass per token: three times the forward pass."""
     return 3 * sum(forward_flops(config, tokens).values())
-
-
-def step_memory(model: PreTrainedModel, inputs: dict[str, Any], *, bf16: bool) -> int:
-    """Bytes that training takes at once: parameters, AdamW's two moments, and the most that a pass allocates.
-
-    A pass is forward and backward; its gradients are counted and discarded. On a CPU every allocation is recorded, so
-    neither the allocator nor what ran before matters; on a GPU its allocator counts.
-    """
-    held = sum(parameter.nbytes for parameter in model.parameters())
-    moments = 2 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    device = model.device.type
-
-    def forward_and_backward() -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=bf16):
-            loss = model(**inputs, use_cache=False).loss
-        loss.backward()
-        model.zero_grad()
-
-    return held + moments + peak_allocation(forward_and_backward, device)
-
-
-def peak_allocation(step: Callable[[], object], device: str) -> int:
-    """The most bytes that `step` has allocated at once, beyond those before it."""
-    if device == "cuda":
-        step()  # what is made once is made
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        return torch.cuda.max_memory_allocated() - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler tells stderr of its start and its end
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak

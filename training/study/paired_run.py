@@ -23,21 +23,22 @@ from transformers import (
 from resformer.configuration import ResFormerConfig
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.data import Blocks, DataError
-from resformer.training.finetune import processor_has_bf16
+from resformer.training.memory import step_memory
 from resformer.training.optimizer import ConnectionTrainer
-from resformer.training.recipe import last_checkpoint
-from resformer.training.study.flops import step_memory, training_flops
+from resformer.training.recipe import last_checkpoint, processor_has_bf16
+from resformer.training.study.flops import training_flops
 
-__all__ = ["Recipe", "paired_model", "paired_run", "whole_batches"]
+__all__ = ["RunSettings", "paired_model", "paired_run", "whole_batches"]
 
 _WARMING_UP = 2  # steps that are not timed, where there are more
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How all models of a study are trained: AdamW (0.9, 0.95), gradients clipped at 1, cosine to a tenth of the rate.
+class RunSettings:
+    """How all models of a study are trained; the defaults are those of pre-training.
 
-    Norms, biases and cross-layer connections are not decayed.
+    AdamW (0.9, 0.95), gradients clipped at 1, a cosine schedule that ends at a tenth of the learning rate. Norms,
+    biases and cross-layer connections are not decayed.
     """
 
     steps: int
@@ -99,11 +100,11 @@ class Recipe:
         return arguments
 
 
-class _Watch(TrainerCallback):
-    """Times the steps, and saves no checkpoint after the last one, whose run is done."""
+class _StepTimer(TrainerCallback):
+    """Times the steps, and saves no checkpoint after the last one, when the run is done."""
 
-    def __init__(self, told: Callable[[int], None]):
-        self.told = told
+    def __init__(self, on_step: Callable[[int], None]):
+        self.on_step = on_step
         self.seconds: list[float] = []
         self.start = 0.0
 
@@ -114,12 +115,12 @@ class _Watch(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.seconds.append(time.perf_counter() - self.start)
-        self.told(state.global_step)
+        self.on_step(state.global_step)
         if state.global_step == state.max_steps:
             control.should_log, control.should_save = True, False
 
     @property
-    def typical(self) -> float:
+    def median(self) -> float:
         return statistics.median(self.seconds[_WARMING_UP:] or self.seconds)
 
 
@@ -143,12 +144,12 @@ def paired_model(config: ResFormerConfig, backbone: ResFormerConfig, seed: int) 
 def paired_run(
     model: ResFormerForCausalLM,
     blocks: Blocks,
-    recipe: Recipe,
+    settings: RunSettings,
     seed: int,
     *,
     folder: Path,
     save_to: Path | None = None,
-    told: Callable[[int], None] = lambda step: None,
+    on_step: Callable[[int], None] = lambda step: None,
 ) -> dict[str, Any]:
     """Trains a model in place, or goes on from the last checkpoint in `folder`, and removes that folder.
 
@@ -156,22 +157,22 @@ def paired_run(
 
     Args:
         save_to: where the trained model goes.
-        told: is called with the number of each step that is done.
+        on_step: is called with the number of each step that is done.
 
     Raises:
         DataError: the training blocks do not fill a batch.
-        ValueError: as of `Recipe.arguments`.
+        ValueError: as of `RunSettings.arguments`.
     """
-    arguments = recipe.arguments(folder, seed)
-    watch = _Watch(told)
+    arguments = settings.arguments(folder, seed)
+    timer = _StepTimer(on_step)
     trainer = ConnectionTrainer(
         model=model,
         args=arguments,
-        train_dataset=whole_batches(blocks, recipe.batch),
+        train_dataset=whole_batches(blocks, settings.batch),
         eval_dataset=blocks.held_out,
         data_collator=default_data_collator,
-        callbacks=[watch],
-        connection_learning_rate=recipe.connection_learning_rate,
+        callbacks=[timer],
+        connection_learning_rate=settings.connection_learning_rate,
     )
     trainer.remove_callback(PrinterCallback)
     sample = default_data_collator([blocks.train[0]] * arguments.per_device_train_batch_size)
@@ -180,7 +181,7 @@ def paired_run(
     checkpoint = last_checkpoint(folder)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
-    tokens = recipe.batch * blocks.held_out.block
+    tokens = settings.batch * blocks.held_out.block
     times = [entry["eval_runtime"] for entry in trainer.state.log_history if "eval_runtime" in entry]
     points: dict[int, dict[str, float | None]] = {}
     for entry in trainer.state.log_history:
@@ -197,9 +198,9 @@ def paired_run(
         "loss": curve[-1]["validation_loss"],
         "curve": curve,
         "parameters": model.num_parameters(),
-        "training_flops": training_flops(model.config, blocks.held_out.block) * tokens * recipe.steps,
-        "step_seconds": watch.typical,
-        "tokens_per_second": tokens / watch.typical,
+        "training_flops": training_flops(model.config, blocks.held_out.block) * tokens * settings.steps,
+        "step_seconds": timer.median,
+        "tokens_per_second": tokens / timer.median,
         "evaluation_seconds": statistics.median(times),
         "peak_memory": memory,
         "bf16": arguments.bf16,

@@ -8,15 +8,15 @@ from typing import Any
 
 from resformer.training.study.table import BASELINE
 
-__all__ = ["check_matplotlib", "plot"]
+__all__ = ["check_packages", "plot"]
 
 Curve = list[tuple[float, float]]  # millions of tokens, loss
 
 
-def check_matplotlib() -> None:
-    """Raises ImportError with the way out, before anything has been trained."""
-    if find_spec("matplotlib") is None:
-        raise ImportError("The study's plot needs matplotlib: pip install 'resformer[analysis]'")
+def check_packages() -> None:
+    """Raises ImportError if the plot or the intervals cannot be made; called before anything is trained."""
+    if missing := [package for package in ("matplotlib", "scipy") if find_spec(package) is None]:
+        raise ImportError(f"A study needs {' and '.join(missing)}: pip install 'resformer[study]'")
 
 
 def plot(study: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -53,10 +53,11 @@ def plot(study: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], path: Path
         shown = [row for row in rows if row["difference"] is not None]
         final.axvline(0.0, color="black", linewidth=1)
         for place, row in enumerate(shown):
-            found, colour = row["difference"], colours[row["method"]]
-            half = None if found["low"] is None else found["high"] - found["mean"]
-            final.errorbar(found["mean"], place, xerr=half, fmt="o", capsize=4, color=colour)
-            final.scatter(found["values"], [place] * len(found["values"]), marker="x", s=40, color=colour)
+            difference, colour = row["difference"], colours[row["method"]]
+            half = None if difference["low"] is None else difference["high"] - difference["mean"]
+            final.errorbar(difference["mean"], place, xerr=half, fmt="o", capsize=4, color=colour)
+            values = difference["values"]
+            final.scatter(values, [place] * len(values), marker="x", s=40, color=colour)
         final.set_yticks(range(len(shown)), [row["method"] for row in shown])
         final.invert_yaxis()
         title = "mean and 95 % interval" if seeds > 1 else "one seed, no interval"
@@ -68,11 +69,11 @@ def plot(study: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], path: Path
 
 def _mean_curve(runs: Sequence[Mapping[str, Any]], size: str, method: str) -> Curve:
     """From the first evaluation after the start on, if there is more than one; empty if any loss is not finite."""
-    own = [run["curve"] for run in runs if (run["size"], run["method"]) == (size, method)]
-    if any(point["validation_loss"] is None for curve in own for point in curve):
+    of_seeds = [run["curve"] for run in runs if (run["size"], run["method"]) == (size, method)]
+    if any(point["validation_loss"] is None for curve in of_seeds for point in curve):
         return []
     return [
         (together[0]["tokens"] / 1e6, fmean(point["validation_loss"] for point in together))
-        for together in zip(*own, strict=True)
-        if together[0]["step"] or len(own[0]) == 2
+        for together in zip(*of_seeds, strict=True)
+        if together[0]["step"] or len(of_seeds[0]) == 2
     ]

@@ -7,41 +7,22 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["BASELINE", "interval", "markdown", "rows_of", "student_quantile"]
+__all__ = ["BASELINE", "interval", "markdown", "rows_of"]
 
 BASELINE = "transformer"
-_BEYOND = math.log(1.25)  # how far the baseline's loss is extended past its smallest and its largest size
+_BEYOND = math.log(1.25)  # the baseline's loss is extrapolated this far in ln(parameters)
 
 Run = Mapping[str, Any]
 Points = Sequence[tuple[float, float]]
-
-
-def student_quantile(freedom: int, confidence: float = 0.95) -> float:
-    """The t for which Student's t with `freedom` degrees lies within -t and t with this probability.
-
-    From the finite series of its distribution in theta = atan(t / sqrt(freedom)), Abramowitz and Stegun 26.7.3-4.
-    """
-
-    def within(theta: float) -> float:
-        odd = freedom % 2
-        total, term = 0.0, math.cos(theta) if odd else 1.0
-        for k in range(odd + 1, freedom, 2):
-            total += term
-            term *= math.cos(theta) ** 2 * k / (k + 1)
-        return 2 / math.pi * (theta + math.sin(theta) * total) if odd else math.sin(theta) * total
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if within(middle) < confidence else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
 
 
 def interval(values: Sequence[float]) -> dict[str, Any]:
     """The mean with its 95 % confidence interval by Student's t, which one value does not have."""
     mean, half = statistics.fmean(values), None
     if len(values) > 1:
-        half = student_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+        from scipy import stats
+
+        half = float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
     return {
         "mean": mean,
         "low": None if half is None else mean - half,
@@ -63,23 +44,24 @@ def rows_of(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
 
     A loss that is not finite leaves its method without a mean and without differences.
     """
-    found: dict[str, list[dict[str, Any]]] = {}
+    tables: dict[str, list[dict[str, Any]]] = {}
     for size in dict.fromkeys(run["size"] for run in runs):
-        here = [run for run in runs if run["size"] == size]
-        flops = min(run["training_flops"] for run in here)
-        matched = {(run["method"], run["seed"]): _loss_after(run, flops) for run in here}
-        final = {(run["method"], run["seed"]): run["loss"] for run in here}
-        found[size] = []
-        for method in dict.fromkeys(run["method"] for run in here):
-            own = [run for run in here if run["method"] == method]
-            losses = [run["loss"] for run in own]
-            seeds = [run["seed"] for run in own]
+        of_size = [run for run in runs if run["size"] == size]
+        flops = min(run["training_flops"] for run in of_size)
+        matched = {(run["method"], run["seed"]): _loss_after(run, flops) for run in of_size}
+        final = {(run["method"], run["seed"]): run["loss"] for run in of_size}
+        tables[size] = []
+        for method in dict.fromkeys(run["method"] for run in of_size):
+            of_method = [run for run in of_size if run["method"] == method]
+            losses = [run["loss"] for run in of_method]
+            seeds = [run["seed"] for run in of_method]
             by_size = [_baseline(runs, seed) for seed in seeds]
             expected = [
-                _on_line(points, math.log(run["parameters"]), _BEYOND) for run, points in zip(own, by_size, strict=True)
+                _on_line(points, math.log(run["parameters"]), _BEYOND)
+                for run, points in zip(of_method, by_size, strict=True)
             ]
             equal_parameters = _differences(losses, expected)
-            found[size].append(
+            tables[size].append(
                 {
                     "method": method,
                     "seeds": seeds,
@@ -95,20 +77,21 @@ def rows_of(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
                     ),
                     "equal_parameters": None if method == BASELINE else equal_parameters,
                     "baseline_parameters": None if equal_parameters is None else _parameters_for(losses, by_size),
-                    "parameters": own[0]["parameters"],
-                    "cache_bytes_per_token": own[0]["cache_bytes_per_token"],
-                    "training_flops": own[0]["training_flops"],
-                    "step_seconds": statistics.median(run["step_seconds"] for run in own),
-                    "tokens_per_second": statistics.median(run["tokens_per_second"] for run in own),
-                    "peak_memory": max(run["peak_memory"] for run in own),
+                    "parameters": of_method[0]["parameters"],
+                    "cache_bytes_per_token": of_method[0]["cache_bytes_per_token"],
+                    "training_flops": of_method[0]["training_flops"],
+                    "step_seconds": statistics.median(run["step_seconds"] for run in of_method),
+                    "tokens_per_second": statistics.median(run["tokens_per_second"] for run in of_method),
+                    "peak_memory": max(run["peak_memory"] for run in of_method),
                 }
             )
-    return found
+    return tables
 
 
-def _differences(ours: Sequence[float | None], theirs: Sequence[float | None]) -> dict[str, Any] | None:
-    pairs = [(one, other) for one, other in zip(ours, theirs, strict=True) if one is not None and other is not None]
-    return interval([one - other for one, other in pairs]) if len(pairs) == len(ours) else None
+def _differences(losses: Sequence[float | None], baseline: Sequence[float | None]) -> dict[str, Any] | None:
+    pairs = zip(losses, baseline, strict=True)
+    differences = [loss - base for loss, base in pairs if loss is not None and base is not None]
+    return interval(differences) if len(differences) == len(losses) else None
 
 
 def _loss_after(run: Run, flops: float) -> float | None:
@@ -136,16 +119,16 @@ def _on_line(points: Points, x: float, beyond: float) -> float | None:
 
 def _parameters_for(losses: Sequence[float], by_size: Sequence[Points]) -> float | None:
     """The baseline's parameters for these losses, the geometric mean over the seeds; `None` if any are out of reach."""
-    found = []
+    logarithms = []
     for loss, points in zip(losses, by_size, strict=True):
-        turned = [(y, x) for x, y in reversed(points)]
-        if any(left[0] >= right[0] for left, right in pairwise(turned)):
+        swapped = [(y, x) for x, y in reversed(points)]
+        if any(left[0] >= right[0] for left, right in pairwise(swapped)):
             return None  # a larger model with a larger loss
-        logarithm = _on_line(turned, loss, math.inf)
+        logarithm = _on_line(swapped, loss, math.inf)
         if logarithm is None or not points[0][0] - _BEYOND <= logarithm <= points[-1][0] + _BEYOND:
             return None
-        found.append(logarithm)
-    return math.exp(statistics.fmean(found))
+        logarithms.append(logarithm)
+    return math.exp(statistics.fmean(logarithms))
 
 
 def markdown(study: Mapping[str, Any]) -> str:
@@ -174,9 +157,9 @@ def markdown(study: Mapping[str, Any]) -> str:
     return "\n".join(lines[1:])
 
 
-def _with_interval(found: Mapping[str, Any] | None) -> str:
-    if found is None:
+def _with_interval(estimate: Mapping[str, Any] | None) -> str:
+    if estimate is None:
         return ""
-    if found["low"] is None:
-        return f"{found['mean']:+.4f}"
-    return f"{found['mean']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]"
+    if estimate["low"] is None:
+        return f"{estimate['mean']:+.4f}"
+    return f"{estimate['mean']:+.4f} [{estimate['low']:+.4f}, {estimate['high']:+.4f}]"

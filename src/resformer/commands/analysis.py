@@ -3,11 +3,11 @@
 import os
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from resformer.commands.terminal import AsJson, app, echo, own_command, reporting_errors, row, told_as_json
+from resformer.commands.terminal import AsJson, app, echo, own_command, print_json, reporting_errors, row
 
 if TYPE_CHECKING:
     from resformer.analysis import Analysis
@@ -22,24 +22,25 @@ _SHOWN = {
     "hidden_norm_ratio": "hidden norm",
     "similarity": "similarity",
 }
+_OUTCOMES = {True: "holds", False: "does not hold", None: "no finding"}
 
 
 @app.command()
 def analyze(
     checkpoints: Annotated[
-        list[str], typer.Argument(metavar="CHECKPOINT...", help="Folders or Hub ids; several are laid side by side.")
+        list[str], typer.Argument(metavar="CHECKPOINT...", help="Folders or Hub ids; several are compared.")
     ],
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="A UTF-8 file to read; repeatable. [default: the standard library's sources]"),
+        typer.Option(help="A UTF-8 file to read; repeatable. [default: sources of Python's standard library]"),
     ] = None,
-    texts: Annotated[int, typer.Option(min=1, help="Read at most so many texts, of --max-tokens each.")] = 32,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a text.")] = 512,
+    texts: Annotated[int, typer.Option(min=1, help="Most texts to read, of --max-tokens each.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of a text.")] = 512,
     output: Annotated[Path | None, typer.Option(help="Folder for analysis.json, figures and report.html.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Another checkpoint's tokenizer, for all of them.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="The checkpoint whose tokenizer all of them use.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... [default: an accelerator if there is one]")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an output folder that is not empty.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier report.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure attention sinks, value drains, hidden peaks and token similarity of checkpoints, layer by layer."""
@@ -53,17 +54,25 @@ def analyze(
 
         from resformer.analysis import Report, read_texts, standard_texts, write_report
         from resformer.analysis import analyze as analyze_one
+        from resformer.analysis.claims import judge
         from resformer.analysis.figures import require_matplotlib
         from resformer.files import check_target
 
-        if output is not None:  # known before the work is done
+        if output is not None:  # fail before the measuring
             require_matplotlib()
-            check_target(output, None, force=force)
-        found: list[Analysis] = []
+            check_target(
+                output,
+                *checkpoints,
+                *(text or []),
+                *([tokenizer] if tokenizer else []),
+                mark="analysis.json",
+                force=force,
+            )
+        analyses: list[Analysis] = []
         for checkpoint, name in zip(checkpoints, _names(checkpoints), strict=True):
             with tqdm(total=texts, desc=name, unit="text", leave=False) as bar:
                 read = read_texts(text, texts=texts, max_tokens=max_tokens) if text else standard_texts(texts)
-                found.append(
+                analyses.append(
                     analyze_one(
                         checkpoint,
                         read,
@@ -75,35 +84,35 @@ def analyze(
                         progress=bar.update,
                     )
                 )
-        report = Report(found, own_command())
+        report = Report(analyses, own_command())
         if output is not None:
             write_report(report, output, force=force)
-        if told_as_json(report, as_json):
+        if print_json(report, as_json):
             return
-        for analysis in found:
-            _print(analysis)
+        for analysis, verdicts in zip(analyses, judge(analyses), strict=True):
+            _print(analysis, verdicts)
         if output is not None:
             row("report", output / "report.html")
 
 
 def _names(checkpoints: list[str]) -> list[str]:
-    """The last part of each, or all of it where two would be called the same."""
+    """The last part of each path or id, or all of it where two last parts are equal."""
     short = [os.path.basename(os.path.normpath(checkpoint)) for checkpoint in checkpoints]
     return [
         checkpoint if Counter(short)[name] > 1 else name for checkpoint, name in zip(checkpoints, short, strict=True)
     ]
 
 
-def _print(analysis: "Analysis") -> None:
-    from resformer.analysis.claims import CLAIMS, DEPTH_CLAIMS, judge
+def _print(analysis: "Analysis", verdicts: list[dict[str, Any]]) -> None:
+    from resformer.analysis.claims import CLAIMS, DEPTH_CLAIMS
     from resformer.analysis.page import number
 
     echo(f"{analysis.name}: {analysis.texts:,} texts, {analysis.tokens:,} tokens; of the first token:")
     echo("layer" + "".join(f"{heading:>13}" for heading in _SHOWN.values()))
     for layer in range(analysis.layers):
         echo(f"{layer:5}" + "".join(f"{number(analysis.mean(quantity)[layer]):>13}" for quantity in _SHOWN))
-    for verdict in judge(analysis):
+    for verdict in verdicts:
         where = "" if verdict["layer"] is None else f" in layer {verdict['layer']}"
-        word = "holds" if verdict["holds"] else "does not hold"
+        word = _OUTCOMES[verdict["holds"]]
         echo(f"{word:14}{number(verdict['value'])}{where}. {(CLAIMS | DEPTH_CLAIMS)[verdict['claim']]}")
     echo()

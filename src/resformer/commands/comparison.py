@@ -41,8 +41,8 @@ def compare(
     split: Annotated[str, typer.Option(help="Split of a Hub dataset.")] = "train",
     text_column: Annotated[str, typer.Option(help="Column that holds the text.")] = "text",
     sample_by: Annotated[
-        str, typer.Option(help="A document of a plain text file: paragraph, line, document.")
-    ] = "paragraph",
+        str, typer.Option(help="A document of a plain text file: document, paragraph, line.")
+    ] = "document",
     tokenizer: Annotated[
         str | None,
         typer.Option(
@@ -76,7 +76,7 @@ def compare(
 
     A study that was stopped goes on when the command is given again.
     """
-    with reporting_errors():
+    with reporting_errors("Finished runs are kept; give the command again to go on."):
         if steps is None:
             if tokens is None:
                 raise ValueError("the budget is missing: give --steps or --tokens.")
@@ -84,7 +84,7 @@ def compare(
         elif tokens is not None:
             raise ValueError(f"--steps is {steps} and --tokens {tokens}: give one of them.")
         from resformer.training.study.comparison import StudyOptions, names, plan_study, run_study
-        from resformer.training.study.paired_run import Recipe
+        from resformer.training.study.paired_run import RunSettings
         from resformer.training.study.table import markdown
 
         if learning_rate is None:
@@ -93,7 +93,7 @@ def compare(
             connection_learning_rate = 3e-4
         options = StudyOptions(
             output,
-            Recipe(
+            RunSettings(
                 steps=steps,
                 batch=batch,
                 micro_batch=micro_batch,
@@ -126,6 +126,10 @@ def compare(
             for each in plan["runs"]:
                 row(each["size"], f"{each['method']}, {each['parameters']:,} parameters, {each['to_do']} runs to do")
             row("data", f"{plan['data']['name']}, {plan['data']['training_tokens']:,} tokens to train on")
+            row(
+                "held out",
+                f"{plan['data']['held_out_tokens']:,} tokens of {plan['data']['held_out_documents']:,} documents",
+            )
             row("budget", f"{plan['steps']:,} steps, {plan['tokens']:,} tokens, {plan['epochs']:.2f} epochs a run")
             row("time", f"{plan['seconds'] / 60:,.1f} min at the speed of transformer's first steps")
             row("would write", output)
@@ -136,6 +140,6 @@ def compare(
             if os.environ.get("RANK", "0") == "0":
                 echo(f"Interrupted. Go on with: {own_command()}", err=True)
             raise typer.Exit(INTERRUPTED) from None
-        if report is None:  # a process that helps the first one
+        if report is None:  # not the first process
             return
         echo(json.dumps(report, indent=2) if as_json else markdown(report))

@@ -15,10 +15,10 @@ from resformer.commands.terminal import (
     app,
     assignments,
     echo,
+    print_json,
     reporting_errors,
     row,
     size,
-    told_as_json,
 )
 
 __all__ = ["bundle", "convert", "inspect", "revert", "verify"]
@@ -26,12 +26,12 @@ __all__ = ["bundle", "convert", "inspect", "revert", "verify"]
 
 _Source = Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or a Hub id.")]
 _Output = Annotated[Path, typer.Argument(help="The folder to write; new or empty.")]
-_Force = Annotated[bool, typer.Option("--force", help="Replace what OUTPUT holds.")]
+_Force = Annotated[bool, typer.Option("--force", help="Replace an earlier result.")]
 _Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
 _Link = Annotated[
     bool, typer.Option("--link", help="Hard-link weight files that do not change: instant, but edits reach both.")
 ]
-_Durable = Annotated[bool, typer.Option("--durable", help="Wait until all of it is on the disk: power may fail.")]
+_Durable = Annotated[bool, typer.Option("--durable", help="Wait until the disk has all of it, against power failures.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, write nothing.")]
 
 
@@ -98,26 +98,26 @@ def convert(
             allow_pickle=allow_pickle,
             **assignments(set_ or []),
         )
-        if told_as_json(report, as_json):
+        if print_json(report, as_json):
             return
         added = sum(report.added.values())
-        row("source", f"{report.source} ({report.family}, {report.dtype})")
+        dequantised = " dequantised" if report.dequantised else ""
+        row("source", f"{report.source} ({report.family}, {report.source_dtype}{dequantised})")
         row("method", f"{report.method} {json.dumps(report.fields)}")
         row("parameters", f"{report.parameters:,}: {added:,} added in {len(report.added)} tensors")
         row("tensors", f"{report.kept} kept, {len(report.added)} new, {len(report.dropped)} dropped")
-        _tell_transfer(report)
+        _print_transfer(report)
+        if report.rounded or report.dtype != report.source_dtype:
+            row("dtype", f"{report.source_dtype} to {report.dtype}: {report.rounded} tensors rounded")
         if report.rounding.overflowed or report.rounding.flushed:
-            row(
-                "rounding",
-                f"{report.rounding.overflowed:,} numbers became infinite, {report.rounding.flushed:,} became 0",
-            )
+            row("rounding", f"{report.rounding.overflowed:,} became infinite, {report.rounding.flushed:,} became 0")
         for loss in report.losses:
             row("lossy", loss)
         if report.left_behind:
             row("left behind", ", ".join(report.left_behind))
         if dry_run:
             row("memory", f"{size(report.memory)} to compare logits, little else")
-        _tell_result(report, dry_run)
+        _print_result(report, dry_run)
 
 
 @app.command()
@@ -146,13 +146,15 @@ def revert(
             verify=verify.value,
             durable=durable,
         )
-        if told_as_json(report, as_json):
+        if print_json(report, as_json):
             return
         row("source", report.source)
         row("family", report.family)
         row("tensors", f"{report.kept} kept, {len(report.removed)} removed")
-        _tell_transfer(report)
-        _tell_result(report, dry_run)
+        _print_transfer(report)
+        if report.left_behind:
+            row("left behind", ", ".join(report.left_behind))
+        _print_result(report, dry_run)
 
 
 @app.command()
@@ -181,15 +183,15 @@ def bundle(
             verify=verify.value,
             durable=durable,
         )
-        if told_as_json(report, as_json):
+        if print_json(report, as_json):
             return
         row("source", report.source)
         row("code", ", ".join(f"{name} ({size(count)})" for name, count in report.code.items()))
         row("loads with", ", ".join(report.auto_map))
-        _tell_transfer(report)
+        _print_transfer(report)
         if report.left_behind:
             row("left behind", ", ".join(report.left_behind))
-        _tell_result(report, dry_run)
+        _print_result(report, dry_run)
 
 
 @app.command()
@@ -198,20 +200,21 @@ def verify(
     other: Annotated[str, typer.Argument(help="Another one, its retrofit for example.")],
     verify: _Verify = Verification.AUTO,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of ONE.")] = None,
+    other_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of OTHER.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints' tensors byte for byte, and their logits. Exit code 4 if they differ."""
     with reporting_errors():
         from resformer.convert import verify as compare
 
-        comparison = compare(one, other, verify=verify.value, revision=revision)
+        comparison = compare(one, other, verify=verify.value, revision=revision, other_revision=other_revision)
         if as_json:
             echo(json.dumps(comparison.as_dict(), indent=2, sort_keys=True))
         else:
-            what = "of one form" if verify is Verification.HEADERS else "identical byte for byte"
+            what = "of the same dtype and shape" if verify is Verification.HEADERS else "identical byte for byte"
             row("tensors", f"{comparison.identical} {what}, {len(comparison.different)} different")
-            for name, far in comparison.different.items():
-                row("", f"{name}: " + ("shapes or kinds differ" if far is None else f"by up to {far:.3g}"))
+            for name, difference in comparison.different.items():
+                row("", f"{name}: " + ("shapes differ" if difference is None else f"by up to {difference:.3g}"))
             row("only in one", ", ".join(comparison.only_in_one) or "-")
             row("only in other", ", ".join(comparison.only_in_other) or "-")
             row("logits", comparison.logits or "not compared")
@@ -230,36 +233,39 @@ def inspect(
     with reporting_errors():
         from resformer.convert import inspect as inspect_checkpoint
 
-        found = inspect_checkpoint(source, revision=revision)
-        if told_as_json(found, as_json):
+        report = inspect_checkpoint(source, revision=revision)
+        if print_json(report, as_json):
             return
-        row("source", found.source)
-        row("model", f"{found.model_type}, backbone of {found.family or 'no family'}")
-        row("method", f"{found.method or 'without a name'} {json.dumps(found.fields)}")
-        row("files", f"{found.files}, {size(found.bytes)}")
-        dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in found.dtypes.items())
-        row("parameters", f"{found.parameters:,} ({dtypes})")
-        for name, shape in found.added.items():
+        row("source", report.source)
+        row("model", f"{report.model_type}, backbone of {report.family or 'no family'}")
+        row("method", f"{report.method or 'without a name'} {json.dumps(report.fields)}")
+        row("files", f"{report.files}, {size(report.bytes)}")
+        dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in report.dtypes.items())
+        row("parameters", f"{report.parameters:,} ({dtypes})")
+        for name, shape in report.added.items():
             row("", f"{name} {shape}")
-        heads = f"{found.attention_heads} heads, {found.key_value_heads} for keys and values, of {found.head_dim}"
-        tied = ", tied" if found.tied else ""
-        row("shape", f"{found.layers} layers, {found.hidden_size} wide, {heads}, {found.vocab_size:,} tokens{tied}")
-        row("cache", f"{found.cache_bytes_per_token:,} bytes a token, {found.cache_share:.0%} of the full one")
+        heads = f"{report.attention_heads} heads, {report.key_value_heads} for keys and values, of {report.head_dim}"
+        tied = ", tied" if report.tied else ""
+        row(
+            "shape",
+            f"{report.layers} layers, {report.hidden_size} wide, {heads}, {report.vocab_size:,} tokens{tied}",
+        )
+        row("cache", f"{report.cache_bytes_per_token:,} bytes a token, {report.cache_share:.0%} of the full one")
         by_size: dict[int, list[str]] = {}
-        for name, count in found.cache_bytes_per_token_by_method.items():
+        for name, count in report.cache_bytes_per_token_by_method.items():
             by_size.setdefault(count, []).append(name)
         for count, names in sorted(by_size.items()):
             row("", f"{count:,} with {'every other method' if count == max(by_size) else ', '.join(names)}")
-        _tell_matrix("M, values", found.value_mixing_matrix, shift=0)
-        _tell_matrix("D, depth", found.depth_mixing_matrix, shift=1)
+        _print_matrix("M, values", report.value_mixing_matrix, shift=0)
+        _print_matrix("D, depth", report.depth_mixing_matrix, shift=1)
 
 
-def _tell_transfer(report: Any) -> None:
+def _print_transfer(report: Any) -> None:
     moved = ", ".join(f"{size(count)} {how}" for how, count in vars(report.transfer).items() if count)
     row("files", f"{report.carried_files} carried over whole, {report.written_files} written: {moved}")
 
 
-def _tell_result(report: Any, dry_run: bool) -> None:
+def _print_result(report: Any, dry_run: bool) -> None:
     if dry_run:
         row("would write", report.output)
         row("do it", shlex.join(["resformer", *(word for word in sys.argv[1:] if word != "--dry-run")]))
@@ -270,7 +276,7 @@ def _tell_result(report: Any, dry_run: bool) -> None:
     row("wrote", report.output)
 
 
-def _tell_matrix(name: str, matrix: list[list[float]] | None, shift: int) -> None:
+def _print_matrix(name: str, matrix: list[list[float]] | None, shift: int) -> None:
     """The rows that are not plain Llama's, each with its coefficients."""
     if matrix is None:
         row(name, "plain Llama")

@@ -20,15 +20,17 @@ def _batch_size(text: str) -> int | str:
 
 @app.command("eval")
 def evaluate(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder or a Hub id, ours or any causal model.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="A checkpoint folder or Hub id, of a ResFormer or any causal model.")
+    ],
     tasks: Annotated[str, typer.Option(help="Names of tasks or groups, patterns, task files; separated by commas.")],
-    include_path: Annotated[Path | None, typer.Option(help="A folder with task files of your own.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Only so many documents of each task.", min=1)] = None,
+    include_path: Annotated[Path | None, typer.Option(help="A folder with further task files.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Most documents of each task.", min=1)] = None,
     batch_size: Annotated[
         str, typer.Option(metavar="auto|N", help="Sequences at a time; auto fills an accelerator's memory.")
     ] = "1",
     num_fewshot: Annotated[
-        int | None, typer.Option(help="Examples before each question; default: what the task says.", min=0)
+        int | None, typer.Option(help="Examples before each question; default: the task's.", min=0)
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the results file.")] = False,
@@ -38,7 +40,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Run tasks of lm-evaluation-harness on a checkpoint."""
-    with reporting_errors():
+    with reporting_errors("No results were written."):
         from resformer import evaluation
 
         if output is not None:
@@ -54,9 +56,9 @@ def evaluate(
             device=device,
             dtype=dtype,
         )
-        if results is None:  # a process that helps the first one
+        if results is None:  # not the first of several processes
             return
-        # Told before it is written: a full disk then costs no evaluation.
+        # Printed before it is written, so that a full disk does not lose the results.
         for line in [evaluation.results_json(results)] if as_json else evaluation.results_table(results):
             echo(line)
         if output is not None:

@@ -30,24 +30,24 @@ def methods(
 
 @app.command()
 def env(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
-    """Print what a bug report needs: versions, processor, accelerators, settings; secrets are masked."""
+    """Print versions, processor, accelerators and settings for a bug report; secrets are masked."""
     with reporting_errors():
         from resformer.environment import describe_environment
 
-        found = describe_environment()
+        environment = describe_environment()
         if as_json:
-            echo(json.dumps(found, indent=2))
+            echo(json.dumps(environment, indent=2))
             return
-        packages, variables = found.pop("packages"), found.pop("variables")
-        if found["memory"] is not None:
-            found["memory"] = size(found["memory"])
-        for name, value in {**packages, **found, **variables}.items():
+        packages, variables = environment.pop("packages"), environment.pop("variables")
+        if environment["memory"] is not None:
+            environment["memory"] = size(environment["memory"])
+        for name, value in {**packages, **environment, **variables}.items():
             row(f"{name} ", "-" if value is None or value == [] else value)
 
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option(help="Where the checkpoints go.")] = Path("demo"),
+    output: Annotated[Path, typer.Option(help="Folder for the checkpoints.")] = Path("demo"),
     model: Annotated[
         str | None, typer.Option(help="A checkpoint folder, .gguf file or Hub id instead of SmolLM2-135M.")
     ] = None,
@@ -55,10 +55,10 @@ def demo(
     steps: Annotated[int, typer.Option(help="Fine-tuning steps of each model.", min=1)] = 12,
     block: Annotated[int, typer.Option(help="Tokens per training sequence.", min=8)] = 512,
     batch: Annotated[int, typer.Option(help="Sequences per step.", min=1)] = 2,
-    prompt: Annotated[str, typer.Option(help="What to generate from at the end.")] = "def read_lines(path):\n",
+    prompt: Annotated[str, typer.Option(help="The prompt to generate from at the end.")] = "def read_lines(path):\n",
 ) -> None:
-    """Retrofit a real model, prove it unchanged, fine-tune it beside the original, save, reload, generate."""
-    with reporting_errors():
+    """Retrofit a model, check that its logits are unchanged, fine-tune both, save, reload and generate."""
+    with reporting_errors("Finished checkpoints stay in the output folder; run the command again."):
         from resformer.demo import run_demo
 
         run_demo(output=output, model=model, method=method, steps=steps, block=block, batch=batch, prompt=prompt)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from resformer.commands.terminal import AsJson, app, echo, reporting_errors, row, size, told_as_json
+from resformer.commands.terminal import AsJson, app, echo, print_json, reporting_errors, row, size
 
 __all__ = ["push"]
 
@@ -28,7 +28,7 @@ def push(
     as_json: AsJson = False,
 ) -> None:
     """Put a checkpoint on the Hub, in one commit. The token is HF_TOKEN, or that of `hf auth login`."""
-    with reporting_errors():
+    with reporting_errors("What was uploaded is not sent again: run the command again."):
         from resformer.pushing import push_checkpoint
 
         report = push_checkpoint(
@@ -42,7 +42,7 @@ def push(
             tag=tag,
             dry_run=dry_run,
         )
-        if told_as_json(report, as_json):
+        if print_json(report, as_json):
             return
         row("checkpoint", report.checkpoint)
         row("repository", f"{report.repo_id}, {report.revision}")

@@ -1,7 +1,4 @@
-"""What all commands share: the application, its errors and exit codes, and how they speak.
-
-Data goes to stdout, words for people to stderr.
-"""
+"""What all commands share: the application, errors and exit codes, and output: data to stdout, messages to stderr."""
 
 import json
 import os
@@ -28,10 +25,10 @@ __all__ = [
     "echo",
     "json_or_text",
     "own_command",
+    "print_json",
     "reporting_errors",
     "row",
     "size",
-    "told_as_json",
 ]
 
 FAILED, USAGE, INVALID_INPUT, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 4, 130
@@ -64,8 +61,14 @@ def _common(
 
 
 @contextmanager
-def reporting_errors() -> Iterator[None]:
-    """Turns exceptions into one line on stderr and the exit code that the design gives them."""
+def reporting_errors(
+    interrupted: str = "Nothing was left behind; run the command again.",
+) -> Iterator[None]:
+    """Turns exceptions into one line on stderr and an exit code: see `_exit_code`.
+
+    Args:
+        interrupted: what to say after Ctrl-C.
+    """
     before = {}
     try:
         _quiet_off_a_terminal()
@@ -73,7 +76,7 @@ def reporting_errors() -> Iterator[None]:
             before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         yield
     except KeyboardInterrupt:
-        echo("Interrupted. Nothing was left behind; run the command again.", err=True)
+        echo(f"Interrupted. {interrupted}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
         if _options["traceback"] or isinstance(error, typer.Exit):
@@ -88,12 +91,12 @@ def reporting_errors() -> Iterator[None]:
 
 
 def echo(text: object = "", err: bool = False) -> None:
-    """Prints a line of ours; a stranger's file may have named something in it: letters alone reach the terminal."""
+    """Prints a line without control characters: a hostile file name could move the cursor."""
     typer.echo(plain(text), err=err)
 
 
 def assignments(pairs: list[str]) -> dict[str, Any]:
-    """`name=value` pairs of `--set`, the values as `json_or_text`."""
+    """The `name=value` pairs of `--set`; each value goes through `json_or_text`."""
     values = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -104,7 +107,7 @@ def assignments(pairs: list[str]) -> dict[str, Any]:
 
 
 def json_or_text(value: Any) -> Any:
-    """Text that is JSON is read as JSON (`dwa=true`, `value_sources=[0,0,2,2]`, 5e-5, which YAML takes for text)."""
+    """Reads a text as JSON if it is JSON: `true`, `[0,0,2,2]`, or 5e-5, which YAML takes for text."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError:
@@ -112,12 +115,12 @@ def json_or_text(value: Any) -> Any:
 
 
 def own_command(*more: str) -> str:
-    """The command as the user gave it, with something added."""
+    """The command as the user gave it, and further options."""
     return " ".join(["resformer", shlex.join(sys.argv[1:]), *more])
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """A polite kill is a Ctrl-C, which clears up what was begun; a second one must not stop the clearing up."""
+    """SIGTERM is handled as Ctrl-C: the run cleans up. Further signals are ignored, or they would stop the cleaning."""
     for other in (signal.SIGINT, signal.SIGTERM):
         signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt
@@ -141,7 +144,7 @@ def _is_validation(error: Exception) -> bool:
 
 def _quiet_off_a_terminal() -> None:
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported, which nothing has done yet
+        os.environ.setdefault("TQDM_DISABLE", "1")  # must be set before tqdm is imported
 
 
 def row(name: str, value: object) -> None:
@@ -149,7 +152,7 @@ def row(name: str, value: object) -> None:
 
 
 def size(count: float) -> str:
-    """Bytes, in the unit that suits them."""
+    """A number of bytes, from bytes to TB."""
     unit = "bytes"
     for larger in ("kB", "MB", "GB", "TB"):
         if count < 1000:
@@ -158,8 +161,8 @@ def size(count: float) -> str:
     return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
 
 
-def told_as_json(report: Any, as_json: bool) -> bool:
-    """Warnings go to stderr in any case; returns whether the rest has been told too."""
+def print_json(report: Any, as_json: bool) -> bool:
+    """Prints the warnings to stderr and, with `as_json`, the report to stdout; returns `as_json`."""
     for warning in report.warnings:
         echo(f"Warning: {brief(warning, 4000)}", err=True)
     if as_json:

@@ -41,13 +41,15 @@ def finetune(
     output: Annotated[str | None, typer.Argument(help="The folder to write; new or empty.")] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Text, JSON, CSV or parquet file, a folder of them, or Hub id[:configuration]; repeatable."),
+        typer.Option(
+            help="Text, JSON, CSV, parquet file; folder; Hub id[:configuration]; standard-library; repeatable."
+        ),
     ] = None,
     split: Annotated[str | None, typer.Option(help="Split of a Hub dataset.  [default: train]")] = None,
     text_column: Annotated[str | None, typer.Option(help="Column that holds the text.  [default: text]")] = None,
     sample_by: Annotated[
         str | None,
-        typer.Option(help="A document of a plain text file: paragraph, line, document.  [default: paragraph]"),
+        typer.Option(help="A document of a plain text file: document, paragraph, line.  [default: document]"),
     ] = None,
     streaming: Annotated[
         bool | None, typer.Option("--streaming", help="Read as it trains, never all; needs --steps.")
@@ -56,6 +58,13 @@ def finetune(
     epochs: Annotated[float | None, typer.Option(help="Passes over the data.  [default: 1]")] = None,
     block: Annotated[
         int | None, typer.Option(help="Tokens per sequence.  [default: 1024, or all of the model's positions]")
+    ] = None,
+    separate_documents: Annotated[
+        bool | None,
+        typer.Option(
+            "--separate-documents/--join-documents",
+            help="Whether documents that are packed into a sequence are hidden from each other.  [default: separate]",
+        ),
     ] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences per device and pass.  [default: 8]")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Passes per step.  [default: 1]")] = None,
@@ -82,7 +91,8 @@ def finetune(
         bool | None, typer.Option("--gradient-checkpointing", help="Less memory, more time.")
     ] = None,
     compile_: Annotated[bool | None, typer.Option("--compile", help="Use torch.compile.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Weights in training and as saved.  [default: float32]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights in training.  [default: float32]")] = None,
+    save_dtype: Annotated[str | None, typer.Option(help="Of the weights as saved.  [default: --dtype]")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Checkpoint with the tokenizer.  [default: MODEL]")] = None,
     set_: Annotated[
         list[str] | None,
@@ -91,7 +101,7 @@ def finetune(
     config: Annotated[Path | None, typer.Option(help="YAML file of these options; the command line wins.")] = None,
     resume: Annotated[bool | None, typer.Option("--resume", help="Go on with a run that was stopped.")] = None,
     force: Annotated[
-        bool | None, typer.Option("--force", help="Replace what OUTPUT holds, and discard an unfinished run.")
+        bool | None, typer.Option("--force", help="Replace an earlier result, and discard an unfinished run.")
     ] = None,
     dry_run: Annotated[
         bool | None, typer.Option("--dry-run", help="Read and pack the data; train and write nothing.")
@@ -102,12 +112,15 @@ def finetune(
     given = {name.rstrip("_"): value for name, value in locals().items() if value is not None}
     for name in ("set", "config", "as_json"):
         given.pop(name, None)
-    with reporting_errors():
+    with reporting_errors("Nothing was written; run the command again."):
         first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun or accelerate has started
+        from resformer.files import check_apart
         from resformer.training.recipe import FinetuneOptions, finetune_checkpoint
 
         from_file = _read_file(config) if config is not None else {}
         options = FinetuneOptions.from_mapping({**from_file, **assignments(set_ or []), **given})
+        if config is not None:
+            check_apart(Path(options.output), config)
         try:
             report = finetune_checkpoint(options)
         except KeyboardInterrupt:
@@ -124,6 +137,8 @@ def finetune(
         training = "a stream" if report.training_blocks is None else f"{report.training_blocks:,} blocks"
         row("model", f"{options.model}, {report.parameters:,} parameters")
         row("data", f"{training}, {report.held_out_blocks:,} held out, of {report.block:,} tokens")
+        for source, count in report.held_out_by_source.items():
+            row("held out", f"of {count:,} documents of {source}")
         if options.dry_run:
             row("would write", options.output)
             return
@@ -136,3 +151,5 @@ def finetune(
         row("loss", f"{report.loss_before:.4f} -> {report.loss_after:.4f} on the held-out blocks")
         row("perplexity", f"{report.perplexity_before:.3f} -> {report.perplexity_after:.3f}")
         row("wrote", options.output)
+        if report.url is not None:
+            row("pushed", report.url)

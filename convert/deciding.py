@@ -1,0 +1,96 @@
+"""What the result of a conversion is to be: the one thing in which `retrofit`, `revert` and `bundle` differ."""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+
+from resformer.convert.reading import SideFile
+from resformer.convert.safetensors_format import FLOATING, Tensor
+from resformer.convert.source import OpenedSource
+from resformer.convert.verification import same_bytes
+from resformer.errors import CheckpointError, listed
+
+__all__ = ["EMBEDDING", "HEAD", "Decision", "check_tensors", "config_text"]
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+#: Old Llamas stored what follows from config.json; Transformers passes over it.
+_OLD_BUFFER = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The result, as it follows from the source and what the user asked for. Nothing is planned or written yet."""
+
+    source: OpenedSource
+    config: str  # the text of its config.json
+    dtype: torch.dtype  # of most of its weights
+    cast: str | None = None  # code of the dtype that the source's floating tensors are converted to; None: they stay
+    dropped: Collection[str] = ()  # tensors of the source that it lacks
+    added: tuple[Tensor, ...] = ()
+    side_files: tuple[SideFile, ...] = ()  # beside those that the source's checkpoint has
+    losses: tuple[str, ...] = ()  # why it does not compute what the source does; empty if it does
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether its logits must be the source's, bit for bit."""
+        return not self.losses and self.dtype == self.source.dtype
+
+
+def check_tensors(source: OpenedSource, expected: Mapping[str, tuple[int, ...]]) -> tuple[bool, list[str]]:
+    """Compares the tensors of the source with those that its configuration asks for.
+
+    Args:
+        expected: name -> shape of every tensor, both ends of a tie among them.
+
+    Returns:
+        whether the head is tied to the embeddings (what the file holds decides, as in Transformers), and notes.
+
+    Raises:
+        CheckpointError: a tensor is missing, too many, of the wrong shape, or quantised.
+    """
+    folder, tensors = source.folder, source.checkpoint.tensors
+    tied, notes = bool(source.config.tie_word_embeddings), []
+    required = dict(expected)
+    if tied and HEAD not in tensors:
+        required.pop(HEAD, None)
+    elif tied and EMBEDDING not in tensors:
+        required.pop(EMBEDDING)
+    elif tied and not same_bytes(tensors[HEAD], tensors[EMBEDDING]):
+        tied = False
+        notes.append(
+            f"{folder}: config.json ties lm_head.weight to the embeddings, but the two differ; the result has "
+            "tie_word_embeddings=False, which is how Transformers loads the source."
+        )
+    elif not tied and HEAD in required and HEAD not in tensors:
+        raise CheckpointError(
+            f"{folder}: missing keys: config.json has tie_word_embeddings=False and no shard has lm_head.weight: it "
+            "would be random. If the head is the embedding matrix, set tie_word_embeddings to true."
+        )
+    if missing := required.keys() - tensors.keys():
+        raise CheckpointError(f"{folder}: missing keys: config.json asks for {listed(missing)}.")
+    for name, tensor in tensors.items():
+        if _OLD_BUFFER.fullmatch(name) and tensor.dtype in FLOATING:
+            continue
+        if name not in required:
+            raise CheckpointError(f"{tensor.place}: unexpected: config.json has no place for it.")
+        if tensor.shape != required[name]:
+            raise CheckpointError(
+                f"{tensor.place}: has shape {list(tensor.shape)}, config.json asks for {list(required[name])}."
+            )
+        if tensor.dtype not in FLOATING:
+            raise CheckpointError(
+                f"{tensor.place}: has dtype {tensor.dtype}, expected one of {', '.join(FLOATING)}: quantised "
+                "checkpoints have to be dequantised first."
+            )
+    return tied, notes
+
+
+def config_text(config: PreTrainedConfig, architecture: str, dtype: torch.dtype) -> str:
+    """The text of the result's config.json."""
+    config.architectures = [architecture]
+    config.dtype = dtype
+    return config.to_json_string()

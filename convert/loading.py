@@ -1,0 +1,37 @@
+"""Loads a checkpoint's model with Transformers, without adapters, remote code or the network."""
+
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from resformer.errors import CheckpointError, brief, listed
+
+__all__ = ["load_model"]
+
+#: Where PEFT is installed, Transformers applies the adapter that it finds in this sub-folder: no folder is called so.
+_NO_ADAPTER = {"subfolder": "\0"}
+
+
+def load_model(where: object, config: PreTrainedConfig, **arguments: Any) -> PreTrainedModel:
+    """The causal language model of `config`, in evaluation mode, with every weight from the checkpoint.
+
+    Args:
+        where: the checkpoint, for messages.
+        arguments: further ones of `from_pretrained`.
+
+    Raises:
+        CheckpointError: Transformers does not load it, or not all of it.
+    """
+    try:
+        # The class itself, because AutoModel looks for remote code and adapters.
+        model, loading = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+            **arguments, config=config, local_files_only=True, output_loading_info=True, adapter_kwargs=_NO_ADAPTER
+        )
+    except ImportError:
+        raise  # a missing package, which the message names
+    except Exception as error:  # Transformers, safetensors and gguf raise nearly anything for a bad file
+        raise CheckpointError(f"{where}: cannot be loaded: {brief(error)}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if problems := loading.get(kind):
+            raise CheckpointError(f"{where}: {kind.replace('_', ' ')}: {listed(set(map(str, problems)))}.")
+    return model.eval()

@@ -1,0 +1,159 @@
+"""The model card of a checkpoint folder, from its conversion record and from files of results."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+from jinja2 import UndefinedError
+
+from resformer.configuration import ResFormerConfig
+from resformer.configuration.methods import method_of
+from resformer.convert.source import open_source
+from resformer.errors import CheckpointError
+from resformer.files import replace_text
+from resformer.model_cards import (
+    Metric,
+    carried_metadata,
+    eval_result_files,
+    finetuned_card,
+    harness_metrics,
+    is_as_made,
+    metrics_of,
+    retrofit_card,
+    scratch_card,
+    well_formed,
+)
+from resformer.record import RECORD, read_record
+
+__all__ = ["CheckpointCard", "checkpoint_card"]
+
+#: Fields of a metrics.json that describe a training, under the names of `finetuned_card`'s arguments.
+_TRAINING = ("source", "revision", "method", "corpus", "evaluation_tokens", "runs", "datasets")
+
+
+@dataclass(frozen=True)
+class CheckpointCard:
+    """A model card, and the results that it states."""
+
+    card: ModelCard
+    origin: str  # of the model: "retrofitted", "fine-tuned" or "from-scratch"
+    metrics: list[Metric]
+
+    def write(self, path: Path, *, force: bool = False) -> list[Path]:
+        """Writes the card to `path`, and `.eval_results/` beside it; returns the files.
+
+        Raises:
+            CheckpointError: `path` does not end in .md, or a card there was edited by hand and `force` is not set.
+            OutputError: a file cannot be written.
+        """
+        if path.suffix != ".md":  # `force` would replace a config.json too
+            raise CheckpointError(f"{path}: is no name of a card; expected one that ends in .md.")
+        if not force and path.exists() and not is_as_made(path.read_text(encoding="utf-8")):
+            raise CheckpointError(f"{path}: was written or edited by hand. Replace it with --force.", "--force")
+        files = {path: str(self.card)}
+        files |= {path.parent / name: text for name, text in eval_result_files(self.metrics).items()}
+        for file, text in files.items():
+            replace_text(file, text)
+        return list(files)
+
+
+def checkpoint_card(
+    checkpoint: str | Path,
+    *,
+    metrics: Iterable[str | Path] = (),
+    evaluations: Iterable[str | Path] = (),
+    repository: str | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+) -> CheckpointCard:
+    """Builds the card of a ResFormer checkpoint.
+
+    Args:
+        checkpoint: its folder.
+        metrics: files `metrics.json` of trainings or studies; one of them may describe this model's training.
+        evaluations: JSON files of lm-evaluation-harness.
+        repository: Hub id in the card's code; default: the folder's name.
+        base_model: Hub id of the source, if it was read from a folder.
+        license: the Hub's name of a licence; default: the licence of the source.
+
+    Raises:
+        CheckpointError: the folder is no ResFormer checkpoint, or a file cannot be read or lacks what a card states.
+        ValueError: `license` is no such name.
+    """
+    checkpoint = Path(checkpoint)
+    if license is not None and not well_formed({"license": license}):
+        raise ValueError(f"license {license!r}: expected a name such as apache-2.0, mit, llama3 or other.")
+    training, results = _read_results(list(map(Path, metrics)), list(map(Path, evaluations)))
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"{checkpoint}: is no folder; a card needs a local checkpoint.")
+    opened = open_source(str(checkpoint), resformer=True).fetch()
+    config, record = opened.config, read_record(checkpoint)
+    if not isinstance(config, ResFormerConfig):
+        raise CheckpointError(f"{checkpoint}: is a {config.model_type}, no ResFormer; `resformer convert` makes one.")
+    source_card = {**carried_metadata(checkpoint / "README.md"), **((record or {}).get("source_card") or {})}
+    if license is not None:
+        source_card = {name: value for name, value in source_card.items() if not name.startswith("license")}
+        source_card["license"] = license
+    arguments: dict[str, Any] = {
+        "repository": repository or checkpoint.resolve().name,
+        "config": config,
+        "source_card": source_card,
+        "metrics": results,
+        "bundle": "auto_map" in opened.raw_config,
+    }
+    try:
+        if training and (record is not None or training.get("source") is not None):
+            if training.get("source") is None and record is not None:
+                training |= {name: record[name] for name in ("source", "revision", "method")}
+            training = {"revision": None, "method": method_of(config), **training}
+            return CheckpointCard(finetuned_card(**training, **arguments, base_model=base_model), "fine-tuned", results)
+        if record is not None:
+            _check_weights(checkpoint, record)
+            return CheckpointCard(retrofit_card(record, **arguments, base_model=base_model), "retrofitted", results)
+        arguments |= {name: value for name, value in training.items() if name not in ("source", "revision", "method")}
+        parameters = sum(tensor.elements for tensor in opened.checkpoint.tensors.values())
+        card = scratch_card(method=method_of(config), parameters=parameters, **arguments)
+        return CheckpointCard(card, "from-scratch", results)
+    except (KeyError, TypeError, AttributeError, UndefinedError, ValueError) as error:  # fields that JSON files lack
+        raise CheckpointError(f"{checkpoint}: its record or the metrics lack what a card states: {error}") from error
+
+
+def _read_results(metrics: list[Path], evaluations: list[Path]) -> tuple[dict[str, Any], list[Metric]]:
+    """What one of the `metrics` says of a training, and the results of all files."""
+    contents = {path: _read_object(path) for path in metrics}
+    try:
+        results = [metric for path, values in contents.items() for metric in metrics_of(values, str(path))]
+        results += [metric for path in evaluations for metric in harness_metrics(_read_object(path), str(path))]
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    trainings = [path for path, values in contents.items() if "runs" in values]
+    if len(trainings) > 1:
+        raise CheckpointError(f"{trainings[1]}: describes a training, as {trainings[0]} does; a card takes one.")
+    for path in trainings:
+        if missing := [name for name in ("corpus", "evaluation_tokens") if name not in contents[path]]:
+            raise CheckpointError(f"{path}: has the `runs` of a training, but no `{missing[0]}`.")
+    return {name: contents[path][name] for path in trainings for name in _TRAINING if name in contents[path]}, results
+
+
+def _check_weights(checkpoint: Path, record: Mapping[str, Any]) -> None:
+    """Refuses weights other than those that were written with the record: they have been trained since."""
+    for name, file in record["files"].items():
+        path = checkpoint / name
+        if not path.is_file() or path.stat().st_size != file["bytes"]:
+            raise CheckpointError(
+                f"{path}: is not the file that {RECORD} describes. Was the model trained since? Then give --metrics, "
+                f"or remove {RECORD}."
+            )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: holds a {type(values).__name__}, expected an object.")
+    return values
