@@ -399,6 +399,7 @@ def test_push_says_in_one_line_what_to_do(checkpoint: Path, tmp_path: Path) -> N
     assert f"you/x: {hub.url} cannot be reached" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["notes.txt", "model-00001-of-00002.safetensors"])
 def test_links_out_of_the_folder_are_not_shared(name: str, checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / name).touch()

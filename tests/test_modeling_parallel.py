@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import others_slow
 from transformers import PreTrainedModel
 
 from resformer import METHODS
 
 
-@pytest.mark.parametrize("axis", others_slow(["tp_size", "fsdp_size"], ["tp_size"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tp_size", "fsdp_size"])
 def test_two_ranks_compute_what_one_process_does(
     axis: str, tiny_model: Callable[..., PreTrainedModel], ragged: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
