@@ -238,8 +238,9 @@ def _clean_config(where: Path, raw: Mapping[str, Any], *, resformer: bool) -> tu
         value = raw.get(key)
         if value is not None and not (type(value) is int and 0 <= value < 2**31):
             raise CheckpointError(f"{where}: {key} is {shown(value)}; expected a size.")
-    if (layers := raw.get("num_hidden_layers") or 0) > _MOST_LAYERS:  # lists of that length would be made
-        raise CheckpointError(f"{where}: num_hidden_layers is {layers:,}; at most {_MOST_LAYERS:,} are read.")
+    layers = raw.get("num_hidden_layers")
+    if layers is not None and not 0 < layers <= _MOST_LAYERS:  # lists of that length would be made
+        raise CheckpointError(f"{where}: num_hidden_layers is {layers:,}; expected 1 to {_MOST_LAYERS:,}.")
     config_class = ResFormerConfig if model_type == ResFormerConfig.model_type else CONFIG_MAPPING[model_type]
     family_keys = {f.name for f in fields(config_class)} - {f.name for f in fields(PreTrainedConfig)}
     known = family_keys | _LEGACY_KEYS | set(config_class.attribute_map)

@@ -123,11 +123,9 @@ def check_output(path: Path, *, force: bool) -> None:
     if not path.exists():
         return
     if "results" not in read_json(path):
-        raise CheckpointError(f"{path}: is there already, and holds no results; choose another output.")
+        raise CheckpointError(f"{path}: exists already, and holds no results; choose another output.")
     if not force:
-        raise CheckpointError(
-            f"{path}: is there already; replace it with --force, or choose another output.", "--force"
-        )
+        raise CheckpointError(f"{path}: exists already; replace it with --force, or choose another output.", "--force")
 
 
 def write_results(results: dict[str, Any], path: Path) -> None:
