@@ -51,7 +51,7 @@ class RetrofitReport(Report):
 
     @property
     def exact(self) -> bool:
-        """Whether it computes what its source does, bit for bit: no losses, and no change of dtype."""
+        """True if it computes what its source does, bit for bit; losses or a change of dtype make it false."""
         return not (self.losses or self.rounded) and self.dtype == self.source_dtype
 
     def as_dict(self) -> dict[str, Any]:
