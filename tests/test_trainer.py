@@ -6,25 +6,28 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, others_slow
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.training.optimizer import ConnectionTrainer, is_connection, set_connection_learning_rate
 
 #: One of every mechanism, and their combination.
-TRAINED = [
-    "transformer",
-    "resformer",
-    "resformer-plus",
-    "resformer-dense",
-    "resformer-gated",
-    "svformer",
-    "cla2",
-    "denseformer",
-    "resformer-denseformer",
-    "neutreno",
-]
+TRAINED = others_slow(
+    [
+        "transformer",
+        "resformer",
+        "resformer-plus",
+        "resformer-dense",
+        "resformer-gated",
+        "svformer",
+        "cla2",
+        "denseformer",
+        "resformer-denseformer",
+        "neutreno",
+    ],
+    ["resformer-gated", "resformer-denseformer", "svformer"],
+)
 
 Build = Callable[..., Trainer]
 
