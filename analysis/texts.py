@@ -8,7 +8,7 @@ from resformer.errors import CheckpointError
 
 __all__ = ["read_texts", "standard_texts"]
 
-#: No tokenizer for prose or code makes fewer tokens of so many characters than one, on average.
+#: Characters that are read for each wanted token: more than tokenizers put into one, on average.
 _CHARACTERS_PER_TOKEN = 8
 
 

@@ -13,7 +13,7 @@ from resformer.configuration.methods import METHODS, method_fields
 
 __all__ = ["cache_bytes", "cache_bytes_by_method", "cache_bytes_per_token"]
 
-#: Bytes of one number. Names as `torch.dtype` prints them, without `torch.`.
+#: Bytes of one number. Names as `torch.dtype` prints them, and torch's aliases, without `torch.`.
 _SIZES = {
     "float64": 8,
     "double": 8,

@@ -1,6 +1,6 @@
 """Checkpoints in, checkpoints out: retrofits of Llama-style checkpoints, and back.
 
-A checkpoint goes through five rooms, in this order; imports run the other way.
+A checkpoint goes through five steps, in this order:
 
 read    source: a folder, a GGUF file or the Hub; first the configuration, then the weights' headers
         (reading, safetensors_format, gguf_format, pickle_format, loading)

@@ -1,7 +1,6 @@
 """A change of dtype, a piece at a time, and what it does to the numbers beyond rounding them."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,24 +27,12 @@ class Rounding:
 def converted(tensor: Tensor, dtype: str, rounding: Rounding) -> Iterator[memoryview]:
     """The bytes of `tensor` in another dtype.
 
-    A second thread converts the next piece while the caller writes this one.
-
     Args:
         dtype: a code of `FLOATING`.
         rounding: counts are added to it.
     """
-    pieces = tensor.pieces(_PIECE * DTYPE_BITS[tensor.dtype] // 8)
-    results = (_convert(piece, tensor.dtype, dtype, rounding) for piece in pieces)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # further threads would compete with the one that writes
-    try:
-        with ThreadPoolExecutor(1) as worker:
-            upcoming = worker.submit(next, results, None)
-            while (piece := upcoming.result()) is not None:
-                upcoming = worker.submit(next, results, None)
-                yield piece
-    finally:
-        torch.set_num_threads(threads)
+    for piece in tensor.pieces(_PIECE * DTYPE_BITS[tensor.dtype] // 8):
+        yield _convert(piece, tensor.dtype, dtype, rounding)
 
 
 def _convert(piece: memoryview, old: str, new: str, rounding: Rounding) -> memoryview:

@@ -96,7 +96,7 @@ def carry_out(
         finish: called when the result has been verified, to write about it.
 
     Raises:
-        CheckpointError, OutputError, VerificationError: nothing is left of the output.
+        CheckpointError, OutputError, VerificationError: nothing new is left; an earlier output stays as it was.
     """
     plan = _plan(decision, options)
     forecast = foresee(plan, output, link=options.link)
@@ -212,7 +212,7 @@ def _compare(decision: Decision, output: Path, partial: Path, rounding: Rounding
         wrong = not_finite(source.checkpoint.tensors.values())
         raise CheckpointError(
             f"{source.folder}: the source's logits are not finite, so comparing them proves nothing: NaN or infinite "
-            f"numbers are in {listed(wrong) or 'none of its tensors, but config.json lets them grow'}. "
+            f"numbers are in {listed(wrong) or 'none of its tensors: check config.json'}. "
             "Convert it anyway, its bytes unchanged, with --verify hashes (verify='hashes').",
             "--verify hashes",
         )
@@ -222,11 +222,13 @@ def _compare(decision: Decision, output: Path, partial: Path, rounding: Rounding
             "defect of resformer, please report it."
         )
     if not math.isfinite(comparison.max_difference):
-        cast = f"converting from {source.dtype} to {dtype} made {rounding.overflowed:,} weights infinite"
+        reason = "its fixed coefficients overflow"
+        if dtype != source.dtype:
+            old, new = (str(each).removeprefix("torch.") for each in (source.dtype, dtype))
+            reason = f"converting from {old} to {new} made {rounding.overflowed:,} weights infinite"
         raise CheckpointError(
-            f"{output}: the result's logits are not finite, the source's are: "
-            f"{'the method did it' if dtype == source.dtype else cast.replace('torch.', '')}. Choose another, or "
-            "convert it anyway with --verify hashes (verify='hashes').",
+            f"{output}: the result's logits are not finite, the source's are: {reason}. Choose another, or convert it "
+            "anyway with --verify hashes (verify='hashes').",
             "--verify hashes",
         )
     return comparison

@@ -1,4 +1,4 @@
-"""What the result of a conversion is to be: the one thing in which `retrofit`, `revert` and `bundle` differ."""
+"""The desired result of a conversion. `retrofit`, `revert` and `bundle` differ in how they decide on it."""
 
 import re
 from collections.abc import Collection, Mapping

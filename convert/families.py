@@ -49,7 +49,7 @@ FAMILIES: dict[str, Family] = {
 #: Why others are not in the table, where the reason is short.
 _REASONS = {
     "gemma": "its norms add 1 to their weights and its embeddings are scaled",
-    "gemma2": "it soft-caps logits and norms after the blocks",
+    "gemma2": "it soft-caps its logits, and has norms after its blocks",
     "gemma3_text": "it norms after the blocks",
     "olmo": "its norms have no weights",
     "olmo2": "it norms after attention and MLP, and over all heads' queries at once",

@@ -59,7 +59,7 @@ class WrittenShard:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that the output folder will hold but its record and card."""
+    """Weight files, side files and config.json of the output; record, card and added code are written later."""
 
     shards: tuple[CarriedShard | WrittenShard, ...]
     side_files: tuple[SideFile, ...]

@@ -29,7 +29,7 @@ __all__ = [
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-#: What goes along, byte for byte: the tokenizer, its chat templates, the licence. Never a README, code, or a pickle.
+#: Files that every conversion copies: the tokenizer, its chat templates, the licence. Never code or a pickle.
 _SIDE_FILES = re.compile(
     r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json|vocab\.txt"
     r"|merges\.txt|[\w.-]*\.model|[\w.-]*\.tiktoken|tekken\.json|chat_template\.(jinja|json)|generation_config\.json"

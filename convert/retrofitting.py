@@ -95,7 +95,7 @@ def retrofit(
         revision: branch, tag or commit, for a Hub id.
         dtype: convert floating tensors to this; default: each keeps its own (float32 for GGUF). The logits are then
             measured against the source in its own dtype, and need not be identical.
-        link: hard-link weight files that do not change. Instant, but who edits one in place then edits both.
+        link: hard-link weight files that do not change. Instant, but editing one in place changes both.
         verify: `"headers"` reads names, dtypes and shapes back; `"hashes"` also every byte that was written;
             `"logits"` also loads both models, one after the other, and compares their logits on fixed prompts.
             `"auto"` is logits where the model fits into free memory, else hashes.

@@ -1,6 +1,6 @@
 """Opens a checkpoint in a local folder, a GGUF file or on the Hub: first its configuration, then its weights.
 
-Whatever the configuration alone decides is decided in between, before 100 GB are fetched. No code of the source is run.
+Errors in the configuration are reported before the weights are downloaded. No code of the source is run.
 """
 
 import glob
@@ -54,7 +54,7 @@ _SIZES = (
 ).split()
 #: q, o, gate, up and down projections and two norms are in every layer.
 _TENSORS_OF_A_LAYER = 7
-#: More layers than these have no room among the tensors that are read.
+#: The most layers that are read: each has so many tensors, and at most `MOST_TENSORS` are read.
 _MOST_LAYERS = MOST_TENSORS // _TENSORS_OF_A_LAYER
 
 

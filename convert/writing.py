@@ -35,7 +35,7 @@ __all__ = [
     "write_plan",
 ]
 
-_COPY_PIECE = 64 * MIB  # what the kernel copies between two looks at the progress bar
+_COPY_PIECE = 64 * MIB  # bytes of one copy_file_range call; the progress bar moves after each
 _FICLONE = 0x40049409  # linux/fs.h
 
 Progress = Callable[[int], object]

@@ -19,9 +19,19 @@ from resformer.model_cards.facts import FACTS, papers_of
 from resformer.model_cards.metrics import Metric, metrics_of, table_rows
 from resformer.model_cards.source_card import well_formed
 
-__all__ = ["added_parameters", "finetuned_card", "is_as_made", "render", "retrofit_card", "scratch_card"]
+__all__ = [
+    "TRAINING_FIELDS",
+    "added_parameters",
+    "finetuned_card",
+    "is_as_made",
+    "render",
+    "retrofit_card",
+    "scratch_card",
+]
 
 #: Ends a card: `is_as_made` compares the digest to find edits by hand.
+#: Fields of a metrics.json that describe a training, under the names of `finetuned_card`'s arguments.
+TRAINING_FIELDS = ("source", "revision", "method", "corpus", "evaluation_tokens", "runs", "datasets")
 _MARK = "<!-- Made by `resformer card`. SHA-256 of the text above: "
 _TAGS = {
     "value_residual": "value-residual",

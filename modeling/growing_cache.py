@@ -30,8 +30,8 @@ def most_slack(tokens: int) -> int:
 
 
 def new_slack(tokens: int) -> int:
-    """How much of that is allocated at once. The rest is for `crop`: rejected guesses of assisted decoding give back
-    some tokens at every step, which must not make the memory too large and have it copied every time."""
+    """Tokens of slack in a new allocation. Less than `most_slack`, so that the small crops of assisted decoding do not
+    each lead to a copy."""
     return max(192, tokens * 3 // 64)
 
 
@@ -73,7 +73,7 @@ def moved_to_larger_memory(states: torch.Tensor, count: int) -> tuple[torch.Tens
 
 
 def shortened(states: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Returns `states` without that many tokens at the front and at the end."""
+    """Returns `states` without the first `first` and the last `last` tokens."""
     tokens = states.shape[-2]
     first = min(first, tokens)
     last = min(last, tokens - first)
@@ -113,7 +113,7 @@ def room_behind(states: torch.Tensor) -> int:
 
 
 def hand_over_room(old: torch.Tensor, new: torch.Tensor, room: int) -> None:
-    """Lets only `new` be appended to in place: a copy of the layer may still hold `old`."""
+    """Moves the room from `old` to `new`: two tensors must not write to the same memory."""
     old.room = -1  # type: ignore[attr-defined]
     new.room = room  # type: ignore[attr-defined]
 

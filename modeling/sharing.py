@@ -17,7 +17,7 @@ Tensors = tuple[torch.Tensor | None, torch.Tensor | None]
 def update_cache(
     cache: Cache | None, layer_idx: int, new: Tensors, shared: Tensors
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stores what layer `layer_idx` has made, and returns the keys and the values that it attends to.
+    """Updates the cache with the new keys and values of layer `layer_idx`; returns those that it attends to.
 
     Args:
         cache: any of Transformers' caches; `None` stores nothing.

@@ -71,12 +71,15 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("method", ["resformer-denseformer", "resformer-plus", "resformer-gated"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_real_model_is_retrofitted_bit_exact(smollm2: Path, method: str, dtype: str, tmp_path: Path) -> None:
-    report = retrofit(smollm2, tmp_path / "out", method, dtype=dtype)
+    stored = tmp_path / "source"
+    AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype).save_pretrained(stored)
+    AutoTokenizer.from_pretrained(smollm2).save_pretrained(stored)
+    report = retrofit(stored, tmp_path / "out", method)
     assert report.verification is not None
     assert report.verification.identical
     source, converted = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
-        for folder in (smollm2, tmp_path / "out")
+        for folder in (stored, tmp_path / "out")
     )
     inputs = AutoTokenizer.from_pretrained(tmp_path / "out")("class Node:\n    def __init__(self", return_tensors="pt")
     with torch.no_grad():

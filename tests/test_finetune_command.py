@@ -253,7 +253,7 @@ def test_a_file_of_options_is_read_and_the_command_line_wins(work: Path) -> None
         (["source", "new", "--data", "notes.txt", "--dtype", "float16"], 2, "save in it with --save-dtype float16"),
         (["source", "new", "--data", "notes.txt", "--set", "hub_token=x"], 2, "set HF_TOKEN instead"),
         (["source", "new", "--data", "notes.txt", "--set", "hub_strategy=end"], 2, "only the finished output"),
-        (["source", "new", "--data", "notes.txt", "--set", "push_to_hub=true"], 3, "source: gets no card"),
+        (["source", "new", "--data", "notes.txt", "--set", "push_to_hub=true"], 3, "source: is no ResFormer model"),
         (["source", "new", "--data", "notes.txt", "--block", "999"], 2, "model has 256 positions; use --block 256"),
         (["bare", "new", "--data", "notes.txt"], 3, "has no tokenizer that can be loaded; name a checkpoint"),
         (["source", "new", "--data", "notes.txt", "--set", "weight_decy=1"], 2, "Did you mean 'weight_decay'?"),

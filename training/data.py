@@ -1,4 +1,4 @@
-"""Training data: sources of any kind that `datasets` reads, a held-out split by content, packing into blocks."""
+"""Training data: files, saved datasets and Hub ids, a held-out split by content, packing into blocks."""
 
 import hashlib
 import random
@@ -132,7 +132,7 @@ class Blocks:
 
 
 def is_held_out(key: str, share: float) -> bool:
-    """Whether a document is held out. Its text alone decides: no document changes sides when others are added.
+    """Whether a document is held out. A hash of `key` decides: no document changes sides when others are added.
 
     Args:
         key: the document's text, or its group if documents are held out in groups.

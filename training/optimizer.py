@@ -1,4 +1,4 @@
-"""The added connections learn at a rate of their own, and are never decayed."""
+"""A learning rate of their own for the connections, without weight decay."""
 
 import warnings
 from typing import Any

@@ -40,7 +40,7 @@ from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
 from resformer.errors import CheckpointError, ResFormerError, brief
 from resformer.files import check_apart, check_target, replacing
-from resformer.model_cards import carried_metadata, finetuned_card
+from resformer.model_cards import TRAINING_FIELDS, carried_metadata, finetuned_card
 from resformer.pushing import HubError, push_checkpoint
 from resformer.record import RECORD
 from resformer.training.data import SAMPLE_BY, STANDARD_LIBRARY, Blocks, PackedBlocks, load_documents, pack_documents
@@ -50,7 +50,6 @@ from resformer.training.optimizer import ConnectionTrainer
 
 __all__ = ["FinetuneOptions", "FinetuneReport", "finetune_checkpoint", "last_checkpoint", "processor_has_bf16"]
 
-_CARD_FIELDS = ("source", "revision", "method", "corpus", "evaluation_tokens", "runs", "datasets")
 _LAUNCH_OPTIONS = ("resume", "force", "dry_run")  # options that do not change the result
 _OPTION_NAMES = {  # field of TrainingArguments -> the option that sets it
     "activation_checkpointing": "gradient_checkpointing",
@@ -242,7 +241,9 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
         _check_unfinished(options)
     config = _loaded(AutoConfig, options.model)
     if options.push_to is not None and not isinstance(config, ResFormerConfig):
-        raise CheckpointError(f"{options.model}: gets no card, without which nothing is pushed; leave out push_to_hub.")
+        raise CheckpointError(
+            f"{options.model}: is no ResFormer model, and a push needs its model card; leave out push_to_hub."
+        )
     tokenizer = _tokenizer(options, config)
     block = _block(options, config)
     with arguments.main_process_first(desc="packing"):
@@ -314,7 +315,7 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
             (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
             (folder / "metrics.json").write_text(json.dumps(report.as_dict(), indent=2, default=str) + "\n")
             if isinstance(config, ResFormerConfig):  # cards are for models with cross-layer connections
-                facts = {name: getattr(report, name) for name in _CARD_FIELDS}
+                facts = {name: getattr(report, name) for name in TRAINING_FIELDS}
                 repository = options.push_to or output.name
                 card = finetuned_card(**facts, repository=repository, config=config, source_card=source_card)
                 card.save(folder / "README.md")
@@ -327,7 +328,7 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
 
 
 class _RecipeTrainer(ConnectionTrainer, DistillationTrainer):
-    """Both, with evaluation losses that are means over all labels; the stock Trainer's are means over batches."""
+    """Combines both trainers. The evaluation loss is a mean over all labels, not over batches."""
 
     def __init__(self, *args: Any, eval_dataset: PackedBlocks, **kwargs: Any):
         super().__init__(*args, eval_dataset=eval_dataset, **kwargs)

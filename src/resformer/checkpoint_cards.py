@@ -15,6 +15,7 @@ from resformer.convert.source import open_source
 from resformer.errors import CheckpointError
 from resformer.files import replace_text
 from resformer.model_cards import (
+    TRAINING_FIELDS,
     Metric,
     carried_metadata,
     eval_result_files,
@@ -29,9 +30,6 @@ from resformer.model_cards import (
 from resformer.record import RECORD, read_record
 
 __all__ = ["CheckpointCard", "checkpoint_card"]
-
-#: Fields of a metrics.json that describe a training, under the names of `finetuned_card`'s arguments.
-_TRAINING = ("source", "revision", "method", "corpus", "evaluation_tokens", "runs", "datasets")
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,9 @@ def _read_results(metrics: list[Path], evaluations: list[Path]) -> tuple[dict[st
     for path in trainings:
         if missing := [name for name in ("corpus", "evaluation_tokens") if name not in contents[path]]:
             raise CheckpointError(f"{path}: has the `runs` of a training, but no `{missing[0]}`.")
-    return {name: contents[path][name] for path in trainings for name in _TRAINING if name in contents[path]}, results
+    return {
+        name: contents[path][name] for path in trainings for name in TRAINING_FIELDS if name in contents[path]
+    }, results
 
 
 def _check_weights(checkpoint: Path, record: Mapping[str, Any]) -> None:

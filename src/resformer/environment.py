@@ -30,8 +30,8 @@ _HOME = re.compile(r"(/home/|/Users/|[A-Za-z]:\\Users\\)[^/\\:;,\s]+")
 def describe_environment() -> dict[str, Any]:
     """Returns what `resformer env` prints. A missing package is `None`, a broken one the error.
 
-    Versions come from installed metadata; only torch is imported, to find accelerators. Of the environment variables,
-    those of Hugging Face, PyTorch and CUDA are included, with secrets and home folders masked.
+    Versions come from installed metadata; only torch and psutil are imported. Of the environment variables, those of
+    Hugging Face, PyTorch and CUDA are included, with secrets and home folders masked.
     """
     return {
         "packages": {name: _version(name) for name in _PACKAGES},

@@ -7,7 +7,7 @@ __all__ = ["CheckpointError", "OutputError", "ResFormerError", "VerificationErro
 
 
 class ResFormerError(Exception):
-    """The base of every error that this package raises for a reason of its own."""
+    """Base of the package's errors. Wrong arguments raise `ValueError`."""
 
 
 class CheckpointError(ResFormerError):
@@ -15,7 +15,7 @@ class CheckpointError(ResFormerError):
 
     Args:
         message: for a person.
-        option: the command-line option that would allow what was refused, `"--lossy"` for one.
+        option: the command-line option that would allow what was refused, for example `"--lossy"`.
     """
 
     def __init__(self, message: str, option: str | None = None):
@@ -24,7 +24,7 @@ class CheckpointError(ResFormerError):
 
 
 class OutputError(CheckpointError):
-    """The result cannot be written: no space, no permission. The source may be fine; nothing was left behind."""
+    """The result cannot be written: no space, no permission. Nothing new is left behind."""
 
 
 class VerificationError(CheckpointError):
@@ -41,12 +41,12 @@ def shown(name: object) -> str:
 
 
 def plain(text: object) -> str:
-    """Letters and line ends alone: what a terminal would obey, or cannot show, is escaped."""
+    """Escapes every character that is not printable, except newlines: a hostile file name could control a terminal."""
     return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in str(text))
 
 
 def brief(text: object, most: int = 400) -> str:
-    """What a library says of a bad value: on one line, of a bounded length, with control characters escaped."""
+    """Shortens a library's error text to one line, with control characters escaped."""
     line = " ".join(str(text).splitlines())
     return plain(line[:most]) if len(line) <= most else f"{plain(line[:most])}..."
 

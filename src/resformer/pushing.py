@@ -211,7 +211,7 @@ class _Push:
                 time.sleep(pause)
             except RuntimeError as error:  # "Error while uploading ...", from an error that was tried again already
                 raise HubError(self._message(error.__cause__ or error)) from error
-            except ValueError as error:  # the Hub does not like the card's metadata
+            except ValueError as error:  # the Hub rejects the card's metadata
                 raise CheckpointError(f"{self.report.checkpoint}: {brief(error)}") from error
         raise AssertionError("the last attempt returns or raises")
 

@@ -252,7 +252,7 @@ def _prepared(options: StudyOptions, starts: Path, *, write: bool) -> _Study:
     output = Path(options.output)
     saved, record = output / "tokenizer", output / "plan.json"
     if output.exists() and not (output.is_dir() and (record.is_file() or not any(output.iterdir()))):
-        raise CheckpointError(f"{output}: is there and no study; give another folder.")
+        raise CheckpointError(f"{output}: exists and is not a study folder; give another folder.")
     tokenizer = options.tokenizer or options.start or "bpe:4096"
     data = study_data(
         options.data,

@@ -39,7 +39,7 @@ class StudyData:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Differs where other tokens are trained or evaluated on. Of very large data the start and the length tell."""
+        """Differs if other tokens are trained or evaluated on; covers the first 2**26 of each side, and the length."""
         digest = hashlib.sha256()
         for side in (self.blocks.train, self.blocks.held_out):
             for chunk in side.tokens.slice(0, 2**26).chunks:

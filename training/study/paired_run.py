@@ -127,8 +127,8 @@ class _StepTimer(TrainerCallback):
 def paired_model(config: ResFormerConfig, backbone: ResFormerConfig, seed: int) -> ResFormerForCausalLM:
     """A model with random weights, its connections at their from-scratch start.
 
-    What a model of `backbone` has under the same name has the same numbers in all models of one seed; a narrower tensor
-    (fewer key/value heads) has its leading part.
+    Tensors that a model of `backbone` also has start equal in all models of one seed; a narrower tensor (fewer
+    key/value heads) takes the leading part.
     """
     torch.manual_seed(seed)
     shared = ResFormerForCausalLM(backbone).state_dict()
@@ -210,7 +210,7 @@ def paired_run(
 
 
 def whole_batches(blocks: Blocks, batch: int) -> Subset[dict[str, torch.Tensor]]:
-    """The training blocks but for a rest, with which each epoch would end in a smaller batch.
+    """The training blocks, cut to a multiple of the batch size.
 
     Raises:
         DataError: there is not one batch.
