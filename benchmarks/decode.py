@@ -330,7 +330,7 @@ def cache_sizes(model: PreTrainedModel, device: torch.device) -> Any:
     with torch.no_grad():
         for tokens in range(1001, 1601):
             model(ids, past_key_values=cache, logits_to_keep=1)
-            held = [states for layer in cache.layers for states in (layer.keys, layer.values) if states is not None]
+            held = [states for layer in cache.layers for states in (layer.keys, layer.values) if states.numel()]
             exact &= sum(states.nbytes for states in held) * 2 * layers == per_token * tokens * (layers + 1)
             bound = max(256, tokens // 16)
             allocated = max(states.untyped_storage().nbytes() / states.nbytes for states in held)
