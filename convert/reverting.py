@@ -1,5 +1,6 @@
 """Reverts: a retrofit that has learned nothing goes back to its family, every tensor byte for byte."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from resformer.record import read_record
 
 __all__ = ["RevertReport", "deviation", "revert"]
 
+#: Names the source of a revert. `--force` replaces no checkpoint without it.
+_REVERTED = "resformer_revert.json"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RevertReport(Report):
@@ -37,7 +41,7 @@ def revert(
 
     Only where that changes nothing: the mixing matrices are the identity and no projection was dropped. Every tensor is
     the source's, byte for byte, and the logits are compared as for a retrofit. The card and the conversion record stay
-    behind: they describe the retrofit.
+    behind: they describe the retrofit. `resformer_revert.json` names the source.
 
     Args:
         source: a folder or a Hub id.
@@ -51,7 +55,7 @@ def revert(
     """
     how = Options(force=force, **options)
     target = Path(output).expanduser()
-    check_target(target, source, mark="config.json", force=force)
+    check_target(target, source, mark=_REVERTED, force=force)
     opened = open_source(source, revision, resformer=True)
     config = opened.config
     if not isinstance(config, ResFormerConfig):
@@ -59,7 +63,14 @@ def revert(
     _check_sharing(opened)
     family = family_config(config, _recorded_family(opened))
     decision = _decide(opened.fetch(), config, family)
-    report = carry_out(decision, target, how)
+    report = carry_out(
+        decision,
+        target,
+        how,
+        finish=lambda done, weight_files: {
+            _REVERTED: json.dumps({"source": done.source, "revision": done.revision}, indent=2) + "\n"
+        },
+    )
     return RevertReport(**vars(report), family=family.model_type, removed=list(decision.dropped))
 
 

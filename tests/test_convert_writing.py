@@ -32,7 +32,7 @@ from resformer.convert import (
 from resformer.convert.casting import Rounding, converted
 from resformer.convert.safetensors_format import FLOATING, Tensor, header_bytes, read_shard
 from resformer.convert.verification import free_memory
-from resformer.files import check_target, replacing
+from resformer.files import replacing
 
 
 def weights(folder: Path) -> dict[str, Path]:
@@ -511,19 +511,18 @@ def test_force_replaces_an_earlier_result_and_nothing_else(command: Callable[...
     with pytest.raises(CheckpointError, match="replace it with --force"):
         command(source, models / "one")
     (models / "two" / "checkpoint-5").mkdir()
+    save_checkpoint(tmp_path / "other", num_hidden_layers=2)
     before = contents(tmp_path)
     for force in (False, True):
-        for output, foreign in ((models, "'one', 'two'"), (models / "two", "'checkpoint-5'")):
+        for output, foreign in (
+            (models, "'one', 'two'"),
+            (models / "two", "'checkpoint-5'"),
+            (tmp_path / "other", r"'chat_template\.jinja', 'config\.json', .*"),
+        ):
             with pytest.raises(CheckpointError, match=f"not empty, and holds {foreign}, which no result") as caught:
                 command(source, output, verify="headers", force=force)
             assert caught.value.option is None
     assert contents(tmp_path) == before
-
-
-def test_a_config_of_another_program_is_no_mark(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"port": 80}')
-    with pytest.raises(CheckpointError, match=r"holds 'config\.json'"):
-        check_target(tmp_path, mark="config.json", force=True)
 
 
 @pytest.mark.parametrize("output", [".", "models", "models/m"])

@@ -71,7 +71,8 @@ def checkpoint_card(
 
     Args:
         checkpoint: its folder.
-        metrics: files `metrics.json` of trainings or studies; one of them may describe this model's training.
+        metrics: files `metrics.json` of trainings or studies; one of them may describe this model's training. Default:
+            the one in the folder.
         evaluations: JSON files of lm-evaluation-harness.
         repository: Hub id in the card's code; default: the folder's name.
         base_model: Hub id of the source, if it was read from a folder.
@@ -84,9 +85,11 @@ def checkpoint_card(
     checkpoint = Path(checkpoint)
     if license is not None and not well_formed({"license": license}):
         raise ValueError(f"license {license!r}: expected a name such as apache-2.0, mit, llama3 or other.")
-    training, results = _read_results(list(map(Path, metrics)), list(map(Path, evaluations)))
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint}: is no folder; a card needs a local checkpoint.")
+    training, results = _read_results(list(map(Path, metrics)), list(map(Path, evaluations)))
+    if not training and (checkpoint / "metrics.json").is_file():  # written by `resformer finetune`
+        training, _ = _read_results([checkpoint / "metrics.json"], [])
     opened = open_source(str(checkpoint), resformer=True).fetch()
     config, record = opened.config, read_record(checkpoint)
     if not isinstance(config, ResFormerConfig):

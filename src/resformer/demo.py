@@ -49,7 +49,11 @@ def run_demo(
     source = smollm2() if model is None else model
     check_target(output / "finetuned", source, mark="metrics.json", force=True)
     _say(f"1. Retrofit {source} with {method}")
-    report = retrofit(source, output / "retrofit", method, force=True)
+    try:
+        report = retrofit(source, output / "retrofit", method, force=True)
+    except CheckpointError as error:
+        error.option = None  # one of `resformer convert`
+        raise
     _say(f"   {sum(report.added.values()):,} parameters added, logits {report.verification}")
     for warning in report.warnings:
         _say(f"   Warning: {warning}")

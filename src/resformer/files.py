@@ -166,6 +166,4 @@ def _remove_folder(path: Path) -> None:
 def _foreign_entries(folder: Path, mark: str) -> list[str]:
     """What a folder holds that no result of a command has: unknown sub-folders, or all of it if `mark` is missing."""
     marked = (folder / mark).is_file()
-    if marked and mark == "config.json":  # other programs have files of this name too
-        marked = b'"model_type"' in (folder / mark).read_bytes()
     return [path.name for path in folder.iterdir() if not marked or (path.is_dir() and path.name not in _SUBFOLDERS)]

@@ -138,7 +138,7 @@ def finetune(
         row("model", f"{options.model}, {report.parameters:,} parameters")
         row("data", f"{training}, {report.held_out_blocks:,} held out, of {report.block:,} tokens")
         for source, count in report.held_out_by_source.items():
-            row("held out", f"of {count:,} documents of {source}")
+            row("held out", f"{count:,} documents of {source}")
         if options.dry_run:
             row("would write", options.output)
             return
