@@ -90,7 +90,7 @@ def _decide(source: OpenedSource, config: dict[str, Any]) -> Decision:
     tied, warnings = check_tensors(source, expected_shapes(source.config))
     if source.config.tie_word_embeddings and not tied:
         config = {**config, "tie_word_embeddings": False}
-    names = [name for name in ("README.md", RECORD) if (source.folder / name).exists()]
+    names = [name for name in ("README.md", RECORD, "metrics.json") if (source.folder / name).exists()]
     return Decision(
         source=source,
         config=json.dumps(config, indent=2, sort_keys=True) + "\n",

@@ -1,6 +1,7 @@
 """Plans, writes and verifies what was decided, and puts it in place."""
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ from resformer.convert.writing import Transfer, Written, check_space, flush, for
 from resformer.errors import CheckpointError, VerificationError, brief, listed
 from resformer.files import replacing, write_text
 
-__all__ = ["Options", "Report", "Verify", "carry_out", "check_verify"]
+__all__ = ["Options", "Report", "Verify", "carry_out", "check_verify", "folder_name", "published_name"]
 
 Verify = Literal["auto", "headers", "hashes", "logits"]
 
@@ -74,6 +75,16 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
         return asdict(self)
+
+
+def published_name(report: Report) -> str:
+    """The source's name in files that are shared: of a local path only the last part, which tells of no machine."""
+    return report.source if report.revision is not None else folder_name(report.source)
+
+
+def folder_name(path: str) -> str:
+    """The last part of a path, also of `.` and `..`; links keep their names."""
+    return os.path.basename(os.path.abspath(os.path.expanduser(path)))
 
 
 #: Given the report and, for the record, a description of each weight file: name -> text of further files.

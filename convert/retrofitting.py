@@ -1,7 +1,6 @@
 """Retrofits: a Llama-style checkpoint in, a ResFormer checkpoint with added connections out."""
 
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ from transformers import __version__ as transformers_version
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import CONNECTION_FIELDS, method_fields, without_connections
 from resformer.convert.connections import expected_shapes, initial_connections, model_on_meta
-from resformer.convert.conversion import Options, Report, Verify, carry_out
+from resformer.convert.conversion import Options, Report, Verify, carry_out, folder_name, published_name
 from resformer.convert.deciding import Decision, check_tensors, config_text
 from resformer.convert.families import backbone_config
 from resformer.convert.source import OpenedSource, Source, open_source
@@ -246,9 +245,7 @@ def _card_and_record(
     report: RetrofitReport, weight_files: Mapping[str, Any], config: ResFormerConfig, source_card: Mapping[str, Any]
 ) -> dict[str, str]:
     """The model card, and a record that two runs write alike: no clock, no machine."""
-    # Of a local path, which says more about a machine than about a model, only the last part is published.
-    source = report.source if report.revision is not None else _folder_name(report.source)
-    values = {**report.as_dict(), "source": source, "output": _folder_name(report.output)}
+    values = {**report.as_dict(), "source": published_name(report), "output": folder_name(report.output)}
     # Left out of the record: what differs between two runs that write the same bytes.
     left_out = ("output", "warnings", "transfer", "memory", "left_behind")
     record = {
@@ -261,8 +258,3 @@ def _card_and_record(
         RECORD: json.dumps(record, indent=2, sort_keys=True) + "\n",
         "README.md": str(retrofit_card(values, config=config, source_card=source_card)),
     }
-
-
-def _folder_name(path: str) -> str:
-    """The last part of a path, also of `.` and `..`; links keep their names."""
-    return os.path.basename(os.path.abspath(os.path.expanduser(path)))

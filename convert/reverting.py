@@ -10,7 +10,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from resformer.configuration import ResFormerConfig
 from resformer.convert.connections import expected_shapes, mixing_matrices, read_connections
-from resformer.convert.conversion import Options, Report, carry_out
+from resformer.convert.conversion import Options, Report, carry_out, published_name
 from resformer.convert.deciding import Decision, check_tensors, config_text
 from resformer.convert.families import family_config
 from resformer.convert.source import OpenedSource, Source, open_source
@@ -68,7 +68,7 @@ def revert(
         target,
         how,
         finish=lambda done, weight_files: {
-            _REVERTED: json.dumps({"source": done.source, "revision": done.revision}, indent=2) + "\n"
+            _REVERTED: json.dumps({"source": published_name(done), "revision": done.revision}, indent=2) + "\n"
         },
     )
     return RevertReport(**vars(report), family=family.model_type, removed=list(decision.dropped))

@@ -59,7 +59,8 @@ class Run:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**env, "JE_ARROW_MALLOC_CONF": "background_thread:false"},
+                # As the commands do off a terminal, before anything imports tqdm, which reads it then.
+                env={**env, "JE_ARROW_MALLOC_CONF": "background_thread:false", "TQDM_DISABLE": "1"},
             )
         self.server = _servers[key]
         self.pid = self._ask(

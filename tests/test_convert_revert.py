@@ -43,6 +43,7 @@ def test_revert_gives_the_source_back(
     assert report.left_behind == ["README.md", "resformer_conversion.json"]
     names = {file.name for file in (tmp_path / "source").iterdir()}
     assert {file.name for file in (tmp_path / "back").iterdir()} == names | {"resformer_revert.json"}
+    assert json.loads((tmp_path / "back" / "resformer_revert.json").read_text()) == {"source": "out", "revision": None}
 
 
 @pytest.mark.parametrize("method", EXACT)
