@@ -99,8 +99,9 @@ def attended_values(model: PreTrainedModel, raw: dict[int, torch.Tensor], output
         return raw[n].tolist()
     row = model.base_model.value_mixing_matrix()[n].double()
     if row.isnan().any():
-        source = model.config.all_value_sources[n]
-        return output.past_key_values.layers[source].values[0].transpose(0, 1).flatten(1).tolist()
+        cached = output.past_key_values.layers[model.config.all_value_sources[n]]
+        values = cached.values if cached.values.numel() else cached.keys  # values alone are stored as the first tensor
+        return values[0].transpose(0, 1).flatten(1).tolist()
     return sum(row[m] * raw[m] for m in raw if row[m] != 0).tolist()
 
 

@@ -568,7 +568,7 @@ def test_other_files_are_left_alone(work: Path, compare: Callable[..., Any]) -> 
     (work / "mine" / "thesis.txt").write_text("years of work")
     result = compare("mine", *SMALL, "--steps", 4)
     assert result.exit_code == 3
-    assert "mine: is there and no study; give another folder." in result.stderr
+    assert "mine: exists and is not a study folder; give another folder." in result.stderr
     assert [path.name for path in (work / "mine").iterdir()] == ["thesis.txt"]
 
 

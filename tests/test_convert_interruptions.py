@@ -626,9 +626,9 @@ def test_a_shard_that_changes_after_it_was_read_is_refused(
     shard = sorted(source.glob("*.safetensors"))[1]
     real = retrofitting.carry_out
 
-    def carry_out(*arguments: Any) -> Any:
+    def carry_out(*arguments: Any, **options: Any) -> Any:
         change(shard)
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(retrofitting, "carry_out", carry_out)
     if change is grown and way in ("rewritten", "converted"):  # nothing that is read has changed
@@ -651,7 +651,7 @@ def test_a_shard_that_vanishes_once_it_is_copied_is_refused_or_not_needed(
 
     def check_headers(*arguments: Any) -> Any:
         change(shard)
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(conversion, "check_headers", check_headers)
     with pytest.raises(CheckpointError):
@@ -662,9 +662,9 @@ def test_a_shard_that_vanishes_once_it_is_copied_is_refused_or_not_needed(
 def test_a_tokenizer_that_vanishes_after_it_was_seen_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = retrofitting.carry_out
 
-    def carry_out(*arguments: Any) -> Any:
+    def carry_out(*arguments: Any, **options: Any) -> Any:
         (source / "tokenizer.json").unlink()
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(retrofitting, "carry_out", carry_out)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
@@ -680,9 +680,9 @@ def test_a_shard_that_is_rewritten_after_it_was_read_gives_one_state_of_it(
     content = shard.read_bytes()
     real = retrofitting.carry_out
 
-    def carry_out(*arguments: Any) -> Any:
+    def carry_out(*arguments: Any, **options: Any) -> Any:
         shard.write_bytes(content[:-200] + bytes(200))
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(retrofitting, "carry_out", carry_out)
     out = source.parent / "out"
@@ -703,9 +703,9 @@ def test_a_retrofit_that_changes_while_it_is_reverted_is_refused(
     shard = sorted(ours.glob("*.safetensors"))[1]
     real = reverting.carry_out
 
-    def carry_out(*arguments: Any) -> Any:
+    def carry_out(*arguments: Any, **options: Any) -> Any:
         change(shard)
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(reverting, "carry_out", carry_out)
     with pytest.raises(CheckpointError):
@@ -729,7 +729,7 @@ def test_a_second_conversion_to_the_same_output_is_refused_and_does_no_harm(
             with pytest.raises(OutputError) as caught:
                 retrofit(small, out, "denseformer", verify="headers", force=force)
             messages[0] = str(caught.value)
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(conversion, "check_headers", check_headers)
     retrofit(small, out, verify="headers", force=force)
