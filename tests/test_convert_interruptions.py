@@ -651,7 +651,7 @@ def test_a_shard_that_vanishes_once_it_is_copied_is_refused_or_not_needed(
 
     def check_headers(*arguments: Any) -> Any:
         change(shard)
-        return real(*arguments, **options)
+        return real(*arguments)
 
     monkeypatch.setattr(conversion, "check_headers", check_headers)
     with pytest.raises(CheckpointError):
@@ -729,7 +729,7 @@ def test_a_second_conversion_to_the_same_output_is_refused_and_does_no_harm(
             with pytest.raises(OutputError) as caught:
                 retrofit(small, out, "denseformer", verify="headers", force=force)
             messages[0] = str(caught.value)
-        return real(*arguments, **options)
+        return real(*arguments)
 
     monkeypatch.setattr(conversion, "check_headers", check_headers)
     retrofit(small, out, verify="headers", force=force)
