@@ -1,0 +1,157 @@
+"""Runs a plain model on calibration text, a layer at a time, and compares a student with it."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from resformer.configuration import ResFormerConfig
+from resformer.modeling import ResFormerForCausalLM
+from resformer.modeling.modeling_resformer import MASKS
+
+__all__ = ["Calibration", "calibrating", "student_of"]
+
+Progress = Callable[[int], object]
+
+#: Every so many blocks, one is held out of the fits.
+HELD_OUT = 5
+
+
+class Calibration:
+    """A plain model and the input of each of its layers on the calibration text.
+
+    Attributes:
+        model: with eager attention, so that it returns the attention weights.
+        blocks: token ids, `(blocks, tokens)`.
+        hidden: X_0 .. X_N, each `(blocks, tokens, hidden_size)`, in a temporary file.
+        fitted, held_out: the blocks that weights are fitted on, and those that settings are chosen on.
+    """
+
+    def __init__(self, model: ResFormerForCausalLM, blocks: torch.Tensor, hidden: list[torch.Tensor]):
+        self.model, self.blocks, self.hidden = model, blocks, hidden
+        self.layers = model.model.layers
+        config = model.config
+        self.groups, self.head_dim = config.num_key_value_heads, config.head_dim
+        self.query_heads, self.hidden_size = config.num_attention_heads, config.hidden_size
+        self.held_out = list(range(HELD_OUT - 1, len(blocks), HELD_OUT))
+        self.fitted = [row for row in range(len(blocks)) if row % HELD_OUT != HELD_OUT - 1]
+        example = torch.empty(1, blocks.shape[1], config.hidden_size, dtype=model.dtype, device=model.device)
+        positions = torch.arange(blocks.shape[1], device=model.device)[None]
+        self.position_embeddings = model.model.rotary_emb(example, position_ids=positions)
+        self.masks = {
+            kind: MASKS[kind](
+                config=config, inputs_embeds=example, attention_mask=None, past_key_values=None, position_ids=positions
+            )
+            for kind in set(config.layer_types)
+        }
+
+    def inputs(self, n: int, rows: list[int]) -> torch.Tensor:
+        """What the attention of layer n reads: its normed input, `(rows, tokens, hidden_size)`."""
+        return self.layers[n].input_layernorm(self.hidden[n][rows].to(self.model.device))
+
+    def values(self, n: int, rows: list[int]) -> torch.Tensor:
+        """V_n, `(rows, heads, tokens, head_dim)`."""
+        inputs = self.inputs(n, rows)
+        return self.layers[n].self_attn.v_proj(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def attend(self, n: int, rows: list[int]) -> tuple[torch.Tensor, ...]:
+        """(y, A, keys as attended to, V_n) of layer n."""
+        output, weights, _, _, keys, values = self.layers[n].self_attn(
+            self.inputs(n, rows),
+            position_embeddings=self.position_embeddings,
+            attention_mask=self.masks[self.model.config.layer_types[n]],
+        )
+        return output, weights, keys, values
+
+    def keys(self, n: int, rows: list[int]) -> torch.Tensor:
+        """The keys of layer n as attended to, `(rows, heads, tokens, head_dim)`."""
+        keys = self.layers[n].self_attn.k_proj(self.inputs(n, rows)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return self.rotated(n, keys)
+
+    def scores(self, n: int, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """The masked attention scores of layer n, of rotated queries and keys."""
+        scores = queries @ keys.transpose(-1, -2) * self.layers[n].self_attn.scaling
+        return scores + self.masks[self.model.config.layer_types[n]]
+
+    def weights_with(self, n: int, fitted: "KeyFit", source: int, rows: list[int]) -> torch.Tensor:
+        """A', the attention weights of layer n on the keys of another."""
+        queries = torch.nn.functional.linear(self.inputs(n, rows), fitted.weight, fitted.bias)
+        queries = self.rotated(n, queries.unflatten(-1, (self.query_heads, -1)).transpose(1, 2))
+        keys = self.keys(source, rows)[:, list(fitted.order)].repeat_interleave(self.query_heads // self.groups, 1)
+        return self.scores(n, queries, keys).softmax(-1, dtype=torch.float32).to(queries.dtype)
+
+    def rotated(self, n: int, states: torch.Tensor) -> torch.Tensor:
+        """Applies the rotary position embeddings, if layer n has any: `(rows, heads, tokens, head_dim)`."""
+        if not self.layers[n].self_attn.use_rope:
+            return states
+        return apply_rotary_pos_emb(states, states[:, :1], *self.position_embeddings)[0]
+
+    @torch.inference_mode()
+    def divergence(self, student: ResFormerForCausalLM, rows: list[int]) -> float:
+        """The mean of KL(model || student) over the tokens of these blocks, in nats."""
+        total, head = 0.0, self.model.lm_head
+        for row in rows:
+            expected = self.hidden[-1][row].to(self.model.device)
+            found = student.model(self.blocks[row : row + 1].to(self.model.device), use_cache=False).last_hidden_state[0]
+            for part in range(0, len(found), 512):
+                log_p = head(expected[part : part + 512]).float().log_softmax(-1)
+                log_q = student.lm_head(found[part : part + 512]).float().log_softmax(-1)
+                total += (log_p.exp() * (log_p - log_q)).sum().item()
+        return total / (len(rows) * self.blocks.shape[1])
+
+
+@contextmanager
+def calibrating(
+    model: ResFormerForCausalLM, blocks: torch.Tensor, chunk: int = 2, progress: Progress = lambda done: None
+) -> Iterator[Calibration]:
+    """Runs the model on the blocks.
+
+    The inputs of all layers are in a temporary file that is mapped into memory: the system keeps of it what fits.
+    X_N is normed: it is what the head reads.
+    """
+    config = model.config
+    model.set_attn_implementation("eager")
+    for layer in model.model.layers:
+        layer.self_attn.wiring = replace(layer.self_attn.wiring, gives_keys_and_values=True)
+    shape = (*blocks.shape, config.hidden_size)
+    with tempfile.TemporaryDirectory() as folder:
+        hidden = [
+            torch.from_file(
+                str(Path(folder) / f"{n}"),
+                shared=True,
+                size=blocks.numel() * config.hidden_size,
+                dtype=model.dtype,
+            ).view(shape)
+            for n in range(config.num_hidden_layers + 1)
+        ]
+        calibration = Calibration(model, blocks, hidden)
+        with torch.inference_mode():
+            for begin in range(0, len(blocks), chunk):
+                rows = slice(begin, begin + chunk)
+                states = model.model.embed_tokens(blocks[rows].to(model.device))
+                for n, layer in enumerate(model.model.layers):
+                    hidden[n][rows] = states
+                    states, *_ = layer(
+                        states,
+                        position_embeddings=calibration.position_embeddings,
+                        attention_mask=calibration.masks[config.layer_types[n]],
+                    )
+                    progress(len(blocks[rows]))
+                hidden[-1][rows] = model.model.norm(states)
+        yield calibration
+
+
+def student_of(
+    model: ResFormerForCausalLM, config: ResFormerConfig, changed: Mapping[str, torch.Tensor]
+) -> ResFormerForCausalLM:
+    """The model of `config`, with the tensors in `changed`, and the others shared with `model`."""
+    with torch.device("meta"):
+        student = ResFormerForCausalLM._from_config(config, dtype=model.dtype, attn_implementation="sdpa")
+    tensors = {**model.state_dict(), **changed}
+    student.load_state_dict({name: tensors[name] for name in student.state_dict()}, assign=True)
+    student.model.rotary_emb = model.model.rotary_emb
+    return student.eval()

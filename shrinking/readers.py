@@ -1,0 +1,202 @@
+"""Fits the layers that read another layer's keys or values, and builds the student that a plan describes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from resformer.configuration import ResFormerConfig
+from resformer.configuration.methods import without_connections
+from resformer.modeling import ResFormerForCausalLM
+from resformer.shrinking.calibration import Calibration, Progress, student_of
+from resformer.shrinking.keys import KeyFit, fit_keys, key_costs
+from resformer.shrinking.refit import Moments, assign_heads, fit, fold_heads
+
+__all__ = ["Plan", "ReaderFit", "Readers"]
+
+#: Blocks that heads are assigned on: a head has few unknowns.
+FOLD_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which layer each one reads, as in `ResFormerConfig`."""
+
+    key_sources: tuple[int, ...]
+    value_sources: tuple[int, ...]
+
+    @property
+    def kept(self) -> int:
+        """How many layers' keys and values are stored, of 2N."""
+        return len(set(self.key_sources)) + len(set(self.value_sources))
+
+    @property
+    def readers(self) -> list[int]:
+        """The layers that read another's keys or values."""
+        pairs = zip(self.key_sources, self.value_sources, strict=True)
+        return [n for n, pair in enumerate(pairs) if pair != (n, n)]
+
+    def fields(self) -> dict[str, list[int]]:
+        """The fields of the configuration; none for what is not shared."""
+        own = tuple(range(len(self.key_sources)))
+        return {name: list(sources) for name, sources in vars(self).items() if sources != own}
+
+
+@dataclass(frozen=True)
+class ReaderFit:
+    """The refitted projections of a reader; query heads are in the order of its own checkpoint."""
+
+    output: torch.Tensor  # of o_proj
+    output_bias: torch.Tensor | None
+    strength: float  # of the ridge
+    error: float  # held-out squared error over the held-out square of the attention's output
+    keys: KeyFit | None  # q_proj, if the keys are another layer's
+
+
+class Readers:
+    """The fits of all readers that a search asks for, each made once.
+
+    An order tells for each group of query heads which head of the source it faces. Groups of a layer are permuted when
+    the checkpoint is written, which changes nothing that it computes.
+    """
+
+    def __init__(self, calibration: Calibration, steps: int, progress: Progress = lambda done: None):
+        self.calibration, self.steps, self.progress = calibration, steps, progress
+        self.size = calibration.query_heads // calibration.groups  # query heads in a group
+        self._fits: dict[tuple, ReaderFit] = {}
+        self.value_folds = cache(self._value_folds)
+        self.key_costs = cache(lambda n: key_costs(calibration, n, self.sources(n, "key")))
+
+    def sources(self, n: int, kind: str) -> list[int]:
+        """The layers whose keys or values layer n can read: earlier ones of the same type."""
+        config = self.calibration.model.config
+        rope = config.no_rope_layers if kind == "key" else None
+        return [
+            a
+            for a in range(n)
+            if config.layer_types[a] == config.layer_types[n] and (rope is None or rope[a] == rope[n])
+        ]
+
+    def value_error(self, n: int, a: int) -> float:
+        """The squared error of the head-wise fold alone; comparable between the sources of one reader."""
+        costs, _ = self.value_folds(n)[a]
+        return float(costs[range(len(costs)), assign_heads(costs)].sum())
+
+    def key_error(self, n: int, a: int) -> float:
+        """KL(A || A') of the complex scalars alone."""
+        costs, _ = self.key_costs(n)[a]
+        return float(costs[range(len(costs)), assign_heads(costs)].mean())
+
+    def fit(self, plan: Plan) -> dict[int, tuple[list[int], ReaderFit]]:
+        """Reader -> (the slot in which each of its groups is stored, its fit)."""
+        slots = {n: list(range(self.calibration.groups)) for n in range(len(plan.key_sources))}
+        fits = {}
+        for n in plan.readers:
+            key_source, value_source = plan.key_sources[n], plan.value_sources[n]
+            # Costs of storing group g in slot s, where the sources' groups are in their own slots already.
+            costs: torch.Tensor = torch.zeros(())
+            for kind, source in (("key", key_source), ("value", value_source)):
+                if source != n:
+                    by_head = (self.key_costs if kind == "key" else self.value_folds)(n)[source][0].cpu()
+                    by_slot = by_head[:, [slots[source].index(slot) for slot in range(len(by_head))]]
+                    costs = costs + by_slot / by_slot.mean()
+            slots[n] = assign_heads(costs)
+            orders = [
+                None if source == n else tuple(slots[source].index(slot) for slot in slots[n])
+                for source in (key_source, value_source)
+            ]
+            key = (n, key_source, value_source, *orders)
+            if key not in self._fits:
+                self._fits[key] = self._fit(*key)
+            fits[n] = slots[n], self._fits[key]
+        return fits
+
+    def student(self, plan: Plan) -> ResFormerForCausalLM:
+        """The model with the plan's connections and the refitted weights."""
+        config, changed = self.result(plan)
+        return student_of(self.calibration.model, config, changed)
+
+    def result(self, plan: Plan) -> tuple[ResFormerConfig, dict[str, torch.Tensor]]:
+        """(the configuration, the tensors that differ from the source's)."""
+        changed: dict[str, torch.Tensor] = {}
+        config = without_connections(self.calibration.model.config, **plan.fields())
+        for n, (slots, fitted) in self.fit(plan).items():
+            attention = self.calibration.layers[n].self_attn
+            parameters = dict(attention.named_parameters())
+            if fitted.keys is not None:
+                parameters["q_proj.weight"] = fitted.keys.weight
+                if fitted.keys.bias is not None:
+                    parameters["q_proj.bias"] = fitted.keys.bias
+            parameters["o_proj.weight"] = fitted.output
+            if fitted.output_bias is not None:
+                parameters["o_proj.bias"] = fitted.output_bias
+            groups = [slots.index(slot) for slot in range(len(slots))]
+            for name, parameter in parameters.items():
+                kind = name.split(".")[0]
+                if kind == "k_proj" and plan.key_sources[n] != n or kind == "v_proj" and plan.value_sources[n] != n:
+                    continue
+                if kind in ("q_proj", "k_proj", "v_proj"):
+                    parameter = parameter.unflatten(0, (len(slots), -1))[groups].flatten(0, 1)
+                elif name == "o_proj.weight":
+                    parameter = parameter.unflatten(1, (len(slots), -1))[:, groups].flatten(1, 2)
+                changed[f"model.layers.{n}.self_attn.{name}"] = parameter.detach().contiguous()
+        return config, changed
+
+    def _fit(
+        self, n: int, key_source: int, value_source: int, key_order: Sequence[int] | None, value_order: Sequence[int] | None
+    ) -> ReaderFit:
+        calibration = self.calibration
+        projection = calibration.layers[n].self_attn.o_proj
+        keys = None
+        if key_order is not None:
+            z = self.key_costs(n)[key_source][1][range(len(key_order)), key_order]
+            with torch.inference_mode(False):
+                keys = fit_keys(calibration, n, key_source, list(key_order), z, self.steps)
+        prior = projection.weight.T.double()
+        if value_order is not None:
+            maps = self.value_folds(n)[value_source][1][range(len(value_order)), value_order]
+            by_head = prior.unflatten(0, (calibration.query_heads, -1))
+            prior = (maps.repeat_interleave(self.size, 0) @ by_head).flatten(0, 1)
+        if projection.bias is not None:
+            prior = torch.cat((prior, projection.bias[None].double()))
+        moments = []
+        for rows in (calibration.fitted, calibration.held_out):
+            total: Moments | None = None
+            for row in rows:
+                output, weights, _, own = calibration.attend(n, [row])
+                if keys is not None:
+                    weights = calibration.weights_with(n, keys, key_source, [row])
+                values = own if value_order is None else calibration.values(value_source, [row])[:, list(value_order)]
+                z = (weights @ values.repeat_interleave(self.size, 1)).transpose(1, 2).flatten(2)[0].float()
+                if projection.bias is not None:
+                    z = torch.cat((z, z.new_ones(len(z), 1)), -1)
+                part = Moments.of(z, output[0].float())
+                total = part if total is None else total + part
+            moments.append(total)
+        train, held_out = moments
+        weight, strength, error = fit(train, held_out, prior)
+        self.progress(1)
+        bias = None
+        if projection.bias is not None:
+            weight, bias = weight[:-1], weight[-1].to(calibration.model.dtype)
+        output = weight.T.to(calibration.model.dtype).contiguous()
+        return ReaderFit(output, bias, strength, error / float(held_out.square), keys)
+
+    def _value_folds(self, n: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Source -> (costs, `(groups, heads)`; maps M, `(groups, heads, head_dim, head_dim)`)."""
+        calibration = self.calibration
+        output = calibration.layers[n].self_attn.o_proj.weight.T.unflatten(0, (calibration.query_heads, -1)).double()
+        sums: dict[int, Moments] = {}
+        for row in calibration.fitted[:: max(1, len(calibration.fitted) // FOLD_BLOCKS)]:
+            _, weights, _, own = calibration.attend(n, [row])
+            target = (weights @ own.repeat_interleave(self.size, 1)).transpose(0, 1).float()
+            for a in self.sources(n, "value"):
+                z = weights[0][:, None] @ calibration.values(a, [row])  # query heads, heads, tokens, head_dim
+                part = Moments.of(z.float(), target)
+                sums[a] = part if a not in sums else sums[a] + part
+        folds = {}
+        for a, moments in sums.items():
+            maps, costs = fold_heads(moments, output)
+            folds[a] = costs.cpu(), maps
+        return folds

@@ -1,0 +1,98 @@
+"""Chooses which layers read another's keys or values, for a given size of the cache.
+
+A share is one layer that reads another's keys, or values. Its cost alone is measured end to end, for the source with
+the least error; other sources cost in proportion to their errors. Costs of several shares do not add up, so shares are
+then accepted a few at a time, and what comes next is measured on top of them.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from resformer.shrinking.readers import Plan, Readers
+
+__all__ = ["best_plan", "single_costs", "smallest"]
+
+#: Candidates measured in a round, and how many of them are accepted.
+TRIED, ACCEPTED = 6, 2
+#: Alternatives to each share that are measured at the end.
+SWAPPED = 2
+
+Progress = Callable[[str], object]
+
+
+Slot = tuple[str, int]  # ("key" or "value", the layer that reads another's)
+Costs = dict[Slot, dict[int, float]]  # slot -> source -> cost
+
+
+def smallest(readers: Readers, kinds: Collection[str]) -> int:
+    """The least number of layers' keys and values that can be stored, of 2N, if `kinds` are shared."""
+    layers = range(readers.calibration.model.config.num_hidden_layers)
+    return sum(kind not in kinds or not readers.sources(n, kind) for kind in ("key", "value") for n in layers)
+
+
+def single_costs(
+    readers: Readers, kinds: Sequence[str], measure: Callable[[Plan], float], progress: Progress = lambda stage: None
+) -> Costs:
+    """The cost of every share by itself, as `measure` has it: measured for the best source, scaled for the others."""
+    layers = readers.calibration.model.config.num_hidden_layers
+    costs: Costs = {}
+    for kind in kinds:
+        error = readers.key_error if kind == "key" else readers.value_error
+        for n in range(layers):
+            if errors := {a: error(n, a) for a in readers.sources(n, kind)}:
+                best = min(errors, key=errors.__getitem__)
+                cost = measure(_plan(layers, {(kind, n): best}))
+                costs[kind, n] = {a: cost * each / max(errors[best], 1e-30) for a, each in errors.items()}
+            progress(f"{kind}s of layer {n}")
+    return costs
+
+
+def best_plan(
+    layers: int,
+    kept: int,
+    costs: Costs,
+    measure: Callable[[Plan], float],
+    progress: Progress = lambda stage: None,
+) -> Plan:
+    """The plan that stores `kept` layers' keys and values, of 2N, at the least cost that the search finds.
+
+    Args:
+        costs: of each share by itself.
+        measure: the cost of a whole plan.
+    """
+    chosen: frozenset[Slot] = frozenset()
+    scores: dict[frozenset[Slot], float] = {}
+
+    def score(slots: frozenset[Slot]) -> float:
+        if slots not in scores:
+            scores[slots] = measure(_plan(layers, _sources(slots, costs)))
+        return scores[slots]
+
+    def by_sum(slots: frozenset[Slot]) -> list[frozenset[Slot]]:
+        """`slots` and one more, by the sum of their costs."""
+        larger = [slots | {slot} for slot in costs.keys() - slots]
+        return sorted(larger, key=lambda each: (sum(costs[s][a] for s, a in _sources(each, costs).items()), sorted(each)))
+
+    while (missing := 2 * layers - kept - len(chosen)) > 0:
+        ranked = sorted(by_sum(chosen)[:TRIED], key=score)
+        chosen = frozenset().union(chosen, *ranked[: min(ACCEPTED, missing)])
+        progress(f"{len(chosen)} shares")
+    # One pass of swaps: each share, the dearest first, against what would take its place.
+    for slot in sorted(chosen, key=lambda slot: min(costs[slot].values()), reverse=True):
+        others = [each for each in by_sum(chosen - {slot}) if each != chosen][:SWAPPED]
+        if others:
+            chosen = min([chosen, *others], key=score)
+        progress("swaps")
+    return _plan(layers, _sources(chosen, costs))
+
+
+def _sources(slots: Collection[Slot], costs: Costs) -> dict[Slot, int]:
+    """Each slot's cheapest source among the layers that keep their own."""
+    return {
+        (kind, n): min((a for a in costs[kind, n] if (kind, a) not in slots), key=costs[kind, n].__getitem__)
+        for kind, n in slots
+    }
+
+
+def _plan(layers: int, sources: Mapping[Slot, int]) -> Plan:
+    keys, values = ([sources.get((kind, n), n) for n in range(layers)] for kind in ("key", "value"))
+    return Plan(tuple(keys), tuple(values))
