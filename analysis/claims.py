@@ -13,7 +13,7 @@ import numpy as np
 
 from resformer.analysis.measuring import Analysis
 
-__all__ = ["CLAIMS", "DEPTH_CLAIMS", "MOVED", "THRESHOLDS", "judge", "paper_model"]
+__all__ = ["CLAIMS", "DEPTH_CLAIMS", "MOVED", "THRESHOLDS", "distance_from_plain", "judge", "paper_model"]
 
 #: Quantity -> the threshold, and whether every layer must stay below it (or above). Not from the paper.
 THRESHOLDS = {
@@ -52,7 +52,7 @@ class _Verdict:
 def paper_model(analysis: Analysis) -> str | None:
     """ "resformer", "transformer" or "neutreno", whichever of the paper's models this one computes; else `None`."""
     values = np.asarray(analysis.value_mixing_matrix)
-    mixes = _moved(values, np.eye(analysis.layers))
+    mixes = _moved(values)
     gates_alone = not mixes and np.isnan(values).any()  # whether those have moved is not in the matrix
     if analysis.shares or gates_alone or (mixes and analysis.neutreno_lambda):
         return None
@@ -80,12 +80,18 @@ def judge(analyses: Sequence[Analysis]) -> list[list[dict[str, Any]]]:
     return judged
 
 
-def _moved(matrix: np.ndarray, plain: np.ndarray) -> bool:
-    return bool(np.nanmax(np.abs(matrix - plain)) > MOVED)
+def distance_from_plain(matrix: np.ndarray) -> np.ndarray:
+    """The distance of each entry of a mixing matrix from plain Llama's: 1 for the newest state, 0 for the others."""
+    rows, columns = matrix.shape
+    return np.abs(matrix - np.eye(rows, columns, k=columns - rows))
+
+
+def _moved(matrix: np.ndarray) -> bool:
+    return bool(np.nanmax(distance_from_plain(matrix)) > MOVED)
 
 
 def _averages_depth(analysis: Analysis) -> bool:
-    return _moved(np.asarray(analysis.depth_mixing_matrix), np.eye(analysis.layers, analysis.layers + 1, k=1))
+    return _moved(np.asarray(analysis.depth_mixing_matrix))
 
 
 def _crossing(analysis: Analysis, quantity: str) -> np.ndarray:

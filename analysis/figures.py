@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from resformer.analysis.claims import THRESHOLDS
+from resformer.analysis.claims import THRESHOLDS, distance_from_plain
 from resformer.analysis.measuring import Analysis
 
 if TYPE_CHECKING:
@@ -64,19 +64,13 @@ def plots(analyses: Sequence[Analysis]) -> list[Plot]:
         drawn = [_lines(key, analyses) for key in _LINES]
         drawn.append(_positions(analyses))
         for key, title in (("value_mixing", "Value mixing matrix M"), ("depth_mixing", "Depth mixing matrix D")):
-            if mixing := [analysis for analysis in analyses if not _is_plain(_matrix(analysis, key))]:
+            if mixing := [analysis for analysis in analyses if distance_from_plain(_matrix(analysis, key)).any()]:
                 drawn.append(_maps(key, title, mixing))
     return drawn
 
 
 def _matrix(analysis: Analysis, key: str) -> np.ndarray:
     return np.asarray(getattr(analysis, f"{key}_matrix"))
-
-
-def _is_plain(matrix: np.ndarray) -> bool:
-    """Whether it is plain Llama's: ones where row n reads layer n's values, or block n's output."""
-    rows, columns = matrix.shape
-    return np.array_equal(matrix, np.eye(rows, columns, k=columns - rows))
 
 
 def _style() -> Any:

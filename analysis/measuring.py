@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from resformer.analysis.attention import IMPLEMENTATION
 from resformer.configuration import ResFormerConfig
-from resformer.configuration.methods import method_of
+from resformer.configuration.methods import connections_of, method_of
 from resformer.errors import CheckpointError, brief
+from resformer.modeling.mixing import plain_matrix
 
 __all__ = ["DEFINITIONS", "Analysis", "analyze"]
 
@@ -41,6 +42,8 @@ DEFINITIONS = {
 _NAMES = list(DEFINITIONS)
 #: The importance of this many first positions is reported one by one.
 _POSITIONS = 64
+#: Beginnings of the connection fields whose effect is in the mixing matrices and `neutreno_lambda`.
+_SHOWN = ("value_residual", "dwa", "neutreno")
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Analysis:
     value_mixing_matrix: list[list[float]]  # (N, N); NaN where a gate decides for each token
     depth_mixing_matrix: list[list[float]]  # (N, N + 1)
     neutreno_lambda: float
-    shares: bool  # some layers read the keys or values of others
+    shares: bool  # has connections that the above do not show: some layers read the keys or values of others
 
     def mean(self, quantity: str) -> list[float]:
         """Per layer."""
@@ -152,13 +155,13 @@ def analyze(
         row[:, : importance.shape[1]] = importance
     config = model.config
     connected = isinstance(config, ResFormerConfig)
-    plain = torch.eye(len(layers), len(layers) + 1).roll(1, dims=1)
+    count = len(layers)
     return Analysis(
         name=name,
         checkpoint=checkpoint,
         model_type=config.model_type,
         method=method_of(config) if connected else "transformer",
-        layers=len(layers),
+        layers=count,
         parameters=model.num_parameters(),
         dtype=str(model.dtype).removeprefix("torch."),
         device=model.device.type,
@@ -171,10 +174,10 @@ def analyze(
         },
         importance_by_position=np.nanmean(positions, axis=0).tolist(),
         uniform=dict(zip(_NAMES[:3], np.mean([_uniform(length) for length in lengths], axis=0).tolist(), strict=True)),
-        value_mixing_matrix=(base.value_mixing_matrix() if connected else torch.eye(len(layers))).tolist(),
-        depth_mixing_matrix=(base.depth_mixing_matrix() if connected else plain).tolist(),
+        value_mixing_matrix=(base.value_mixing_matrix() if connected else plain_matrix(count, count)).tolist(),
+        depth_mixing_matrix=(base.depth_mixing_matrix() if connected else plain_matrix(count, count + 1)).tolist(),
         neutreno_lambda=config.neutreno_lambda if connected else 0.0,
-        shares=connected and (config.value_sources is not None or config.key_sources is not None),
+        shares=connected and not all(name.startswith(_SHOWN) for name in connections_of(config)),
     )
 
 

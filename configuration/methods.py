@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from resformer.configuration.configuration_resformer import ResFormerConfig
 
-__all__ = ["CONNECTION_FIELDS", "METHODS", "backbone_fields", "method_fields", "method_of", "without_connections"]
+__all__ = [
+    "CONNECTION_FIELDS",
+    "METHODS",
+    "backbone_fields",
+    "connections_of",
+    "method_fields",
+    "method_of",
+    "without_connections",
+]
 
 #: The configuration fields of connections; all others are the backbone's. Their defaults are plain Llama.
 CONNECTION_FIELDS = (
@@ -91,6 +99,13 @@ def method_of(config: "ResFormerConfig") -> str | None:
         ):
             return name
     return None
+
+
+def connections_of(config: "ResFormerConfig") -> dict[str, Any]:
+    """The connection fields of `config` that are not plain Llama's."""
+    plain = type(config)(num_hidden_layers=config.num_hidden_layers)
+    values = {name: getattr(config, name) for name in CONNECTION_FIELDS}
+    return {name: value for name, value in values.items() if value != getattr(plain, name)}
 
 
 def backbone_fields(config: "ResFormerConfig") -> dict[str, Any]:

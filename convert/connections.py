@@ -9,15 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from resformer.configuration import ResFormerConfig
-from resformer.configuration.methods import without_connections
+from resformer.configuration.methods import connections_of, without_connections
 from resformer.convert.safetensors_format import Tensor
 from resformer.convert.tensors import to_tensor, to_torch
 from resformer.errors import CheckpointError, brief
 from resformer.modeling import ResFormerForCausalLM
-from resformer.modeling.mixing import MixingRows
-from resformer.modeling.value_residual import GateProjection
+from resformer.modeling.connection import Connection
 
-__all__ = ["expected_shapes", "initial_connections", "mixing_matrices", "model_on_meta", "read_connections"]
+__all__ = ["expected_shapes", "initial_connections", "model_on_meta", "read_connections"]
 
 
 def model_on_meta(config: ResFormerConfig, dtype: torch.dtype = torch.float32) -> ResFormerForCausalLM:
@@ -35,7 +34,7 @@ def model_on_meta(config: ResFormerConfig, dtype: torch.dtype = torch.float32) -
 
 def expected_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor that a checkpoint holds, both ends of a tie among them."""
-    if config.value_residual != "none" or config.dwa or config.value_sources or config.key_sources:
+    if connections_of(config):
         return {name: tuple(tensor.shape) for name, tensor in model_on_meta(config).state_dict().items()}
     # Without connections all layers are alike: one is enough.
     one = without_connections(
@@ -74,17 +73,8 @@ def read_connections(config: ResFormerConfig, tensors: Mapping[str, Tensor]) -> 
     return model, sorted(parameters)
 
 
-def mixing_matrices(model: ResFormerForCausalLM) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Name -> (the mixing matrix, plain Llama's), for values, `(N, N)`, and depth, `(N, N + 1)`."""
-    values, depth = model.model.value_mixing_matrix(), model.model.depth_mixing_matrix()
-    return {
-        "value_mixing_matrix()": (values, torch.eye(len(values))),
-        "depth_mixing_matrix()": (depth, torch.eye(*depth.shape).roll(1, dims=1)),
-    }
-
-
-def _modules(model: ResFormerForCausalLM) -> dict[str, MixingRows | GateProjection]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, (MixingRows, GateProjection))}
+def _modules(model: ResFormerForCausalLM) -> dict[str, Connection]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Connection)}
 
 
 def _parameters(model: ResFormerForCausalLM) -> dict[str, torch.nn.Parameter]:

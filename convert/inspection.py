@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token
-from resformer.configuration.methods import CONNECTION_FIELDS, method_of, without_connections
-from resformer.convert.connections import expected_shapes, mixing_matrices, read_connections
+from resformer.configuration.methods import connections_of, method_of, without_connections
+from resformer.convert.connections import expected_shapes, read_connections
 from resformer.convert.deciding import check_tensors
 from resformer.convert.families import backbone_config, family_config
 from resformer.convert.source import open_source
 from resformer.errors import CheckpointError
-from resformer.modeling import ResFormerForCausalLM
+from resformer.modeling.mixing import plain_matrix
 
 __all__ = ["Inspection", "inspect"]
 
@@ -72,7 +72,6 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     for tensor in tensors.values():
         dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.elements
     model, added = read_connections(backbone, tensors) if backbone is config else (None, [])
-    matrices = _matrices(model) if model is not None else (None, None)
     per_token = cache_bytes_per_token(backbone, dtype)
     plain = without_connections(backbone)
     return Inspection(
@@ -81,11 +80,7 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         model_type=config.model_type,
         family=_family(backbone) if backbone is config else config.model_type,
         method=method_of(backbone),
-        fields={
-            name: getattr(backbone, name)
-            for name in CONNECTION_FIELDS
-            if getattr(backbone, name) != getattr(plain, name)
-        },
+        fields=connections_of(backbone),
         files=len(opened.checkpoint.shards),
         bytes=sum(shard.size for shard in opened.checkpoint.shards),
         parameters=sum(dtypes.values()),
@@ -101,8 +96,8 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         cache_bytes_per_token=per_token,
         cache_share=per_token / cache_bytes_per_token(plain, dtype),
         cache_bytes_per_token_by_method=cache_bytes_by_method(backbone, dtype),
-        value_mixing_matrix=matrices[0],
-        depth_mixing_matrix=matrices[1],
+        value_mixing_matrix=None if model is None else _unless_plain(model.model.value_mixing_matrix()),
+        depth_mixing_matrix=None if model is None else _unless_plain(model.model.depth_mixing_matrix()),
         warnings=[*opened.checkpoint.notes, *notes],
     )
 
@@ -114,9 +109,5 @@ def _family(config: ResFormerConfig) -> str | None:
         return None
 
 
-def _matrices(model: ResFormerForCausalLM) -> tuple[list[list[float]] | None, list[list[float]] | None]:
-    """Both mixing matrices; `None` for one that is plain Llama's."""
-    values, depth = (
-        None if torch.equal(matrix, plain) else matrix.tolist() for matrix, plain in mixing_matrices(model).values()
-    )
-    return values, depth
+def _unless_plain(matrix: torch.Tensor) -> list[list[float]] | None:
+    return None if torch.equal(matrix, plain_matrix(*matrix.shape)) else matrix.tolist()

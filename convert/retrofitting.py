@@ -23,13 +23,12 @@ from resformer.errors import CheckpointError
 from resformer.files import check_target
 from resformer.model_cards import carried_metadata, retrofit_card
 from resformer.modeling import ResFormerForCausalLM
+from resformer.modeling.wiring import KINDS
 from resformer.record import RECORD
 from resformer.untrusted import regular_file
 from resformer.version import __version__
 
 __all__ = ["RetrofitReport", "losses", "retrofit"]
-
-_LEARNED_MODES = ("learnable", "learnable_plus", "dense", "gated")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,21 +198,7 @@ def _source_card(source: Source) -> dict[str, Any]:
 
 def losses(config: ResFormerConfig) -> list[str]:
     """Why a retrofit with this configuration does not start as its source; empty if it does."""
-    reasons = []
-    mode, init = config.value_residual, config.value_residual_init
-    for name, sources in (("value_sources", config.value_sources), ("key_sources", config.key_sources)):
-        readers = [layer for layer, source in enumerate(sources or ()) if layer != source]
-        if readers:
-            reasons.append(f"`{name}` drops the projections of {len(readers)} of {config.num_hidden_layers} layers")
-    if config.neutreno_lambda:
-        reasons.append(f"`neutreno_lambda`={config.neutreno_lambda} adds a fixed term to every layer but 0")
-    if config.mixing_layers:
-        if mode == "identity" or (mode == "constant" and init != [0.0, 1.0]):
-            weights = [0.5, 0.5] if mode == "identity" else init
-            reasons.append(f"`value_residual`={mode!r} mixes with fixed coefficients {weights}")
-        elif init != [0.0, 1.0]:
-            reasons.append(f"`value_residual_init`={init} starts away from (0, 1)")
-    return reasons
+    return [reason for kind in KINDS for reason in kind.losses(config)]
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
@@ -236,8 +221,8 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
 
 def _connections(method: str, num_hidden_layers: int, fields: dict[str, Any]) -> dict[str, Any]:
     connections = {**method_fields(method, num_hidden_layers), **fields}
-    if connections.get("value_residual") in _LEARNED_MODES:
-        connections.setdefault("value_residual_init", [0.0, 1.0])
+    for kind in KINDS:
+        connections = kind.start(connections) | connections
     return connections
 
 

@@ -1,15 +1,15 @@
 """Reverts: a retrofit that has learned nothing goes back to its family, every tensor byte for byte."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from resformer.configuration import ResFormerConfig
-from resformer.convert.connections import expected_shapes, mixing_matrices, read_connections
+from resformer.convert.connections import expected_shapes, read_connections
 from resformer.convert.conversion import Options, Report, carry_out, published_name
 from resformer.convert.deciding import Decision, check_tensors, config_text
 from resformer.convert.families import family_config
@@ -17,7 +17,8 @@ from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.errors import CheckpointError
 from resformer.files import check_target
 from resformer.modeling import ResFormerForCausalLM
-from resformer.modeling.value_residual import GateProjection, ValueGate
+from resformer.modeling.connection import Connection
+from resformer.modeling.wiring import KINDS
 from resformer.record import read_record
 
 __all__ = ["RevertReport", "deviation", "revert"]
@@ -60,7 +61,10 @@ def revert(
     config = opened.config
     if not isinstance(config, ResFormerConfig):
         raise CheckpointError(f"{opened.name}: is a checkpoint of {config.model_type!r} already.")
-    _check_sharing(opened)
+    for kind in KINDS:
+        # Without parameters it cannot have learned to have no effect. The parameters of the others are read below.
+        if kind.module is None and (reasons := kind.losses(config)):
+            raise CheckpointError(f"{opened.name}: cannot be reverted: {reasons[0]}. Convert the original again.")
     family = family_config(config, _recorded_family(opened))
     decision = _decide(opened.fetch(), config, family)
     report = carry_out(
@@ -98,37 +102,18 @@ def _decide(source: OpenedSource, config: ResFormerConfig, family: PreTrainedCon
 
 
 def deviation(model: ResFormerForCausalLM) -> tuple[float, str]:
-    """(largest distance of a connection from having no effect, where that is); 0 if they have none.
+    """(largest distance of an added weight from having no effect, which weight); 0 if none has an effect.
 
     Args:
         model: its added parameters are read, nothing else.
     """
-    config = model.config
-    distances = [(abs(config.neutreno_lambda), "neutreno_lambda")]
-    for name, (matrix, plain) in mixing_matrices(model).items():
-        distance = (matrix - plain).abs()
-        # A gate's entry depends on the token and is NaN here; the gates' parameters are checked below.
-        if config.value_residual == "gated" and name == "value_mixing_matrix()":
-            distance[config.mixing_layers, 0] = 0.0
-        distance = distance.nan_to_num(torch.inf)
-        row, column = divmod(int(distance.argmax()), matrix.shape[1])
-        distances.append((float(distance[row, column]), f"{name}[{row}, {column}]"))
-    for name, module in model.named_modules():
-        if isinstance(module, ValueGate):
-            distances.append((abs(module.offset), f"the offset of {name}"))
-        elif isinstance(module, GateProjection):
-            distances.append((float(module.weight.detach().abs().max().nan_to_num(torch.inf)), f"{name}.weight"))
-    return max(distances)
-
-
-def _check_sharing(source: Source) -> None:
-    for name in ("value_sources", "key_sources"):
-        readers = [layer for layer, read in enumerate(getattr(source.config, name) or ()) if layer != read]
-        if readers:
-            raise CheckpointError(
-                f"{source.name}: cannot be reverted: `{name}` has dropped the projections of {len(readers)} of "
-                f"{source.config.num_hidden_layers} layers. Convert the original again."
-            )
+    distances = [
+        (math.inf if math.isnan(distance) else distance, name + place)
+        for name, module in model.named_modules()
+        if isinstance(module, Connection)
+        for distance, place in module.deviations()
+    ]
+    return max(distances, key=lambda each: each[0], default=(0.0, ""))
 
 
 def _recorded_family(source: Source) -> str | None:

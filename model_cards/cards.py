@@ -11,13 +11,16 @@ from importlib.resources import files
 from pathlib import PurePath
 from typing import Any
 
+import torch
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token
-from resformer.model_cards.facts import FACTS, papers_of
+from resformer.configuration.methods import connections_of, without_connections
+from resformer.model_cards.facts import FACTS, FIELDS, papers_of
 from resformer.model_cards.metrics import Metric, metrics_of, table_rows
 from resformer.model_cards.source_card import well_formed
+from resformer.modeling import ResFormerModel
 
 __all__ = [
     "TRAINING_FIELDS",
@@ -29,17 +32,10 @@ __all__ = [
     "scratch_card",
 ]
 
-#: Ends a card: `is_as_made` compares the digest to find edits by hand.
 #: Fields of a metrics.json that describe a training, under the names of `finetuned_card`'s arguments.
 TRAINING_FIELDS = ("source", "revision", "method", "corpus", "evaluation_tokens", "runs", "datasets")
+#: Ends a card: `is_as_made` compares the digest to find edits by hand.
 _MARK = "<!-- Made by `resformer card`. SHA-256 of the text above: "
-_TAGS = {
-    "value_residual": "value-residual",
-    "neutreno_lambda": "neutreno",
-    "dwa": "depth-weighted-averaging",
-    "value_sources": "kv-sharing",
-    "key_sources": "kv-sharing",
-}
 #: Field of a run -> (its name in the table, its format).
 _RUN_ROWS = {
     "perplexity_before": ("held-out perplexity before", "{:.3f}"),
@@ -102,6 +98,7 @@ def finetuned_card(
     runs: Sequence[Mapping[str, Any]],
     repository: str,
     config: ResFormerConfig | None = None,
+    dtype: str = "bfloat16",
     datasets: Sequence[str] = (),
     source_card: Mapping[str, Any] | None = None,
     metrics: Iterable[Metric | Mapping[str, Any]] = (),
@@ -123,6 +120,7 @@ def finetuned_card(
             `perplexity_before`, `perplexity_after`, `training_tokens` and `steps`.
         repository: the Hub id, or path, that the card's code loads.
         config: the checkpoint's; the cost of the cache follows from it.
+        dtype: of the checkpoint's weights, which the cache takes too.
         datasets: Hub ids of the training data.
         source_card: licence, languages and data from the source's card (`carried_metadata`).
         metrics: further results.
@@ -137,9 +135,9 @@ def finetuned_card(
         title=f"{PurePath(source).name} with {method or 'cross-layer connections'}, fine-tuned",
         repository=repository,
         method=method,
-        fields=_fields(config),
+        fields={} if config is None else connections_of(config),
         config=config,
-        dtype="bfloat16",
+        dtype=dtype,
         base_model=base_model or (source if revision is not None else None),
         source_card=source_card or {},
         datasets=datasets,
@@ -158,6 +156,7 @@ def scratch_card(
     method: str | None,
     repository: str,
     config: ResFormerConfig,
+    dtype: str = "bfloat16",
     parameters: int | None = None,
     corpus: str | None = None,
     evaluation_tokens: int | None = None,
@@ -179,9 +178,9 @@ def scratch_card(
         title=repository.rstrip("/").rpartition("/")[2],
         repository=repository,
         method=method,
-        fields=_fields(config),
+        fields=connections_of(config),
         config=config,
-        dtype="bfloat16",
+        dtype=dtype,
         base_model=None,
         source_card=source_card or {},
         datasets=datasets,
@@ -221,22 +220,9 @@ def render(template: str, **values: Any) -> str:
 
 def added_parameters(config: ResFormerConfig) -> int:
     """How many parameters the connections add to Llama of this shape; negative where layers share projections."""
-    width, mixing = config.hidden_size, config.mixing_layers
-    heads = config.num_key_value_heads or config.num_attention_heads
-    head_dim = config.head_dim or width // config.num_attention_heads
-    added = {
-        "learnable": 2 * len(mixing),
-        "learnable_plus": 2 * len(mixing) + 1,
-        "dense": sum(layer + 1 for layer in mixing),
-        "gated": len(mixing) * (width * heads + 1),
-    }.get(config.value_residual, 0)
-    if config.dwa:
-        blocks = range(config.dwa_period, config.num_hidden_layers + 1, config.dwa_period)
-        added += sum(block // config.dwa_dilation + 1 for block in blocks)
-    shared_values = sum(source != layer for layer, source in enumerate(config.all_value_sources))
-    shared_keys = sum(source != layer for layer, source in enumerate(config.all_key_sources))
-    projection = (width + config.attention_bias) * heads * head_dim
-    return added - (shared_values + shared_keys) * projection - shared_keys * config.qk_norm * head_dim
+    with torch.device("meta"):
+        model, plain = ResFormerModel(config), ResFormerModel(without_connections(config))
+    return model.num_parameters() - plain.num_parameters()
 
 
 def _card(
@@ -254,10 +240,10 @@ def _card(
     **values: Any,
 ) -> ModelCard:
     carried = well_formed(source_card)
-    papers = papers_of(method, fields)
+    active = [name for name in FIELDS if fields.get(name) not in (None, False, 0, "none")]
+    papers = papers_of(method, active)
     measured = _as_metrics(metrics)
-    active = [name for name in _TAGS if fields.get(name) not in (None, False, 0, "none")]
-    tags = ["resformer", *([method] if method else []), *(_TAGS[name] for name in active)]
+    tags = ["resformer", *([method] if method else []), *(FIELDS[name]["tag"] for name in active)]
     card_data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -306,14 +292,6 @@ def _as_metrics(metrics: Iterable[Metric | Mapping[str, Any]]) -> list[Metric]:
     return [
         metric if isinstance(metric, Metric) else metrics_of({"metrics": [metric]}, "card")[0] for metric in metrics
     ]
-
-
-def _fields(config: ResFormerConfig | None) -> dict[str, Any]:
-    """The connection fields of `config` that are set."""
-    if config is None:
-        return {}
-    fields = {name: getattr(config, name) for name in _TAGS}
-    return {name: value for name, value in fields.items() if value not in (None, False, 0, "none")}
 
 
 def _cache(config: ResFormerConfig | None, dtype: str) -> dict[str, Any] | None:

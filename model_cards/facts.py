@@ -1,13 +1,15 @@
 """Papers and the facts of each named method, read from `facts.yaml`: equation, cost, published results, limits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
 import yaml
 
-__all__ = ["FACTS", "PAPERS", "MethodFacts", "Paper", "papers_of"]
+from resformer.configuration import METHODS
+
+__all__ = ["FACTS", "FIELDS", "PAPERS", "MethodFacts", "Paper", "papers_of"]
 
 
 @dataclass(frozen=True)
@@ -48,20 +50,15 @@ class MethodFacts:
 
 
 _facts = yaml.safe_load(files("resformer.model_cards").joinpath("facts.yaml").read_text(encoding="utf-8"))
+#: Connection field -> the tag and the paper of a card where it is set.
+FIELDS: dict[str, dict[str, str]] = _facts["fields"]
 PAPERS = {name: Paper(**paper) for name, paper in _facts["papers"].items()}
 FACTS = {name: MethodFacts(**facts) for name, facts in _facts["methods"].items()}
 
 
-def papers_of(method: str | None, fields: Mapping[str, Any]) -> list[Paper]:
+def papers_of(method: str | None, fields: Iterable[str]) -> list[Paper]:
     """The papers of a method, then those of the connection fields that are set beside it."""
     names = list(FACTS[method].papers) if method in FACTS else []
-    shares_values = fields.get("value_sources") is not None and fields.get("key_sources") is None
-    for applies, paper in (
-        (fields.get("value_residual", "none") != "none" or shares_values, "resformer"),
-        (fields.get("neutreno_lambda"), "neutreno"),
-        (fields.get("dwa"), "denseformer"),
-        (fields.get("key_sources") is not None and method != "fusedkv-lite", "cla"),
-    ):
-        if applies and paper not in names:
-            names.append(paper)
-    return [PAPERS[name] for name in names]
+    covered = METHODS[method](2) if method in METHODS else {}
+    names += [FIELDS[field]["paper"] for field in fields if field not in covered]
+    return [PAPERS[name] for name in dict.fromkeys(names)]

@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from resformer.configuration import ResFormerConfig
+from resformer.modeling.connection import ConnectionKind
 from resformer.modeling.depth_gather import Gather
 from resformer.modeling.mixing import FreeRows, is_autocast, is_ordinary, weighted_sum
 
-__all__ = ["DepthAverage", "RunningAverage", "depth_average"]
+__all__ = ["DEPTH_AVERAGE", "DepthAverage", "RunningAverage", "depth_average"]
 
 #: States in a group of `Gather`, and the number of layers from which groups are used. One matrix product for 8 averages
 #: moves fewer bytes than 8 sums, but needs its states stacked. CPUs have instructions for it in bfloat16, but not in
@@ -168,6 +169,15 @@ def _columns(layers: int, dilation: int, period: int) -> dict[int, list[int]]:
         block: [state for state in range(block + 2) if (block + 1 - state) % dilation == 0]
         for block in range(period - 1, layers, period)
     }
+
+
+def _flops(config: ResFormerConfig) -> int:
+    """2 x hidden_size for each term of an average."""
+    rows = _columns(config.num_hidden_layers, config.dwa_dilation, config.dwa_period).values() if config.dwa else ()
+    return 2 * config.hidden_size * sum(map(len, rows))
+
+
+DEPTH_AVERAGE = ConnectionKind("depth_average", flops=_flops)
 
 
 @functools.lru_cache

@@ -8,10 +8,21 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from resformer.modeling.connection import Connection
+
 #: The weights of one row: `(K,)`, or K scalars, or K numbers.
 Row = torch.Tensor | Sequence[torch.Tensor] | Sequence[float]
 
-__all__ = ["FreeRows", "MixingRows", "coefficient_dtype", "is_autocast", "is_ordinary", "split_rows", "weighted_sum"]
+__all__ = [
+    "FreeRows",
+    "MixingRows",
+    "coefficient_dtype",
+    "is_autocast",
+    "is_ordinary",
+    "plain_matrix",
+    "split_rows",
+    "weighted_sum",
+]
 
 
 def weighted_sum(states: Sequence[torch.Tensor], weights: Row) -> torch.Tensor:
@@ -73,8 +84,13 @@ def coefficient_dtype() -> torch.dtype:
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
-class MixingRows(nn.Module):
-    """The rows of a mixing matrix that are not the identity's: row n mixes the states `columns[n]`.
+def plain_matrix(rows: int, columns: int) -> torch.Tensor:
+    """Plain Llama's mixing matrix, `(N, N)` of values or `(N, N + 1)` of depth: ones for the newest states."""
+    return torch.eye(rows, columns, dtype=torch.float32).roll(columns - rows, dims=1)
+
+
+class MixingRows(Connection):
+    """The rows of a mixing matrix that are not the identity's: row n mixes the states `columns[n]`, the newest last.
 
     `forward()` returns the weights of every row. The parameters' names contain `bias`, so that the stock `Trainer`
     leaves them out of weight decay, which would pull a retrofit's ones to zero.
@@ -94,8 +110,15 @@ class MixingRows(nn.Module):
         """
         raise NotImplementedError
 
-    def reset_parameters(self) -> None:
-        """Sets the initial values. Called by `_init_weights`: `from_pretrained` discards what `__init__` sets."""
+    @torch.no_grad()
+    def deviations(self) -> list[tuple[float, str]]:
+        # A gate's coefficients are not among the weights.
+        rows = [(row, self.columns[row][-len(weights) :], weights) for row, weights in self().items()]
+        return [
+            (abs(float(weight) - (column == columns[-1])), f"[{row}, {column}]")
+            for row, columns, weights in rows
+            for column, weight in zip(columns, weights, strict=True)
+        ]
 
     @torch.no_grad()
     def fill(self, matrix: torch.Tensor) -> torch.Tensor:

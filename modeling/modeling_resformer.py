@@ -34,13 +34,14 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from resformer.configuration import ResFormerConfig
+from resformer.modeling.connection import Connection, Crossing
 from resformer.modeling.depth_average import depth_average
 from resformer.modeling.growing_cache import GrowingCache
-from resformer.modeling.mixing import MixingRows, weighted_sum
+from resformer.modeling.mixing import plain_matrix, weighted_sum
 from resformer.modeling.neutreno import neutreno_term
 from resformer.modeling.sharing import update_cache
-from resformer.modeling.value_residual import GateProjection, ValueGate, value_residual
-from resformer.modeling.wiring import wire
+from resformer.modeling.value_residual import ValueGate, mixed_layers, value_residual
+from resformer.modeling.wiring import KINDS, wire
 
 __all__ = [
     "ResFormerForCausalLM",
@@ -68,6 +69,9 @@ class ResFormerAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.wiring = wire(config)[layer_idx]
+        self.key_source = config.all_key_sources[layer_idx]
+        self.value_source = config.all_value_sources[layer_idx]
+        self.mixes = mixed_layers(config).get(layer_idx, [])[:-1]  # earlier layers whose values it mixes with its own
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
@@ -87,41 +91,37 @@ class ResFormerAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.attention_bias)
         if config.qk_norm:
             self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        if self.wiring.key_source == layer_idx:
+        if self.key_source == layer_idx:
             self.k_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
             if config.qk_norm:
                 self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        if self.wiring.value_source == layer_idx:
+        if self.value_source == layer_idx:
             self.v_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
-        if config.value_residual == "gated" and self.wiring.mixes:
+        if self.gated and self.mixes:
             self.value_residual = ValueGate(config)
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=out_bias)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        mixing_weights: torch.Tensor | tuple[float, ...] | None = None,
-        first_values: torch.Tensor | None = None,
-        shared_keys: torch.Tensor | None = None,
-        shared_values: torch.Tensor | None = None,
-        current_shared_values: torch.Tensor | None = None,
-        *earlier_values: torch.Tensor,
+        *crossing: Any,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor | None, ...]:
-        """Returns (output, attention weights, V_n, V'_n, keys, values), the last four `None` where no layer reads them.
+        """Returns (output, attention weights, *what later layers read of this one, `wiring.gives`).
 
         Args:
             hidden_states: H_n, `(batch, tokens, hidden_size)`.
-            mixing_weights: the row of this layer in the value mixing matrix, if it mixes.
-            first_values: V_0 of the current tokens, `(batch, key/value heads, tokens, head_dim)`, for NeuTRENO.
-            shared_keys, shared_values: another layer's, past tokens included, where this layer has none.
-            current_shared_values: `shared_values` of the current tokens, for NeuTRENO.
-            earlier_values: V_m of the current tokens for the earlier layers m that this one mixes.
+            crossing: `wiring.reads`, by name and layer m:
+
+                * `mixing_weights`: the row of layer m = n in the value mixing matrix;
+                * `raw_values`, `current_values`: V_m and V'_m of the current tokens,
+                  `(batch, key/value heads, tokens, head_dim)`;
+                * `keys`, `values`: those that layer m attends to, past tokens included.
         """
-        wiring = self.wiring
+        read = dict(zip(self.wiring.reads, crossing, strict=True))
         input_shape = hidden_states.shape[:-1]
         head_shape = (*input_shape, -1, self.head_dim)
 
@@ -131,20 +131,22 @@ class ResFormerAttention(nn.Module):
         query_states = query_states.transpose(1, 2)
 
         key_states = None
-        if wiring.key_source == self.layer_idx:
+        if self.key_source == self.layer_idx:
             key_states = self.k_proj(hidden_states).view(head_shape)
             if self.qk_norm:
                 key_states = self.k_norm(key_states)
             key_states = key_states.transpose(1, 2)
 
         raw_values = value_states = None
-        if wiring.value_source == self.layer_idx:
+        if self.value_source == self.layer_idx:
             raw_values = value_states = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
-            if wiring.mixes and self.gated:
-                value_states = self.value_residual(hidden_states, *earlier_values, raw_values, mixing_weights)
-            elif wiring.mixes:
-                value_states = weighted_sum([*earlier_values, raw_values], mixing_weights)
-        current_values = current_shared_values if value_states is None else value_states
+            if self.mixes:
+                terms = [*(read["raw_values", earlier] for earlier in self.mixes), raw_values]
+                weights = read["mixing_weights", self.layer_idx]
+                mix = (
+                    self.value_residual(hidden_states, *terms, weights) if self.gated else weighted_sum(terms, weights)
+                )
+                value_states = mix
 
         if self.use_rope:
             cos, sin = position_embeddings
@@ -153,9 +155,8 @@ class ResFormerAttention(nn.Module):
             else:
                 query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
 
-        keys, values = update_cache(
-            past_key_values, self.layer_idx, (key_states, value_states), (shared_keys, shared_values)
-        )
+        shared = read.get(("keys", self.key_source)), read.get(("values", self.value_source))
+        keys, values = update_cache(past_key_values, self.layer_idx, (key_states, value_states), shared)
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -171,25 +172,19 @@ class ResFormerAttention(nn.Module):
             sliding_window=self.sliding_window,
             **kwargs,
         )
-        if wiring.takes_first_values:
+        if self.neutreno_lambda and self.layer_idx > 0:
+            current = read["current_values", self.value_source] if value_states is None else value_states
             attn_output = neutreno_term(
-                attn_output.reshape(head_shape), first_values, current_values, self.neutreno_lambda
+                attn_output.reshape(head_shape), read["raw_values", 0], current, self.neutreno_lambda
             )
         attn_output = self.o_proj(attn_output.reshape(*input_shape, -1).contiguous())
-        return (
-            attn_output,
-            attn_weights,
-            raw_values if wiring.gives_raw_values else None,
-            value_states if wiring.gives_values else None,
-            keys if wiring.gives_keys_and_values else None,
-            values if wiring.gives_keys_and_values else None,
-        )
+        given = {"raw_values": raw_values, "current_values": value_states, "keys": keys, "values": values}
+        return attn_output, attn_weights, *[given[name] for name in self.wiring.gives]
 
 
 class ResFormerDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: ResFormerConfig, layer_idx: int):
         super().__init__()
-        self.hidden_size = config.hidden_size
         self.self_attn = ResFormerAttention(config=config, layer_idx=layer_idx)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -209,7 +204,7 @@ class ResFormerDecoderLayer(GradientCheckpointingLayer):
         """Returns X_{n+1} and what later layers read; all but `hidden_states` goes to the attention."""
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
-        hidden_states, _, *crossing_later = self.self_attn(
+        hidden_states, _, *given = self.self_attn(
             hidden_states,
             *crossing,
             attention_mask=attention_mask,
@@ -225,7 +220,7 @@ class ResFormerDecoderLayer(GradientCheckpointingLayer):
         hidden_states = self.post_attention_layernorm(hidden_states)
         hidden_states = self.mlp(hidden_states)
         hidden_states = residual + hidden_states
-        return hidden_states, *crossing_later
+        return hidden_states, *given
 
 
 class ResFormerPreTrainedModel(PreTrainedModel):
@@ -255,13 +250,12 @@ class ResFormerPreTrainedModel(PreTrainedModel):
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype | None]:
         # Coefficients are loaded in the dtype that they were saved in: bfloat16 would round away what they learned.
-        kept: dict[str, torch.dtype | None] = {"value_residual": None, "depth_average": None}
-        return {**super()._get_dtype_plan(dtype), **kept}
+        return super()._get_dtype_plan(dtype) | dict.fromkeys(kind.module for kind in KINDS if kind.module is not None)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, (MixingRows, GateProjection)):
+        if isinstance(module, Connection):
             module.reset_parameters()
 
 
@@ -298,7 +292,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
         float32, detached, on the CPU; lower triangular; the identity for plain Llama. The row of a layer that shares
         values is its source's. NaN where the mix depends on the token (`"gated"`).
         """
-        matrix = torch.eye(self.config.num_hidden_layers, dtype=torch.float32)
+        matrix = plain_matrix(self.config.num_hidden_layers, self.config.num_hidden_layers)
         if self.value_residual is not None:
             self.value_residual.fill(matrix)
         return matrix[self.config.all_value_sources]
@@ -310,8 +304,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
         X_0 are the embeddings, X_{j+1} the raw output of block j. float32, detached, on the CPU; D[n, n+1] = 1 and 0
         elsewhere for plain Llama.
         """
-        layers = self.config.num_hidden_layers
-        matrix = torch.eye(layers, layers + 1, dtype=torch.float32).roll(1, dims=1)
+        matrix = plain_matrix(self.config.num_hidden_layers, self.config.num_hidden_layers + 1)
         return matrix if self.depth_average is None else self.depth_average.fill(matrix)
 
     @merge_with_config_defaults
@@ -361,25 +354,19 @@ class ResFormerModel(ResFormerPreTrainedModel):
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
-        mixing_weights = {} if self.value_residual is None else self.value_residual(hidden_states.dtype)
+        crossing: dict[Crossing, Any] = {}
+        if self.value_residual is not None:
+            rows = self.value_residual(hidden_states.dtype)
+            crossing = {("mixing_weights", layer): weights for layer, weights in rows.items()}
         averages = None if self.depth_average is None else self.depth_average.start(self.depth_average())
         if averages is not None:
             hidden_states = averages.append(hidden_states)
-        raw_values: dict[int, torch.Tensor] = {}  # V_m
-        current_values: dict[int, torch.Tensor] = {}  # V'_m of the current tokens
-        keys: dict[int, torch.Tensor] = {}
-        values: dict[int, torch.Tensor] = {}
 
         layer_types = self.config.layer_types
         for n, (layer, wiring) in enumerate(zip(self.layers, self.wiring, strict=False)):
             outputs = layer(
                 hidden_states,
-                mixing_weights.get(n),
-                raw_values[0] if wiring.takes_first_values else None,
-                keys[wiring.key_source] if wiring.key_source != n else None,
-                values[wiring.value_source] if wiring.value_source != n else None,
-                current_values[wiring.value_source] if wiring.value_source != n else None,
-                *[raw_values[earlier] for earlier in wiring.mixes],
+                *[crossing[read] for read in wiring.reads],
                 attention_mask=masks[layer_types[n]],
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
@@ -392,7 +379,8 @@ class ResFormerModel(ResFormerPreTrainedModel):
                     "Pipeline parallelism is not supported: values, keys and states of earlier layers do not reach "
                     "another stage. Use tensor parallelism or FSDP2."
                 )
-            hidden_states, raw_values[n], current_values[n], keys[n], values[n] = outputs
+            hidden_states, *given = outputs
+            crossing.update({(name, n): tensor for name, tensor in zip(wiring.gives, given, strict=True)})
             if averages is not None:
                 hidden_states = averages.append(hidden_states)
 

@@ -8,7 +8,10 @@ and needs the current tokens only.
 
 import torch
 
-__all__ = ["neutreno_term"]
+from resformer.configuration import ResFormerConfig
+from resformer.modeling.connection import ConnectionKind, Crossing
+
+__all__ = ["NEUTRENO", "neutreno_term"]
 
 
 def neutreno_term(
@@ -24,3 +27,24 @@ def neutreno_term(
     difference = (first_values - values).transpose(1, 2)
     groups = attention_output.shape[2] // difference.shape[2]
     return torch.add(attention_output, difference.repeat_interleave(groups, dim=2), alpha=strength)
+
+
+def _reads(config: ResFormerConfig, layer: int) -> list[Crossing]:
+    if not config.neutreno_lambda or layer == 0:
+        return []
+    source = config.all_value_sources[layer]
+    return [("raw_values", 0), *([("current_values", source)] if source != layer else [])]
+
+
+def _losses(config: ResFormerConfig) -> list[str]:
+    strength = config.neutreno_lambda
+    return [f"`neutreno_lambda`={strength} adds a fixed term to every layer but 0"] if strength else []
+
+
+def _flops(config: ResFormerConfig) -> int:
+    """3 x query heads x head_dim in every layer but 0."""
+    queries = config.num_attention_heads * config.head_dim
+    return 3 * queries * (config.num_hidden_layers - 1) if config.neutreno_lambda else 0
+
+
+NEUTRENO = ConnectionKind(reads=_reads, losses=_losses, flops=_flops)

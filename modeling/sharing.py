@@ -9,7 +9,10 @@ A reader uses its source's tensors after the cache's update, past tokens include
 import torch
 from transformers.cache_utils import Cache
 
-__all__ = ["update_cache"]
+from resformer.configuration import ResFormerConfig
+from resformer.modeling.connection import ConnectionKind, Crossing
+
+__all__ = ["SHARING", "update_cache"]
 
 Tensors = tuple[torch.Tensor | None, torch.Tensor | None]
 
@@ -47,3 +50,19 @@ def _placeholder(cache: Cache, layer_idx: int, stored: torch.Tensor) -> torch.Te
         if layer.is_initialized and layer.values is not None:
             width = layer.values.shape[-1]
     return stored.new_zeros((*stored.shape[:-1], width))
+
+
+def _reads(config: ResFormerConfig, layer: int) -> list[Crossing]:
+    sources = (("keys", config.all_key_sources[layer]), ("values", config.all_value_sources[layer]))
+    return [(name, source) for name, source in sources if source != layer]
+
+
+def _losses(config: ResFormerConfig) -> list[str]:
+    reasons = []
+    for name in ("value_sources", "key_sources"):
+        if readers := sum(layer != source for layer, source in enumerate(getattr(config, name) or ())):
+            reasons.append(f"`{name}` drops the projections of {readers} of {config.num_hidden_layers} layers")
+    return reasons
+
+
+SHARING = ConnectionKind(reads=_reads, losses=_losses)

@@ -17,15 +17,17 @@ decoding needs nothing of past tokens but V'. Gradients flow into V_0.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
 from resformer.configuration import ResFormerConfig
+from resformer.modeling.connection import Connection, ConnectionKind, Crossing
 from resformer.modeling.mixing import FreeRows, MixingRows, Row, coefficient_dtype, split_rows
 
-__all__ = ["GateProjection", "ValueGate", "mixed_layers", "value_residual"]
+__all__ = ["VALUE_RESIDUAL", "ValueGate", "mixed_layers", "value_residual"]
 
 
 def mixed_layers(config: ResFormerConfig) -> dict[int, list[int]]:
@@ -118,6 +120,9 @@ class GatedValueResidual(MixingRows):
     def reset_parameters(self) -> None:
         init.constant_(self.bias_own, self.start[1])
 
+    def deviations(self) -> list[tuple[float, str]]:
+        return [*super().deviations(), (abs(self.start[0]), ": value_residual_init[0]")]
+
     @torch.no_grad()
     def fill(self, matrix: torch.Tensor) -> torch.Tensor:
         for layer, own in self().items():
@@ -150,7 +155,7 @@ class ValueGate(nn.Module):
         return torch.addcmul(first * gate.transpose(1, 2).unsqueeze(-1), own, own_weight.to(own.dtype))
 
 
-class GateProjection(nn.Linear):
+class GateProjection(Connection, nn.Linear):
     """Starts at zero and keeps its own dtype. A linear layer, so that tensor parallelism can split it by heads."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -158,3 +163,39 @@ class GateProjection(nn.Linear):
 
     def reset_parameters(self) -> None:
         init.zeros_(self.weight)
+
+    def deviations(self) -> list[tuple[float, str]]:
+        return [(float(self.weight.detach().abs().max()), ".weight")]
+
+
+def _reads(config: ResFormerConfig, layer: int) -> list[Crossing]:
+    columns = mixed_layers(config).get(layer)
+    if columns is None:
+        return []
+    return [("mixing_weights", layer), *(("raw_values", earlier) for earlier in columns[:-1])]
+
+
+def _losses(config: ResFormerConfig) -> list[str]:
+    mode, start = config.value_residual, config.value_residual_init
+    if not config.mixing_layers:
+        return []
+    if mode == "identity" or (mode == "constant" and start != [0.0, 1.0]):
+        weights = [0.5, 0.5] if mode == "identity" else start
+        return [f"`value_residual`={mode!r} mixes with fixed coefficients {weights}"]
+    return [] if start == [0.0, 1.0] else [f"`value_residual_init`={start} starts away from (0, 1)"]
+
+
+def _flops(config: ResFormerConfig) -> int:
+    """2 x key/value heads x head_dim for each term of a mix, and 2 x the weights of a gate."""
+    mixed = mixed_layers(config)
+    heads = config.num_key_value_heads
+    gates = 2 * config.hidden_size * heads * len(mixed) if config.value_residual == "gated" else 0
+    return 2 * heads * config.head_dim * sum(map(len, mixed.values())) + gates
+
+
+def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
+    learned = fields.get("value_residual") in ("learnable", "learnable_plus", "dense", "gated")
+    return {"value_residual_init": [0.0, 1.0]} if learned else {}
+
+
+VALUE_RESIDUAL = ConnectionKind("value_residual", _reads, _losses, _start, _flops)

@@ -1,44 +1,35 @@
-"""Which tensors cross between layers. Follows from the configuration; a layer returns only what a later one reads."""
+"""All kinds of connections, and which tensors cross between layers because of them."""
 
 from dataclasses import dataclass
 
 from resformer.configuration import ResFormerConfig
-from resformer.modeling.value_residual import mixed_layers
+from resformer.modeling.connection import Crossing
+from resformer.modeling.depth_average import DEPTH_AVERAGE
+from resformer.modeling.neutreno import NEUTRENO
+from resformer.modeling.sharing import SHARING
+from resformer.modeling.value_residual import VALUE_RESIDUAL
 
-__all__ = ["LayerWiring", "wire"]
+__all__ = ["KINDS", "LayerWiring", "wire"]
+
+KINDS = (SHARING, NEUTRENO, VALUE_RESIDUAL, DEPTH_AVERAGE)
 
 
 @dataclass(frozen=True)
 class LayerWiring:
-    """What layer n reads from earlier layers and returns for later ones."""
+    """The tensors that one layer takes as arguments, and the names of those that it returns for later layers."""
 
-    key_source: int
-    value_source: int
-    mixes: tuple[int, ...]  # earlier layers whose raw values it mixes with its own
-    takes_first_values: bool  # V_0, for NeuTRENO
-    gives_raw_values: bool  # V_n, current tokens
-    gives_values: bool  # V'_n, current tokens
-    gives_keys_and_values: bool  # as attended to, past tokens included
+    reads: tuple[Crossing, ...]
+    gives: tuple[str, ...]
 
 
 def wire(config: ResFormerConfig) -> list[LayerWiring]:
-    """One `LayerWiring` per layer."""
+    """One `LayerWiring` per layer; a layer returns only what a later one reads."""
     layers = range(config.num_hidden_layers)
-    key_sources, value_sources = config.all_key_sources, config.all_value_sources
-    mixes = {layer: tuple(columns[:-1]) for layer, columns in mixed_layers(config).items()}
-    neutreno = config.neutreno_lambda != 0
-    raw_read = {layer for columns in mixes.values() for layer in columns} | ({0} if neutreno else set())
-    values_read = {source for n, source in enumerate(value_sources) if source != n}
-    keys_read = {source for n, source in enumerate(key_sources) if source != n}
+    reads = [tuple(dict.fromkeys(read for kind in KINDS for read in kind.reads(config, n))) for n in layers]
     return [
         LayerWiring(
-            key_source=key_sources[n],
-            value_source=value_sources[n],
-            mixes=mixes.get(n, ()),
-            takes_first_values=neutreno and n > 0,
-            gives_raw_values=n in raw_read,
-            gives_values=neutreno and n in values_read,
-            gives_keys_and_values=n in keys_read | values_read,
+            reads[n],
+            tuple(dict.fromkeys(name for later in reads[n + 1 :] for name, layer in later if layer == n)),
         )
         for n in layers
     ]

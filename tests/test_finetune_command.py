@@ -360,6 +360,7 @@ def test_weights_are_trained_taught_and_saved_in_the_dtypes_that_were_asked_for(
     for key, tensor in weights.items():
         assert tensor.dtype == (torch.float32 if is_connection(key) else torch.float16), key
     assert json.loads((work / name / "config.json").read_text())["dtype"] == "float16"
+    assert "cache a token, in float16" in (work / name / "README.md").read_text()
     assert len(AutoTokenizer.from_pretrained(work / name)) == 257
 
 

@@ -16,7 +16,8 @@ errors, version
 environment, files, untrusted
 record
 configuration
-model_cards, modeling
+modeling
+model_cards
 convert
 checkpoint_cards, pushing
 training

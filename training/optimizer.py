@@ -7,12 +7,14 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from resformer.modeling.wiring import KINDS
+
 __all__ = ["ConnectionTrainer", "is_connection", "set_connection_learning_rate"]
 
 
 def is_connection(parameter_name: str) -> bool:
     """Whether the parameter belongs to an added connection: it lies under `value_residual` or `depth_average`."""
-    return not {"value_residual", "depth_average"}.isdisjoint(parameter_name.split("."))
+    return not {kind.module for kind in KINDS}.isdisjoint(parameter_name.split("."))
 
 
 def set_connection_learning_rate(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float) -> None:

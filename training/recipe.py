@@ -317,6 +317,7 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
             if isinstance(config, ResFormerConfig):  # cards are for models with cross-layer connections
                 facts = {name: getattr(report, name) for name in TRAINING_FIELDS}
                 repository = options.push_to or output.name
+                facts["dtype"] = options.save_dtype or options.dtype
                 card = finetuned_card(**facts, repository=repository, config=config, source_card=source_card)
                 card.save(folder / "README.md")
     if first:

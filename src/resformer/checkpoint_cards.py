@@ -92,6 +92,7 @@ def checkpoint_card(
         training, _ = _read_results([checkpoint / "metrics.json"], [])
     opened = open_source(str(checkpoint), resformer=True).fetch()
     config, record = opened.config, read_record(checkpoint)
+    dtype = str(opened.dtype).removeprefix("torch.")
     if not isinstance(config, ResFormerConfig):
         raise CheckpointError(f"{checkpoint}: is a {config.model_type}, no ResFormer; `resformer convert` makes one.")
     source_card = {**carried_metadata(checkpoint / "README.md"), **((record or {}).get("source_card") or {})}
@@ -110,13 +111,14 @@ def checkpoint_card(
             if training.get("source") is None and record is not None:
                 training |= {name: record[name] for name in ("source", "revision", "method")}
             training = {"revision": None, "method": method_of(config), **training}
-            return CheckpointCard(finetuned_card(**training, **arguments, base_model=base_model), "fine-tuned", results)
+            card = finetuned_card(**training, **arguments, dtype=dtype, base_model=base_model)
+            return CheckpointCard(card, "fine-tuned", results)
         if record is not None:
             _check_weights(checkpoint, record)
             return CheckpointCard(retrofit_card(record, **arguments, base_model=base_model), "retrofitted", results)
         arguments |= {name: value for name, value in training.items() if name not in ("source", "revision", "method")}
         parameters = sum(tensor.elements for tensor in opened.checkpoint.tensors.values())
-        card = scratch_card(method=method_of(config), parameters=parameters, **arguments)
+        card = scratch_card(method=method_of(config), parameters=parameters, dtype=dtype, **arguments)
         return CheckpointCard(card, "from-scratch", results)
     except (KeyError, TypeError, AttributeError, UndefinedError, ValueError) as error:  # fields that JSON files lack
         raise CheckpointError(f"{checkpoint}: its record or the metrics lack what a card states: {error}") from error

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from resformer.convert import CheckpointError, retrofit
 from resformer.files import check_target
 from resformer.modeling import ResFormerForCausalLM
+from resformer.modeling.mixing import plain_matrix
 from resformer.training.data import STANDARD_HELD_OUT, STANDARD_LIBRARY
 from resformer.training.recipe import FinetuneOptions, FinetuneReport, finetune_checkpoint
 
@@ -174,13 +175,11 @@ def _print_table(names: list[str], reports: list[FinetuneReport]) -> None:
 
 def _print_mixing(model: ResFormerForCausalLM) -> None:
     """What the connections have learned: the entries of both matrices that moved furthest from plain Llama's."""
-    values, depth = model.model.value_mixing_matrix(), model.model.depth_mixing_matrix()
-    layers = model.config.num_hidden_layers
-    for title, symbol, matrix, start in (
-        ("value mixing, V'_n = sum_m M[n,m] V_m", "M", values, torch.eye(layers)),
-        ("depth averaging, Y_n = sum_j D[n,j] X_j", "D", depth, torch.eye(layers, layers + 1).roll(1, dims=1)),
+    for title, symbol, matrix in (
+        ("value mixing, V'_n = sum_m M[n,m] V_m", "M", model.model.value_mixing_matrix()),
+        ("depth averaging, Y_n = sum_j D[n,j] X_j", "D", model.model.depth_mixing_matrix()),
     ):
-        moved = (matrix - start).abs().nan_to_num()
+        moved = (matrix - plain_matrix(*matrix.shape)).abs().nan_to_num()
         if not moved.any():
             continue
         furthest = moved.flatten().topk(5).indices.tolist()

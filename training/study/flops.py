@@ -2,10 +2,7 @@
 
 from typing import Any
 
-import torch
-
-from resformer.modeling.depth_average import depth_average
-from resformer.modeling.value_residual import mixed_layers
+from resformer.modeling.wiring import KINDS
 
 __all__ = ["forward_flops", "training_flops"]
 
@@ -17,8 +14,7 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
     |---|---|
     | `projections` | 2 x the weights of q, k, v, o and the MLP; a shared key or value has no k or v |
     | `attention` | 4 x query heads x head_dim x keys, the mean number of keys that a causal token sees |
-    | `connections` | 2 x key/value heads x head_dim for each term of a value mix, 2 x the weights of a gate |
-    | | 3 x query heads x head_dim for NeuTRENO, 2 x hidden_size for each term of a depth average |
+    | `connections` | the sum over `KINDS`, beside whose equations it stands |
     | `head` | once, 2 x hidden_size x vocab_size |
 
     Embeddings, norms, rotary embedding, softmax and activations are left out: they are the same for all methods.
@@ -38,20 +34,10 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
         window = tokens if layer_type == "full_attention" else min(tokens, config.sliding_window)
         keys += (window * (window + 1) / 2 + (tokens - window) * window) / tokens
 
-    mixed = mixed_layers(config)
-    connections = 2 * values * sum(len(terms) for terms in mixed.values())
-    if config.value_residual == "gated":
-        connections += 2 * width * config.num_key_value_heads * len(mixed)
-    if config.neutreno_lambda:
-        connections += 3 * queries * (layers - 1)
-    with torch.device("meta"):
-        averages = depth_average(config)
-    if averages is not None:
-        connections += 2 * width * sum(averages.sizes)
     return {
         "projections": 2 * weights,
         "attention": 4 * queries * keys,
-        "connections": connections,
+        "connections": sum(kind.flops(config) for kind in KINDS),
         "head": 2 * width * config.vocab_size,
     }
 

@@ -1,0 +1,44 @@
+"""What each kind of connection tells the rest of the package; each kind answers in its own file."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from resformer.configuration import ResFormerConfig
+
+__all__ = ["Connection", "ConnectionKind", "Crossing"]
+
+#: A tensor that crosses layers: its name in `ResFormerAttention.forward`, and the layer that makes it.
+Crossing = tuple[str, int]
+
+
+class Connection(nn.Module):
+    """A module whose parameters a connection adds to Llama's."""
+
+    def reset_parameters(self) -> None:
+        """Sets the initial values. Called by `_init_weights`: `from_pretrained` discards what `__init__` sets."""
+
+    def deviations(self) -> list[tuple[float, str]]:
+        """(a weight's distance from having no effect, its place in the module), of each weight or of the largest."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ConnectionKind:
+    """One kind of connection, listed in `KINDS`.
+
+    Args:
+        module: the name of the modules that hold its parameters; `None` if it has none.
+        reads: configuration and layer -> the tensors that the layer reads of earlier layers.
+        losses: configuration -> why a model with it does not start as plain Llama; empty if it does.
+        start: connection fields of a retrofit -> fields that make it start as plain Llama, unless it sets them itself.
+        flops: configuration -> operations of a forward pass per token; a multiplication and an addition are two.
+    """
+
+    module: str | None = None
+    reads: Callable[[ResFormerConfig, int], Sequence[Crossing]] = lambda config, layer: ()
+    losses: Callable[[ResFormerConfig], list[str]] = lambda config: []
+    start: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
+    flops: Callable[[ResFormerConfig], int] = lambda config: 0
