@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 #: Fields of a metrics.json that describe a training, under the names of `finetuned_card`'s arguments.
-TRAINING_FIELDS = ("source", "revision", "method", "corpus", "evaluation_tokens", "runs", "datasets")
+TRAINING_FIELDS = ("source", "revision", "method", "corpus", "evaluation_tokens", "runs", "datasets", "recipe")
 #: Ends a card: `is_as_made` compares the digest to find edits by hand.
 _MARK = "<!-- Made by `resformer card`. SHA-256 of the text above: "
 #: Field of a run -> (its name in the table, its format).
@@ -100,6 +100,7 @@ def finetuned_card(
     config: ResFormerConfig | None = None,
     dtype: str = "bfloat16",
     datasets: Sequence[str] = (),
+    recipe: Mapping[str, Any] | None = None,
     source_card: Mapping[str, Any] | None = None,
     metrics: Iterable[Metric | Mapping[str, Any]] = (),
     base_model: str | None = None,
@@ -107,8 +108,8 @@ def finetuned_card(
 ) -> ModelCard:
     """The card of a fine-tuned retrofit.
 
-    `source`, `revision`, `method`, `corpus`, `evaluation_tokens`, `runs`, `datasets` and `metrics` are the fields of a
-    `metrics.json`.
+    `source`, `revision`, `method`, `corpus`, `evaluation_tokens`, `runs`, `datasets`, `recipe` and `metrics` are the
+    fields of a `metrics.json`.
 
     Args:
         source: the checkpoint that was retrofitted.
@@ -122,6 +123,7 @@ def finetuned_card(
         config: the checkpoint's; the cost of the cache follows from it.
         dtype: of the checkpoint's weights, which the cache takes too.
         datasets: Hub ids of the training data.
+        recipe: which of the parameters were trained, and the teacher and weights of a distillation.
         source_card: licence, languages and data from the source's card (`carried_metadata`).
         metrics: further results.
         base_model: Hub id of the source; default: the source, if it came from the Hub.
@@ -148,6 +150,7 @@ def finetuned_card(
         corpus=corpus,
         evaluation_tokens=evaluation_tokens,
         runs=_run_table(runs),
+        recipe=recipe,
     )
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel, TrainingArguments, default_data_collator
 
-from resformer.training.distillation import DistillationTrainer, distillation_loss
+from resformer.training.distillation import DistillationTrainer, distillation_loss, hidden_state_loss
 
 
 def naive(
@@ -54,6 +55,41 @@ def test_loss_and_gradient_are_the_naive_twins(
     assert (gradient[~counts] == 0).all()
 
 
+def naive_hidden(states: list[torch.Tensor], teacher: list[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+    """Position by position, in float64, from the definition."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for h, g in zip(states, teacher, strict=True):
+        for row in range(labels.shape[0]):
+            for position in range(labels.shape[1] - 1):
+                if int(labels[row, position + 1]) != -100:
+                    wanted = g[row, position].double()
+                    total = total + ((h[row, position].double() - wanted) ** 2).sum() / (wanted**2).sum()
+                    count += 1
+    return total / count
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_hidden_loss_and_gradient_are_the_naive_twins(dtype: torch.dtype, layers: int) -> None:
+    states = [torch.randn(3, 7, 8).to(dtype).requires_grad_() for _ in range(layers)]
+    teacher = [torch.randn(3, 7, 8).to(dtype) for _ in range(layers)]
+    teacher[0][:, 0] *= 159  # as SmolLM2's first tokens
+    labels = torch.randint(0, 11, (3, 7))
+    labels[0, :3] = labels[1, 6] = -100
+    twins = [each.detach().double().requires_grad_() for each in states]
+    expected = naive_hidden(twins, teacher, labels)
+    loss = hidden_state_loss(states, teacher, labels)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(loss.double(), expected, rtol=min(tolerance, 1e-5), atol=0.0)
+    gradients, wanted = torch.autograd.grad(loss, states), torch.autograd.grad(expected, twins)
+    for gradient, each in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient.double(), each, rtol=tolerance, atol=tolerance / 100)
+    # Micro-batches divide by the labels of all of them.
+    shares = [hidden_state_loss([h[i : i + 1] for h in states], [g[i : i + 1] for g in teacher], labels[i : i + 1],
+                                num_items=torch.tensor(15)) for i in range(3)]  # fmt: skip
+    torch.testing.assert_close(sum(shares), loss)
+
+
 def test_a_student_equal_to_its_teacher_has_nothing_to_learn_from_it() -> None:
     logits = torch.randn(2, 5, 9, requires_grad=True)
     loss = distillation_loss(logits, logits, torch.zeros(2, 5, dtype=torch.long), weight=1.0, temperature=3.0)
@@ -64,7 +100,7 @@ def test_a_student_equal_to_its_teacher_has_nothing_to_learn_from_it() -> None:
 
 
 def _trainer(
-    model: PreTrainedModel, teacher: PreTrainedModel, folder: Path, *, batch: int, accumulate: int
+    model: PreTrainedModel, teacher: PreTrainedModel, folder: Path, *, batch: int, accumulate: int, **options: Any
 ) -> DistillationTrainer:
     generator = torch.Generator().manual_seed(3)
     rows = []
@@ -94,21 +130,27 @@ def _trainer(
         teacher=teacher,
         weight=0.7,
         temperature=2.0,
+        **options,
     )
 
 
-@pytest.mark.parametrize(("batch", "accumulate"), [(4, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize(("batch", "accumulate", "hidden"), [(4, 1, 0.0), (1, 4, 3.0), (2, 2, 3.0)])
 def test_a_step_follows_the_gradient_of_the_whole_batch(
-    tiny_model: Callable[..., PreTrainedModel], tmp_path: Path, batch: int, accumulate: int
+    tiny_model: Callable[..., PreTrainedModel], tmp_path: Path, batch: int, accumulate: int, hidden: float
 ) -> None:
     teacher, model = tiny_model("transformer"), tiny_model("svformer", seed=1)
-    trainer = _trainer(model, teacher, tmp_path, batch=batch, accumulate=accumulate)
+    options = {"hidden_weight": hidden, "hidden_layers": [-2, 3]}
+    trainer = _trainer(model, teacher, tmp_path, batch=batch, accumulate=accumulate, **options)
     rows = default_data_collator(trainer.train_dataset)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     reference = tiny_model("svformer", seed=1)
     with torch.no_grad():
-        teacher_logits = tiny_model("transformer")(rows["input_ids"]).logits
-    naive(reference(rows["input_ids"]).logits, teacher_logits, rows["labels"], 0.7, 2.0).backward()
+        taught = tiny_model("transformer")(rows["input_ids"], output_hidden_states=True)
+    outputs = reference(rows["input_ids"], output_hidden_states=True)
+    # 6 layers: state 5 is the output of the last but one, which the last one reads.
+    states, wanted = ([each.hidden_states[layer] for layer in (5, 3)] for each in (outputs, taught))
+    loss = naive(outputs.logits, taught.logits, rows["labels"], 0.7, 2.0)
+    (loss + hidden * naive_hidden(states, wanted, rows["labels"])).backward()
     trainer.train()
     for name, parameter in reference.named_parameters():
         moved = before[name] - model.get_parameter(name).detach()
@@ -129,6 +171,21 @@ def test_evaluation_is_the_plain_cross_entropy(tiny_model: Callable[..., PreTrai
     assert trainer.evaluate(trainer.train_dataset)["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_another_vocabulary_is_refused(tiny_model: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="model has 97 tokens, the teacher 98"):
-        _trainer(tiny_model(), tiny_model(vocab_size=98), tmp_path, batch=1, accumulate=1)
+@pytest.mark.parametrize(
+    ("fields", "hidden_layers", "words"),
+    [
+        ({"vocab_size": 98}, [-2], "model has 97 tokens, the teacher 98"),
+        ({"hidden_size": 16, "head_dim": 8}, [-2], "states are 32 wide, the teacher's 16"),
+        ({"num_hidden_layers": 4}, [-2, 5], "Hidden state 5 is to be learned; expected -5 to 4"),
+    ],
+)
+def test_a_teacher_of_another_shape_is_refused(
+    tiny_model: Callable[..., PreTrainedModel],
+    tmp_path: Path,
+    fields: dict[str, int],
+    hidden_layers: list[int],
+    words: str,
+) -> None:
+    options = {"batch": 1, "accumulate": 1, "hidden_weight": 1.0, "hidden_layers": hidden_layers}
+    with pytest.raises(ValueError, match=words):
+        _trainer(tiny_model(), tiny_model(**fields), tmp_path, **options)

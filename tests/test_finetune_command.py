@@ -25,6 +25,7 @@ from resformer import ResFormerForCausalLM, retrofit
 from resformer.checkpoint_cards import checkpoint_card
 from resformer.training import recipe
 from resformer.training.data import load_documents, pack_documents
+from resformer.training.freezing import trained_parameters
 from resformer.training.optimizer import is_connection
 from resformer.training.recipe import FinetuneOptions, FinetuneReport, finetune_checkpoint
 
@@ -109,10 +110,15 @@ def test_the_output_is_a_whole_checkpoint_with_true_metrics(work: Path) -> None:
     assert str(checkpoint_card(work / "out").card) == card
 
 
+HEAL = ["--distill", "source", "--distill-weight", "1", "--distill-hidden", "1", "--train", "sharing"]
+
+
 @pytest.mark.slow
-def test_a_killed_run_resumes_to_the_bit(work: Path) -> None:
-    arguments = ["retrofit", "--data", "notes.txt", *SMALL, "--steps", "24", "--learning-rate", "1e-2", "--distill",
-                 "source"]  # fmt: skip
+@pytest.mark.parametrize("start", [["retrofit", "--distill", "source"], ["shared", *HEAL]], ids=["all", "sharing"])
+def test_a_killed_run_resumes_to_the_bit(work: Path, start: list[str]) -> None:
+    arguments = [*start, "--data", "notes.txt", *SMALL, "--steps", "24", "--learning-rate", "1e-2"]
+    for name in ("whole", "killed"):
+        shutil.rmtree(work / name, ignore_errors=True)
     whole = finetune(work, arguments[0], "whole", *arguments[1:])
     assert whole.returncode == 0, whole.stderr
     command = [sys.executable, "-m", "resformer", "finetune", arguments[0], "killed", *arguments[1:]]
@@ -167,18 +173,22 @@ def test_an_interrupted_run_says_how_to_go_on(work: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_learn_what_one_does_and_one_writes(work: Path) -> None:
+@pytest.mark.parametrize("start", [["retrofit"], ["shared", *HEAL]], ids=["all", "sharing"])
+def test_two_processes_learn_what_one_does_and_one_writes(work: Path, start: list[str]) -> None:
+    source, *teaching = start
+    for name in ("alone", "both"):
+        shutil.rmtree(work / name, ignore_errors=True)
     # One step on all the data, in whatever order; --held-out-blocks for whole evaluation batches.
     shared = ["--data", "notes.txt", "--sample-by", "paragraph", "--block", "32", "--held-out", "0.1", "--no-bf16"]
-    shared += ["--held-out-blocks", "40"]
+    shared += ["--held-out-blocks", "40", *teaching]
     for setting in ("optim=sgd", "warmup_steps=0", "max_grad_norm=0", "per_device_eval_batch_size=4"):
         shared += ["--set", setting]
     shared += ["--learning-rate", "1e-2", "--connection-learning-rate", "1e-2", "--json"]
-    blocks = json.loads(finetune(work, "retrofit", "alone", *shared, "--dry-run").stdout)["training_blocks"] // 2
-    alone = finetune(work, "retrofit", "alone", *shared, "--batch", blocks, "--accumulate", "2")
+    blocks = json.loads(finetune(work, source, "alone", *shared, "--dry-run").stdout)["training_blocks"] // 2
+    alone = finetune(work, source, "alone", *shared, "--batch", blocks, "--accumulate", "2")
     assert alone.returncode == 0, alone.stderr
     launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    both = finetune(work, "retrofit", "both", *shared, "--batch", blocks, launcher=launcher)
+    both = finetune(work, source, "both", *shared, "--batch", blocks, launcher=launcher)
     assert both.returncode == 0, both.stderr
     metrics, expected = json.loads(both.stdout), json.loads(alone.stdout)  # one report
     assert metrics["steps"] == expected["steps"] == 1
@@ -266,6 +276,10 @@ def test_a_file_of_options_is_read_and_the_command_line_wins(work: Path) -> None
         (["source", "new", "--data", "notes.txt", "--streaming"], 2, "streaming needs steps"),
         (["source", "new", "--data", "notes.txt", "--held-out", "2"], 2, "held_out is 2.0; expected a share"),
         (["source", "new", "--data", "notes.txt", "--set", "optim=magic"], 2, "magic"),
+        (["source", "new", "--data", "notes.txt", "--train", "heads"], 2, "expected one of all, sharing, connections"),
+        (["source", "new", "--data", "notes.txt", "--train", "sharing"], 3, "no layer of the model reads another's"),
+        (["shared", "new", "--data", "notes.txt", "--train", "connections"], 3, "has no parameters under"),
+        (["shared", "new", "--data", "notes.txt", "--distill-hidden", "1"], 2, "name it with --distill"),
         (["source", "new", "--config", "missing.yaml"], 2, "missing.yaml: cannot be read"),
     ],
 )
@@ -316,7 +330,9 @@ def test_misuse_is_one_line_with_the_way_out(
         ({"steps": 5, "epochs": 1}, "steps is 5 and epochs 1.0; give one"),
         ({"bf16": "yes"}, "bf16 is 'yes'; expected bool"),
         ({"steps": 2.5}, "steps is 2.5; expected int"),
-        ({"data": [1]}, r"data is \[1\]; expected a list of names"),
+        ({"data": [1]}, r"data is \[1\]; expected a list of str"),
+        ({"distill_hidden_layers": "last"}, "distill_hidden_layers is 'last'; expected a list of int"),
+        ({"distill": "c", "distill_hidden": -1}, "distill_hidden is -1.0; expected a finite number from 0 up"),
     ],
 )
 def test_options_of_the_wrong_name_or_kind_are_refused(values: dict[str, Any], words: str) -> None:
@@ -362,6 +378,44 @@ def test_weights_are_trained_taught_and_saved_in_the_dtypes_that_were_asked_for(
     assert json.loads((work / name / "config.json").read_text())["dtype"] == "float16"
     assert "cache a token, in float16" in (work / name / "README.md").read_text()
     assert len(AutoTokenizer.from_pretrained(work / name)) == 257
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "trainer"),
+    [
+        ("shared", "sharing", {}),
+        ("retrofit", "connections", {}),
+        ("shared", "sharing", {"activation_checkpointing_kwargs": {"use_reentrant": True}}),
+    ],
+)
+def test_only_what_is_named_is_trained(
+    work: Path, monkeypatch: pytest.MonkeyPatch, model: str, train: str, trainer: dict[str, Any]
+) -> None:
+    trainers: list[Any] = []
+    run_trainer = recipe._train
+    monkeypatch.setattr(recipe, "_train", lambda *given: (trainers.append(given[0]), run_trainer(*given)))
+    options = {
+        "distill": "source",
+        "distill_weight": 1,
+        "distill_hidden": 2.0,
+        "train": train,
+        "force": True,
+        **trainer,
+    }
+    report = tuned(
+        work, "healed", monkeypatch, model=model, learning_rate=1e-2, gradient_checkpointing=bool(trainer), **options
+    )
+    start, healed = (AutoModelForCausalLM.from_pretrained(work / name, dtype="float32") for name in (model, "healed"))
+    before, after = dict(start.named_parameters()), dict(healed.named_parameters())
+    named = set(trained_parameters(start, train))
+    assert {name for name in before if not torch.equal(before[name], after[name])} == named < before.keys()
+    ((state,),) = [[trainer.optimizer.optimizer.state] for trainer in trainers]
+    assert sum(len(moments) > 0 for moments in state.values()) == len(named)
+    assert report.trained_parameters == sum(before[name].numel() for name in named) < report.parameters
+    card = (work / "healed" / "README.md").read_text()
+    assert f"{report.trained_parameters:,} of {report.parameters:,} parameters were trained: the " in card
+    assert "from `source`, with weight 1.0 on its logits at temperature 1.0 and weight 2.0 on its hidden" in card
+    assert str(checkpoint_card(work / "healed").card) == card
 
 
 def test_bfloat16_weights_are_warned_of(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

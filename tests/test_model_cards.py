@@ -73,6 +73,16 @@ TRAINING: dict[str, Any] = {
             "training_tokens": 12289,
         },
     ],
+    "recipe": {
+        "train": "sharing",
+        "trained": 8123,
+        "parameters": 94567,
+        "teacher": "owner/llama",
+        "weight": 0.91,
+        "temperature": 2.5,
+        "hidden_weight": 0.73,
+        "hidden_layers": [-2, 13],
+    },
     "metrics": [{"name": "loss", "value": 2.28171, "dataset": "WikiText-2", "split": "test"}],
 }
 HARNESS: dict[str, Any] = {
@@ -199,11 +209,11 @@ NAMES = [
 
 
 def printed(card: str) -> list[str]:
-    """The numbers in a card's tables, in what it says of tokens, and in its metadata."""
+    """The numbers in a card's tables, in what it says of tokens and of a training, and in its metadata."""
     header, _, text = card.partition("\n---\n")
     for name in sorted(NAMES, key=len, reverse=True):
         text = text.replace(name, "")
-    lines = [line for line in text.splitlines() if line.startswith("|") or " tokens" in line]
+    lines = [line for line in text.splitlines() if re.search(r"^\|| tokens| were trained|^Distilled", line)]
     index = yaml.safe_load(header.removeprefix("---\n")).get("model-index", [])
     return [*re.findall(r"-?\d[\d,]*(?:\.\d+)?", "\n".join(lines)), *map(str, numbers_in(index))]
 
@@ -548,6 +558,8 @@ def test_command_makes_the_card_of_a_training(copied: Callable[[str], Path], tmp
         ["owner/corpus", "owner/minutes"],
     )
     assert "| held-out perplexity after | 9.822 | 9.794 |" in built.text
+    assert "\n8,123 of 94,567 parameters were trained: the projections and norms that sharing" in built.text
+    assert "\nDistilled from `owner/llama`, with weight 0.91 on its logits at temperature 2.5 and weight" in built.text
     assert sorted(path.name for path in (folder / ".eval_results").iterdir()) == [
         "allenai-ai2_arc_arc_easy_acc.yaml",
         "allenai-ai2_arc_arc_easy_acc_norm.yaml",

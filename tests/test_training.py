@@ -1,14 +1,18 @@
-"""Optimizer groups, coefficients in low precision, memory of a run."""
+"""Which parameters are trained, optimizer groups, coefficients in low precision, memory of a run."""
 
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import save_checkpoint
-from transformers import AutoModelForCausalLM, TrainingArguments
+from conftest import COMBINATIONS
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 
 from resformer import ResFormerConfig, ResFormerForCausalLM, retrofit
+from resformer.errors import CheckpointError
+from resformer.training.freezing import trained_parameters
 from resformer.training.memory import PeakMemory
 from resformer.training.optimizer import ConnectionTrainer, is_connection
 
@@ -38,6 +42,32 @@ def test_groups_hold_every_parameter_once_and_never_decay_a_connection(
             assert settings[id(parameter)] == (rate or 1.0, 0.0), name
         else:
             assert settings[id(parameter)] == (1.0, 0.1 if parameter.dim() == 2 else 0.0), name
+
+
+@pytest.mark.parametrize("variant", [*COMBINATIONS, "svformer", "cla2"])
+def test_sharing_trains_what_reads_and_what_is_read(variant: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
+    model = tiny_model(variant)
+    names = {name for name, _ in model.named_parameters()}
+    expected = {name for name in names if is_connection(name)}
+    for n in range(6):
+        key, value = model.config.all_key_sources[n], model.config.all_value_sources[n]
+        layer = f"model.layers.{n}."
+        read = {f"{layer}self_attn.k_proj": n in [k for m, k in enumerate(model.config.all_key_sources) if m > n],
+                f"{layer}self_attn.v_proj": n in [v for m, v in enumerate(model.config.all_value_sources) if m > n],
+                f"{layer}self_attn.q_proj": (key, value) != (n, n), f"{layer}self_attn.o_proj": (key, value) != (n, n),
+                f"{layer}input_layernorm": (key, value) != (n, n)}  # fmt: skip
+        expected |= {f"{module}.{kind}" for module, trained in read.items() for kind in ("weight", "bias") if trained}
+    assert set(trained_parameters(model, "sharing")) == expected & names
+    assert trained_parameters(model, "all") == [name for name, _ in model.named_parameters()]
+    connections = [name for name in names if is_connection(name)]
+    if connections:
+        assert sorted(trained_parameters(model, "connections")) == sorted(connections)
+
+
+@pytest.mark.parametrize(("train", "method"), [("sharing", "resformer"), ("connections", "svformer")])
+def test_nothing_to_train_is_an_error(train: str, method: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
+    with pytest.raises(CheckpointError, match=f"train is '{train}', but .* use --train all"):
+        trained_parameters(tiny_model(method), train)
 
 
 @pytest.mark.parametrize("method", ["resformer", "resformer-plus", "resformer-dense", "resformer-gated", "denseformer"])

@@ -1,14 +1,15 @@
-"""Distillation from the logits of a conversion's source model (Hinton et al., arXiv 1503.02531)."""
+"""Distillation of a conversion's source: logits (arXiv 1503.02531) and hidden states (SwiftKV, arXiv 2410.03960)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedConfig, PreTrainedModel, Trainer
 
-__all__ = ["DistillationTrainer", "distillation_loss"]
+__all__ = ["DistillationTrainer", "distillation_loss", "hidden_state_loss"]
 
 _IGNORED = -100
 
@@ -21,7 +22,7 @@ def distillation_loss(
     weight: float,
     temperature: float = 1.0,
     num_items: torch.Tensor | int | None = None,
-    chunk: int = 512,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """(1 - w) CE(labels, student) + w T^2 KL(teacher || student), both distributions at temperature T in the second.
 
@@ -36,6 +37,7 @@ def distillation_loss(
         weight: w, in [0, 1].
         temperature: T > 0.
         num_items: the sums over positions are divided by this; default: by the number of labels that count.
+        chunk: default: 64 on a CPU, whose caches hold so many positions of a large vocabulary, 512 elsewhere.
 
     Returns:
         A scalar, in nats per token.
@@ -45,11 +47,8 @@ def distillation_loss(
     """
     if logits.shape != teacher_logits.shape:
         raise ValueError(f"The logits are of shape {tuple(logits.shape)}, the teacher's {tuple(teacher_logits.shape)}.")
-    targets = F.pad(labels[:, 1:], (0, 1), value=_IGNORED).flatten().to(logits.device)
-    if num_items is None:
-        num_items = (targets != _IGNORED).sum()
-    elif isinstance(num_items, torch.Tensor):
-        num_items = num_items.to(logits.device)
+    targets = _targets(labels, logits.device)
+    chunk = chunk or (64 if logits.device.type == "cpu" else 512)
     parts = zip(
         logits.flatten(0, 1).split(chunk),
         teacher_logits.detach().flatten(0, 1).split(chunk),
@@ -57,7 +56,50 @@ def distillation_loss(
         strict=True,
     )
     sums = [checkpoint(_chunk_sum, *part, weight, temperature, use_reentrant=False) for part in parts]
-    return torch.stack(sums).sum() / num_items
+    return torch.stack(sums).sum() / _number_of_items(num_items, targets)
+
+
+def hidden_state_loss(
+    hidden_states: Sequence[torch.Tensor],
+    teacher_states: Sequence[torch.Tensor],
+    labels: torch.Tensor,
+    *,
+    num_items: torch.Tensor | int | None = None,
+) -> torch.Tensor:
+    """The mean over positions t and the given hidden states of |h_t - g_t|^2 / |g_t|^2, in float32 at least.
+
+    h_t is the student's state, g_t the teacher's. Each position is measured against the teacher's own norm there: in
+    some models the first token's is a hundred times that of others, and would be all that a plain mean squared error
+    sees. The positions that count are those of `distillation_loss`.
+
+    Args:
+        hidden_states: one or more of (batch, length, hidden_size), the student's.
+        teacher_states: as many of the same shape; no gradient goes into them.
+        labels: (batch, length), not shifted.
+        num_items: as for `distillation_loss`.
+
+    Returns:
+        A scalar without unit; 1 for a student whose states are 0.
+    """
+    targets = _targets(labels, hidden_states[0].device)
+    counted = (targets != _IGNORED).view(labels.shape)
+    errors = []
+    for states, teacher in zip(hidden_states, teacher_states, strict=True):
+        dtype = torch.promote_types(states.dtype, torch.float32)
+        states, teacher = states[counted].to(dtype), teacher.detach()[counted].to(dtype)
+        errors.append(((states - teacher).square().sum(-1) / teacher.square().sum(-1)).sum())
+    return torch.stack(errors).mean() / _number_of_items(num_items, targets)
+
+
+def _targets(labels: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The label that each position predicts, (batch * length,)."""
+    return F.pad(labels[:, 1:], (0, 1), value=_IGNORED).flatten().to(device)
+
+
+def _number_of_items(num_items: torch.Tensor | int | None, targets: torch.Tensor) -> torch.Tensor | int:
+    if num_items is None:
+        return (targets != _IGNORED).sum()
+    return num_items.to(targets.device) if isinstance(num_items, torch.Tensor) else num_items
 
 
 def _chunk_sum(
@@ -82,9 +124,13 @@ class DistillationTrainer(Trainer):
     Args:
         teacher: the source model, whole on every device; `None`: no distillation.
         weight, temperature: of `distillation_loss`.
+        hidden_weight: W, `hidden_state_loss` times it is added.
+        hidden_layers: the states that it compares, as indices into Transformers' `hidden_states`: 0 are the embeddings,
+            n is the output of the n-th layer, -2 that of the last layer but one, -1 the last layer's after the norm.
 
     Raises:
-        ValueError: the vocabularies of teacher and student differ.
+        ValueError: the vocabularies of teacher and student differ, or with `hidden_weight` their widths, or one has no
+            such layer.
     """
 
     def __init__(
@@ -93,16 +139,15 @@ class DistillationTrainer(Trainer):
         teacher: PreTrainedModel | None = None,
         weight: float = 0.5,
         temperature: float = 1.0,
+        hidden_weight: float = 0.0,
+        hidden_layers: Sequence[int] = (-2,),
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         self.teacher, self.weight, self.temperature = teacher, weight, temperature
+        self.hidden_weight, self.hidden_layers = hidden_weight, list(hidden_layers)
         if teacher is not None:
-            tokens, teacher_tokens = self.model.config.vocab_size, teacher.config.vocab_size
-            if tokens != teacher_tokens:
-                raise ValueError(
-                    f"The model has {tokens:,} tokens, the teacher {teacher_tokens:,}; distil from its source."
-                )
+            _check_teacher(self.model.config, teacher.config, self.hidden_layers if hidden_weight else [])
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
 
     def compute_loss(
@@ -116,18 +161,43 @@ class DistillationTrainer(Trainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["labels"]
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        if self.hidden_weight:
+            inputs["output_hidden_states"] = self.hidden_layers  # Transformers keeps these alone
         outputs = model(**inputs)
         with torch.no_grad(), self.accelerator.autocast():
-            teacher_logits = self.teacher(**inputs, use_cache=False).logits
+            teacher_outputs = self.teacher(**inputs, use_cache=False)
         loss = distillation_loss(
             outputs.logits,
-            teacher_logits,
+            teacher_outputs.logits,
             labels,
             weight=self.weight,
             temperature=self.temperature,
             num_items=num_items_in_batch,
         )
+        if self.hidden_weight:
+            states, teacher_states = (
+                [each.hidden_states[layer] for layer in self.hidden_layers] for each in (outputs, teacher_outputs)
+            )
+            loss = loss + self.hidden_weight * hidden_state_loss(
+                states, teacher_states, labels, num_items=num_items_in_batch
+            )
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             # Data-parallel training takes the mean of the processes' gradients, and num_items counts all processes.
             loss = loss * (self.accelerator.num_processes // self.get_tp_size())
         return (loss, outputs) if return_outputs else loss
+
+
+def _check_teacher(config: PreTrainedConfig, teacher: PreTrainedConfig, hidden_layers: list[int]) -> None:
+    if config.vocab_size != teacher.vocab_size:
+        raise ValueError(
+            f"The model has {config.vocab_size:,} tokens, the teacher {teacher.vocab_size:,}; distil from its source."
+        )
+    if hidden_layers and config.hidden_size != teacher.hidden_size:
+        raise ValueError(
+            f"The model's hidden states are {config.hidden_size:,} wide, the teacher's {teacher.hidden_size:,}; distil "
+            "from its source, or from logits alone."
+        )
+    states = 1 + min(config.num_hidden_layers, teacher.num_hidden_layers)
+    for layer in hidden_layers:
+        if not -states <= layer < states:
+            raise ValueError(f"Hidden state {layer} is to be learned; expected {-states} to {states - 1}.")

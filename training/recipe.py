@@ -13,7 +13,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from accelerate import PartialState
@@ -45,6 +45,7 @@ from resformer.pushing import HubError, push_checkpoint
 from resformer.record import RECORD
 from resformer.training.data import SAMPLE_BY, STANDARD_LIBRARY, Blocks, PackedBlocks, load_documents, pack_documents
 from resformer.training.distillation import DistillationTrainer
+from resformer.training.freezing import TRAIN, trained_parameters
 from resformer.training.memory import PeakMemory
 from resformer.training.optimizer import ConnectionTrainer
 
@@ -95,6 +96,9 @@ class FinetuneOptions:
     distill: str | None = None  # the teacher: a checkpoint folder or a Hub id
     distill_weight: float = 0.5  # in [0, 1]
     temperature: float = 1.0
+    distill_hidden: float = 0.0  # weight of the teacher's hidden states
+    distill_hidden_layers: list[int] = field(default_factory=lambda: [-2])  # indices into `hidden_states`
+    train: str = "all"  # which parameters, one of TRAIN
     bf16: bool | None = None  # autocast; default: where the processor has it
     gradient_checkpointing: bool = False
     compile: bool = False
@@ -115,6 +119,14 @@ class FinetuneOptions:
             raise ValueError(f"held_out is {self.held_out}; expected a share of the documents between 0 and 1.")
         if not 0 <= self.distill_weight <= 1:
             raise ValueError(f"distill_weight is {self.distill_weight}; expected 0 to 1.")
+        if not (math.isfinite(self.distill_hidden) and self.distill_hidden >= 0):
+            raise ValueError(f"distill_hidden is {self.distill_hidden}; expected a finite number from 0 up.")
+        if self.distill_hidden and self.distill is None:
+            raise ValueError(f"distill_hidden is {self.distill_hidden}, without a teacher; name it with --distill.")
+        if not self.distill_hidden_layers:
+            raise ValueError("distill_hidden_layers is empty; expected a layer at least.")
+        if self.train not in TRAIN:
+            raise ValueError(f"train is {self.train!r}; expected one of {', '.join(TRAIN)}.")
         if self.block == 1:
             raise ValueError("block is 1; a sequence needs 2 tokens at least, one to predict the other.")
         if self.steps is not None and self.epochs is not None:
@@ -190,6 +202,7 @@ class FinetuneReport:
     arguments: dict[str, Any]
     method: str | None  # the named method of the model; None: plain, or connections without a name
     parameters: int
+    trained_parameters: int
     block: int
     training_blocks: int | None  # None: a stream
     held_out_blocks: int
@@ -214,6 +227,7 @@ class FinetuneReport:
     corpus: str | None = None
     evaluation_tokens: int | None = None
     datasets: list[str] = field(default_factory=list)
+    recipe: dict[str, Any] = field(default_factory=dict)
     runs: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -227,7 +241,8 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
     Under torchrun or `accelerate launch` every process calls it; the first one writes.
 
     Raises:
-        CheckpointError: the model or its tokenizer cannot be loaded, or the output or an unfinished run is in the way.
+        CheckpointError: the model or its tokenizer cannot be loaded, it has nothing of what `options.train` names, or
+            the output or an unfinished run is in the way.
         DataError: the data cannot be read or do not suffice.
         ValueError: an argument of the Trainer makes no sense.
     """
@@ -246,14 +261,16 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
         )
     tokenizer = _tokenizer(options, config)
     block = _block(options, config)
+    with torch.device("meta"):
+        shape = AutoModelForCausalLM.from_config(config)
+    trained = trained_parameters(shape, options.train)
     with arguments.main_process_first(desc="packing"):
         blocks = _blocks(options, tokenizer, block)
-    with torch.device("meta"):
-        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
     report = FinetuneReport(
         arguments=options.run,
         method=method_of(config) if isinstance(config, ResFormerConfig) else None,
-        parameters=parameters,
+        parameters=shape.num_parameters(),
+        trained_parameters=sum(shape.get_parameter(name).numel() for name in trained),
         block=block,
         training_blocks=None if isinstance(blocks.train, IterableDataset) else len(blocks.train),
         held_out_blocks=len(blocks.held_out),
@@ -274,6 +291,12 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
             stacklevel=2,
         )
     model = _model(options.model, getattr(torch, options.dtype))
+    for name, parameter in model.named_parameters():
+        if name not in trained:
+            parameter.requires_grad_(False)
+    if options.train != "all" and (arguments.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+        # Reentrant checkpointing gives no gradients to a layer none of whose inputs requires them.
+        model.enable_input_require_grads()
     teacher = None
     if options.distill is not None:
         teacher = _model(options.distill, torch.bfloat16 if arguments.bf16 else torch.float32)
@@ -288,6 +311,8 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
         teacher=teacher,
         weight=options.distill_weight,
         temperature=options.temperature,
+        hidden_weight=options.distill_hidden,
+        hidden_layers=options.distill_hidden_layers,
         connection_learning_rate=options.connection_learning_rate,
     )
     for callback in (PrinterCallback, ProgressCallback):
@@ -306,11 +331,11 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
 
     source_card = _record_origin(options, config, report)
     with replacing(output, force=options.force) if first else nullcontext(output) as folder:
-        trained = folder if options.save_dtype is None else options.unfinished / "trained"
-        trainer.save_model(str(trained))  # every process takes part where the weights are sharded
+        saved = folder if options.save_dtype is None else options.unfinished / "trained"
+        trainer.save_model(str(saved))  # every process takes part where the weights are sharded
         if first:
             if options.save_dtype is not None:
-                _model(str(trained), getattr(torch, options.save_dtype)).save_pretrained(folder)
+                _model(str(saved), getattr(torch, options.save_dtype)).save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
             (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
             (folder / "metrics.json").write_text(json.dumps(report.as_dict(), indent=2, default=str) + "\n")
@@ -583,6 +608,17 @@ def _record_origin(options: FinetuneOptions, config: PreTrainedConfig, report: F
     report.datasets = [source.partition(":")[0] for source in options.data if source not in local]
     report.corpus = ", ".join(Path(source).name if source in local else source for source in options.data)
     report.evaluation_tokens = report.held_out_tokens
+    teacher = Path(options.distill) if options.distill is not None else None
+    report.recipe = {
+        "train": options.train,
+        "trained": report.trained_parameters,
+        "parameters": report.parameters,
+        "teacher": teacher.resolve().name if teacher is not None and teacher.is_dir() else options.distill,
+        "weight": options.distill_weight,
+        "temperature": options.temperature,
+        "hidden_weight": options.distill_hidden,
+        "hidden_layers": options.distill_hidden_layers,
+    }
     report.runs = [
         {
             "name": report.method or "the model",
@@ -597,11 +633,11 @@ def _record_origin(options: FinetuneOptions, config: PreTrainedConfig, report: F
 
 def _checked_type(name: str, value: Any, expected: Any) -> Any:
     """`value` as the field's type has it: a whole number is a float too, one name a list of one."""
-    types = get_args(expected) if type(None) in get_args(expected) else (expected,)
-    if expected == list[str]:
-        value = [value] if isinstance(value, str) else value
-        if isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return value
+    types = get_args(expected) or (expected,)
+    if get_origin(expected) is list:
+        values = value if isinstance(value, list) else [value]
+        if all(type(item) is types[0] for item in values):
+            return values
     elif value is None and type(None) in types:
         return None
     elif float in types and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -609,4 +645,4 @@ def _checked_type(name: str, value: Any, expected: Any) -> Any:
     elif type(value) in types:
         return value
     names = " or ".join(option.__name__ for option in types if option is not type(None))
-    raise ValueError(f"{name} is {value!r}; expected {'a list of names' if expected == list[str] else names}.")
+    raise ValueError(f"{name} is {value!r}; expected {'a list of ' * (get_origin(expected) is list)}{names}.")

@@ -116,7 +116,9 @@ def checkpoint_card(
         if record is not None:
             _check_weights(checkpoint, record)
             return CheckpointCard(retrofit_card(record, **arguments, base_model=base_model), "retrofitted", results)
-        arguments |= {name: value for name, value in training.items() if name not in ("source", "revision", "method")}
+        arguments |= {
+            name: value for name, value in training.items() if name not in ("source", "revision", "method", "recipe")
+        }
         parameters = sum(tensor.elements for tensor in opened.checkpoint.tensors.values())
         card = scratch_card(method=method_of(config), parameters=parameters, dtype=dtype, **arguments)
         return CheckpointCard(card, "from-scratch", results)

@@ -84,6 +84,20 @@ def finetune(
     ] = None,
     distill_weight: Annotated[float | None, typer.Option(help="Share of the teacher.  [default: 0.5]")] = None,
     temperature: Annotated[float | None, typer.Option(help="Of both distributions.  [default: 1.0]")] = None,
+    distill_hidden: Annotated[
+        float | None, typer.Option(help="Weight of the teacher's hidden states.  [default: 0]")
+    ] = None,
+    distill_hidden_layers: Annotated[
+        list[int] | None,
+        typer.Option(help="Which of Transformers' hidden_states; repeatable.  [default: -2, the last layer's input]"),
+    ] = None,
+    train: Annotated[
+        str | None,
+        typer.Option(
+            help="all parameters; sharing: projections and norms that sharing touched, and connections; connections "
+            "alone.  [default: all]"
+        ),
+    ] = None,
     bf16: Annotated[
         bool | None, typer.Option("--bf16/--no-bf16", help="Autocast.  [default: where the processor has bfloat16]")
     ] = None,
@@ -135,7 +149,8 @@ def finetune(
             echo(json.dumps(report.as_dict(), indent=2, sort_keys=True, default=str))
             return
         training = "a stream" if report.training_blocks is None else f"{report.training_blocks:,} blocks"
-        row("model", f"{options.model}, {report.parameters:,} parameters")
+        trained = "" if options.train == "all" else f", {report.trained_parameters:,} of them trained"
+        row("model", f"{options.model}, {report.parameters:,} parameters{trained}")
         row("data", f"{training}, {report.held_out_blocks:,} held out, of {report.block:,} tokens")
         for source, count in report.held_out_by_source.items():
             row("held out", f"{count:,} documents of {source}")
