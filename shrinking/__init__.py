@@ -1,0 +1,1 @@
+"""Cross-layer sharing for trained checkpoints: a smaller cache, refitted in closed form, and what it costs."""
