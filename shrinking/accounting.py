@@ -198,7 +198,7 @@ def compare_predictions(
 ) -> Predictions:
     """Compares what two models predict for each token, from their logits as `logits_in_chunks` yields them."""
     targets = blocks[:, 1:].cpu()
-    columns: list[list[torch.Tensor]] = []  # per batch of blocks, (5, blocks, tokens - 1) in float64
+    columns: list[list[torch.Tensor]] = []  # for each batch, the five tensors of `compare_logits`
     logits_of_both = zip(source_logits, logits, strict=True)
     for rows in targets.split(batch):
         parts = []
@@ -278,7 +278,9 @@ def word_accuracy(
             (piece or "\0").replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n").replace("<0x0A>", "\n")
             for piece in tokenizer.convert_ids_to_tokens(targets)
         ]
-        hits += [right[:, block, first:end].all(1) for first, end in last_words(pieces) if first >= context]
+        hits += [
+            right[:, block, first:end].all(1) for first, end in last_words(pieces) if first + 1 >= context
+        ]  # the block's first token is no target
     if not hits:
         return None
     source_share, share = torch.stack(hits).float().mean(0).tolist()
