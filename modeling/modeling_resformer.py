@@ -4,13 +4,14 @@ Tensors that cross layers are positional arguments and come back in a tuple: ree
 others, and Accelerate's device hooks move them.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModel
-from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
@@ -454,16 +455,11 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         config, cache = self.config, model_kwargs.get("past_key_values")
-        if generation_config.cache_implementation == "quantized" or isinstance(cache, QuantizedCache):
-            unfit = [name for name in ("key_sources", "value_sources") if getattr(config, name) is not None]
-            if "sliding_attention" in config.layer_types:
-                unfit.append("layer_types")
-            if unfit:
-                raise ValueError(
-                    "A quantized cache stores keys and values of every layer alike, which does not fit "
-                    + ", ".join(f"`{name}`={getattr(config, name)}" for name in unfit)
-                    + ". Use the default cache or cache_implementation='static'."
-                )
+        if generation_config.cache_implementation == "quantized":
+            # Transformers refuses layers that store nothing. Here they are never updated.
+            storing = copy.copy(config)
+            storing.key_sources = None
+            generation_config.cache_config = {"config": storing, **(generation_config.cache_config or {})}
         is_chosen_by_caller = cache is not None or generation_config.cache_implementation is not None
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if not is_chosen_by_caller and type(model_kwargs.get("past_key_values")) is DynamicCache:

@@ -20,6 +20,7 @@ from transformers import (
     QuantizedCache,
     StaticCache,
 )
+from transformers.cache_utils import QuantizedLayer
 
 from resformer import GrowingCache, ResFormerConfig
 
@@ -535,25 +536,46 @@ def test_a_reset_cache_starts_anew(tiny_model: TinyModel, variant: str, ragged: 
         assert_same_on_real_tokens(got, uncached_logits(model, ragged), ragged["attention_mask"])
 
 
-def test_quantized_caches_work_or_are_refused_by_name(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
-    # They quantise the values of every layer, so that layers without any must be refused before anything runs.
+def test_quantized_caches_hold_what_layers_make_and_refuse_windows(
+    tiny_model: TinyModel, variant: str, ragged: Batch
+) -> None:
     model = tiny_model(variant)
     options = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
-    shares = model.config.value_sources is not None or model.config.key_sources is not None
-    if not shares and model.config.sliding_window is None:
-        got = generate(model, ragged, **options)
-        expected = generate(model, ragged, use_cache=False)
-        torch.testing.assert_close(got.logits[0], expected.logits[0])
-        assert torch.cosine_similarity(got.logits[1], expected.logits[1]).median() > 0.95
+    if model.config.sliding_window is not None:
+        with pytest.raises(ValueError, match=r"(?i)quantized.*sliding"):
+            generate(model, ragged, **options)
         return
-    ran = []
-    model.register_forward_pre_hook(lambda *_: ran.append(1))
-    with pytest.raises(ValueError, match=r"(?i)quantized.*(value_sources|key_sources|sliding)"):
-        generate(model, ragged, **options)
-    if model.config.kv_sharing_modes is None and model.config.sliding_window is None:  # else it cannot be made
-        with pytest.raises(ValueError, match=r"(?i)quantized.*(value_sources|key_sources)"):
-            generate(model, ragged, past_key_values=QuantizedCache("fp8", config=model.config))
-    assert not ran
+    got = generate(model, ragged, **options)
+    expected = generate(model, ragged, use_cache=False)
+    torch.testing.assert_close(got.logits[0], expected.logits[0])
+    assert torch.cosine_similarity(got.logits[1], expected.logits[1]).median() > 0.95
+    sources = model.config.all_key_sources, model.config.all_value_sources
+    for layer, cached in enumerate(got.past_key_values.layers):
+        parts = [part[0] for part in (cached._quantized_keys, cached._quantized_values) if part is not None]
+        assert sum(part.numel() > 0 for part in parts) == sum(each[layer] == layer for each in sources)
+
+
+class LosslessLayer(QuantizedLayer):
+    """Quantises to what it is given, and takes no empty tensor, as the integer backends take none."""
+
+    def _quantize(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        assert tensor.numel()
+        return tensor
+
+    def _dequantize(self, stored: torch.Tensor) -> torch.Tensor:
+        return stored
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("variant", ["crossed-sharing", "svformer"], indirect=True)
+def test_group_wise_quantized_caches_take_layers_that_store_one_tensor(
+    tiny_model: TinyModel, variant: str, ragged: Batch, beams: int
+) -> None:
+    model = tiny_model(variant)
+    cache = QuantizedCache("fp8", config=LlamaConfig(num_hidden_layers=model.config.num_hidden_layers))
+    cache.layers = [LosslessLayer(residual_length=3) for _ in cache.layers]
+    got = generate(model, ragged, past_key_values=cache, num_beams=beams)
+    assert_same_generation(got, generate(model, ragged, use_cache=False, num_beams=beams))
 
 
 @pytest.mark.parametrize("variant", others_slow(VARIANTS, ["svformer", "kitchen-sink"]), indirect=True)

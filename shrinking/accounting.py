@@ -1,0 +1,349 @@
+"""What a smaller cache costs: two models of one vocabulary compared on held-out text.
+
+All figures of held-out blocks come from one pass of both models. Each chunk of tokens reads the past from the model's
+cache, so that the cache itself is measured: pass `make_cache` to measure a quantised one.
+"""
+
+import random
+import re
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+from resformer.configuration import cache_bytes_per_token
+from resformer.errors import CheckpointError
+
+__all__ = [
+    "PASSKEY_LENGTHS",
+    "Cost",
+    "Predictions",
+    "compare_logits",
+    "compare_predictions",
+    "equal_greedy_tokens",
+    "last_words",
+    "logits_in_chunks",
+    "measure_cost",
+    "passkey_accuracy",
+    "passkey_prompt",
+    "word_accuracy",
+]
+
+PASSKEY_LENGTHS = (256, 512, 1024, 2048)
+#: Blocks and tokens of one forward pass: their logits are held for both models.
+_BATCH, _CHUNK = 4, 128
+_LAST_WORD = re.compile(r"[ \n]([^\W\d_]+)(?= ?[.!?\n])")
+_TASK = "There is important information hidden in a lot of irrelevant text. Find it and memorize it.\n"
+_FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+_NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key.\n"
+_QUESTION = "What is the pass key? The pass key is"
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What two models predict for each token of held-out blocks but the first: tensors of (blocks, tokens - 1)."""
+
+    targets: torch.Tensor
+    source_losses: torch.Tensor  # nats
+    losses: torch.Tensor
+    divergences: torch.Tensor  # KL(source || result), nats
+    source_top: torch.Tensor  # the most probable token
+    top: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a model with a smaller cache costs against its source, on held-out text.
+
+    `None` where nothing was measured: no tokenizer, or no length that both models can read.
+    """
+
+    tokens: int  # predicted tokens, over which the next five are taken
+    source_loss: float  # nats per token
+    loss: float
+    kl_mean: float  # KL(source || result), nats per token
+    kl_p95: float
+    top1_agreement: float  # share of tokens for which both find the same token most probable
+    greedy_prompts: int
+    greedy_limit: int  # tokens after which the texts are not compared further
+    greedy_mean: float  # equal tokens before the first difference of greedy texts
+    greedy_median: float
+    last_words: int | None  # words that end a sentence or a line
+    source_last_word_accuracy: float | None  # share of them whose every token is the most probable one
+    last_word_accuracy: float | None
+    passkey: list[dict[str, float]] | None  # length, questions, accuracies of source and result
+    source_bytes_per_token: int  # of the cache in bfloat16
+    bytes_per_token: int
+
+    @property
+    def cache(self) -> float:
+        """The share of the source's cache."""
+        return self.bytes_per_token / self.source_bytes_per_token
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "cache": self.cache}
+
+
+def measure_cost(
+    source: PreTrainedModel,
+    result: PreTrainedModel,
+    blocks: torch.Tensor,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    greedy_prompts: int = 8,
+    greedy_prompt_tokens: int = 32,
+    greedy_limit: int = 128,
+    passkey_lengths: Sequence[int] = PASSKEY_LENGTHS,
+    passkey_questions: int = 5,
+    progress: Callable[[], object] = lambda: None,
+) -> Cost:
+    """Measures all that `Cost` holds. Both models are in evaluation mode.
+
+    Args:
+        source, result: the models, of the same vocabulary.
+        blocks: (blocks, tokens), the ids of held-out text.
+        tokenizer: of both; without it, last words and passkeys are left out.
+        greedy_prompts, greedy_prompt_tokens, greedy_limit: how many blocks' starts are continued, how long these are,
+            and for how many tokens.
+        passkey_lengths, passkey_questions: prompt lengths in tokens, as far as both models can read them, and questions
+            for each length, whose number is hidden at 10 to 90 % of the text.
+        progress: called after each forward pass over some blocks and each passkey question.
+
+    Raises:
+        CheckpointError: a model gives NaN or infinity.
+        ValueError: the vocabularies differ, or a block has fewer than two tokens.
+    """
+    sizes = source.config.vocab_size, result.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"The source has {sizes[0]:,} tokens, the result {sizes[1]:,}; compare a model to its source.")
+    if blocks.dim() != 2 or blocks.shape[1] < 2 or not len(blocks):
+        raise ValueError(
+            f"Held-out blocks of shape {tuple(blocks.shape)}: expected (blocks, tokens), two tokens or more."
+        )
+    predictions = compare_predictions(
+        logits_in_chunks(source, blocks), logits_in_chunks(result, blocks), blocks, progress=progress
+    )
+    for name, losses in (("source", predictions.source_losses), ("result", predictions.losses)):
+        if not losses.isfinite().all():
+            raise CheckpointError(
+                f"The {name} gives a loss of NaN or infinity on held-out text; is it a trained model?"
+            )
+    equal = equal_greedy_tokens(source, result, blocks[:greedy_prompts, :greedy_prompt_tokens], greedy_limit)
+    progress()
+    words, passkey = None, None
+    if tokenizer is not None:
+        words = word_accuracy(predictions, tokenizer)
+        longest = min(model.config.max_position_embeddings for model in (source, result))
+        passkey = [
+            passkey_accuracy(source, result, tokenizer, length, passkey_questions, progress)
+            for length in passkey_lengths
+            if length <= longest
+        ]
+    return Cost(
+        tokens=predictions.losses.numel(),
+        source_loss=predictions.source_losses.mean().item(),
+        loss=predictions.losses.mean().item(),
+        kl_mean=predictions.divergences.mean().item(),
+        kl_p95=predictions.divergences.quantile(0.95).item(),
+        top1_agreement=(predictions.source_top == predictions.top).float().mean().item(),
+        greedy_prompts=len(equal),
+        greedy_limit=greedy_limit,
+        greedy_mean=statistics.fmean(equal),
+        greedy_median=statistics.median(equal),
+        last_words=words and words[0],
+        source_last_word_accuracy=words and words[1],
+        last_word_accuracy=words and words[2],
+        passkey=passkey or None,
+        source_bytes_per_token=cache_bytes_per_token(source.config),
+        bytes_per_token=cache_bytes_per_token(result.config),
+    )
+
+
+def logits_in_chunks(
+    model: PreTrainedModel,
+    blocks: torch.Tensor,
+    make_cache: Callable[[], Cache | None] = lambda: None,
+    *,
+    batch: int = _BATCH,
+    chunk: int = _CHUNK,
+) -> Iterator[torch.Tensor]:
+    """Yields logits, (batch, chunk, vocabulary), of all chunks of the first `batch` blocks, then of the next ones.
+
+    Args:
+        blocks: (blocks, tokens) of ids.
+        make_cache: gives an empty cache for some blocks; `None`: the model's default one.
+    """
+    for rows in blocks.to(model.device).split(batch):
+        cache = make_cache()
+        for ids in rows.split(chunk, dim=1):
+            with torch.inference_mode():
+                output = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            yield output.logits
+
+
+def compare_predictions(
+    source_logits: Iterable[torch.Tensor],
+    logits: Iterable[torch.Tensor],
+    blocks: torch.Tensor,
+    *,
+    batch: int = _BATCH,
+    chunk: int = _CHUNK,
+    progress: Callable[[], object] = lambda: None,
+) -> Predictions:
+    """Compares what two models predict for each token, from their logits as `logits_in_chunks` yields them."""
+    targets = blocks[:, 1:].cpu()
+    columns: list[list[torch.Tensor]] = []  # for each batch, the five tensors of `compare_logits`
+    logits_of_both = zip(source_logits, logits, strict=True)
+    for rows in targets.split(batch):
+        parts = []
+        for start in range(0, blocks.shape[1], chunk):
+            first, second = next(logits_of_both)
+            wanted = rows[:, start : start + chunk]
+            parts.append(compare_logits(first[:, : wanted.shape[1]], second[:, : wanted.shape[1]], wanted))
+            progress()
+        columns.append([torch.cat(each, dim=1) for each in zip(*parts, strict=True)])
+    return Predictions(targets, *(torch.cat(each) for each in zip(*columns, strict=True)))
+
+
+@torch.inference_mode()
+def compare_logits(
+    source_logits: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Both losses, KL(source || result) and both most probable tokens of each position, on the CPU.
+
+    Args:
+        source_logits, logits: (..., vocabulary); the logarithms are taken in float32 at least.
+        targets: (...), the tokens that come next.
+    """
+    dtype = torch.promote_types(source_logits.dtype, torch.float32)
+    source_log, log = (each.to(dtype).log_softmax(-1) for each in (source_logits, logits.to(source_logits.device)))
+    wanted = targets.to(log.device)[..., None]
+    source_losses, losses = (-each.gather(-1, wanted)[..., 0].cpu() for each in (source_log, log))
+    source_top, top = (each.argmax(-1).cpu() for each in (source_log, log))
+    divergences = source_log.exp().mul_(source_log.sub_(log)).sum(-1).cpu()
+    return source_losses, losses, divergences, source_top, top
+
+
+@torch.inference_mode()
+def equal_greedy_tokens(
+    source: PreTrainedModel, result: PreTrainedModel, prompts: torch.Tensor, limit: int
+) -> list[int]:
+    """How many tokens the greedy texts of both models have in common before they first differ, for each prompt.
+
+    Only the source generates: up to the first difference, the result's text is what it finds most probable after each
+    token of the source's. Texts go on past end-of-sequence tokens.
+
+    Args:
+        prompts: (prompts, tokens).
+        limit: the most tokens that are compared.
+    """
+    new = prompts.to(source.device)
+    tokens, cache = [], None
+    for _ in range(limit):
+        output = source(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, new = output.past_key_values, output.logits.argmax(-1)
+        tokens.append(new)
+    expected = torch.cat(tokens, dim=1).to(result.device)
+    ids = torch.cat((prompts.to(result.device), expected[:, :-1]), dim=1)
+    equal = []
+    for row, wanted in zip(ids.split(1), expected.split(1), strict=True):
+        top = result(input_ids=row, use_cache=False, logits_to_keep=limit).logits.argmax(-1)
+        equal.append(int((top == wanted).cumprod(1).sum()))
+    return equal
+
+
+def word_accuracy(
+    predictions: Predictions, tokenizer: PreTrainedTokenizerBase, context: int = 50
+) -> tuple[int, float, float] | None:
+    """Last words of sentences and lines, predicted from all tokens before them in the block, as LAMBADA does.
+
+    Args:
+        context: words that have fewer tokens before them are left out.
+
+    Returns:
+        How many words there are, and the share of them whose every token is the most probable one, of the source and
+        of the result; `None` if there is no word.
+    """
+    right = torch.stack([predictions.source_top, predictions.top]) == predictions.targets
+    hits = []
+    for block, targets in enumerate(predictions.targets.tolist()):
+        # Byte-level and sentencepiece tokenizers mark a space and a line's end so.
+        pieces = [
+            (piece or "\0").replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n").replace("<0x0A>", "\n")
+            for piece in tokenizer.convert_ids_to_tokens(targets)
+        ]
+        hits += [
+            right[:, block, first:end].all(1) for first, end in last_words(pieces) if first + 1 >= context
+        ]  # the block's first token is no target
+    if not hits:
+        return None
+    source_share, share = torch.stack(hits).float().mean(0).tolist()
+    return len(hits), source_share, share
+
+
+def last_words(pieces: Sequence[str]) -> list[tuple[int, int]]:
+    """The tokens, from first to end, of each whole word that ends a sentence or a line.
+
+    Args:
+        pieces: the tokens as text, with the space or line end that a word's first token has before the word.
+    """
+    token_at = {0: 0, **{end: token for token, end in enumerate(accumulate(map(len, pieces)), start=1)}}
+    ranges = []
+    for match in _LAST_WORD.finditer("".join(pieces)):
+        first = token_at.get(match.start(1), token_at.get(match.start()))
+        end = token_at.get(match.end())
+        if first is not None and end is not None:
+            ranges.append((first, end))
+    return ranges
+
+
+def passkey_prompt(
+    tokenizer: PreTrainedTokenizerBase, length: int, depth: float, key: str
+) -> tuple[list[int], list[int]]:
+    """A prompt of at most `length` tokens, answer included, that hides `key` in filler and asks for it; the answer.
+
+    Args:
+        depth: where `key` stands, from 0, at the beginning of the filler, to 1.
+    """
+    needle = _NEEDLE.format(key=key)
+    answer = f" {key}"
+    bare = len(tokenizer(_TASK + needle + _QUESTION + answer)["input_ids"])
+    repeats = max(0, length - bare) // len(tokenizer(_FILLER, add_special_tokens=False)["input_ids"])
+    before = round(depth * repeats)
+    prompt = _TASK + _FILLER * before + needle + _FILLER * (repeats - before) + _QUESTION
+    ids, prompt_tokens = tokenizer(prompt + answer)["input_ids"], len(tokenizer(prompt)["input_ids"])
+    return ids[:prompt_tokens], ids[prompt_tokens:]
+
+
+@torch.inference_mode()
+def passkey_accuracy(
+    source: PreTrainedModel,
+    result: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    questions: int = 5,
+    progress: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
+    """The share of numbers of five digits that each model finds in `length` tokens and repeats exactly.
+
+    Returns:
+        `length`, `questions`, and the shares `source` and `result`.
+    """
+    numbers = random.Random(length)
+    right = {"source": 0, "result": 0}
+    for question in range(questions):
+        depth = 0.1 + 0.8 * question / max(1, questions - 1)
+        prompt, answer = passkey_prompt(tokenizer, length, depth, str(numbers.randrange(10_000, 100_000)))
+        # The answer is read all at once: a greedy text equals it just if each of its tokens is the most probable one.
+        ids = torch.tensor([prompt + answer[:-1]])
+        for name, model in (("source", source), ("result", result)):
+            logits = model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=len(answer)).logits
+            right[name] += logits[0].argmax(-1).tolist() == answer
+        progress()
+    return {"length": length, "questions": questions, **{name: count / questions for name, count in right.items()}}

@@ -1,0 +1,172 @@
+"""What a smaller cache costs: each figure against its definition in float64."""
+
+import math
+
+import pytest
+import torch
+from conftest import TINY
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from resformer import ResFormerConfig, ResFormerForCausalLM
+from resformer.errors import CheckpointError
+from resformer.shrinking.accounting import (
+    compare_predictions,
+    equal_greedy_tokens,
+    last_words,
+    logits_in_chunks,
+    measure_cost,
+    passkey_accuracy,
+    passkey_prompt,
+    word_accuracy,
+)
+
+BLOCKS = torch.randint(1, TINY["vocab_size"], (5, 45), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def source() -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**TINY)).eval()
+    for parameter in model.parameters():  # far from uniform predictions
+        parameter.data.mul_(3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def result(source: LlamaForCausalLM) -> ResFormerForCausalLM:
+    model = ResFormerForCausalLM(ResFormerConfig(**TINY, value_sources=[0, 0, 2, 3, 4, 4])).eval()
+    model.load_state_dict(source.state_dict(), strict=False)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE({letter: token for token, letter in enumerate(alphabet)}, []))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+def test_losses_and_divergences_equal_their_definition_in_float64(
+    source: LlamaForCausalLM, result: ResFormerForCausalLM
+) -> None:
+    cost = measure_cost(source, result, BLOCKS, greedy_limit=4, greedy_prompt_tokens=6)
+    logs = []
+    for model in (source, result):
+        logits = model(BLOCKS, use_cache=False).logits.detach().double()[:, :-1]
+        logs.append(logits - logits.exp().sum(-1, keepdim=True).log())
+    divergences, agreement = [], 0
+    losses = [0.0, 0.0]
+    for block, targets in enumerate(BLOCKS[:, 1:].tolist()):
+        for position, target in enumerate(targets):
+            first, second = (log[block, position].tolist() for log in logs)
+            divergences.append(sum(math.exp(p) * (p - q) for p, q in zip(first, second, strict=True)))
+            agreement += max(range(97), key=first.__getitem__) == max(range(97), key=second.__getitem__)
+            losses = [losses[0] - first[target], losses[1] - second[target]]
+    divergences.sort()
+    place = 0.95 * (len(divergences) - 1)
+    low = divergences[int(place)]
+    assert cost.tokens == len(divergences) == 5 * 44
+    assert cost.source_loss == pytest.approx(losses[0] / cost.tokens, abs=1e-5)
+    assert cost.loss == pytest.approx(losses[1] / cost.tokens, abs=1e-5)
+    assert cost.kl_mean == pytest.approx(sum(divergences) / cost.tokens, abs=1e-5)
+    assert cost.kl_p95 == pytest.approx(low + (divergences[int(place) + 1] - low) * (place % 1), abs=1e-5)
+    assert cost.top1_agreement == pytest.approx(agreement / cost.tokens)
+    assert 0 < cost.top1_agreement < 1
+    assert cost.kl_mean > 0.01
+    assert (cost.last_words, cost.passkey) == (None, None)
+    assert cost.cache == cost.bytes_per_token / cost.source_bytes_per_token == 10 / 12
+    assert cost.as_dict()["cache"] == cost.cache
+
+
+@pytest.mark.parametrize(("batch", "chunk"), [(1, 45), (2, 7), (5, 44)])
+def test_batches_and_chunks_change_no_figure(
+    source: LlamaForCausalLM, result: ResFormerForCausalLM, batch: int, chunk: int
+) -> None:
+    sizes = {"batch": batch, "chunk": chunk}
+    both = [logits_in_chunks(model, BLOCKS, **sizes) for model in (source, result)]
+    got = compare_predictions(*both, BLOCKS, **sizes)
+    expected = compare_predictions(*(logits_in_chunks(model, BLOCKS) for model in (source, result)), BLOCKS)
+    assert torch.equal(got.targets, BLOCKS[:, 1:])
+    for name in ("source_losses", "losses", "divergences"):
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name))
+
+
+def test_greedy_texts_are_compared_up_to_their_first_difference(
+    source: LlamaForCausalLM, result: ResFormerForCausalLM
+) -> None:
+    prompts = BLOCKS[:, :6]
+    got = equal_greedy_tokens(source, result, prompts, 12)
+    options = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
+    texts = [model.generate(prompts, attention_mask=torch.ones_like(prompts), **options) for model in (source, result)]
+    for count, first, second in zip(got, *(text[:, 6:].tolist() for text in texts), strict=True):
+        assert first[:count] == second[:count]
+        assert count == 12 or first[count] != second[count]
+    assert 0 <= min(got) < 12
+    assert equal_greedy_tokens(source, source, prompts, 12) == [12] * 5
+
+
+def test_last_words_are_whole_words_that_end_a_sentence_or_a_line() -> None:
+    pieces = ["The", " cat", " s", "at", ".", " No", " 7", " .", "\n", "ret", "urn", " x", "\n", "\n", "end", " ."]
+    found = ["".join(pieces[first:end]) for first, end in last_words(pieces)]
+    assert found == [" sat", " x", "end"]
+    assert last_words(["a b", "c. d", " e", "f!"]) == []  # a word shares a token with its neighbours
+
+
+def test_a_last_word_counts_if_its_every_token_is_most_probable(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "a sentence of some length ends here. so does that."
+    ids = torch.tensor([tokenizer(text)["input_ids"], tokenizer("." * len(text))["input_ids"]])
+    logits = torch.nn.functional.one_hot(ids.roll(-1, dims=1), 256).float()
+    worse = logits.clone()
+    worse[0, text.index("here")] = 0.0  # predicts the letter after the first one
+    predictions = compare_predictions([logits], [worse], ids)
+    assert word_accuracy(predictions, tokenizer, context=4) == (2, 1.0, 0.5)
+    assert word_accuracy(predictions, tokenizer, context=1000) is None
+
+
+@pytest.mark.parametrize("depth", [0.1, 0.9])
+def test_a_passkey_is_hidden_at_its_depth_in_a_prompt_of_its_length(
+    tokenizer: PreTrainedTokenizerFast, depth: float
+) -> None:
+    prompt, answer = passkey_prompt(tokenizer, 1500, depth, "73519")
+    text = tokenizer.decode(prompt)
+    assert tokenizer.decode(answer) == " 73519"
+    assert 1350 < len(prompt) + len(answer) <= 1500
+    assert text.count("73519") == 2
+    assert abs(text.index("73519") / len(text) - depth) < 0.15
+
+
+def test_a_passkey_is_found_if_all_of_it_is_repeated(tokenizer: PreTrainedTokenizerFast) -> None:
+    class Copying:
+        """Predicts the number after `The pass key is`, or wrong digits in one of two prompts."""
+
+        device = torch.device("cpu")
+
+        def __init__(self, fails: int):
+            self.calls, self.fails = 0, fails
+
+        def __call__(self, input_ids: torch.Tensor, logits_to_keep: int, **_: object) -> object:
+            text = tokenizer.decode(input_ids[0])
+            start = text.index("The pass key is") + len("The pass key is")
+            answer = tokenizer(text[start : start + 6])["input_ids"]
+            self.calls += 1
+            answer[-1] += self.calls <= self.fails
+            logits = torch.nn.functional.one_hot(torch.tensor([answer]), 256).float()
+            return type("Output", (), {"logits": logits[:, -logits_to_keep:]})
+
+    got = passkey_accuracy(Copying(0), Copying(1), tokenizer, 600, 4)  # type: ignore[arg-type]
+    assert got == {"length": 600, "questions": 4, "source": 1.0, "result": 0.75}
+
+
+def test_models_of_different_vocabularies_and_without_numbers_are_refused(source: LlamaForCausalLM) -> None:
+    other = LlamaForCausalLM(LlamaConfig(**{**TINY, "vocab_size": 99})).eval()
+    with pytest.raises(ValueError, match=r"97.*99"):
+        measure_cost(source, other, BLOCKS)
+    with pytest.raises(ValueError, match=r"\(3, 1\)"):
+        measure_cost(source, source, BLOCKS[:3, :1])
+    broken = LlamaForCausalLM(LlamaConfig(**TINY)).eval()
+    broken.lm_head.weight.data[5] = float("nan")
+    with pytest.raises(CheckpointError, match=r"result.*NaN"):
+        measure_cost(source, broken, BLOCKS)
