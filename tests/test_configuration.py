@@ -105,70 +105,44 @@ def test_sliding_window_alone_means_sliding_everywhere() -> None:
     assert small(sliding_window=16).layer_types == ["sliding_attention"] * 8
 
 
-def test_head_width_and_groups_follow_from_the_heads() -> None:
-    config = small()
-    assert (config.head_dim, config.num_key_value_heads) == (16, 4)
-    assert small(hidden_size=66, head_dim=16).head_dim == 16
-
-
 # The named methods
 
 
-def _pairs(n: int) -> list[int]:
-    return [layer // 2 * 2 for layer in range(n)]
-
-
-EXPECTED_METHODS: dict[str, dict[int, dict[str, Any]]] = {
-    "transformer": {8: {}, 24: {}},
-    "resformer": {key: {"value_residual": "learnable"} for key in (8, 24)},
-    "resformer-identity": {key: {"value_residual": "identity"} for key in (8, 24)},
-    "resformer-constant": {key: {"value_residual": "constant", "value_residual_init": [2.0, 1.0]} for key in (8, 24)},
-    "resformer-plus": {key: {"value_residual": "learnable_plus"} for key in (8, 24)},
+EVERY_TWO = [0, 0, 2, 2, 4, 4, 6, 6]
+#: Method -> the fields that it sets at 8 layers.
+EXPECTED_METHODS: dict[str, dict[str, Any]] = {
+    "transformer": {},
+    "resformer": {"value_residual": "learnable"},
+    "resformer-identity": {"value_residual": "identity"},
+    "resformer-constant": {"value_residual": "constant", "value_residual_init": [2.0, 1.0]},
+    "resformer-plus": {"value_residual": "learnable_plus"},
     "resformer-sparse": {
-        n: {"value_residual": "constant", "value_residual_init": [5.0, 1.0], "value_residual_layers": layers}
-        for n, layers in {8: [5, 6, 7], 24: [16, 17, 18, 19, 20, 21, 22, 23]}.items()
+        "value_residual": "constant",
+        "value_residual_init": [5.0, 1.0],
+        "value_residual_layers": [5, 6, 7],
     },
-    "resformer-dense": {key: {"value_residual": "dense"} for key in (8, 24)},
-    "resformer-gated": {key: {"value_residual": "gated"} for key in (8, 24)},
-    "neutreno": {key: {"neutreno_lambda": 0.4} for key in (8, 24)},
-    "resformer-neutreno": {key: {"value_residual": "identity", "neutreno_lambda": 0.2} for key in (8, 24)},
-    "svformer": {n: {"value_sources": [0] * n} for n in (8, 24)},
-    "denseformer": {key: {"dwa": True} for key in (8, 24)},
-    "denseformer-4x5": {key: {"dwa": True, "dwa_dilation": 4, "dwa_period": 5} for key in (8, 24)},
-    "cla2": {
-        8: {"key_sources": [0, 0, 2, 2, 4, 4, 6, 6], "value_sources": [0, 0, 2, 2, 4, 4, 6, 6]},
-        24: {"key_sources": _pairs(24), "value_sources": _pairs(24)},
-    },
-    "fusedkv-lite": {
-        8: {"key_sources": [0, 1, 2, 3, 3, 3, 3, 3], "value_sources": [0, 1, 2, 3, 0, 0, 0, 0]},
-        24: {"key_sources": [*range(12), *[11] * 12], "value_sources": [*range(12), *[0] * 12]},
-    },
-    "resformer-denseformer": {key: {"value_residual": "learnable", "dwa": True} for key in (8, 24)},
+    "resformer-dense": {"value_residual": "dense"},
+    "resformer-gated": {"value_residual": "gated"},
+    "neutreno": {"neutreno_lambda": 0.4},
+    "resformer-neutreno": {"value_residual": "identity", "neutreno_lambda": 0.2},
+    "svformer": {"value_sources": [0] * 8},
+    "denseformer": {"dwa": True},
+    "denseformer-4x5": {"dwa": True, "dwa_dilation": 4, "dwa_period": 5},
+    "cla2": {"key_sources": EVERY_TWO, "value_sources": EVERY_TWO},
+    "fusedkv-lite": {"key_sources": [0, 1, 2, 3, 3, 3, 3, 3], "value_sources": [0, 1, 2, 3, 0, 0, 0, 0]},
+    "resformer-denseformer": {"value_residual": "learnable", "dwa": True},
+}
+#: What follows from the depth, at the papers' 24 layers.
+EXPECTED_AT_24_LAYERS: dict[str, dict[str, Any]] = {
+    "resformer-sparse": {"value_residual_layers": [*range(16, 24)]},
+    "svformer": {"value_sources": [0] * 24},
+    "cla2": {key: [layer // 2 * 2 for layer in range(24)] for key in ("key_sources", "value_sources")},
+    "fusedkv-lite": {"key_sources": [*range(12), *[11] * 12], "value_sources": [*range(12), *[0] * 12]},
 }
 
 
 def test_methods_are_those_of_the_design() -> None:
     assert list(METHODS) == list(EXPECTED_METHODS)
-
-
-@pytest.mark.parametrize("num_layers", [8, 24])
-@pytest.mark.parametrize("method", METHODS)
-def test_method_sets_its_published_fields_and_no_others(method: str, num_layers: int) -> None:
-    expected = {**CONNECTIONS, **EXPECTED_METHODS[method][num_layers]}
-    with no_warnings():
-        config = ResFormerConfig.for_method(method, **{**SMALL, "num_hidden_layers": num_layers})
-    assert {name: getattr(config, name) for name in CONNECTIONS} == expected
-    plain = small(num_hidden_layers=num_layers)
-    assert {k: v for k, v in config.to_dict().items() if k not in CONNECTIONS} == {
-        k: v for k, v in plain.to_dict().items() if k not in CONNECTIONS
-    }
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_method_without_a_size_has_the_default_one(method: str) -> None:
-    config = ResFormerConfig.for_method(method)
-    assert config.num_hidden_layers == ResFormerConfig().num_hidden_layers
-    assert config.to_dict() == ResFormerConfig.for_method(method, num_hidden_layers=32).to_dict()
 
 
 def test_arguments_go_on_top_of_a_methods_fields() -> None:
@@ -191,23 +165,27 @@ def test_unknown_method_is_refused_with_the_list(name: str) -> None:
         ResFormerConfig.for_method(name)
 
 
-@pytest.mark.parametrize("num_layers", [0, -1, 2.0, "8", None])
+@pytest.mark.parametrize("method", METHODS)
+def test_method_sets_its_published_fields_and_no_others(method: str) -> None:
+    for layers, expected in ((8, {}), (24, EXPECTED_AT_24_LAYERS.get(method, {}))):
+        with no_warnings():
+            config = ResFormerConfig.for_method(method, **{**SMALL, "num_hidden_layers": layers})
+        plain = small(num_hidden_layers=layers).to_dict()
+        assert config.to_dict() == {**plain, **EXPECTED_METHODS[method], **expected}
+
+
+@pytest.mark.parametrize("num_layers", [0, 2.0, None])
 @pytest.mark.parametrize("method", METHODS)
 def test_method_refuses_a_bad_number_of_layers_by_name(method: str, num_layers: Any) -> None:
     with refused("num_hidden_layers", str(num_layers)):
         ResFormerConfig.for_method(method, num_hidden_layers=num_layers)
 
 
+@pytest.mark.filterwarnings("ignore:.*do(es)? nothing")
 @pytest.mark.parametrize("method", METHODS)
-def test_method_survives_json_at_every_depth(method: str) -> None:
+def test_method_fits_every_depth(method: str) -> None:
     for num_layers in range(1, 49):
-        with ignoring_warnings():  # a method may have nothing to do in very few layers, and says so
-            config = ResFormerConfig.for_method(method, **{**SMALL, "num_hidden_layers": num_layers})
-            again = ResFormerConfig.from_dict(json.loads(config.to_json_string()))
-        assert again.to_dict() == config.to_dict()
-        assert {name: getattr(again, name) for name in CONNECTIONS} == {
-            name: getattr(config, name) for name in CONNECTIONS
-        }
+        ResFormerConfig.for_method(method, **{**SMALL, "num_hidden_layers": num_layers})
 
 
 @pytest.mark.parametrize("use_diff", [True, False], ids=["differences", "everything"])
@@ -346,9 +324,7 @@ MISUSES: list[tuple[str, dict[str, Any], list[str]]] = [
             ),
             (f"{name} too short", {name: [0] * 7}, [f"`{name}` has 7", "`num_hidden_layers` is 8"]),
             (f"{name} too long", {name: [0] * 9}, [f"`{name}` has 9", "`num_hidden_layers` is 8"]),
-            (f"{name} empty", {name: []}, [f"`{name}` has 0", "`num_hidden_layers` is 8"]),
             (f"{name} of strings", {name: ["0"] * 8}, [name, "['0', '0', "]),
-            (f"{name} of floats", {name: [0.0] * 8}, [name, "[0.0, 0.0, "]),
             (f"{name} one number", {name: 0}, [name, "0"]),
             (
                 f"{name} across layer types",
@@ -366,19 +342,12 @@ MISUSES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("no mode", {"value_residual": None}, ["value_residual", "None", *MODES]),
     ("one initial value", {"value_residual_init": [0.5]}, ["`value_residual_init` is [0.5]", "two finite numbers"]),
     ("three initial values", {"value_residual_init": [1, 2, 3]}, ["`value_residual_init` is [1.0, 2.0, 3.0]", "two"]),
-    ("no initial values", {"value_residual_init": []}, ["`value_residual_init` is []", "two"]),
-    (
-        "infinite initial value",
-        {"value_residual_init": [float("inf"), 1]},
-        ["`value_residual_init` is [inf, ", "finite"],
-    ),
     (
         "nan initial value",
         {"value_residual_init": [0, float("nan")]},
         ["`value_residual_init` is [0.0, nan]", "finite"],
     ),
     ("initial values in words", {"value_residual_init": ["a", "b"]}, ["value_residual_init", "['a', 'b']", "float"]),
-    ("initial values in one word", {"value_residual_init": "ab"}, ["value_residual_init", "'ab'", "list"]),
     ("one bare initial value", {"value_residual_init": 0.5}, ["value_residual_init", "0.5", "list"]),
     *[
         (
@@ -386,7 +355,7 @@ MISUSES: list[tuple[str, dict[str, Any], list[str]]] = [
             {"value_residual": "learnable", "value_residual_layers": layers},
             [f"`value_residual_layers` holds {layer}", "1 to 7", "`num_hidden_layers`"],
         )
-        for layers, layer in [([0], 0), ([0, 3], 0), ([8], 8), ([1, 100], 100), ([-1, 2], -1)]
+        for layers, layer in [([0, 3], 0), ([8], 8), ([-1, 2], -1)]
     ],
     *[
         (
@@ -394,7 +363,7 @@ MISUSES: list[tuple[str, dict[str, Any], list[str]]] = [
             {"value_residual": "learnable", "value_residual_layers": layers},
             [f"`value_residual_layers` is {layers}", "ascending", "once"],
         )
-        for layers in ([1, 1], [3, 2], [2, 2, 3])
+        for layers in ([1, 1], [3, 2])
     ],
     (
         "mixing layer without values of its own",
@@ -404,7 +373,6 @@ MISUSES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("mixing layers of floats", {"value_residual_layers": [1.0]}, ["value_residual_layers", "[1.0]"]),
     ("negative NeuTRENO", {"neutreno_lambda": -0.1}, ["`neutreno_lambda` is -0.1", "from 0 up"]),
     ("nan NeuTRENO", {"neutreno_lambda": float("nan")}, ["`neutreno_lambda` is nan", "finite"]),
-    ("infinite NeuTRENO", {"neutreno_lambda": float("inf")}, ["`neutreno_lambda` is inf", "finite"]),
     ("NeuTRENO in words", {"neutreno_lambda": "0.4"}, ["neutreno_lambda", "'0.4'", "float"]),
     ("dwa in words", {"dwa": "yes"}, ["dwa", "'yes'", "bool"]),
     ("fractional period", {"dwa": True, "dwa_period": 1.5}, ["dwa_period", "1.5", "int"]),
@@ -418,11 +386,6 @@ MISUSES: list[tuple[str, dict[str, Any], list[str]]] = [
         "unknown rotary embedding",
         {"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}},
         ["`rope_parameters`", "'foo'", "default", "linear", "yarn", "llama3"],
-    ),
-    (
-        "unknown legacy rotary embedding",
-        {"rope_scaling": {"type": "foo", "factor": 2.0}},
-        ["'foo'", "default", "linear"],
     ),
     (
         "rotary embedding without its factor",
@@ -439,18 +402,14 @@ MISUSES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("rotary embedding a number", {"rope_parameters": 3}, ["rope_parameters", "3", "dict"]),
     ("too few layer types", {"layer_types": ["full_attention"] * 7}, ["layer_types", "7", "num_hidden_layers", "8"]),
     ("no layer types", {"layer_types": []}, ["layer_types", "0", "num_hidden_layers", "8"]),
-    *[
-        (
-            f"unknown layer type {kind}",
-            {"layer_types": ["full_attention", kind] * 4, "sliding_window": 16},
-            ["layer_types", repr(kind), "full_attention", "sliding_attention"],
-        )
-        for kind in ("svformer", "chunked_attention")
-    ],
+    (
+        "unknown layer type",
+        {"layer_types": ["full_attention", "chunked_attention"] * 4, "sliding_window": 16},
+        ["layer_types", "'chunked_attention'", "full_attention", "sliding_attention"],
+    ),
     ("sliding layers without a window", {"layer_types": ALTERNATING}, ["`layer_types`", "`sliding_window` is None"]),
     ("too many rope flags", {"no_rope_layers": [1] * 9}, ["`no_rope_layers` has 9", "`num_hidden_layers` is 8"]),
     ("rope flag of 2", {"no_rope_layers": [1, 2] * 4}, ["`no_rope_layers`[1] is 2", "1 ", "0 "]),
-    ("rope flag of -1", {"no_rope_layers": [-1] * 8}, ["`no_rope_layers`[0] is -1", "1 ", "0 "]),
     *[(f"{name} {size}", {name: size}, [name, str(size), "positive"]) for name in SIZES for size in (0, -1)],
     *[(f"{name} fractional", {name: 2.5}, [name, "2.5", "int"]) for name in SIZES],
 ]
@@ -462,13 +421,6 @@ MISUSES: list[tuple[str, dict[str, Any], list[str]]] = [
 def test_misuse_is_refused_by_name(config_fields: dict[str, Any], words: list[str]) -> None:
     with ignoring_warnings(), refused(*words):
         small(**config_fields)
-
-
-def test_unknown_layer_type_is_not_told_of_types_that_do_not_work() -> None:
-    with pytest.raises(StrictDataclassError) as caught:
-        small(layer_types=["svformer"] * 8)
-    assert "linear_attention" not in str(caught.value)
-    assert "chunked_attention" not in str(caught.value)
 
 
 # Settings that fit, but do nothing
@@ -500,29 +452,18 @@ def test_setting_without_effect_warns(config_fields: dict[str, Any], words: list
 
 # Misspelt fields
 
-TYPOS = {
-    "value_residul": "value_residual",
-    "value_residuals": "value_residual",
-    "value_residual_layer": "value_residual_layers",
-    "value_residual_inits": "value_residual_init",
-    "value_source": "value_sources",
-    "key_source": "key_sources",
-    "neutreno_lamda": "neutreno_lambda",
-    "dwa_dilatation": "dwa_dilation",
-    "dwa_periods": "dwa_period",
-    "num_hidden_layer": "num_hidden_layers",
-    "num_attention_head": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "hiden_size": "hidden_size",
-    "layer_type": "layer_types",
-    "slidng_window": "sliding_window",
-    "no_rope_layer": "no_rope_layers",
-    "rope_parameter": "rope_parameters",
-    "tie_word_embedding": "tie_word_embeddings",
-}
 
-
-@pytest.mark.parametrize(("typo", "name"), TYPOS.items(), ids=TYPOS)
+@pytest.mark.parametrize(
+    ("typo", "name"),
+    [
+        ("value_residul", "value_residual"),
+        ("value_residual_inits", "value_residual_init"),
+        ("value_source", "value_sources"),
+        ("dwa_dilatation", "dwa_dilation"),
+        ("num_kv_heads", "num_key_value_heads"),
+        ("slidng_window", "sliding_window"),
+    ],
+)
 def test_misspelt_field_is_pointed_out(typo: str, name: str) -> None:
     with pytest.warns(UserWarning, match=f"`{typo}`; did you mean `{name}`") as caught:
         small(**{typo: None})
@@ -539,40 +480,26 @@ def test_field_misspelt_in_a_file_or_an_override_is_pointed_out(tmp_path: Path) 
         ResFormerConfig.from_pretrained(tmp_path)
 
 
-#: What published config.json files of these families hold, sizes aside.
+#: What published config.json files of these families hold, beside what `SMALL` and other files have.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama 1": {
         "architectures": ["LlamaForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
         "max_sequence_length": 2048,
         "model_type": "llama",
-        "pad_token_id": 0,
-        "rms_norm_eps": 1e-06,
-        "tie_word_embeddings": False,
         "torch_dtype": "float16",
         "transformers_version": "4.28.1",
-        "use_cache": True,
     },
     "Llama 2": {
         "_name_or_path": "meta-llama/Llama-2-7b-hf",
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "max_position_embeddings": 4096,
         "model_type": "llama",
         "pretraining_tp": 1,
         "rope_scaling": None,
         "rope_theta": 10000.0,
         "temperature": 0.9,
-        "top_p": 0.6,
         "do_sample": True,
-        "torch_dtype": "float16",
         "quantization_config": {"bits": 4, "group_size": 128, "quant_method": "gptq"},
     },
     "Llama 3.1": {
-        "attention_dropout": 0.0,
         "eos_token_id": [128001, 128008, 128009],
         "head_dim": 16,
         "mlp_bias": False,
@@ -585,22 +512,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "rope_type": "llama3",
         },
         "rope_theta": 500000.0,
-        "max_position_embeddings": 131072,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.42.3",
         "unsloth_fixed": True,
     },
     "Llama of Transformers 5": {
         "dtype": "bfloat16",
         "model_type": "llama",
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-        "transformers_version": "5.23.0",
     },
     "SmolLM2": {
         "model_type": "llama",
         "is_llama_config": True,
         "rope_interleaved": False,
-        "rope_theta": 100000,
         "transformers.js_config": {"dtype": "q4", "kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
     },
     "SmolLM3": {
@@ -609,29 +531,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_window_layers": 28,
         "no_rope_layer_interval": 4,
         "no_rope_layers": [1, 1, 1, 0, 1, 1, 1, 0],
-        "pretraining_tp": 2,
         "sliding_window": None,
         "use_sliding_window": False,
     },
     "Mistral": {"model_type": "mistral", "sliding_window": 4096, "rope_theta": 10000.0},
-    "Mistral Nemo": {"model_type": "mistral", "head_dim": 32, "sliding_window": None, "rope_theta": 1000000.0},
     "Qwen2.5": {
         "model_type": "qwen2",
-        "attention_dropout": 0.0,
         "max_window_layers": 28,
         "sliding_window": 131072,
         "use_mrope": False,
         "use_sliding_window": False,
     },
-    "Qwen3": {
-        "model_type": "qwen3",
-        "attention_bias": False,
-        "head_dim": 32,
-        "max_window_layers": 28,
-        "rope_scaling": None,
-        "sliding_window": None,
-        "use_sliding_window": False,
-    },
+    "Qwen3": {"model_type": "qwen3", "attention_bias": False, "head_dim": 32, "rope_scaling": None},
 }
 
 
@@ -674,24 +585,12 @@ def test_callers_arguments_are_left_alone(tmp_path: Path) -> None:
     assert arguments == before
     ResFormerConfig.from_dict(arguments, num_hidden_layers=8)
     assert arguments == before
-
-
-def test_callers_legacy_rope_dict_is_left_alone() -> None:
     scaling = {"type": "linear", "factor": 2.0}
     small(rope_scaling=scaling, rope_theta=5e5)
     assert scaling == {"type": "linear", "factor": 2.0}
-
-
-def test_list_changed_after_the_call_changes_no_configuration() -> None:
-    sources = [0] * 8
-    config = small(value_sources=sources)
-    sources[7] = 7
-    assert config.value_sources == [0] * 8
-
-
-def test_default_list_is_not_shared_between_configurations() -> None:
-    first = small()
-    first.value_residual_init[0] = 9.0  # type: ignore[index]
+    arguments["value_sources"][7] = 7
+    assert config.value_sources == before["value_sources"]
+    config.value_residual_init[0] = 9.0  # type: ignore[index]
     assert small().value_residual_init == [0.5, 0.5]
 
 
@@ -724,27 +623,11 @@ def test_depth_can_be_overridden_while_reading(tmp_path: Path) -> None:
     )
     assert config.value_sources == [0] * 3
     assert unused == {"something_else": 1}
-
-
-def test_depth_override_that_contradicts_the_file_is_refused_by_name(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=3, dwa=True)
+    assert (type(config), config.num_hidden_layers, config.dwa) == (ResFormerConfig, 3, True)
     small(value_sources=[0] * 8).save_pretrained(tmp_path)
     with refused("`value_sources` has 8", "`num_hidden_layers` is 3"):
         ResFormerConfig.from_pretrained(tmp_path, num_hidden_layers=3)
-
-
-def test_override_in_auto_config(tmp_path: Path) -> None:
-    small().save_pretrained(tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=3, dwa=True)
-    assert (type(config), config.num_hidden_layers, config.dwa) == (ResFormerConfig, 3, True)
-    assert config.layer_types == ["full_attention"] * 3
-
-
-def test_copy_is_equal_and_independent() -> None:
-    config = small(value_sources=[0] * 8)
-    other = copy.deepcopy(config)
-    assert other.to_dict() == config.to_dict()
-    other.value_sources = list(range(8))
-    assert config.value_sources == [0] * 8
 
 
 # Values assigned later
@@ -779,16 +662,6 @@ def test_bad_late_value_is_refused_when_used(name: str, value: Any, words: list[
         else:
             config.save_pretrained(tmp_path)
     assert not (tmp_path / "config.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("value_residual", "learnt"), ("dwa_period", 0), ("value_sources", "0000"), ("value_residual_init", None)],
-)
-def test_late_value_of_a_wrong_kind_is_refused_at_once(name: str, value: Any) -> None:
-    config = small()
-    with refused(name, str(value)):
-        setattr(config, name, value)
 
 
 def test_good_late_values_are_used(tmp_path: Path) -> None:

@@ -31,18 +31,6 @@ NEW_TOKENS = 8
 
 #: Every way to share, with full attention, a window that both prompts and continuations overrun, and a mix of the two.
 SHARING = ["svformer", "svformer-anchors", "shared-keys", "crossed-sharing", "cla2", "fusedkv-lite", "kitchen-sink"]
-WINDOWS: dict[str, dict[str, Any]] = {
-    "sliding": {"sliding_window": 4, "layer_types": None},
-    "wide": {"sliding_window": 13, "layer_types": None},
-}
-#: Sources within one type for the mix: even layers see everything, odd ones a window.
-MIXED = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"] * 3}
-MIXED_SOURCES: dict[str, dict[str, Any]] = {
-    "values": {"value_sources": [0, 1, 0, 1, 0, 1]},
-    "keys": {"key_sources": [0, 1, 0, 1, 0, 1]},
-    "both": {"key_sources": [0, 1, 0, 1, 0, 1], "value_sources": [0, 1, 0, 1, 0, 1]},
-    "crossed": {"key_sources": [0, 1, 2, 1, 2, 1], "value_sources": [0, 1, 0, 3, 0, 3]},
-}
 
 
 def generate(model: PreTrainedModel, inputs: Batch, **options: Any) -> Any:
@@ -93,31 +81,48 @@ def assert_same_on_real_tokens(got: torch.Tensor, expected: torch.Tensor, mask: 
     torch.testing.assert_close(got[real], expected[real], rtol=1e-4, atol=1e-4)
 
 
-def caches_of(model: PreTrainedModel) -> dict[str, Cache]:
+def caches_of(model: PreTrainedModel, length: int = 20) -> dict[str, Cache]:
     return {
         "growing": GrowingCache(model.config),
         "dynamic": DynamicCache(config=model.config),
         "dynamic without a configuration": DynamicCache(),
-        "static": StaticCache(config=model.config, max_cache_len=20),
+        "static": StaticCache(config=model.config, max_cache_len=length),
     }
 
 
 # Every method
 
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "greedy, static": {"cache_implementation": "static"},
+    "eager": {"attention": "eager"},
+    "eager, static": {"attention": "eager", "cache_implementation": "static"},
+    "chunked prefill": {"prefill_chunk_size": 4, "disable_compile": True},
+    "chunked prefill, static": {"prefill_chunk_size": 4, "disable_compile": True, "cache_implementation": "static"},
+    "beams": {"num_beams": 3, "num_return_sequences": 3},
+    "beams, dynamic": {"num_beams": 3, "num_return_sequences": 3, "cache_implementation": "dynamic"},
+    "beams, static": {"num_beams": 3, "num_return_sequences": 3, "cache_implementation": "static"},
+    "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 20, "num_return_sequences": 2},
+}
+CACHES = {None: GrowingCache, "dynamic": DynamicCache, "static": StaticCache}
 
-@pytest.mark.parametrize("cache", [None, "static"], ids=["default", "static"])
-def test_greedy_with_a_cache_equals_greedy_without(
-    tiny_model: TinyModel, variant: str, cache: str | None, ragged: Batch
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generation_with_a_cache_equals_generation_without(
+    tiny_model: TinyModel, variant: str, mode: str, ragged: Batch
 ) -> None:
-    model = tiny_model(variant)
-    expected = generate(model, ragged, use_cache=False)
-    got = generate(model, ragged, cache_implementation=cache)
+    options = dict(MODES[mode])
+    model = tiny_model(variant, attention=options.pop("attention", "sdpa"))
+    of_caches = ("cache_implementation", "prefill_chunk_size", "disable_compile")
+    without = {name: value for name, value in options.items() if name not in of_caches}
+    expected = generate(tiny_model(variant), ragged, use_cache=False, **without)
+    got = generate(model, ragged, **options)
     assert expected.past_key_values is None
-    assert type(got.past_key_values) is {None: GrowingCache, "static": StaticCache}[cache]
+    assert type(got.past_key_values) is CACHES[options.get("cache_implementation")]
     assert_same_generation(got, expected)
     # Something that could have gone wrong: the continuations vary, and depend on the prompt.
     assert len(got.sequences[:, -NEW_TOKENS:].unique()) > 5
-    assert len({tuple(row) for row in got.sequences[:, -NEW_TOKENS:].tolist()}) == 3
+    assert len({tuple(row) for row in got.sequences[:, -NEW_TOKENS:].tolist()}) == len(got.sequences)
 
 
 def test_positions_go_on_from_the_cache_when_none_are_given(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
@@ -132,16 +137,7 @@ def test_positions_go_on_from_the_cache_when_none_are_given(tiny_model: TinyMode
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_token_by_token_equals_one_pass(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
-    model = tiny_model(variant)
-    expected = uncached_logits(model, ragged)
-    for cache in caches_of(model).values():
-        got = logits_in_chunks(model, ragged, [1] * 11, cache)
-        assert_same_on_real_tokens(got, expected, ragged["attention_mask"])
-        assert cache.get_seq_length() == 11
-
-
-@pytest.mark.parametrize("sizes", [[4, 4, 3], [1, 9, 1], [2, 1, 5, 3]])
+@pytest.mark.parametrize("sizes", [[1] * 11, [4, 4, 3], [1, 9, 1]])
 def test_chunked_prefill_equals_one_pass(tiny_model: TinyModel, variant: str, sizes: list[int], ragged: Batch) -> None:
     model = tiny_model(variant)
     expected = uncached_logits(model, ragged)
@@ -150,35 +146,6 @@ def test_chunked_prefill_equals_one_pass(tiny_model: TinyModel, variant: str, si
             continue  # holds more than the window, which Transformers' masks do not expect of it
         got = logits_in_chunks(model, ragged, sizes, cache)
         assert_same_on_real_tokens(got, expected, ragged["attention_mask"])
-
-
-@pytest.mark.parametrize("cache", [None, "dynamic", "static"], ids=["default", "dynamic", "static"])
-def test_generate_with_chunked_prefill_equals_uncached(
-    tiny_model: TinyModel, variant: str, cache: str | None, ragged: Batch
-) -> None:
-    model = tiny_model(variant)
-    got = generate(model, ragged, cache_implementation=cache, prefill_chunk_size=4, disable_compile=True)
-    assert_same_generation(got, generate(model, ragged, use_cache=False))
-
-
-@pytest.mark.parametrize("cache", [None, "dynamic", "static"], ids=["default", "dynamic", "static"])
-def test_beam_search_with_a_cache_equals_beam_search_without(
-    tiny_model: TinyModel, variant: str, cache: str | None, ragged: Batch
-) -> None:
-    model = tiny_model(variant)
-    expected = generate(model, ragged, num_beams=3, num_return_sequences=3, use_cache=False)
-    got = generate(model, ragged, num_beams=3, num_return_sequences=3, cache_implementation=cache)
-    assert torch.equal(got.sequences, expected.sequences)
-    assert_same_generation(got, expected)
-    assert len({tuple(row) for row in got.sequences.tolist()}) == 9
-
-
-def test_sampling_with_a_cache_equals_sampling_without(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
-    model = tiny_model(variant)
-    options = {"do_sample": True, "temperature": 1.5, "top_k": 20, "num_return_sequences": 2}
-    got = generate(model, ragged, **options)
-    assert_same_generation(got, generate(model, ragged, use_cache=False, **options))
-    assert not torch.equal(got.sequences[::2], got.sequences[1::2])
 
 
 def tokens_per_pass(model: PreTrainedModel, run: Callable[[], object]) -> list[int]:
@@ -227,15 +194,6 @@ def test_prompt_lookup_equals_greedy(tiny_model: TinyModel, variant: str) -> Non
     assert sum(passes) > 97 + NEW_TOKENS  # tokens were looked up, and cropped where they were wrong
 
 
-@pytest.mark.parametrize("cache", [None, "static"], ids=["default", "static"])
-def test_eager_attention_generates_as_uncached(
-    tiny_model: TinyModel, variant: str, cache: str | None, ragged: Batch
-) -> None:
-    model = tiny_model(variant, attention="eager")
-    expected = generate(tiny_model(variant), ragged, use_cache=False)
-    assert_same_generation(generate(model, ragged, cache_implementation=cache), expected)
-
-
 def test_prompts_given_as_embeddings_generate_as_their_tokens(
     tiny_model: TinyModel, variant: str, ragged: Batch
 ) -> None:
@@ -251,19 +209,13 @@ def test_prompts_given_as_embeddings_generate_as_their_tokens(
 # Several turns
 
 
-@pytest.mark.parametrize("cache", ["default", "growing", "dynamic", "static"])
+@pytest.mark.parametrize("kind", ["default", "growing", "dynamic", "static"])
 def test_a_second_turn_on_a_returned_cache_equals_one_pass(
-    tiny_model: TinyModel, variant: str, cache: str, ragged: Batch
+    tiny_model: TinyModel, variant: str, kind: str, ragged: Batch
 ) -> None:
     model = tiny_model(variant)
-    given = {
-        "default": dict,
-        "growing": lambda: {"past_key_values": GrowingCache(model.config)},
-        "dynamic": lambda: {"past_key_values": DynamicCache(config=model.config)},
-        "static": lambda: {"past_key_values": StaticCache(config=model.config, max_cache_len=40)},
-    }[cache]()
     generator = torch.Generator().manual_seed(7)
-    batch, past = ragged, given.get("past_key_values")
+    batch, past = ragged, None if kind == "default" else caches_of(model, 40)[kind]
     for turn in range(3):
         expected = generate(model, batch, use_cache=False)
         got = generate(model, batch, **({} if past is None else {"past_key_values": past}))
@@ -296,6 +248,14 @@ def test_several_continuations_of_one_cached_prompt_equal_one_pass_each(
 
 # Windows
 
+#: Sources within one type for layers of which even ones see everything, odd ones a window.
+MIXED_SOURCES: dict[str, dict[str, Any]] = {
+    "values": {"value_sources": [0, 1, 0, 1, 0, 1]},
+    "keys": {"key_sources": [0, 1, 0, 1, 0, 1]},
+    "both": {"key_sources": [0, 1, 0, 1, 0, 1], "value_sources": [0, 1, 0, 1, 0, 1]},
+    "crossed": {"key_sources": [0, 1, 2, 1, 2, 1], "value_sources": [0, 1, 0, 3, 0, 3]},
+}
+
 
 def assert_every_mode_equals_uncached(model: PreTrainedModel, ragged: Batch) -> None:
     expected = generate(model, ragged, use_cache=False)
@@ -318,26 +278,25 @@ def assert_every_mode_equals_uncached(model: PreTrainedModel, ragged: Batch) -> 
     assert torch.equal(generate(model, prompt, prompt_lookup_num_tokens=2).sequences, greedy)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", [4, 13])
 @pytest.mark.parametrize("variant", SHARING, indirect=True)
 def test_sliding_windows_with_shared_keys_and_values_generate_as_uncached(
-    tiny_model: TinyModel, variant: str, window: str, ragged: Batch
+    tiny_model: TinyModel, variant: str, window: int, ragged: Batch
 ) -> None:
-    model = tiny_model(variant, **WINDOWS[window])
+    model = tiny_model(variant, sliding_window=window, layer_types=None)
     assert set(model.config.layer_types) == {"sliding_attention"}
     full = tiny_model(variant, sliding_window=None, layer_types=None)
     assert not torch.allclose(generate(full, ragged).logits[-1], generate(model, ragged).logits[-1], atol=1e-2)
     assert_every_mode_equals_uncached(model, ragged)
 
 
+@pytest.mark.parametrize("more", [{}, {"value_residual": "learnable", "neutreno_lambda": 0.3, "dwa": True}])
 @pytest.mark.parametrize("sources", MIXED_SOURCES)
 def test_mixed_windows_with_shared_keys_and_values_generate_as_uncached(
-    tiny_model: TinyModel, sources: str, ragged: Batch
+    tiny_model: TinyModel, sources: str, more: dict[str, Any], ragged: Batch
 ) -> None:
-    fields = {**MIXED, **MIXED_SOURCES[sources]}
-    assert_every_mode_equals_uncached(tiny_model(**fields), ragged)
-    more = {"value_residual": "learnable", "neutreno_lambda": 0.3, "dwa": True}
-    assert_every_mode_equals_uncached(tiny_model(**fields, **more), ragged)
+    window = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"] * 3}
+    assert_every_mode_equals_uncached(tiny_model(**window, **MIXED_SOURCES[sources], **more), ragged)
 
 
 def test_a_window_of_one_token_generates_as_uncached_or_is_refused(tiny_model: TinyModel, ragged: Batch) -> None:
@@ -376,13 +335,6 @@ def test_a_custom_loop_that_tries_candidates_equals_uncached(
 # Memory
 
 
-def bytes_of(cache: Cache) -> int:
-    tensors = [
-        tensor for layer in cache.layers for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
-    ]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
-
-
 def storage_of(cache: Cache) -> int:
     """Distinct memory, so that a view does not count twice and a slice counts with all that it keeps alive."""
     storages = {
@@ -406,117 +358,20 @@ def test_caches_hold_exactly_the_distinct_sources(
 ) -> None:
     model = tiny_model(variant, sliding_window=sliding_window, layer_types=None)
     config = model.config
-    shapes = (
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_size",
-        "vocab_size",
-    )
+    shapes = "num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_size vocab_size".split()
     llama_config = LlamaConfig(intermediate_size=8, **{name: getattr(config, name) for name in shapes})
     llama_config.layer_types, llama_config.sliding_window = config.layer_types, sliding_window
-    llama = LlamaForCausalLM(llama_config).eval()
-    sizes, storages = [], []
-    for each in (model, llama):
-        made = {
-            "growing": lambda given=each: GrowingCache(given.config),
-            "dynamic": lambda given=each: DynamicCache(config=given.config),
-            "static": lambda given=each: StaticCache(config=given.config, max_cache_len=20),
-        }
-        cache = made[kind]()
+    storages = []
+    for each in (model, LlamaForCausalLM(llama_config).eval()):
+        cache = caches_of(each)[kind]
         logits_in_chunks(each, ragged, [6, 5], cache)
-        sizes.append(bytes_of(cache))
         storages.append(storage_of(cache))
-
-    layers = config.num_hidden_layers
-    share = Fraction(len(set(config.all_key_sources)) + len(set(config.all_value_sources)), 2 * layers)
-    assert sizes[1] > 0
-    assert Fraction(sizes[0], sizes[1]) == share
-    assert Fraction(storages[0], storages[1]) == share
-
-
-@pytest.mark.parametrize("cache", [None, "dynamic", "static"], ids=["default", "dynamic", "static"])
-@pytest.mark.parametrize("chunk", [None, 4])
-@pytest.mark.parametrize(
-    ("variant", "share"),
-    [
-        ("transformer", Fraction(1)),
-        ("resformer-denseformer", Fraction(1)),
-        ("neutreno", Fraction(1)),
-        ("svformer", Fraction(7, 12)),
-        ("svformer-anchors", Fraction(8, 12)),
-        ("shared-keys", Fraction(8, 12)),
-        ("cla2", Fraction(1, 2)),
-        ("fusedkv-lite", Fraction(1, 2)),
-    ],
-    indirect=["variant"],
-)
-def test_generate_leaves_a_cache_of_the_published_size(
-    tiny_model: TinyModel, variant: str, share: Fraction, cache: str | None, chunk: int | None, ragged: Batch
-) -> None:
-    options = {"cache_implementation": cache, "prefill_chunk_size": chunk, "disable_compile": True}
-    got = generate(tiny_model(variant), ragged, **options).past_key_values
-    full = generate(tiny_model(), ragged, **options).past_key_values
-    assert Fraction(bytes_of(got), bytes_of(full)) == share
+    sources = len(set(config.all_key_sources)) + len(set(config.all_value_sources))
+    assert storages[1] > 0
+    assert Fraction(*storages) == Fraction(sources, 2 * config.num_hidden_layers)
 
 
 # What callers do to a cache
-
-
-def decode_after(
-    model: PreTrainedModel, cache: Cache, batch: Batch, known: int, change: Callable[[Cache], object], rest: Batch
-) -> torch.Tensor:
-    """Caches the first `known` tokens of `batch`, changes the cache, and feeds what `rest` has more than it holds."""
-    start = {name: tensor[:, :known] for name, tensor in batch.items()}
-    logits_in_chunks(model, start, [known - 1, 1], cache)
-    change(cache)
-    held = cache.get_seq_length()
-    positions = positions_of(rest["attention_mask"])
-    with torch.no_grad():
-        return model(
-            rest["input_ids"][:, held:],
-            attention_mask=rest["attention_mask"],
-            position_ids=positions[:, held:],
-            past_key_values=cache,
-        ).logits
-
-
-HALF_SHARING = ["svformer", "svformer-anchors", "shared-keys", "crossed-sharing", "cla2", "fusedkv-lite"]
-
-
-@pytest.mark.parametrize("variant", [*HALF_SHARING, "transformer", "resformer", "gated-sink"], indirect=True)
-def test_a_cropped_cache_goes_on_from_where_it_was_cropped(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
-    model = tiny_model(variant)
-    other = {**ragged, "input_ids": ragged["input_ids"].clone()}
-    other["input_ids"][:, 6:] = other["input_ids"][:, 6:].flip(1)  # what was cropped was something else
-    for new in (GrowingCache(model.config), DynamicCache(config=model.config)):
-        got = decode_after(model, new, other, 9, lambda cache: cache.crop(-3), ragged)
-        assert got.shape[1] == 5
-        assert_same_on_real_tokens(got, uncached_logits(model, ragged)[:, 6:], ragged["attention_mask"][:, 6:])
-
-
-@pytest.mark.parametrize("variant", [*HALF_SHARING, "transformer", "resformer", "gated-sink"], indirect=True)
-@pytest.mark.parametrize(
-    ("change", "rows"),
-    [
-        (lambda cache: cache.reorder_cache(torch.tensor([2, 2, 0])), [2, 2, 0]),
-        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-        (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
-    ],
-    ids=["reorder_cache", "batch_repeat_interleave", "batch_select_indices"],
-)
-def test_a_rearranged_cache_goes_on_with_the_rearranged_rows(
-    tiny_model: TinyModel, variant: str, change: Callable[[Cache], object], rows: list[int], ragged: Batch
-) -> None:
-    model = tiny_model(variant)
-    rearranged = {name: tensor[rows] for name, tensor in ragged.items()}
-    expected = uncached_logits(model, rearranged)
-    for new in (GrowingCache(model.config), DynamicCache(config=model.config)):
-        got = decode_after(model, new, ragged, 7, change, rearranged)
-        assert_same_on_real_tokens(got, expected[:, 7:], rearranged["attention_mask"][:, 7:])
-    last = uncached_logits(model, ragged)[:, -1]
-    assert all((last[a] - last[b]).abs().max() > 0.1 for a, b in ((0, 1), (0, 2), (1, 2)))
 
 
 @pytest.mark.parametrize("variant", SHARING, indirect=True)
