@@ -294,9 +294,6 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
     for name, parameter in model.named_parameters():
         if name not in trained:
             parameter.requires_grad_(False)
-    if options.train != "all" and (arguments.activation_checkpointing_kwargs or {}).get("use_reentrant"):
-        # Reentrant checkpointing gives no gradients to a layer none of whose inputs requires them.
-        model.enable_input_require_grads()
     teacher = None
     if options.distill is not None:
         teacher = _model(options.distill, torch.bfloat16 if arguments.bf16 else torch.float32)
