@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 from transformers import __version__ as transformers_version
@@ -17,7 +18,7 @@ from resformer.convert.conversion import Options, Report, Verify, carry_out, fol
 from resformer.convert.deciding import Decision, check_tensors, config_text
 from resformer.convert.families import backbone_config
 from resformer.convert.source import OpenedSource, Source, open_source
-from resformer.convert.tensors import CODES
+from resformer.convert.tensors import CODES, to_tensor
 from resformer.convert.verification import model_bytes
 from resformer.errors import CheckpointError
 from resformer.files import check_target
@@ -28,7 +29,7 @@ from resformer.record import RECORD
 from resformer.untrusted import regular_file
 from resformer.version import __version__
 
-__all__ = ["RetrofitReport", "losses", "retrofit"]
+__all__ = ["RetrofitReport", "losses", "retrofit", "write_retrofit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,9 @@ class RetrofitReport(Report):
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
         return {**asdict(self), "exact": self.exact}
+
+
+R = TypeVar("R", bound=RetrofitReport)
 
 
 def retrofit(
@@ -128,26 +132,50 @@ def retrofit(
     connections = _connections(method, opened.config.num_hidden_layers, fields)
     config = _configuration(opened, connections, lossy=lossy)
     fetched = opened.fetch(allow_pickle=allow_pickle, headers_only=dry_run)
-    decision, model = _decide(fetched, config, target_dtype)
+    set_fields = {name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections}
+    return write_retrofit(
+        fetched, config, target, options, RetrofitReport, dtype=target_dtype, method=method, fields=set_fields
+    )
 
-    def as_retrofit(report: Report) -> RetrofitReport:
-        return RetrofitReport(
+
+def write_retrofit(
+    source: OpenedSource,
+    config: ResFormerConfig,
+    target: Path,
+    options: Options,
+    report_class: type[R],
+    *,
+    dtype: torch.dtype | None = None,
+    changed: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    **facts: Any,
+) -> R:
+    """Decides on the result, and plans, writes and verifies it, its card and its record.
+
+    Args:
+        dtype: that weights are converted to; default: each keeps its own.
+        changed: tensors that take the place of the source's.
+        facts: further fields of the report.
+    """
+    decision, model = _decide(source, config, dtype, changed)
+    stored = model.state_dict().keys()
+
+    def as_retrofit(report: Report) -> R:
+        return report_class(
             **vars(report),
-            family=opened.config.model_type,
-            method=method,
-            fields={name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections},
+            family=source.config.model_type,
             losses=list(decision.losses),
-            source_dtype=str(fetched.dtype).removeprefix("torch."),
-            dequantised=opened.gguf is not None,
+            source_dtype=str(source.dtype).removeprefix("torch."),
+            dequantised=source.gguf is not None,
             dtype=str(decision.dtype).removeprefix("torch."),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            added={tensor.name: tensor.elements for tensor in decision.added},
-            dropped=list(decision.dropped),
-            memory=max(model_bytes(fetched.checkpoint, dtype) for dtype in (fetched.dtype, decision.dtype)),
+            added={tensor.name: tensor.elements for tensor in decision.added if tensor.name not in changed},
+            dropped=[name for name in decision.dropped if name not in stored],
+            memory=max(model_bytes(source.checkpoint, each) for each in (source.dtype, decision.dtype)),
+            **facts,
         )
 
     def finish(report: Report, weight_files: Mapping[str, Any]) -> dict[str, str]:
-        return _card_and_record(as_retrofit(report), weight_files, config, _source_card(opened))
+        return _card_and_record(as_retrofit(report), weight_files, config, _source_card(source))
 
     return as_retrofit(carry_out(decision, target, options, finish))
 
@@ -165,7 +193,10 @@ def _configuration(source: Source, connections: dict[str, Any], *, lossy: bool) 
 
 
 def _decide(
-    source: OpenedSource, config: ResFormerConfig, target_dtype: torch.dtype | None
+    source: OpenedSource,
+    config: ResFormerConfig,
+    target_dtype: torch.dtype | None,
+    changed: Mapping[str, torch.Tensor],
 ) -> tuple[Decision, ResFormerForCausalLM]:
     """(what the result is to be, its model on the meta device)."""
     expected = expected_shapes(without_connections(config))
@@ -180,8 +211,8 @@ def _decide(
         config=config_text(config, "ResFormerForCausalLM", dtype),
         dtype=dtype,
         cast=CODES[target_dtype] if target_dtype is not None else None,
-        dropped=[name for name in expected if name not in kept],
-        added=tuple(initial_connections(model)),
+        dropped=[name for name in expected if name not in kept or name in changed],
+        added=(*initial_connections(model), *(to_tensor(name, changed[name]) for name in sorted(changed))),
         losses=tuple(losses(config)),
         warnings=tuple(warnings),
     )

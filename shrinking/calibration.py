@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -12,6 +13,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from resformer.configuration import ResFormerConfig
 from resformer.modeling import ResFormerForCausalLM
 from resformer.modeling.modeling_resformer import MASKS
+
+if TYPE_CHECKING:
+    from resformer.shrinking.keys import KeyFit
 
 __all__ = ["Calibration", "calibrating", "student_of"]
 
@@ -33,10 +37,12 @@ class Calibration:
 
     def __init__(self, model: ResFormerForCausalLM, blocks: torch.Tensor, hidden: list[torch.Tensor]):
         self.model, self.blocks, self.hidden = model, blocks, hidden
-        self.layers = model.model.layers
-        config = model.config
-        self.groups, self.head_dim = config.num_key_value_heads, config.head_dim
-        self.query_heads, self.hidden_size = config.num_attention_heads, config.hidden_size
+        self.layers: Any = model.model.layers
+        config: Any = model.config
+        self.config = config
+        self.groups: int = config.num_key_value_heads
+        self.head_dim: int = config.head_dim
+        self.query_heads: int = config.num_attention_heads
         self.held_out = list(range(HELD_OUT - 1, len(blocks), HELD_OUT))
         self.fitted = [row for row in range(len(blocks)) if row % HELD_OUT != HELD_OUT - 1]
         example = torch.empty(1, blocks.shape[1], config.hidden_size, dtype=model.dtype, device=model.device)
@@ -60,10 +66,10 @@ class Calibration:
 
     def attend(self, n: int, rows: list[int]) -> tuple[torch.Tensor, ...]:
         """(y, A, keys as attended to, V_n) of layer n."""
-        output, weights, _, _, keys, values = self.layers[n].self_attn(
+        output, weights, keys, values = self.layers[n].self_attn(
             self.inputs(n, rows),
             position_embeddings=self.position_embeddings,
-            attention_mask=self.masks[self.model.config.layer_types[n]],
+            attention_mask=self.masks[self.config.layer_types[n]],
         )
         return output, weights, keys, values
 
@@ -75,7 +81,7 @@ class Calibration:
     def scores(self, n: int, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """The masked attention scores of layer n, of rotated queries and keys."""
         scores = queries @ keys.transpose(-1, -2) * self.layers[n].self_attn.scaling
-        return scores + self.masks[self.model.config.layer_types[n]]
+        return scores + self.masks[self.config.layer_types[n]]
 
     def weights_with(self, n: int, fitted: "KeyFit", source: int, rows: list[int]) -> torch.Tensor:
         """A', the attention weights of layer n on the keys of another."""
@@ -96,7 +102,9 @@ class Calibration:
         total, head = 0.0, self.model.lm_head
         for row in rows:
             expected = self.hidden[-1][row].to(self.model.device)
-            found = student.model(self.blocks[row : row + 1].to(self.model.device), use_cache=False).last_hidden_state[0]
+            found = student.model(self.blocks[row : row + 1].to(self.model.device), use_cache=False).last_hidden_state[
+                0
+            ]
             for part in range(0, len(found), 512):
                 log_p = head(expected[part : part + 512]).float().log_softmax(-1)
                 log_q = student.lm_head(found[part : part + 512]).float().log_softmax(-1)
@@ -113,10 +121,11 @@ def calibrating(
     The inputs of all layers are in a temporary file that is mapped into memory: the system keeps of it what fits.
     X_N is normed: it is what the head reads.
     """
-    config = model.config
+    config: Any = model.config
     model.set_attn_implementation("eager")
-    for layer in model.model.layers:
-        layer.self_attn.wiring = replace(layer.self_attn.wiring, gives_keys_and_values=True)
+    layers: Any = model.model.layers
+    for layer in layers:
+        layer.self_attn.wiring = replace(layer.self_attn.wiring, gives=("keys", "values"))
     shape = (*blocks.shape, config.hidden_size)
     with tempfile.TemporaryDirectory() as folder:
         hidden = [
@@ -133,7 +142,7 @@ def calibrating(
             for begin in range(0, len(blocks), chunk):
                 rows = slice(begin, begin + chunk)
                 states = model.model.embed_tokens(blocks[rows].to(model.device))
-                for n, layer in enumerate(model.model.layers):
+                for n, layer in enumerate(layers):
                     hidden[n][rows] = states
                     states, *_ = layer(
                         states,

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from resformer.shrinking.calibration import Calibration, Progress
-from resformer.shrinking.refit import assign_heads
 
 __all__ = ["KeyFit", "complex_scalars", "fit_keys", "fold_into_queries", "key_costs"]
 
@@ -77,7 +76,9 @@ def key_costs(calibration: Calibration, n: int, sources: list[int]) -> dict[int,
         for row, (weight, _, queries) in enumerate(own):
             for head in range(calibration.groups):
                 folded = fold_into_queries(queries, z[:, head].repeat_interleave(size, 0)[None, :, None])
-                scores = calibration.scores(n, calibration.rotated(n, folded.to(queries.dtype)), shared[row : row + 1, head : head + 1])
+                scores = calibration.scores(
+                    n, calibration.rotated(n, folded.to(queries.dtype)), shared[row : row + 1, head : head + 1]
+                )
                 costs[:, head] += divergence(weight, scores).mean((0, 2)).view(-1, size).mean(1).cpu() / len(own)
         found[a] = costs, z
     return found
@@ -126,7 +127,7 @@ def fit_keys(
     rate = RATE * weight.detach().square().mean().sqrt().item()
     optimizer = torch.optim.Adam([weight], lr=rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10) * (1 - step / steps))
-    generator = torch.Generator().manual_seed(n * calibration.model.config.num_hidden_layers + a)
+    generator = torch.Generator().manual_seed(n * calibration.config.num_hidden_layers + a)
     for _ in range(steps):
         picks = torch.randint(len(calibration.fitted), (BATCH,), generator=generator)
         queries, keys, scores, weights = attend([calibration.fitted[pick] for pick in picks])
@@ -137,9 +138,15 @@ def fit_keys(
         schedule.step()
         progress(1)
     with torch.no_grad():
-        errors = [divergence(weights, scores).mean() for _, _, scores, weights in map(attend, ([row] for row in calibration.held_out))]
+        errors = [
+            divergence(weights, scores).mean()
+            for _, _, scores, weights in map(attend, ([row] for row in calibration.held_out))
+        ]
     return KeyFit(
-        tuple(order), weight.detach().to(dtype), None if bias is None else bias.to(dtype), float(torch.stack(errors).mean())
+        tuple(order),
+        weight.detach().to(dtype),
+        None if bias is None else bias.to(dtype),
+        float(torch.stack(errors).mean()),
     )
 
 

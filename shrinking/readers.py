@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
+from operator import add
 
 import torch
 
@@ -70,7 +71,7 @@ class Readers:
 
     def sources(self, n: int, kind: str) -> list[int]:
         """The layers whose keys or values layer n can read: earlier ones of the same type."""
-        config = self.calibration.model.config
+        config = self.calibration.config
         rope = config.no_rope_layers if kind == "key" else None
         return [
             a
@@ -102,14 +103,14 @@ class Readers:
                     by_slot = by_head[:, [slots[source].index(slot) for slot in range(len(by_head))]]
                     costs = costs + by_slot / by_slot.mean()
             slots[n] = assign_heads(costs)
-            orders = [
+            key_order, value_order = (
                 None if source == n else tuple(slots[source].index(slot) for slot in slots[n])
                 for source in (key_source, value_source)
-            ]
-            key = (n, key_source, value_source, *orders)
-            if key not in self._fits:
-                self._fits[key] = self._fit(*key)
-            fits[n] = slots[n], self._fits[key]
+            )
+            made = (n, key_source, value_source, key_order, value_order)
+            if made not in self._fits:
+                self._fits[made] = self._fit(*made)
+            fits[n] = slots[n], self._fits[made]
         return fits
 
     def student(self, plan: Plan) -> ResFormerForCausalLM:
@@ -134,7 +135,7 @@ class Readers:
             groups = [slots.index(slot) for slot in range(len(slots))]
             for name, parameter in parameters.items():
                 kind = name.split(".")[0]
-                if kind == "k_proj" and plan.key_sources[n] != n or kind == "v_proj" and plan.value_sources[n] != n:
+                if (kind == "k_proj" and plan.key_sources[n] != n) or (kind == "v_proj" and plan.value_sources[n] != n):
                     continue
                 if kind in ("q_proj", "k_proj", "v_proj"):
                     parameter = parameter.unflatten(0, (len(slots), -1))[groups].flatten(0, 1)
@@ -144,7 +145,12 @@ class Readers:
         return config, changed
 
     def _fit(
-        self, n: int, key_source: int, value_source: int, key_order: Sequence[int] | None, value_order: Sequence[int] | None
+        self,
+        n: int,
+        key_source: int,
+        value_source: int,
+        key_order: Sequence[int] | None,
+        value_order: Sequence[int] | None,
     ) -> ReaderFit:
         calibration = self.calibration
         projection = calibration.layers[n].self_attn.o_proj
@@ -160,21 +166,18 @@ class Readers:
             prior = (maps.repeat_interleave(self.size, 0) @ by_head).flatten(0, 1)
         if projection.bias is not None:
             prior = torch.cat((prior, projection.bias[None].double()))
-        moments = []
-        for rows in (calibration.fitted, calibration.held_out):
-            total: Moments | None = None
-            for row in rows:
-                output, weights, _, own = calibration.attend(n, [row])
-                if keys is not None:
-                    weights = calibration.weights_with(n, keys, key_source, [row])
-                values = own if value_order is None else calibration.values(value_source, [row])[:, list(value_order)]
-                z = (weights @ values.repeat_interleave(self.size, 1)).transpose(1, 2).flatten(2)[0].float()
-                if projection.bias is not None:
-                    z = torch.cat((z, z.new_ones(len(z), 1)), -1)
-                part = Moments.of(z, output[0].float())
-                total = part if total is None else total + part
-            moments.append(total)
-        train, held_out = moments
+
+        def moments(row: int) -> Moments:
+            output, weights, _, own = calibration.attend(n, [row])
+            if keys is not None:
+                weights = calibration.weights_with(n, keys, key_source, [row])
+            values = own if value_order is None else calibration.values(value_source, [row])[:, list(value_order)]
+            z = (weights @ values.repeat_interleave(self.size, 1)).transpose(1, 2).flatten(2)[0].float()
+            if projection.bias is not None:
+                z = torch.cat((z, z.new_ones(len(z), 1)), -1)
+            return Moments.of(z, output[0].float())
+
+        train, held_out = (reduce(add, map(moments, rows)) for rows in (calibration.fitted, calibration.held_out))
         weight, strength, error = fit(train, held_out, prior)
         self.progress(1)
         bias = None

@@ -59,7 +59,9 @@ def ridge(moments: Moments, prior: torch.Tensor, strength: float) -> torch.Tenso
     factor, failed = torch.linalg.cholesky_ex(gram + eye)
     residual = cross - gram @ prior
     if failed.any():
-        return prior + torch.linalg.lstsq(gram + eye, residual, driver="gelsd" if gram.device.type == "cpu" else None)[0]
+        return (
+            prior + torch.linalg.lstsq(gram + eye, residual, driver="gelsd" if gram.device.type == "cpu" else None)[0]
+        )
     return prior + torch.cholesky_solve(residual, factor)
 
 
@@ -94,7 +96,14 @@ def fold_heads(moments: Moments, output: torch.Tensor, strength: float = 1e-3) -
 
 
 def assign_heads(costs: torch.Tensor) -> list[int]:
-    """order: group g faces source head order[g], each head once, at the least total cost."""
-    from scipy.optimize import linear_sum_assignment
+    """order: group g faces source head order[g], each head once, at the least total cost.
+
+    Raises:
+        ImportError: scipy is missing; the message says what to install.
+    """
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ImportError as error:
+        raise ImportError("Shrinking a cache needs scipy: pip install 'resformer[shrink]'") from error
 
     return linear_sum_assignment(costs.cpu().numpy())[1].tolist()

@@ -70,7 +70,9 @@ def best_plan(
     def by_sum(slots: frozenset[Slot]) -> list[frozenset[Slot]]:
         """`slots` and one more, by the sum of their costs."""
         larger = [slots | {slot} for slot in costs.keys() - slots]
-        return sorted(larger, key=lambda each: (sum(costs[s][a] for s, a in _sources(each, costs).items()), sorted(each)))
+        return sorted(
+            larger, key=lambda each: (sum(costs[s][a] for s, a in _sources(each, costs).items()), sorted(each))
+        )
 
     while (missing := 2 * layers - kept - len(chosen)) > 0:
         ranked = sorted(by_sum(chosen)[:TRIED], key=score)

@@ -21,7 +21,7 @@ model_cards
 convert
 checkpoint_cards, pushing
 training
-training.study, analysis
+training.study, analysis, shrinking
 registration
 __init__
 demo, evaluation, serving

@@ -28,6 +28,7 @@ __all__ = [
     "PackedBlocks",
     "is_held_out",
     "load_documents",
+    "pack_all",
     "pack_documents",
     "standard_library",
     "training_texts",
@@ -298,6 +299,19 @@ def pack_documents(
     source_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     counts = np.bincount(source_of[held.documents], minlength=len(parts))
     return Blocks(train, held, dict(zip(documents, counts.tolist(), strict=True)))
+
+
+def pack_all(
+    documents: Mapping[str, Dataset], tokenizer: PreTrainedTokenizerBase, *, block: int, most: int, side: str
+) -> PackedBlocks:
+    """Packs documents as `pack_documents` does, none held out: at most `most` blocks, at an even stride over all.
+
+    Raises:
+        DataError: the documents, called `side` in the message, do not fill one block.
+    """
+    options = {"tokenizer": tokenizer, "share": 0.0, **_document_ends(tokenizer)}
+    columns = [_token_column(part, options, wanted=False) for part in documents.values()]
+    return _packed(columns, block, side, most=most)
 
 
 def _document_ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ResFormerModel,
         ResFormerPreTrainedModel,
     )
+    from resformer.shrinking.shrink import shrink
 
 _HOMES = {
     "GrowingCache": "resformer.modeling",
@@ -35,9 +36,10 @@ _HOMES = {
     "ResFormerModel": "resformer.modeling",
     "ResFormerPreTrainedModel": "resformer.modeling",
     "retrofit": "resformer.convert",
+    "shrink": "resformer.shrinking.shrink",
 }
 
-_SUBPACKAGES = ("analysis", "configuration", "convert", "model_cards", "modeling", "training")
+_SUBPACKAGES = ("analysis", "configuration", "convert", "model_cards", "modeling", "shrinking", "training")
 
 __all__ = [
     "METHODS",
@@ -52,6 +54,7 @@ __all__ = [
     "ResFormerPreTrainedModel",
     "__version__",
     "retrofit",
+    "shrink",
 ]
 
 register_on_demand()

@@ -21,18 +21,32 @@ from resformer.commands.terminal import (
     size,
 )
 
-__all__ = ["bundle", "convert", "inspect", "revert", "verify"]
+__all__ = [
+    "DryRun",
+    "Durable",
+    "Force",
+    "Output",
+    "Revision",
+    "Source",
+    "bundle",
+    "convert",
+    "inspect",
+    "print_result",
+    "print_transfer",
+    "revert",
+    "verify",
+]
 
 
-_Source = Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or a Hub id.")]
-_Output = Annotated[Path, typer.Argument(help="The folder to write; new or empty.")]
-_Force = Annotated[bool, typer.Option("--force", help="Replace an earlier result.")]
-_Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
+Source = Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or a Hub id.")]
+Output = Annotated[Path, typer.Argument(help="The folder to write; new or empty.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an earlier result.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
 _Link = Annotated[
     bool, typer.Option("--link", help="Hard-link weight files that do not change: instant, but edits reach both.")
 ]
-_Durable = Annotated[bool, typer.Option("--durable", help="Wait until the disk has all of it, against power failures.")]
-_DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, write nothing.")]
+Durable = Annotated[bool, typer.Option("--durable", help="Wait until the disk has all of it, against power failures.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, write nothing.")]
 
 
 class Verification(StrEnum):
@@ -55,27 +69,27 @@ _Verify = Annotated[
 
 @app.command()
 def convert(
-    source: _Source,
-    output: _Output,
+    source: Source,
+    output: Output,
     method: Annotated[str, typer.Option(help="A method, `resformer methods` lists them.")] = "resformer",
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="FIELD=VALUE", help="A connection field on top of the method's; repeatable."),
     ] = None,
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow methods that change what the model computes.")] = False,
-    force: _Force = False,
-    revision: _Revision = None,
+    force: Force = False,
+    revision: Revision = None,
     dtype: Annotated[str, typer.Option(help="Convert the weights: float32, bfloat16, float16.")] = "auto",
     link: _Link = False,
     verify: _Verify = Verification.AUTO,
-    durable: _Durable = False,
+    durable: Durable = False,
     max_shard_size: Annotated[
         int | None, typer.Option(help="Split weight files that are larger, in bytes.", min=1)
     ] = None,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read pytorch_model*.bin where there are no safetensors.")
     ] = False,
-    dry_run: _DryRun = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Retrofit a Llama-style checkpoint with cross-layer connections, its logits unchanged."""
@@ -106,7 +120,7 @@ def convert(
         row("method", f"{report.method} {json.dumps(report.fields)}")
         row("parameters", f"{report.parameters:,}: {added:,} added in {len(report.added)} tensors")
         row("tensors", f"{report.kept} kept, {len(report.added)} new, {len(report.dropped)} dropped")
-        _print_transfer(report)
+        print_transfer(report)
         if report.rounded or report.dtype != report.source_dtype:
             row("dtype", f"{report.source_dtype} to {report.dtype}: {report.rounded} tensors rounded")
         if report.rounding.overflowed or report.rounding.flushed:
@@ -117,19 +131,19 @@ def convert(
             row("left behind", ", ".join(report.left_behind))
         if dry_run:
             row("memory", f"{size(report.memory)} to compare logits, little else")
-        _print_result(report, dry_run)
+        print_result(report, dry_run)
 
 
 @app.command()
 def revert(
     source: Annotated[str, typer.Argument(help="A ResFormer checkpoint: a folder or a Hub id.")],
-    output: _Output,
-    force: _Force = False,
-    revision: _Revision = None,
+    output: Output,
+    force: Force = False,
+    revision: Revision = None,
     link: _Link = False,
     verify: _Verify = Verification.AUTO,
-    durable: _Durable = False,
-    dry_run: _DryRun = False,
+    durable: Durable = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a retrofit that has learned nothing plain again, every tensor byte for byte."""
@@ -151,22 +165,22 @@ def revert(
         row("source", report.source)
         row("family", report.family)
         row("tensors", f"{report.kept} kept, {len(report.removed)} removed")
-        _print_transfer(report)
+        print_transfer(report)
         if report.left_behind:
             row("left behind", ", ".join(report.left_behind))
-        _print_result(report, dry_run)
+        print_result(report, dry_run)
 
 
 @app.command()
 def bundle(
     source: Annotated[str, typer.Argument(help="A ResFormer checkpoint: a folder or a Hub id.")],
-    output: _Output,
-    force: _Force = False,
-    revision: _Revision = None,
+    output: Output,
+    force: Force = False,
+    revision: Revision = None,
     link: _Link = False,
     verify: _Verify = Verification.AUTO,
-    durable: _Durable = False,
-    dry_run: _DryRun = False,
+    durable: Durable = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Put the code beside a checkpoint, so that it loads with trust_remote_code where resformer is not installed."""
@@ -188,10 +202,10 @@ def bundle(
         row("source", report.source)
         row("code", ", ".join(f"{name} ({size(count)})" for name, count in report.code.items()))
         row("loads with", ", ".join(report.auto_map))
-        _print_transfer(report)
+        print_transfer(report)
         if report.left_behind:
             row("left behind", ", ".join(report.left_behind))
-        _print_result(report, dry_run)
+        print_result(report, dry_run)
 
 
 @app.command()
@@ -225,8 +239,8 @@ def verify(
 
 @app.command()
 def inspect(
-    source: _Source,
-    revision: _Revision = None,
+    source: Source,
+    revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
     """Print what a checkpoint holds: family, method, mixing matrices, sizes, cache bytes per token."""
@@ -260,12 +274,12 @@ def inspect(
         _print_matrix("D, depth", report.depth_mixing_matrix, shift=1)
 
 
-def _print_transfer(report: Any) -> None:
+def print_transfer(report: Any) -> None:
     moved = ", ".join(f"{size(count)} {how}" for how, count in vars(report.transfer).items() if count)
     row("files", f"{report.carried_files} carried over whole, {report.written_files} written: {moved}")
 
 
-def _print_result(report: Any, dry_run: bool) -> None:
+def print_result(report: Any, dry_run: bool) -> None:
     if dry_run:
         row("would write", report.output)
         row("do it", shlex.join(["resformer", *(word for word in sys.argv[1:] if word != "--dry-run")]))

@@ -1,0 +1,290 @@
+"""`resformer.shrink`: a Llama-style checkpoint in, one with a smaller key/value cache out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from resformer.configuration import ResFormerConfig
+from resformer.configuration.methods import method_fields, method_of, without_connections
+from resformer.convert.connections import expected_shapes, model_on_meta
+from resformer.convert.conversion import Options
+from resformer.convert.deciding import check_tensors
+from resformer.convert.families import backbone_config
+from resformer.convert.retrofitting import RetrofitReport, write_retrofit
+from resformer.convert.source import OpenedSource, open_source
+from resformer.errors import CheckpointError, brief
+from resformer.files import check_target
+from resformer.modeling import ResFormerForCausalLM
+from resformer.record import RECORD
+from resformer.shrinking.accounting import Cost, measure_cost
+from resformer.shrinking.calibration import HELD_OUT, Calibration, calibrating, student_of
+from resformer.shrinking.readers import Plan, Readers
+from resformer.shrinking.search import best_plan, single_costs, smallest
+from resformer.training.data import load_documents, pack_all, pack_documents
+from resformer.untrusted import read_json
+
+__all__ = ["ShrinkReport", "shrink"]
+
+#: Steps of training a query projection: while plans are compared, and for the result.
+_SEARCH_STEPS, _FINAL_STEPS = 60, 300
+#: Held-out blocks that plans are compared on.
+_SCORED = 4
+#: The fewest calibration tokens for each input of an output projection.
+_TOKENS_PER_INPUT = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrinkReport(RetrofitReport):
+    """What `shrink` did, or would do."""
+
+    cache: float  # share of the source's cache
+    calibration: dict[str, Any]  # texts and tokens
+    shares: list[dict[str, Any]]  # of each reader: its sources, and how well it was fitted
+    cost: dict[str, Any]  # `accounting.Cost`, on text that was not calibrated on
+    refitted: int  # tensors that are not the source's
+
+    @property
+    def summary(self) -> Cost:
+        """The cost, as it was measured."""
+        return Cost(**{name: value for name, value in self.cost.items() if name != "cache"})
+
+
+def shrink(
+    source: str | Path,
+    output: str | Path,
+    cache: float | None = None,
+    *,
+    calibrate: Sequence[str],
+    evaluate: Sequence[str] = (),
+    tokens: int = 32768,
+    block: int = 512,
+    evaluation_tokens: int = 8192,
+    plan: str | Path | None = None,
+    method: str | None = None,
+    values_only: bool = False,
+    text_column: str = "text",
+    sample_by: str = "document",
+    split: str = "train",
+    force: bool = False,
+    dry_run: bool = False,
+    revision: str | None = None,
+    durable: bool = False,
+    max_shard_size: int | None = None,
+    progress: bool = True,
+) -> ShrinkReport:
+    """Writes `source` with a smaller key/value cache to the folder `output`, without training the model.
+
+    Layers read the keys or values of earlier ones. Which ones is searched for on the calibration text. Each reader's
+    output projection is refitted by least squares on the outputs of its attention, and its query projection, where it
+    reads another's keys, on its attention weights. All other weights stay as they are.
+
+    Args:
+        source: a folder with safetensors, a `.gguf` file (dequantised), or a Hub id.
+        output: a new or empty folder.
+        cache: the largest share of the source's cache that the result may take.
+        calibrate: text like that which the model is used for: files, folders or Hub ids, as of `resformer finetune`.
+        evaluate: text that the cost is measured on; default: a fifth of the documents in `calibrate`, held out.
+        tokens: of `calibrate` that are used, at an even stride.
+        block: tokens of a sequence.
+        evaluation_tokens: that losses are measured on.
+        plan: a JSON file with `key_sources` and `value_sources`, instead of `cache`: the output of `--dry-run --json`,
+            or an edited one.
+        method: a method that shares keys or values, instead of `cache`: `"svformer"`, `"cla2"` or `"fusedkv-lite"`.
+        values_only: share no keys.
+        text_column, sample_by, split: see `resformer.training.data.load_documents`.
+        force, revision, durable, max_shard_size, progress: as of `resformer.retrofit`.
+        dry_run: calibrate, search and measure, but write nothing.
+
+    Raises:
+        CheckpointError: the source cannot be converted, no plan reaches `cache`, the plan does not fit the model, or
+            it gives no finite numbers on the text.
+        DataError: the text cannot be read or is too short.
+        OutputError: the disk is full or read-only. Nothing is left behind.
+        ValueError: not exactly one of `cache`, `plan` and `method` is given, or an argument makes no sense.
+    """
+    options = Options(
+        force=force, dry_run=dry_run, verify="hashes", durable=durable, max_shard_size=max_shard_size, progress=progress
+    )
+    if sum(each is not None for each in (cache, plan, method)) != 1:
+        raise ValueError("Give one of --cache, --plan and --method.")
+    if cache is not None and not 0 < cache <= 1:
+        raise ValueError(f"cache={cache}: expected a share of the source's cache, above 0 and at most 1.")
+    target = Path(output).expanduser()
+    inputs = [*calibrate, *evaluate, *([] if plan is None else [plan])]
+    check_target(target, source, *inputs, mark=RECORD, force=force)
+    opened = open_source(source, revision)
+    config: Any = backbone_config(opened.config)
+    kinds = ("value",) if values_only or config.qk_norm else ("key", "value")
+    given = _given_plan(config, plan, method, kinds) if cache is None else None
+    fetched = opened.fetch()
+    config.tie_word_embeddings, _ = check_tensors(fetched, expected_shapes(config))
+    tokenizer = _tokenizer(fetched)
+    calibration_blocks, evaluation_blocks = _texts(
+        calibrate,
+        evaluate,
+        tokenizer,
+        min(block, config.max_position_embeddings),
+        tokens,
+        evaluation_tokens,
+        text_column=text_column,
+        sample_by=sample_by,
+        split=split,
+    )
+    inputs_of_output = config.num_attention_heads * config.head_dim
+    if calibration_blocks.numel() < _TOKENS_PER_INPUT * inputs_of_output or len(calibration_blocks) < 2 * HELD_OUT:
+        needed = max(_TOKENS_PER_INPUT * inputs_of_output, 2 * HELD_OUT * calibration_blocks.shape[1])
+        raise CheckpointError(
+            f"The calibration text has {calibration_blocks.numel():,} tokens, and an output projection of "
+            f"{opened.name} has {inputs_of_output:,} inputs: at least {needed:,} tokens are needed. Give more text, or "
+            "--tokens."
+        )
+    model = plain_model(fetched, config)
+    with (
+        tqdm(unit="step", desc="calibrating", disable=None if progress else True) as bar,
+        calibrating(model, calibration_blocks, progress=bar.update) as calibration,
+    ):
+        if not calibration.hidden[-1].isfinite().all():
+            raise CheckpointError(f"{opened.name} gives no finite numbers on the calibration text; use another dtype.")
+
+        def stage(name: str) -> None:
+            bar.set_description(name)
+            bar.update()
+
+        with torch.inference_mode():
+            chosen = given or _searched(calibration, opened.name, kinds, cache or 1.0, stage)
+            readers = Readers(calibration, _FINAL_STEPS, lambda done: stage("refitting"))
+            fits = readers.fit(chosen)
+            result_config, changed = readers.result(chosen)
+            plain, student = student_of(model, config, {}), readers.student(chosen)
+            cost = measure_cost(
+                plain, student, evaluation_blocks, tokenizer=tokenizer, progress=lambda: stage("measuring")
+            )
+    shares = [
+        {
+            "layer": n,
+            "keys_of": chosen.key_sources[n],
+            "values_of": chosen.value_sources[n],
+            "output_error": fit.error,
+            "ridge": fit.strength,
+            "attention_divergence": None if fit.keys is None else fit.keys.error,
+        }
+        for n, (_, fit) in fits.items()
+    ]
+    return write_retrofit(
+        fetched,
+        result_config,
+        target,
+        options,
+        ShrinkReport,
+        changed={name: tensor.cpu() for name, tensor in changed.items()},
+        method=method_of(result_config) or "calibrated sharing",
+        fields=chosen.fields(),
+        cache=chosen.kept / (2 * config.num_hidden_layers),
+        calibration={
+            "texts": [Path(text).name if Path(text).exists() else text for text in calibrate],
+            "tokens": calibration_blocks.numel(),
+            "evaluated_on": [Path(text).name if Path(text).exists() else text for text in evaluate],
+        },
+        shares=shares,
+        cost=cost.as_dict(),
+        refitted=len(changed),
+    )
+
+
+def plain_model(source: OpenedSource, config: ResFormerConfig) -> ResFormerForCausalLM:
+    """The source as a ResFormer model without connections, on an accelerator if there is one."""
+    dtype = source.dtype
+    model = model_on_meta(config, dtype)
+    model.load_state_dict(source.load().state_dict(), assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _searched(calibration: Calibration, name: str, kinds: Sequence[str], cache: float, stage: Any) -> Plan:
+    layers = calibration.model.config.num_hidden_layers
+    readers = Readers(calibration, _SEARCH_STEPS)
+    kept = int(cache * 2 * layers + 1e-6)
+    if kept < (least := smallest(readers, kinds)):
+        raise CheckpointError(
+            f"{name}: no plan takes {cache:.1%} of the cache: with {' and '.join(kinds)}s shared, at least "
+            f"{least / (2 * layers):.1%} is left."
+        )
+    rows = calibration.held_out[:_SCORED]
+
+    def measure(plan: Plan) -> float:
+        return calibration.divergence(readers.student(plan), rows)
+
+    return best_plan(layers, kept, single_costs(readers, kinds, measure, stage), measure, stage)
+
+
+def _given_plan(config: ResFormerConfig, path: str | Path | None, method: str | None, kinds: Sequence[str]) -> Plan:
+    layers = config.num_hidden_layers
+    own = list(range(layers))
+    if path is not None:
+        content = read_json(Path(path))
+        fields = content.get("fields", content)
+        where = f"{path}"
+    else:
+        fields, where = method_fields(str(method), layers), f"Method {method}"
+    sources = {name: fields.get(name) or own for name in ("key_sources", "value_sources")}
+    if all(each == own for each in sources.values()):
+        raise CheckpointError(
+            f"{where}: shares neither keys nor values; `key_sources` and `value_sources` say what does."
+        )
+    try:
+        without_connections(config, **sources)
+    except Exception as error:  # its validators' any
+        raise CheckpointError(f"{where}: does not fit the source, which has {layers} layers: {brief(error)}") from error
+    if sources["key_sources"] != own and "key" not in kinds:
+        reason = (
+            "the source norms its keys (qk_norm), and queries cannot be refitted" if config.qk_norm else "values only"
+        )
+        raise CheckpointError(f"{where}: `key_sources` shares keys, but {reason}.")
+    return Plan(tuple(sources["key_sources"]), tuple(sources["value_sources"]))
+
+
+def _tokenizer(source: OpenedSource) -> PreTrainedTokenizerBase:
+    options = {} if source.gguf is None else {"gguf_file": source.gguf.name}
+    try:
+        return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False, local_files_only=True, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise CheckpointError(
+            f"{source.name}: has no tokenizer that can be loaded, and text is calibrated on; save one beside it."
+        ) from error
+
+
+def _texts(
+    calibrate: Sequence[str],
+    evaluate: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    block: int,
+    tokens: int,
+    evaluation_tokens: int,
+    **reading: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks to calibrate on and to evaluate on, of different documents."""
+    counts = max(1, tokens // block), max(1, evaluation_tokens // block)
+    documents = load_documents(calibrate, **reading)
+    calibration: torch.utils.data.Dataset
+    evaluation: torch.utils.data.Dataset
+    if evaluate:
+        others = load_documents(evaluate, **reading)
+        calibration = pack_all(documents, tokenizer, block=block, most=counts[0], side="calibration")
+        evaluation = pack_all(others, tokenizer, block=block, most=counts[1], side="evaluation")
+    else:
+        split = pack_documents(documents, tokenizer, block=block, held_out=0.2, held_out_blocks=counts[1])
+        evaluation = split.held_out
+        stride = max(1, len(split.train) // counts[0])
+        calibration = torch.utils.data.Subset(split.train, range(0, len(split.train), stride)[: counts[0]])
+    return _ids(calibration), _ids(evaluation)
+
+
+def _ids(blocks: Any) -> torch.Tensor:
+    return torch.stack([blocks[index]["input_ids"] for index in range(len(blocks))])

@@ -1,0 +1,92 @@
+"""`resformer shrink`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from resformer.commands.conversion import DryRun, Durable, Force, Output, Revision, Source, print_result, print_transfer
+from resformer.commands.terminal import AsJson, app, print_json, reporting_errors, row
+
+__all__ = ["shrink"]
+
+
+@app.command()
+def shrink(
+    source: Source,
+    output: Output,
+    calibrate: Annotated[
+        list[str],
+        typer.Option(
+            metavar="TEXT", help="Text like that the model is used for: a file, folder or Hub id; repeatable."
+        ),
+    ],
+    cache: Annotated[float | None, typer.Option(help="The largest share of the cache to keep, 0.83 for one.")] = None,
+    evaluate: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Text to measure the cost on.  [default: held-out documents of --calibrate]"),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to calibrate on.")] = 32768,
+    block: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 512,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="JSON with key_sources and value_sources, of --dry-run --json, instead of --cache."),
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="svformer, cla2 or fusedkv-lite, instead of --cache.")] = None,
+    values_only: Annotated[bool, typer.Option("--values-only", help="Share no keys.")] = False,
+    text_column: Annotated[str, typer.Option(help="Column with the text.")] = "text",
+    sample_by: Annotated[
+        str, typer.Option(help="A document of a text file: document, paragraph or line.")
+    ] = "document",
+    force: Force = False,
+    revision: Revision = None,
+    durable: Durable = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make the key/value cache of a checkpoint smaller, without training: layers share keys and values."""
+    with reporting_errors():
+        from resformer.shrinking.shrink import shrink as shrink_checkpoint
+
+        report = shrink_checkpoint(
+            source,
+            output,
+            cache,
+            calibrate=calibrate,
+            evaluate=evaluate or (),
+            tokens=tokens,
+            block=block,
+            plan=plan,
+            method=method,
+            values_only=values_only,
+            text_column=text_column,
+            sample_by=sample_by,
+            force=force,
+            revision=revision,
+            durable=durable,
+            dry_run=dry_run,
+        )
+        if print_json(report, as_json):
+            return
+        cost = report.summary
+        row("source", f"{report.source} ({report.family}, {report.source_dtype})")
+        row("cache", f"{report.cache:.1%} of the source's: {cost.bytes_per_token:,} bytes a token")
+        row("calibrated", f"on {report.calibration['tokens']:,} tokens; {report.refitted} tensors refitted")
+        for share in report.shares:
+            n = share["layer"]
+            read = [f"{kind} of {share[f'{kind}_of']}" for kind in ("keys", "values") if share[f"{kind}_of"] != n]
+            row(f"layer {n}", f"{' and '.join(read)}, error {share['output_error']:.1%}")
+        row("loss", f"{cost.source_loss:.4f} to {cost.loss:.4f} nats a token, on {cost.tokens:,} held-out tokens")
+        row("divergence", f"{cost.kl_mean:.4f} nats a token, 95th percentile {cost.kl_p95:.3f}")
+        row("top-1", f"{cost.top1_agreement:.1%} agree")
+        row(
+            "greedy text",
+            f"equal for {cost.greedy_median:.0f} of {cost.greedy_limit} tokens (median of {cost.greedy_prompts})",
+        )
+        if cost.last_words:
+            accuracies = f"{cost.source_last_word_accuracy:.1%} to {cost.last_word_accuracy:.1%}"
+            row("last words", f"{accuracies} right, of {cost.last_words}")
+        for asked in cost.passkey or ():
+            row("passkey", f"{asked['length']:,} tokens: {asked['source']:.0%} to {asked['result']:.0%}")
+        print_transfer(report)
+        print_result(report, dry_run)
