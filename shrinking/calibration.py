@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,7 +160,7 @@ def student_of(
 ) -> ResFormerForCausalLM:
     """The model of `config`, with the tensors in `changed`, and the others shared with `model`."""
     with torch.device("meta"):
-        student = ResFormerForCausalLM._from_config(config, dtype=model.dtype, attn_implementation="sdpa")
+        student = ResFormerForCausalLM._from_config(deepcopy(config), dtype=model.dtype, attn_implementation="sdpa")
     tensors = {**model.state_dict(), **changed}
     student.load_state_dict({name: tensors[name] for name in student.state_dict()}, assign=True)
     student.model.rotary_emb = model.model.rotary_emb
