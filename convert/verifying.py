@@ -1,7 +1,5 @@
 """Two checkpoints side by side: tensors byte for byte, logits on fixed prompts."""
 
-import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from resformer.convert.verification import (
     same_bytes,
 )
 from resformer.errors import CheckpointError
+from resformer.files import json_value
 
 __all__ = ["Comparison", "verify"]
 
@@ -49,8 +48,8 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`, which has no NaN and no infinity: `None` in their place."""
-        values = {**asdict(self), "same": self.same, "different": _null_for_nan(self.different)}
-        return values if self.logits is None else {**values, "logits": _null_for_nan(vars(self.logits))}
+        values: dict[str, Any] = json_value({**asdict(self), "same": self.same})
+        return values
 
 
 def verify(
@@ -110,10 +109,6 @@ def verify(
         sorted(connections & {*only_a, *only_b}),
         _logits(first, second, verify),
     )
-
-
-def _null_for_nan(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def _check_vocabularies(first: Source, second: Source) -> None:

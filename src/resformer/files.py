@@ -1,17 +1,28 @@
 """Output folders and files that appear whole or not at all."""
 
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from resformer.errors import CheckpointError, OutputError, listed
 
-__all__ = ["check_apart", "check_target", "folder_above", "replace_text", "replacing", "write_text", "writing"]
+__all__ = [
+    "check_apart",
+    "check_target",
+    "folder_above",
+    "json_value",
+    "replace_text",
+    "replacing",
+    "write_text",
+    "writing",
+]
 
 #: Sub-folders that a checkpoint may have.
 _SUBFOLDERS = {"chat_templates", "additional_chat_templates", ".eval_results"}
@@ -130,6 +141,15 @@ def write_text(path: Path, text: str) -> None:
     """Writes a small new file."""
     with writing(path):
         path.write_bytes(text.encode())
+
+
+def json_value(value: Any) -> Any:
+    """The same with `None` for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: json_value(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_value(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def replace_text(path: Path, text: str) -> None:
