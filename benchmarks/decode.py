@@ -241,7 +241,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def limits(model: PreTrainedModel, arm: str, case: Case, seconds: float, speed: float) -> dict[str, Any]:
-    """What a token costs at least, in bytes read and written, against the time that it took."""
+    """The fewest bytes that a token reads and writes, against the time that it took."""
     weights = sum(parameter.nbytes for parameter in model.parameters()) - model.get_input_embeddings().weight.nbytes
     stored = cache_bytes_per_token(model.config, model.dtype) * case.batch * case.context
     full = cache_bytes_per_token(LlamaConfig(**SHAPE), model.dtype) * case.batch * case.context
@@ -320,7 +320,7 @@ def verdict(what: str, got: float, must: float, aim: float, met: bool, aimed: bo
 
 
 def cache_sizes(model: PreTrainedModel, device: torch.device) -> Any:
-    """What an SVFormer's cache holds and has allocated after each of many lengths, against Llama's tokens' bytes."""
+    """Bytes that an SVFormer's cache holds and has allocated after each of many lengths, against Llama's."""
     layers = SHAPE["num_hidden_layers"]
     per_token = cache_bytes_per_token(LlamaConfig(**SHAPE), model.dtype)
     worst, exact = 0.0, True
@@ -431,7 +431,7 @@ def print_targets(targets: list[dict[str, Any]]) -> None:
 
 
 def write(results: dict[str, Any], output: Path | None) -> None:
-    """What there is so far: a run that is cut short leaves its finished cases."""
+    """Writes the results so far: a run that is cut short leaves its finished cases."""
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

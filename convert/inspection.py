@@ -1,4 +1,4 @@
-"""What a checkpoint is, from its configuration, its headers and its added parameters; the model is not loaded."""
+"""Describes a checkpoint from its configuration, its headers and its added parameters; the model is not loaded."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ __all__ = ["Inspection", "inspect"]
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint holds."""
+    """The description of a checkpoint."""
 
     source: str
     revision: str | None

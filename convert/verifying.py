@@ -29,7 +29,7 @@ __all__ = ["Comparison", "verify"]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two checkpoints have in common."""
+    """The result of comparing two checkpoints."""
 
     one: str
     other: str
@@ -93,10 +93,10 @@ def verify(
     common = [name for name in a if name in b]
     different: dict[str, float | None] = {}
     for name in common:
-        same_form = (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape)
-        if verify == "headers" and same_form:
+        comparable = (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape)
+        if verify == "headers" and comparable:
             continue
-        if not (same_form and same_bytes(a[name], b[name])):
+        if not (comparable and same_bytes(a[name], b[name])):
             different[name] = _distance(a[name], b[name])
     only_a, only_b = sorted(a.keys() - b.keys()), sorted(b.keys() - a.keys())
     return Comparison(

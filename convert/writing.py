@@ -58,7 +58,7 @@ class Transfer:
 
 @dataclass
 class Written:
-    """What `write_plan` did."""
+    """The result of `write_plan`."""
 
     transfer: Transfer = field(default_factory=Transfer)
     shared: set[str] = field(default_factory=set)  # files that share their source's bytes: linked or cloned

@@ -184,6 +184,6 @@ def _remove_folder(path: Path) -> None:
 
 
 def _foreign_entries(folder: Path, mark: str) -> list[str]:
-    """What a folder holds that no result of a command has: unknown sub-folders, or all of it if `mark` is missing."""
+    """Names that no result of a command has: unknown sub-folders, or everything if `mark` is missing."""
     marked = (folder / mark).is_file()
     return [path.name for path in folder.iterdir() if not marked or (path.is_dir() and path.name not in _SUBFOLDERS)]

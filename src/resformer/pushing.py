@@ -50,7 +50,7 @@ class HubError(ResFormerError):
 
 @dataclass(frozen=True)
 class PushReport:
-    """What a push did, or would do."""
+    """The result of a push, or the forecast of a dry run."""
 
     checkpoint: str
     repo_id: str

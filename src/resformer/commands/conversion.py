@@ -35,7 +35,7 @@ _DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say 
 
 
 class Verification(StrEnum):
-    """What `--verify` takes."""
+    """The values of `--verify`."""
 
     AUTO = "auto"
     HEADERS = "headers"

@@ -1,4 +1,4 @@
-"""What all commands share: the application, errors and exit codes, and output: data to stdout, messages to stderr."""
+"""The application, errors and exit codes, and output of all commands: data to stdout, messages to stderr."""
 
 import json
 import os
