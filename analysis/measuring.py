@@ -20,6 +20,7 @@ from resformer.analysis.attention import IMPLEMENTATION
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import connections_of, method_of
 from resformer.errors import CheckpointError, brief
+from resformer.files import json_value
 from resformer.modeling.mixing import plain_matrix
 
 __all__ = ["DEFINITIONS", "Analysis", "analyze"]
@@ -74,8 +75,8 @@ class Analysis:
         return self.quantities[quantity]["mean"]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no NaN: `None` stands in its place."""
-        return _without_nan(asdict(self))
+        values: dict[str, Any] = json_value(asdict(self))
+        return values
 
     @property
     def warnings(self) -> list[str]:
@@ -309,11 +310,3 @@ def _ids(text: str | Sequence[int], tokenizer: Callable[..., Any] | None, max_to
     if tokenizer is None:
         raise ValueError("A model in memory needs tokenizer= for texts that are strings.")
     return tokenizer(text, truncation=True, max_length=max_tokens)["input_ids"]
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(entry) for entry in value]
-    return None if isinstance(value, float) and value != value else value

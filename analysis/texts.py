@@ -1,4 +1,4 @@
-"""What the models read: files cut into texts, one after the other, never whole in memory."""
+"""Cuts files into texts for the models to read, one after the other, never whole in memory."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice

@@ -1,4 +1,4 @@
-"""What a conversion costs beside `cp -r` of the same folder: time and peak memory, in pairs, medians of rounds.
+"""Time and peak memory of a conversion beside `cp -r` of the same folder, in pairs, medians of rounds.
 
     python benchmarks/convert.py --folder /some/disk --output benchmarks/results/convert.json
 

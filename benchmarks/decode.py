@@ -241,7 +241,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def limits(model: PreTrainedModel, arm: str, case: Case, seconds: float, speed: float) -> dict[str, Any]:
-    """What a token costs at least, in bytes read and written, against the time that it took."""
+    """The fewest bytes that a token reads and writes, against the time that it took."""
     weights = sum(parameter.nbytes for parameter in model.parameters()) - model.get_input_embeddings().weight.nbytes
     stored = cache_bytes_per_token(model.config, model.dtype) * case.batch * case.context
     full = cache_bytes_per_token(LlamaConfig(**SHAPE), model.dtype) * case.batch * case.context
@@ -320,7 +320,7 @@ def verdict(what: str, got: float, must: float, aim: float, met: bool, aimed: bo
 
 
 def cache_sizes(model: PreTrainedModel, device: torch.device) -> Any:
-    """What an SVFormer's cache holds and has allocated after each of many lengths, against Llama's tokens' bytes."""
+    """Bytes that an SVFormer's cache holds and has allocated after each of many lengths, against Llama's."""
     layers = SHAPE["num_hidden_layers"]
     per_token = cache_bytes_per_token(LlamaConfig(**SHAPE), model.dtype)
     worst, exact = 0.0, True
@@ -345,44 +345,20 @@ def cache_sizes(model: PreTrainedModel, device: torch.device) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (2)")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--cases", default="", help="only the decoding cases whose name holds this; 'prefill' for none")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for quiet in each case (60)")
     parser.add_argument("--budget", type=float, default=120.0, help="seconds after which a case ends (120)")
-    parser.add_argument(
-        "--clock", choices=["wall", "cpu"], default="wall", help="'cpu' for one thread that is disturbed"
-    )
-    parser.add_argument("--update", action="store_true", help="replace the cases of this run only in the output")
-    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = parsed(parser)
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
 
     speed = bandwidth(device)
     before = json.loads(options.output.read_text(encoding="utf-8")) if options.update else {}
     results: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "commands before": [*before.get("commands before", []), *([before["command"]] if before else [])],
-        "versions": {
-            "resformer": resformer.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "machine": {
-            "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
-            "cores": psutil.cpu_count(),
-            "threads": options.threads,
-            "dtype": options.dtype,
-            "clock": options.clock,
-            "read bandwidth, GB/s": round(speed / 1e9, 1),
-        },
+        **run_facts(options, before),
         "shape": SHAPE,
         "decoding": before.get("decoding", {}),
         "targets": before.get("targets", []),
     }
+    results["machine"]["read bandwidth, GB/s"] = round(speed / 1e9, 1)
     models = {
         name: build(name, device, dtype) for name in ("llama", "transformer", "resformer", "svformer", "denseformer")
     }
@@ -405,15 +381,57 @@ def main() -> None:
         results["prefill"], met = prefill(options, device, dtype)
         results["targets"] = [each for each in results["targets"] if not each["case"].startswith("prefill")]
         results["targets"] += [{"case": f"prefill of {PREFILL_TOKENS}", **each} for each in met]
-    for each in results["targets"]:
-        state = "aim met" if each["aim met"] else "met" if each["met"] else "MISSED"
-        print(f"{each['case']}: {each['what']} {each['got']} (must {each['must']}, aim {each['aim']}): {state}")
+    print_targets(results["targets"])
     print(results["cache"])
     write(results, options.output)
 
 
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options, with those that both benchmarks of speed have; sets the number of threads."""
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (2)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for quiet in each case (60)")
+    parser.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall", help="'cpu' for one thread that is disturbed"
+    )
+    parser.add_argument("--update", action="store_true", help="replace the cases of this run only in the output")
+    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    return options
+
+
+def run_facts(options: argparse.Namespace, before: dict[str, Any]) -> dict[str, Any]:
+    """The command, the versions and the machine; `before` is what the output held."""
+    device = torch.device(options.device)
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "commands before": [*before.get("commands before", []), *([before["command"]] if before else [])],
+        "versions": {
+            "resformer": resformer.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {
+            "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
+            "cores": psutil.cpu_count(),
+            "threads": options.threads,
+            "dtype": options.dtype,
+            "clock": options.clock,
+        },
+    }
+
+
+def print_targets(targets: list[dict[str, Any]]) -> None:
+    for each in targets:
+        state = "aim met" if each["aim met"] else "met" if each["met"] else "MISSED"
+        print(f"{each['case']}: {each['what']} {each['got']} (must {each['must']}, aim {each['aim']}): {state}")
+
+
 def write(results: dict[str, Any], output: Path | None) -> None:
-    """What there is so far: a run that is cut short leaves its finished cases."""
+    """Writes the results so far: a run that is cut short leaves its finished cases."""
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What depth-weighted averaging costs in training: alone, and in a model's step.
+"""The cost of depth-weighted averaging in training: alone, and in a model's step.
 
     python benchmarks/depth_average.py --output benchmarks/results/depth_average.json
 
@@ -148,7 +148,7 @@ def peak_bytes() -> int:
 
 
 def child(arguments: list[str], keep_memory: bool) -> dict:
-    """What this script prints when it is called with these arguments."""
+    """The output of this script for these arguments."""
     environment = {name: value for name, value in os.environ.items() if name not in KEEP_MEMORY}
     environment |= {"OMP_NUM_THREADS": arguments[1], **(KEEP_MEMORY if keep_memory else {})}
     command = [sys.executable, __file__, *arguments]

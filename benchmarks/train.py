@@ -21,22 +21,17 @@ for them varies more than what is measured.
 import argparse
 import json
 import os
-import platform
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-import transformers
-from decode import QUIET, Timings, busy_seconds, synchronise, verdict, write
+from decode import QUIET, Timings, busy_seconds, parsed, print_targets, run_facts, synchronise, verdict, write
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-import resformer
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.training.memory import peak_allocation
 from resformer.training.optimizer import is_connection
@@ -234,37 +229,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (2)")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for quiet in each case (60)")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds after which the timing of a shape ends")
-    parser.add_argument(
-        "--clock", choices=["wall", "cpu"], default="wall", help="'cpu' for one thread that is disturbed"
-    )
-    parser.add_argument("--update", action="store_true", help="replace the cases of this run only in the output")
-    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    device = torch.device(options.device)
+    options = parsed(parser)
 
     before = json.loads(options.output.read_text(encoding="utf-8")) if options.update else {}
     results: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "commands before": [*before.get("commands before", []), *([before["command"]] if before else [])],
-        "versions": {
-            "resformer": resformer.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "machine": {
-            "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
-            "cores": psutil.cpu_count(),
-            "threads": options.threads,
-            "dtype": options.dtype,
-            "clock": options.clock,
-        },
+        **run_facts(options, before),
         "shapes": {name: SHAPES[name] for name in options.shapes} | before.get("shapes", {}),
         "batch x tokens": [options.batch, options.tokens],
         **{part: before.get(part, {}) for part in CASES},
@@ -281,9 +251,7 @@ def main() -> None:
             rounds = f" [{result['rounds counted']}/{result['rounds']} rounds]" if "rounds" in result else ""
             print(f"{case}{rounds}: {arms}", flush=True)
             write(results, options.output)
-    for each in results["targets"]:
-        state = "aim met" if each["aim met"] else "met" if each["met"] else "MISSED"
-        print(f"{each['case']}: {each['what']} {each['got']} (must {each['must']}, aim {each['aim']}): {state}")
+    print_targets(results["targets"])
 
 
 if __name__ == "__main__":

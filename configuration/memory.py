@@ -1,4 +1,4 @@
-"""What a key/value cache holds, worked out from a configuration alone: no weights, no torch.
+"""The size of a key/value cache, from a configuration alone: no weights, no torch.
 
 A layer that reads another's keys or values stores none of its own, so a cached token takes
 

@@ -45,7 +45,7 @@ _REGISTER = '\n{name}.register_for_auto_class("{auto_class}")\n'
 
 @dataclass(frozen=True, kw_only=True)
 class BundleReport(Report):
-    """What a bundling did, or would do."""
+    """The result of a bundling, or the forecast of a dry run."""
 
     code: dict[str, int]  # file that was added -> its bytes
     auto_map: dict[str, str]  # in config.json
@@ -70,14 +70,14 @@ def bundle(
         CheckpointError: the source is no causal language model of ours, or `output` is in the way.
         OutputError, VerificationError: as for `resformer.retrofit`.
     """
-    how = Options(force=force, **options)
+    settings = Options(force=force, **options)
     target = Path(output).expanduser()
     check_target(target, source, mark=f"{_CONFIGURATION}.py", force=force)
     opened = open_source(source, revision, resformer=True)
     known = {key: value for key, value in opened.raw_config.items() if key not in opened.dropped_config}
     config = config_with_code({"model_type": opened.config.model_type, **known}, opened.name)
     code = remote_code()
-    report = carry_out(_decide(opened.fetch(), config), target, how, lambda report, weight_files: code)
+    report = carry_out(_decide(opened.fetch(), config), target, settings, lambda report, weight_files: code)
     # Code of an older version is replaced, not left behind; its auto_map too.
     left_behind = [name for name in report.left_behind if name not in {*code, "config.json: auto_map"}]
     sizes = {name: len(text.encode()) for name, text in code.items()}
@@ -131,7 +131,7 @@ def remote_code() -> dict[str, str]:
         text = text.replace(
             "from resformer.configuration import", f"from resformer.configuration.{_CONFIGURATION} import"
         )
-        modules += [found for found in _IMPORT.findall(text) if found not in modules]
+        modules += [name for name in _IMPORT.findall(text) if name not in modules]
         code[f"{module}.py"] = _HEAD.format(version=__version__) + _IMPORT.sub(r"from .\2 import", text)
     for auto_class, reference in AUTO_MAP.items():
         home, name = reference.split(".")

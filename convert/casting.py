@@ -18,7 +18,7 @@ _PIECE = MIB
 
 @dataclass
 class Rounding:
-    """What a change of dtype did to the numbers, beyond rounding them."""
+    """Counts of numbers that a change of dtype lost altogether, beyond rounding."""
 
     overflowed: int = 0  # finite before, infinite after
     flushed: int = 0  # not 0 before, 0 after

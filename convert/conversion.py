@@ -56,7 +56,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a conversion did or, in a dry run, would do (`verified` is then `""` and `verification` `None`)."""
+    """The result of a conversion; of a dry run its forecast, with `verified` `""` and `verification` `None`."""
 
     source: str
     revision: str | None

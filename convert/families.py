@@ -26,7 +26,7 @@ _COMMON = (
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's configuration has beside the common fields and `head_dim`."""
+    """The fields of a family's configuration beside the common ones and `head_dim`."""
 
     names: str = ""  # further fields that bear one name and one meaning here and in `ResFormerConfig`
     constants: dict[str, Any] = field(default_factory=dict)  # fields of `ResFormerConfig` that the family implies

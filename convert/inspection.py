@@ -1,4 +1,4 @@
-"""What a checkpoint is, from its configuration, its headers and its added parameters; the model is not loaded."""
+"""Describes a checkpoint from its configuration, its headers and its added parameters; the model is not loaded."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from resformer.convert.deciding import check_tensors
 from resformer.convert.families import backbone_config, family_config
 from resformer.convert.source import open_source
 from resformer.errors import CheckpointError
+from resformer.files import json_value
 from resformer.modeling.mixing import plain_matrix
 
 __all__ = ["Inspection", "inspect"]
@@ -20,7 +21,7 @@ __all__ = ["Inspection", "inspect"]
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint holds."""
+    """The description of a checkpoint."""
 
     source: str
     revision: str | None
@@ -48,11 +49,8 @@ class Inspection:
     warnings: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`, which has no NaN: `None` in its place."""
-        values = asdict(self)
-        for name in ("value_mixing_matrix", "depth_mixing_matrix"):
-            if (matrix := values[name]) is not None:
-                values[name] = [[entry if entry == entry else None for entry in row] for row in matrix]
+        """For `--json`."""
+        values: dict[str, Any] = json_value(asdict(self))
         return values
 
 

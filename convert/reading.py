@@ -56,7 +56,7 @@ class SideFile:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a folder holds."""
+    """The weights and other files of a checkpoint's folder."""
 
     folder: Path
     shards: tuple[Shard, ...]

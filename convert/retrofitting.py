@@ -34,7 +34,7 @@ __all__ = ["RetrofitReport", "losses", "retrofit", "write_retrofit"]
 
 @dataclass(frozen=True, kw_only=True)
 class RetrofitReport(Report):
-    """What a retrofit did, or would do."""
+    """The result of a retrofit, or the forecast of a dry run."""
 
     family: str
     method: str
@@ -220,7 +220,7 @@ def _decide(
 
 
 def _source_card(source: Source) -> dict[str, Any]:
-    """What the source's card says that the result's card carries on."""
+    """Metadata of the source's card that go into the result's card."""
     if source.gguf is None:  # beside a GGUF file, a README.md may be of something else
         with suppress(CheckpointError):  # there is none, or it is a link out of its folder
             return carried_metadata(regular_file(source.folder / "README.md"))

@@ -29,7 +29,7 @@ _REVERTED = "resformer_revert.json"
 
 @dataclass(frozen=True, kw_only=True)
 class RevertReport(Report):
-    """What a revert did, or would do."""
+    """The result of a revert, or the forecast of a dry run."""
 
     family: str
     removed: list[str]  # the added parameters
@@ -54,7 +54,7 @@ def revert(
         CheckpointError: it is no ResFormer checkpoint, or its connections have an effect; the message says how large.
         OutputError, VerificationError: as for `retrofit`.
     """
-    how = Options(force=force, **options)
+    settings = Options(force=force, **options)
     target = Path(output).expanduser()
     check_target(target, source, mark=_REVERTED, force=force)
     opened = open_source(source, revision, resformer=True)
@@ -70,7 +70,7 @@ def revert(
     report = carry_out(
         decision,
         target,
-        how,
+        settings,
         finish=lambda done, weight_files: {
             _REVERTED: json.dumps({"source": published_name(done), "revision": done.revision}, indent=2) + "\n"
         },

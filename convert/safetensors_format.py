@@ -119,7 +119,7 @@ def read_shard(path: Path) -> Shard:
         raise CheckpointError(f"{path}: holds {len(entries):,} tensors; at most {MOST_TENSORS:,} are read.")
     data = 8 + length
     tensors = sorted(
-        (_tensor(real, path, data, name, entry) for name, entry in entries.items()), key=lambda found: found[:2]
+        (_tensor(real, path, data, name, entry) for name, entry in entries.items()), key=lambda entry: entry[:2]
     )
     position, last = 0, None
     for begin, end, tensor in tensors:

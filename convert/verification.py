@@ -179,12 +179,12 @@ def _no_bars() -> Iterator[None]:
 
 
 def model_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """What a model takes in memory."""
+    """Bytes of memory that a model takes."""
     return sum(tensor.elements for tensor in checkpoint.tensors.values()) * dtype.itemsize
 
 
 def memory_for_logits(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """What comparing a model's logits takes: the model, and room for a forward pass."""
+    """Bytes of memory to compare a model's logits: the model, and room for a forward pass."""
     return int(1.2 * model_bytes(checkpoint, dtype)) + 2**29
 
 

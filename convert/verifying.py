@@ -1,7 +1,5 @@
 """Two checkpoints side by side: tensors byte for byte, logits on fixed prompts."""
 
-import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,14 @@ from resformer.convert.verification import (
     same_bytes,
 )
 from resformer.errors import CheckpointError
+from resformer.files import json_value
 
 __all__ = ["Comparison", "verify"]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two checkpoints have in common."""
+    """The result of comparing two checkpoints."""
 
     one: str
     other: str
@@ -49,8 +48,8 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`, which has no NaN and no infinity: `None` in their place."""
-        values = {**asdict(self), "same": self.same, "different": _null_for_nan(self.different)}
-        return values if self.logits is None else {**values, "logits": _null_for_nan(vars(self.logits))}
+        values: dict[str, Any] = json_value({**asdict(self), "same": self.same})
+        return values
 
 
 def verify(
@@ -94,10 +93,10 @@ def verify(
     common = [name for name in a if name in b]
     different: dict[str, float | None] = {}
     for name in common:
-        same_form = (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape)
-        if verify == "headers" and same_form:
+        comparable = (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape)
+        if verify == "headers" and comparable:
             continue
-        if not (same_form and same_bytes(a[name], b[name])):
+        if not (comparable and same_bytes(a[name], b[name])):
             different[name] = _distance(a[name], b[name])
     only_a, only_b = sorted(a.keys() - b.keys()), sorted(b.keys() - a.keys())
     return Comparison(
@@ -110,10 +109,6 @@ def verify(
         sorted(connections & {*only_a, *only_b}),
         _logits(first, second, verify),
     )
-
-
-def _null_for_nan(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def _check_vocabularies(first: Source, second: Source) -> None:

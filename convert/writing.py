@@ -58,7 +58,7 @@ class Transfer:
 
 @dataclass
 class Written:
-    """What `write_plan` did."""
+    """The result of `write_plan`."""
 
     transfer: Transfer = field(default_factory=Transfer)
     shared: set[str] = field(default_factory=set)  # files that share their source's bytes: linked or cloned
@@ -71,7 +71,8 @@ def foresee(plan: Plan, target: Path, *, link: bool) -> Transfer:
     """Predicts the bytes of `write_plan`; leaves nothing on the disk."""
     folder = folder_above(target)
     transfer = Transfer(
-        copied=sum(file.size for file in plan.side_files), written=sum(shard.size for shard in plan.written)
+        copied=sum(file.size for file in plan.side_files),
+        written=sum(shard.size + len(header_bytes(shard.tensors)) for shard in plan.written),
     )
     for shard in plan.carried:
         if link and regular_file(shard.path).stat().st_dev == folder.stat().st_dev:

@@ -33,7 +33,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class MethodFacts:
-    """What a card says of one method."""
+    """The facts of one method that cards state."""
 
     title: str
     summary: str

@@ -1,4 +1,4 @@
-"""What each kind of connection tells the rest of the package; each kind answers in its own file."""
+"""The interface between a kind of connection, one file each, and the rest of the package."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

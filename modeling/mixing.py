@@ -1,4 +1,4 @@
-"""What value residuals and depth-weighted averaging share: weighted sums over earlier layers."""
+"""Weighted sums over earlier layers, for value residuals and depth-weighted averaging."""
 
 import itertools
 from collections.abc import Mapping, Sequence

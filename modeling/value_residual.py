@@ -114,8 +114,8 @@ class GatedValueResidual(MixingRows):
         self.bias_own = nn.Parameter(torch.empty(len(columns), dtype=coefficient_dtype()))  # l2
 
     def forward(self, dtype: torch.dtype | None = None) -> dict[int, torch.Tensor]:
-        own = self.bias_own.clone()
-        return dict(zip(self.columns, (own if dtype is None else own.to(dtype)).split(1), strict=True))
+        weights = self.bias_own.clone()
+        return dict(zip(self.columns, (weights if dtype is None else weights.to(dtype)).split(1), strict=True))
 
     def reset_parameters(self) -> None:
         init.constant_(self.bias_own, self.start[1])
@@ -125,10 +125,10 @@ class GatedValueResidual(MixingRows):
 
     @torch.no_grad()
     def fill(self, matrix: torch.Tensor) -> torch.Tensor:
-        for layer, own in self().items():
+        for layer, weight in self().items():
             matrix[layer] = 0.0
             matrix[layer, 0] = float("nan")  # depends on the token
-            matrix[layer, layer] = float(own)
+            matrix[layer, layer] = float(weight)
         return matrix
 
 
@@ -142,17 +142,17 @@ class ValueGate(nn.Module):
         self.bias_gate = GateProjection(config.hidden_size, heads, bias=False, dtype=coefficient_dtype())  # W
 
     def forward(
-        self, hidden_states: torch.Tensor, first: torch.Tensor, own: torch.Tensor, own_weight: torch.Tensor
+        self, hidden_states: torch.Tensor, first_values: torch.Tensor, values: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
         """Returns l1 V_0 + l2 V_n.
 
         Args:
             hidden_states: the layer's normed input, `(batch, tokens, hidden_size)`.
-            first, own: V_0 and V_n, `(batch, heads, tokens, head_dim)`.
-            own_weight: l2, `(1,)`.
+            first_values, values: V_0 and V_n, `(batch, heads, tokens, head_dim)`.
+            weight: l2, `(1,)`.
         """
-        gate = self.offset + torch.tanh(self.bias_gate(hidden_states)).to(own.dtype)
-        return torch.addcmul(first * gate.transpose(1, 2).unsqueeze(-1), own, own_weight.to(own.dtype))
+        gate = self.offset + torch.tanh(self.bias_gate(hidden_states)).to(values.dtype)
+        return torch.addcmul(first_values * gate.transpose(1, 2).unsqueeze(-1), values, weight.to(values.dtype))
 
 
 class GateProjection(Connection, nn.Linear):

@@ -229,6 +229,7 @@ def test_dry_run_reports_and_writes_nothing(tmp_path: Path) -> None:
     assert report.added == {"model.depth_average.bias": 27}
     assert report.verification is None
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
+    assert report.transfer == retrofit(tmp_path / "llama", tmp_path / "out", "denseformer", verify="headers").transfer
 
 
 def test_output_that_is_in_the_way_is_kept(tmp_path: Path) -> None:

@@ -301,7 +301,8 @@ def test_push_is_one_commit_that_loads(checkpoint: Path, tmp_path: Path) -> None
         assert repository.messages == ["initial commit", "First"], "the second push changes nothing"
         sha = repository.tags["v1.0"]
         assert pushed[1].endswith(f"commit        {sha}\n{hub.url}/you/model/commit/{sha}\n")
-        assert pushed[2] == "Warning: README.md does not name you/model: its code may load something else.\n"
+        assert "README.md does not name you/model" in pushed[2]
+        assert f"resformer card {checkpoint} --repository you/model" in pushed[2]
         report = json.loads(again[1])
         assert report["commit"] == sha
         assert report["bytes"] == sum((checkpoint / name).stat().st_size for name in names)

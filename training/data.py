@@ -125,7 +125,7 @@ class PackedBlocks(torch.utils.data.Dataset):
 
 @dataclass(frozen=True)
 class Blocks:
-    """What is trained on and what is held out."""
+    """The blocks to train on and the held-out ones."""
 
     train: PackedBlocks | IterableDataset
     held_out: PackedBlocks

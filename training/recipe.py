@@ -38,6 +38,7 @@ from transformers.utils import cached_file
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
+from resformer.environment import cpu_has_bf16
 from resformer.errors import CheckpointError, ResFormerError, brief
 from resformer.files import check_apart, check_target, replacing
 from resformer.model_cards import TRAINING_FIELDS, carried_metadata, finetuned_card
@@ -428,10 +429,7 @@ def _train(trainer: _RecipeTrainer, last: Path | None, report: FinetuneReport) -
 
 def processor_has_bf16() -> bool:
     """Whether bfloat16 matrix products are in hardware, on the accelerator or else on the CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
+    return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else cpu_has_bf16()
 
 
 def _training_arguments(options: FinetuneOptions) -> TrainingArguments:

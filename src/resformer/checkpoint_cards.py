@@ -127,7 +127,7 @@ def checkpoint_card(
 
 
 def _read_results(metrics: list[Path], evaluations: list[Path]) -> tuple[dict[str, Any], list[Metric]]:
-    """What one of the `metrics` says of a training, and the results of all files."""
+    """(the description of a training, from one of the `metrics`; the results of all files)."""
     contents = {path: _read_object(path) for path in metrics}
     try:
         results = [metric for path, values in contents.items() for metric in metrics_of(values, str(path))]

@@ -174,7 +174,7 @@ def _print_table(names: list[str], reports: list[FinetuneReport]) -> None:
 
 
 def _print_mixing(model: ResFormerForCausalLM) -> None:
-    """What the connections have learned: the entries of both matrices that moved furthest from plain Llama's."""
+    """Prints the entries of both mixing matrices that moved furthest from plain Llama's."""
     for title, symbol, matrix in (
         ("value mixing, V'_n = sum_m M[n,m] V_m", "M", model.model.value_mixing_matrix()),
         ("depth averaging, Y_n = sum_j D[n,j] X_j", "D", model.model.depth_mixing_matrix()),

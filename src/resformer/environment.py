@@ -7,7 +7,7 @@ import re
 from importlib import metadata
 from typing import Any
 
-__all__ = ["describe_environment"]
+__all__ = ["cpu_has_bf16", "describe_environment"]
 
 _PACKAGES = (
     "resformer torch transformers accelerate datasets safetensors huggingface_hub tokenizers peft trl lm-eval "
@@ -88,8 +88,7 @@ def _torch() -> dict[str, Any]:
 
         report["cuda"] = torch.version.cuda
         report["threads"] = torch.get_num_threads()
-        capabilities = torch.cpu.get_capabilities()
-        report["bf16_on_cpu"] = any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+        report["bf16_on_cpu"] = cpu_has_bf16()
         report["accelerators"] = []
         if torch.cuda.is_available():
             for index in range(torch.cuda.device_count()):
@@ -102,6 +101,14 @@ def _torch() -> dict[str, Any]:
     except Exception as error:  # as above
         report["torch_error"] = _without_secrets(repr(error))
     return report
+
+
+def cpu_has_bf16() -> bool:
+    """Whether the processor has bfloat16 matrix products."""
+    import torch
+
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def _masked(name: str, value: str) -> str:

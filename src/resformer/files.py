@@ -1,17 +1,28 @@
 """Output folders and files that appear whole or not at all."""
 
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from resformer.errors import CheckpointError, OutputError, listed
 
-__all__ = ["check_apart", "check_target", "folder_above", "replace_text", "replacing", "write_text", "writing"]
+__all__ = [
+    "check_apart",
+    "check_target",
+    "folder_above",
+    "json_value",
+    "replace_text",
+    "replacing",
+    "write_text",
+    "writing",
+]
 
 #: Sub-folders that a checkpoint may have.
 _SUBFOLDERS = {"chat_templates", "additional_chat_templates", ".eval_results"}
@@ -132,6 +143,15 @@ def write_text(path: Path, text: str) -> None:
         path.write_bytes(text.encode())
 
 
+def json_value(value: Any) -> Any:
+    """The same with `None` for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: json_value(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_value(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def replace_text(path: Path, text: str) -> None:
     """Writes a file, with the folders that it lies in, in place of what is there; whole or not at all.
 
@@ -164,6 +184,6 @@ def _remove_folder(path: Path) -> None:
 
 
 def _foreign_entries(folder: Path, mark: str) -> list[str]:
-    """What a folder holds that no result of a command has: unknown sub-folders, or all of it if `mark` is missing."""
+    """Names that no result of a command has: unknown sub-folders, or everything if `mark` is missing."""
     marked = (folder / mark).is_file()
     return [path.name for path in folder.iterdir() if not marked or (path.is_dir() and path.name not in _SUBFOLDERS)]

@@ -50,7 +50,7 @@ class HubError(ResFormerError):
 
 @dataclass(frozen=True)
 class PushReport:
-    """What a push did, or would do."""
+    """The result of a push, or the forecast of a dry run."""
 
     checkpoint: str
     repo_id: str
@@ -289,7 +289,12 @@ def _check_card(folder: Path, repo_id: str, *, bundle: bool) -> list[str]:
         raise CheckpointError(f"{path}: its metadata cannot be read: {brief(error)}") from error
     if not metadata:
         raise CheckpointError(f"{path}: has no metadata; begin it with `---`, `library_name: transformers`, `---`.")
-    warnings = [] if repo_id in text else [f"README.md does not name {repo_id}: its code may load something else."]
+    warnings = []
+    if repo_id not in text:
+        warnings.append(
+            f"README.md does not name {repo_id}: its code may load something else. A card that does: resformer card "
+            f"{folder} --repository {repo_id}."
+        )
     if bundle and "trust_remote_code=True" not in text:
         warnings.append(
             "README.md loads the checkpoint without trust_remote_code=True, which readers of a bundle need."

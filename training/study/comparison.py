@@ -58,7 +58,7 @@ _FIELDS = {field.name for field in fields(ResFormerConfig)} - {field.name for fi
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """What `resformer compare` takes.
+    """The options of `resformer compare`.
 
     Raises:
         ValueError: a value is out of its range.
@@ -152,7 +152,7 @@ class _Study:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What two invocations must agree on; methods, sizes and seeds can be added to a study."""
+        """Options that must stay the same in a study; methods, sizes and seeds can be added to it."""
         return {
             "data": {"name": self.data.name, **self.data.fingerprint},
             "start": self.options.start,
@@ -213,7 +213,7 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
 
 
 def plan_study(options: StudyOptions) -> dict[str, Any]:
-    """What `run_study` would do, and how long that takes at the speed of the baseline's first steps. Writes nothing.
+    """The runs of `run_study`, and their time at the speed of the baseline's first steps. Writes nothing.
 
     Raises: as `run_study`.
     """
@@ -436,7 +436,7 @@ def _notes(options: StudyOptions) -> list[str]:
 
 
 def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """What cards print, by the fields of `resformer.model_cards.Metric`."""
+    """The results that cards print, by the fields of `resformer.model_cards.Metric`."""
     seeds = study.options.seeds
     beginning = "from scratch" if study.options.start is None else "continued from the checkpoint"
     metrics = []

@@ -1,4 +1,4 @@
-"""What a study trains on: packed text of any source, and a tokenizer that has seen its training part alone."""
+"""The data of a study: packed text of any source, and a tokenizer trained on its training part alone."""
 
 import hashlib
 import platform

@@ -1,8 +1,6 @@
 """`resformer convert`, `revert`, `bundle`, `verify` and `inspect`."""
 
 import json
-import shlex
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +13,7 @@ from resformer.commands.terminal import (
     app,
     assignments,
     echo,
+    own_command,
     print_json,
     reporting_errors,
     row,
@@ -32,7 +31,6 @@ __all__ = [
     "convert",
     "inspect",
     "print_result",
-    "print_transfer",
     "revert",
     "verify",
 ]
@@ -50,7 +48,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say w
 
 
 class Verification(StrEnum):
-    """What `--verify` takes."""
+    """The values of `--verify`."""
 
     AUTO = "auto"
     HEADERS = "headers"
@@ -120,15 +118,12 @@ def convert(
         row("method", f"{report.method} {json.dumps(report.fields)}")
         row("parameters", f"{report.parameters:,}: {added:,} added in {len(report.added)} tensors")
         row("tensors", f"{report.kept} kept, {len(report.added)} new, {len(report.dropped)} dropped")
-        print_transfer(report)
         if report.rounded or report.dtype != report.source_dtype:
             row("dtype", f"{report.source_dtype} to {report.dtype}: {report.rounded} tensors rounded")
         if report.rounding.overflowed or report.rounding.flushed:
             row("rounding", f"{report.rounding.overflowed:,} became infinite, {report.rounding.flushed:,} became 0")
         for loss in report.losses:
             row("lossy", loss)
-        if report.left_behind:
-            row("left behind", ", ".join(report.left_behind))
         if dry_run:
             row("memory", f"{size(report.memory)} to compare logits, little else")
         print_result(report, dry_run)
@@ -165,9 +160,6 @@ def revert(
         row("source", report.source)
         row("family", report.family)
         row("tensors", f"{report.kept} kept, {len(report.removed)} removed")
-        print_transfer(report)
-        if report.left_behind:
-            row("left behind", ", ".join(report.left_behind))
         print_result(report, dry_run)
 
 
@@ -202,9 +194,6 @@ def bundle(
         row("source", report.source)
         row("code", ", ".join(f"{name} ({size(count)})" for name, count in report.code.items()))
         row("loads with", ", ".join(report.auto_map))
-        print_transfer(report)
-        if report.left_behind:
-            row("left behind", ", ".join(report.left_behind))
         print_result(report, dry_run)
 
 
@@ -274,15 +263,14 @@ def inspect(
         _print_matrix("D, depth", report.depth_mixing_matrix, shift=1)
 
 
-def print_transfer(report: Any) -> None:
+def print_result(report: Any, dry_run: bool) -> None:
     moved = ", ".join(f"{size(count)} {how}" for how, count in vars(report.transfer).items() if count)
     row("files", f"{report.carried_files} carried over whole, {report.written_files} written: {moved}")
-
-
-def print_result(report: Any, dry_run: bool) -> None:
+    if report.left_behind:
+        row("left behind", ", ".join(report.left_behind))
     if dry_run:
         row("would write", report.output)
-        row("do it", shlex.join(["resformer", *(word for word in sys.argv[1:] if word != "--dry-run")]))
+        row("do it", own_command(leave_out="--dry-run"))
         return
     levels = {"headers": "headers", "hashes": "headers, bytes", "logits": "headers, bytes"}
     logits = f", logits {report.verification}" if report.verification is not None else ""

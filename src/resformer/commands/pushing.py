@@ -1,13 +1,11 @@
 """`resformer push`."""
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from resformer.commands.terminal import AsJson, app, echo, print_json, reporting_errors, row, size
+from resformer.commands.terminal import AsJson, app, echo, own_command, print_json, reporting_errors, row, size
 
 __all__ = ["push"]
 
@@ -54,7 +52,7 @@ def push(
         if report.deleted:
             row("deleted", ", ".join(report.deleted))
         if dry_run:
-            row("do it", shlex.join(["resformer", *(word for word in sys.argv[1:] if word != "--dry-run")]))
+            row("do it", own_command(leave_out="--dry-run"))
             return
         if report.tag is not None:
             row("tag", report.tag)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from resformer.commands.conversion import DryRun, Durable, Force, Output, Revision, Source, print_result, print_transfer
+from resformer.commands.conversion import DryRun, Durable, Force, Output, Revision, Source, print_result
 from resformer.commands.terminal import AsJson, app, print_json, reporting_errors, row
 
 __all__ = ["shrink"]
@@ -88,5 +88,4 @@ def shrink(
             row("last words", f"{accuracies} right, of {cost.last_words}")
         for asked in cost.passkey or ():
             row("passkey", f"{asked['length']:,} tokens: {asked['source']:.0%} to {asked['result']:.0%}")
-        print_transfer(report)
         print_result(report, dry_run)

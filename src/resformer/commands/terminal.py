@@ -1,4 +1,4 @@
-"""What all commands share: the application, errors and exit codes, and output: data to stdout, messages to stderr."""
+"""The application, errors and exit codes, and output of all commands: data to stdout, messages to stderr."""
 
 import json
 import os
@@ -114,9 +114,9 @@ def json_or_text(value: Any) -> Any:
         return value
 
 
-def own_command(*more: str) -> str:
-    """The command as the user gave it, and further options."""
-    return " ".join(["resformer", shlex.join(sys.argv[1:]), *more])
+def own_command(*more: str, leave_out: str = "") -> str:
+    """The command as the user gave it, without the option `leave_out`, and with further options."""
+    return " ".join(["resformer", shlex.join(word for word in sys.argv[1:] if word != leave_out), *more])
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
