@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
@@ -26,6 +26,10 @@ _GIT_ATTRIBUTES = b"".join(
     for pattern in (b"*.safetensors", b"*.bin", b"*.pt", b"*.pth", b"*.gguf")
 )
 _POINTER_SIZE = 134
+
+
+#: Content, status and headers.
+Response = tuple[bytes, int, dict[str, str]]
 
 
 class Repository(MutableMapping[str, bytes]):
@@ -73,14 +77,6 @@ class Repository(MutableMapping[str, bytes]):
         return len(self.commits[self.branches["main"]])
 
 
-@dataclass
-class _Fault:
-    pattern: str  # of "METHOD /path?query"
-    times: int
-    kind: str  # "request": cut while the body comes; "answer": cut while the answer goes, the work done; "status"
-    status: int = 0
-
-
 @dataclass(repr=False)  # pytest would print every byte that it serves
 class HubServer:
     """`with HubServer() as hub:` serves `hub.repositories` at `hub.url`."""
@@ -88,13 +84,12 @@ class HubServer:
     repositories: dict[str, Repository] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=lambda: {"hf_test": "you"})  # token -> user, who owns `user/*`
     objects: dict[str, bytes] = field(default_factory=dict)  # SHA-256 -> content of a large file
-    requests: list[str] = field(default_factory=list)  # "METHOD /path?query [range]", as they came
-    part_size: int | None = None  # larger files are uploaded in parts of so many bytes
+    requests: list[str] = field(default_factory=list)  # "METHOD /path?query", as they came
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
-        self.parts: dict[tuple[str, int], bytes] = {}
-        self._faults: list[_Fault] = []
+
+        self._faults: list[tuple[str, str]] = []  # (pattern of "METHOD /path?query", kind)
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.daemon_threads = True
         self._server.hub = self  # type: ignore[attr-defined]
@@ -129,24 +124,21 @@ class HubServer:
         """The requests so far that match."""
         return [request for request in self.requests if re.search(pattern, request)]
 
-    def cut_requests(self, pattern: str, times: int = 1) -> None:
-        """Closes the connection in the middle of the next bodies sent here."""
-        self._faults.append(_Fault(pattern, times, "request"))
+    def fail(self, pattern: str, fault: Literal["request", "answer", "status"], times: int = 1) -> None:
+        """Makes the next requests that match `pattern` fail.
 
-    def cut_answers(self, pattern: str, times: int = 1) -> None:
-        """Closes the connection in the middle of the next answers: all is done, only the client cannot know."""
-        self._faults.append(_Fault(pattern, times, "answer"))
+        Args:
+            fault: cut the connection in the middle of the request's body; or in the middle of the answer, so that all
+                is done, only the client cannot know; or answer with status 503.
+        """
+        self._faults += [(pattern, fault)] * times
 
-    def fail(self, pattern: str, status: int, times: int = 1) -> None:
-        """Answers the next requests with an error of the server's."""
-        self._faults.append(_Fault(pattern, times, "status", status))
-
-    def fault(self, request: str) -> _Fault | None:
+    def fault(self, request: str) -> str | None:
         with self.lock:
             for fault in self._faults:
-                if fault.times and re.search(fault.pattern, request):
-                    fault.times -= 1
-                    return fault
+                if re.search(fault[0], request):
+                    self._faults.remove(fault)
+                    return fault[1]
         return None
 
 
@@ -167,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        request = " ".join(filter(None, [self.command, self.path, self.headers.get("Range")]))
+        request = f"{self.command} {self.path}"
         url = urlsplit(self.path)
         self._query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         self._hub.requests.append(request)
@@ -175,8 +167,8 @@ class _Handler(BaseHTTPRequestHandler):
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
         try:
             body = self._body()
-            if self._fault is not None and self._fault.kind == "status":
-                raise _Answer(self._fault.status, "the server has a bad day")
+            if self._fault == "status":
+                raise _Answer(503, "the server has a bad day")
             with self._hub.lock:
                 self._user = self._known_user()
                 answer = self._route(parts, body)
@@ -189,7 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_POST = do_PUT = do_GET
 
-    def _route(self, parts: list[str], body: bytes) -> tuple[bytes, int, dict[str, str]]:
+    def _route(self, parts: list[str], body: bytes) -> Response:
         match self.command, parts:
             case "POST", ["api", "repos", "create"]:
                 return self._create(json.loads(body))
@@ -227,13 +219,8 @@ class _Handler(BaseHTTPRequestHandler):
                     raise _Answer(400, "the content does not match its SHA-256")
                 self._hub.objects[oid] = body
                 return b"", 200, {}
-            case "PUT", ["objects", oid, number]:
-                self._hub.parts[oid, int(number)] = body
-                return b"", 200, {"ETag": f'"{_sha256(body)}"'}
-            case "POST", ["objects", oid]:
-                return self._complete(oid, json.loads(body))
             case "GET" | "HEAD", ["objects", oid]:
-                return self._ranged(self._hub.objects[oid], {"ETag": f'"{oid}"'})
+                return self._hub.objects[oid], 200, {"ETag": f'"{oid}"'}
             case "GET" | "HEAD", [owner, name, "resolve", revision, *file]:
                 return self._file(self._readable(f"{owner}/{name}"), revision, "/".join(file))
         raise _Answer(404, f"{self.command} {self.path}: this Hub has no such thing")
@@ -266,7 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     # Repositories and their revisions.
 
-    def _create(self, wanted: dict[str, Any]) -> tuple[bytes, int, dict[str, str]]:
+    def _create(self, wanted: dict[str, Any]) -> Response:
         owner = wanted.get("organization") or self._writer()
         if owner != self._writer():
             raise _Answer(403, f"You don't have the rights to create a model under the namespace {owner!r}")
@@ -276,7 +263,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._hub.repositories.setdefault(repo_id, Repository(private=private))
         return _json({"url": f"{self._hub.url}/{repo_id}", "id": repo_id, "name": repo_id}, status)
 
-    def _validate(self, card: str) -> tuple[bytes, int, dict[str, str]]:
+    def _validate(self, card: str) -> Response:
         header = re.match(r"---\n(.*?)\n---\n", card, flags=re.DOTALL)
         try:
             metadata = yaml.safe_load(header[1]) if header else {}
@@ -292,13 +279,13 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Answer(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return sha
 
-    def _name(self, refs: dict[str, str], name: str, sha: str) -> tuple[bytes, int, dict[str, str]]:
+    def _name(self, refs: dict[str, str], name: str, sha: str) -> Response:
         if name in refs:
             raise _Answer(409, f"Reference already exists: {name}")
         refs[name] = sha
         return _json({})
 
-    def _describe(self, repo_id: str, rest: list[str]) -> tuple[bytes, int, dict[str, str]]:
+    def _describe(self, repo_id: str, rest: list[str]) -> Response:
         repository = self._readable(repo_id)
         match rest:
             case ["refs"]:
@@ -320,7 +307,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return _json({"id": repo_id, "modelId": repo_id, "sha": sha, "siblings": siblings, **about})
         raise _Answer(404, "Not found")
 
-    def _tree(self, repository: Repository, sha: str, folder: str) -> tuple[bytes, int, dict[str, str]]:
+    def _tree(self, repository: Repository, sha: str, folder: str) -> Response:
         found: dict[str, dict[str, Any]] = {}
         for name, content in repository.commits[sha].items():
             if not name.startswith(folder):
@@ -338,9 +325,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     # Uploads.
 
-    def _preupload(
-        self, repository: Repository, revision: str, wanted: dict[str, Any]
-    ) -> tuple[bytes, int, dict[str, str]]:
+    def _preupload(self, repository: Repository, revision: str, wanted: dict[str, Any]) -> Response:
         present = repository.commits[self._sha(repository, revision)]
         files = []
         for file in wanted["files"]:
@@ -352,38 +337,23 @@ class _Handler(BaseHTTPRequestHandler):
             files.append({"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         return _json({"files": files})
 
-    def _batch(self, parts: list[str], wanted: dict[str, Any]) -> tuple[bytes, int, dict[str, str]]:
+    def _batch(self, parts: list[str], wanted: dict[str, Any]) -> Response:
         objects = []
         for item in wanted["objects"]:
             entry: dict[str, Any] = {"oid": item["oid"], "size": item["size"]}
             if item["oid"] not in self._hub.objects:
-                href, size = f"{self._hub.storage}/objects/{item['oid']}", self._hub.part_size
-                upload: dict[str, Any] = {"href": href}
-                if size is not None and item["size"] > size:
-                    count = -(-item["size"] // size)
-                    urls = {f"{number:05}": f"{href}/{number}" for number in range(1, count + 1)}
-                    upload["header"] = {"chunk_size": str(size), **urls}
                 verify = f"{self._hub.url}/{'/'.join(parts[:2])}/info/lfs/objects/verify"
-                entry["actions"] = {"upload": upload, "verify": {"href": verify}}
+                upload = f"{self._hub.storage}/objects/{item['oid']}"
+                entry["actions"] = {"upload": {"href": upload}, "verify": {"href": verify}}
             objects.append(entry)
         return _json({"transfer": "basic", "objects": objects})
 
-    def _complete(self, oid: str, wanted: dict[str, Any]) -> tuple[bytes, int, dict[str, str]]:
-        contents = [self._hub.parts[oid, part["partNumber"]] for part in wanted["parts"]]
-        etags = [f'"{_sha256(content)}"' for content in contents]
-        if etags != [part["etag"] for part in wanted["parts"]] or _sha256(b"".join(contents)) != oid:
-            raise _Answer(400, "the parts do not make the file")
-        self._hub.objects[oid] = b"".join(contents)
-        return _json({"success": True})
-
-    def _verify(self, wanted: dict[str, Any]) -> tuple[bytes, int, dict[str, str]]:
+    def _verify(self, wanted: dict[str, Any]) -> Response:
         if len(self._hub.objects.get(wanted["oid"], b"")) != wanted["size"]:
             raise _Answer(404, "the object is not there, or has another size")
         return _json({})
 
-    def _commit(
-        self, repo_id: str, repository: Repository, branch: str, body: bytes
-    ) -> tuple[bytes, int, dict[str, str]]:
+    def _commit(self, repo_id: str, repository: Repository, branch: str, body: bytes) -> Response:
         pull_request = self._query.get("create_pr") == "1"
         parent = self._sha(repository, branch)
         if not pull_request and branch not in {**repository.branches, **repository.pull_requests}:
@@ -421,7 +391,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     # Downloads.
 
-    def _file(self, repository: Repository, revision: str, name: str) -> tuple[bytes, int, dict[str, str]]:
+    def _file(self, repository: Repository, revision: str, name: str) -> Response:
         sha = self._sha(repository, revision)
         content = repository.commits[sha].get(name)
         if content is None:
@@ -430,22 +400,11 @@ class _Handler(BaseHTTPRequestHandler):
             raise missing
         headers = {"X-Repo-Commit": sha}
         if not _is_large(repository, name, content):
-            return self._ranged(content, {**headers, "ETag": f'"{_git_hash(content)}"'})
+            return content, 200, {**headers, "ETag": f'"{_git_hash(content)}"'}
         oid = _sha256(content)
         self._hub.objects.setdefault(oid, content)
         linked = {"X-Linked-Etag": f'"{oid}"', "X-Linked-Size": str(len(content))}
         return b"", 302, {**headers, **linked, "Location": f"{self._hub.storage}/objects/{oid}"}
-
-    def _ranged(self, content: bytes, headers: dict[str, str]) -> tuple[bytes, int, dict[str, str]]:
-        headers["Accept-Ranges"] = "bytes"
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-        if not wanted:
-            return content, 200, headers
-        start, end = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
-        if start >= len(content):
-            raise _Answer(416, "Range not satisfiable")
-        headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
-        return content[start:end], 206, headers
 
     # HTTP.
 
@@ -454,7 +413,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.hub  # type: ignore[attr-defined]
 
     def _body(self) -> bytes:
-        cut = self._fault is not None and self._fault.kind == "request"
+        cut = self._fault == "request"
         if self.headers.get("Transfer-Encoding") == "chunked":
             pieces = []
             while size := int(self.rfile.readline(), 16):
@@ -476,7 +435,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        cut = self._fault is not None and self._fault.kind == "answer"
+        cut = self._fault == "answer"
         if self.command != "HEAD":
             self.wfile.write(content[: len(content) // 2] if cut else content)
         if cut:
@@ -491,7 +450,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-def _json(value: Any, status: int = 200) -> tuple[bytes, int, dict[str, str]]:
+def _json(value: Any, status: int = 200) -> Response:
     return json.dumps(value).encode(), status, {"Content-Type": "application/json"}
 
 

@@ -100,12 +100,6 @@ def test_every_method_gives_the_packages_logits_and_tokens(method: str, bundles:
 
 
 @pytest.mark.slow
-def test_nothing_of_the_package_is_imported(facts: dict[str, Any]) -> None:
-    assert facts["config is remote"]
-    assert facts["resformer"] == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("auto_class", [name for name in AUTO_MAP if name != "AutoConfig"])
 def test_every_head_loads_saves_and_loads_again(auto_class: str, facts: dict[str, Any]) -> None:
     assert facts["heads"][auto_class] == {
@@ -118,18 +112,12 @@ def test_every_head_loads_saves_and_loads_again(auto_class: str, facts: dict[str
 
 
 @pytest.mark.slow
-def test_what_is_saved_of_a_part_holds_the_code_too(facts: dict[str, Any]) -> None:
+def test_remote_classes_train_save_and_pickle_without_the_package(facts: dict[str, Any]) -> None:
+    assert facts["config is remote"]
+    assert facts["resformer"] == []
     assert facts["base of another"]
-
-
-@pytest.mark.slow
-def test_remote_models_train(facts: dict[str, Any]) -> None:
     before, after = facts["losses"]
     assert after < before
-
-
-@pytest.mark.slow
-def test_remote_configurations_are_whole(facts: dict[str, Any]) -> None:
     assert facts["pickled config"]
     assert facts["from_config"]
     assert facts["named method"] == [0, 0, 0]

@@ -869,6 +869,8 @@ def test_no_code_of_the_source_runs(name: str, copy: Copy, monkeypatch: pytest.M
     verify(source, out)
     assert report.verification is not None
     assert report.verification.identical
+    assert {"config.json: auto_map", "config.json: _attn_implementation"} <= set(report.left_behind)
+    assert sum("names code" in warning for warning in report.warnings) == 3
     assert not marker.exists()
     assert not list(out.rglob("*.py"))
     for path in out.glob("*.json"):

@@ -72,7 +72,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HubServ
         torch.save(model.state_dict(), folder / "weights")
         for name in ("pickled", "pickles"):
             hub.repositories[f"you/{name}"]["pytorch_model.bin"] = (folder / "weights").read_bytes()
-        hub.cut_answers("you/cut", times=1000)
+        hub.fail("you/cut", "answer", times=1000)
         options = {**{repo_id: options for repo_id, (options, _) in REFUSED.items()}, **FETCHED}
         home = tmp_path_factory.mktemp("home")
         lines = run(hub, home, CONVERT, json.dumps(options)).splitlines()

@@ -691,13 +691,14 @@ def test_modes_follow_the_umask(umask: int, way: str, source: Path) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_two_runs_write_the_same_bytes(way: str, source: Path) -> None:
+def test_two_runs_write_the_same_bytes_and_no_path_of_this_machine(way: str, source: Path) -> None:
     first, second = source.parent / "one" / "out", source.parent / "two" / "out"
     retrofit(source, first, "resformer-denseformer", verify="headers", **WAYS[way])
     for path in source.iterdir():
         os.utime(path, (0, 0))
     retrofit(source, second, "resformer-denseformer", verify="headers", **WAYS[way])
     assert contents(first) == contents(second)
+    assert not [name for name, content in contents(first).items() if str(source.parent).encode() in content]
 
 
 @pytest.mark.parametrize("link", [False, True], ids=["copied", "linked"])

@@ -183,21 +183,11 @@ def test_losses_may_read_any_state_and_any_average(blocks: Blocks) -> None:
         assert_equal_up_to_rounding(got, expected)
 
 
-def test_blocks_that_cut_the_graph_lose_no_gradient(blocks: Blocks) -> None:
-    # Nothing but the averages then ties a state to the later ones.
+@pytest.mark.parametrize("read", [0, 3], ids=["none", "every third"])
+def test_averages_that_blocks_do_not_read_get_no_gradient(blocks: Blocks, read: int) -> None:
+    # Where blocks cut the graph, nothing but the averages ties a state to the later ones.
     def block(n: int, hidden: torch.Tensor) -> torch.Tensor:
-        return blocks.block(n, hidden.detach())
-
-    got, expected = (
-        gradients(blocks.states(running, block)[1][-1], blocks, materialize_grads=True)
-        for running in (blocks.start(), None)
-    )
-    assert_equal_up_to_rounding(got, expected)
-
-
-def test_averages_that_nothing_reads_get_no_gradient(blocks: Blocks) -> None:
-    def block(n: int, hidden: torch.Tensor) -> torch.Tensor:
-        return blocks.block(n, hidden.detach() if n % 3 else hidden)
+        return blocks.block(n, hidden if read and n % read == 0 else hidden.detach())
 
     got, expected = (
         gradients(blocks.states(running, block)[1][-1], blocks, materialize_grads=True)
@@ -333,28 +323,18 @@ def test_states_that_change_their_dtype_are_summed_plainly(blocks: Blocks) -> No
 # Memory
 
 
-def test_every_state_is_kept_once_for_the_backward_pass(blocks: Blocks) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_every_state_is_kept_once_for_the_backward_pass_of_weights_that_learn(blocks: Blocks, frozen: bool) -> None:
+    blocks.module.bias.requires_grad_(not frozen)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
         running = blocks.start()
         hidden = running.append(blocks.embeddings)
         for n in range(len(blocks.mixers)):
             hidden = running.append(hidden + n)  # an operation that keeps nothing
-    states = [tensor for tensor in kept if tensor.shape == blocks.embeddings.shape]
+    states = [tensor.data_ptr() for tensor in kept if tensor.shape == blocks.embeddings.shape]
     read = {state for row in blocks.module.columns.values() for state in row}
-    assert len(states) == len(read)
-    assert len({tensor.data_ptr() for tensor in states}) == len(read)
-
-
-def test_frozen_weights_keep_no_state(blocks: Blocks) -> None:
-    blocks.module.bias.requires_grad_(False)
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
-        running = blocks.start()
-        hidden = running.append(blocks.embeddings)
-        for n in range(len(blocks.mixers)):
-            hidden = running.append(hidden + n)
-    assert not [tensor for tensor in kept if tensor.shape == blocks.embeddings.shape]
+    assert len(states) == len(set(states)) == (0 if frozen else len(read))
     assert hidden.requires_grad
 
 

@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.training.optimizer import is_connection
 
-#: Root mean square over tokens and seeds. Measured at these seeds, the methods' ratios to Llama's own deviation are
-#: 0.77 to 1.15; at four other seeds 0.77 to 1.02.
-ALLOWED = 1.3
-SEEDS = range(4)
+#: Rounding errors are proportional to the unit roundoff: one bit less of precision would double the deviation.
+ONE_BIT = 2.0
+SEEDS = range(2)
 STEPS = 30
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -61,7 +60,7 @@ _measured: dict[str, dict[str, float]] = {}
 
 
 def deviations(method: str) -> dict[str, float]:
-    """How far the losses of a trained model move in each kind of low precision, in nats."""
+    """Root mean square over tokens and seeds of how far the losses move in each kind of low precision, in nats."""
     if method not in _measured:
         squares: dict[str, list[float]] = {}
         for seed in SEEDS:
@@ -79,11 +78,11 @@ def deviations(method: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("method", others_slow([*METHODS][1:], ["resformer", "svformer"]))
-def test_losses_deviate_no_more_than_llamas(method: str) -> None:
+def test_losses_deviate_by_less_than_a_bit_more_than_llamas(method: str) -> None:
     llama = deviations("transformer")
     assert len(llama) == 4
     for kind, deviation in deviations(method).items():
-        assert 0 < deviation < ALLOWED * llama[kind], (kind, deviation / llama[kind])
+        assert 0 < deviation < ONE_BIT * llama[kind], (kind, deviation / llama[kind])
 
 
 @pytest.mark.slow

@@ -279,12 +279,9 @@ def test_licence_languages_and_data_are_the_sources(checkpoints: Path) -> None:
     assert card.data.license_link == "https://example.org/LICENSE"
     assert (card.data.language, card.data.datasets) == (["en", "de"], ["owner/corpus"])
     assert "`small-licence`. Its text: <https://example.org/LICENSE>." in card.text
-    assert record_of(checkpoints / "exact")["source_card"]["license"] == "other"
-
-
-def test_unknown_licence_is_not_made_up(checkpoints: Path) -> None:
-    record = {**record_of(checkpoints / "exact"), "source_card": {}}
-    card = retrofit_card(record, "you/new")
+    record = record_of(checkpoints / "exact")
+    assert record["source_card"]["license"] == "other"
+    card = retrofit_card({**record, "source_card": {}}, "you/new")
     assert card.data.license is None
     assert "states no licence that could be read, so this card states none" in card.text
 
@@ -292,6 +289,8 @@ def test_unknown_licence_is_not_made_up(checkpoints: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        None,  # no card at all
+        "---\nlicense: mit\n---\n" + "x" * 2**23,
         "no front matter",
         "---\n- a list\n---\n",
         "---\nlicense: [mit, apache-2.0]\n---\n",
@@ -302,14 +301,9 @@ def test_unknown_licence_is_not_made_up(checkpoints: Path) -> None:
         "---\na: " + "[" * 5000 + "\n---\n",
     ],
 )
-def test_what_has_not_the_form_of_metadata_is_not_carried(text: str, tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text(text)
-    assert carried_metadata(tmp_path / "README.md") == {}
-
-
-def test_no_card_and_a_huge_card_carry_nothing(tmp_path: Path) -> None:
-    assert carried_metadata(tmp_path / "README.md") == {}
-    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n" + "x" * 2**23)
+def test_what_has_not_the_form_of_metadata_is_not_carried(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "README.md").write_text(text)
     assert carried_metadata(tmp_path / "README.md") == {}
 
 
@@ -334,25 +328,34 @@ def test_a_bundle_is_loaded_with_its_own_code(checkpoints: Path) -> None:
 # What is refused
 
 
-@pytest.mark.parametrize("name", ["name", "value", "dataset", "split"])
-def test_a_metric_that_does_not_say_what_it_is_is_refused(name: str) -> None:
-    entry = {"name": "loss", "value": 2.5, "dataset": "WikiText-2", "split": "test"}
-    assert metrics_of({"metrics": [entry]}) == [Metric("loss", 2.5, "WikiText-2", "test")]
-    with pytest.raises(ValueError, match=rf"m\.json: metrics\[0\] has no `{name}`"):
-        metrics_of({"metrics": [{key: value for key, value in entry.items() if key != name}]}, "m.json")
-    with pytest.raises(ValueError, match=f"`{name}`"):
-        metrics_of({"metrics": [{**entry, name: None}]})
+ENTRY = {"name": "loss", "value": 2.5, "dataset": "WikiText-2", "split": "test"}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "2.5"])
-def test_a_metric_without_a_finite_number_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match="no finite number"):
-        Metric("loss", value, "WikiText-2", "test")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        *[({name: None}, f"`{name}`") for name in ENTRY],
+        *[({"value": value}, "no finite number") for value in (float("nan"), float("inf"), True, "2.5")],
+        ({"splits": "c"}, "unknown field 'splits'"),
+    ],
+)
+def test_a_metric_that_does_not_say_what_it_is_is_refused(change: dict[str, Any], words: str) -> None:
+    assert metrics_of({"metrics": [ENTRY]}) == [Metric("loss", 2.5, "WikiText-2", "test")]
+    with pytest.raises(ValueError, match=words):
+        metrics_of({"metrics": [{**ENTRY, **change}]})
 
 
-def test_a_misspelt_field_of_a_metric_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown field 'splits'"):
-        metrics_of({"metrics": [{"name": "loss", "value": 1, "dataset": "a", "split": "b", "splits": "c"}]})
+def test_what_lacks_a_field_is_refused_by_name(checkpoints: Path) -> None:
+    for name in ENTRY:
+        with pytest.raises(ValueError, match=rf"m\.json: metrics\[0\] has no `{name}`"):
+            metrics_of({"metrics": [{key: value for key, value in ENTRY.items() if key != name}]}, "m.json")
+    run = {key: value for key, value in TRAINING["runs"][0].items() if key != "steps"}
+    with pytest.raises(ValueError, match="'Llama' has no `steps`"):
+        finetuned(ResFormerConfig(), runs=[run])
+    record = record_of(checkpoints / "exact")
+    del record["parameters"]
+    with pytest.raises(UndefinedError, match="parameters"):
+        retrofit_card(record, "you/new")
 
 
 def test_a_task_without_a_split_and_other_json_are_refused() -> None:
@@ -360,19 +363,6 @@ def test_a_task_without_a_split_and_other_json_are_refused() -> None:
         harness_metrics({**HARNESS, "configs": {**HARNESS["configs"], "custom": {"dataset_path": "json"}}})
     with pytest.raises(ValueError, match="no results of lm-evaluation-harness"):
         harness_metrics(TRAINING)
-
-
-def test_a_template_without_its_value_is_an_error(checkpoints: Path) -> None:
-    record = record_of(checkpoints / "exact")
-    del record["parameters"]
-    with pytest.raises(UndefinedError, match="parameters"):
-        retrofit_card(record, "you/new")
-
-
-def test_a_run_without_its_figures_is_refused() -> None:
-    run = {key: value for key, value in TRAINING["runs"][0].items() if key != "steps"}
-    with pytest.raises(ValueError, match="'Llama' has no `steps`"):
-        finetuned(ResFormerConfig(), runs=[run])
 
 
 # Results
@@ -423,7 +413,8 @@ def test_method_cards_are_what_the_facts_make_of_them(method: str) -> None:
     assert packaged_method_card(method) == method_card(method, measured), f"make them anew: {again}"
 
 
-def test_there_is_a_card_of_each_method_and_no_other() -> None:
+def test_the_command_prints_a_card_of_each_method_and_there_is_no_other() -> None:
+    assert card("--method", "svformer") == (0, packaged_method_card("svformer"), "")
     assert {path.stem for path in (ROOT / "model_cards" / "methods").iterdir()} == set(METHODS) == set(FACTS)
 
 
@@ -611,10 +602,6 @@ def test_command_dry_run_prints_and_writes_nothing(copied: Callable[[str], Path]
     assert code == 0
     assert said.startswith("---\n")
     assert sorted(folder.iterdir()) == before
-
-
-def test_command_prints_a_methods_card() -> None:
-    assert card("--method", "svformer") == (0, packaged_method_card("svformer"), "")
 
 
 def test_command_refuses_what_it_cannot_read(checkpoints: Path, tmp_path: Path) -> None:

@@ -7,22 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+from checkpoints import EXACT, FAMILIES
+from conftest import TINY
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+from resformer.convert.families import backbone_config
 from resformer.modeling import ResFormerPreTrainedModel
 
 Randomise = Callable[..., PreTrainedModel]
@@ -50,75 +40,24 @@ ROPES: dict[str, dict[str, Any]] = {
     },
 }
 
-#: What the tests below compare: the original's classes and extra fields, and ResFormerConfig's extra fields.
-FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any], dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}, {}),
-    "llama-biased-tied": (
-        LlamaConfig,
-        LlamaForCausalLM,
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 12},
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 12},
-    ),
-    "mistral-sliding": (MistralConfig, MistralForCausalLM, {"sliding_window": 4}, {"sliding_window": 4}),
-    "mistral-full": (MistralConfig, MistralForCausalLM, {"sliding_window": None}, {}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}, {"attention_bias": True, "attention_out_bias": False}),
-    "qwen2-sliding": (
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
-        {
-            "attention_bias": True,
-            "attention_out_bias": False,
-            "sliding_window": 4,
-            "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 4,
-        },
-    ),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 12}, {"head_dim": 12, "qk_norm": True}),
-    "smollm3": (
-        SmolLM3Config,
-        SmolLM3ForCausalLM,
-        {"tie_word_embeddings": True},
-        {"no_rope_layers": [1, 1, 1, 0, 1, 1], "tie_word_embeddings": True},
-    ),
-    "smollm3-sliding": (
-        SmolLM3Config,
-        SmolLM3ForCausalLM,
-        {"no_rope_layers": [1, 0, 1, 0, 0, 1], "use_sliding_window": True, "sliding_window": 4},
-        {
-            "no_rope_layers": [1, 0, 1, 0, 0, 1],
-            "sliding_window": 4,
-            "layer_types": [["full_attention", "sliding_attention"][n in (1, 3, 4)] for n in range(6)],
-            "tie_word_embeddings": True,
-        },
-    ),
-}
-
 
 @pytest.fixture
-def twins(tiny_config: Callable[..., ResFormerConfig], randomise: Randomise) -> Callable[..., tuple[Any, Any]]:
+def twins(randomise: Randomise) -> Callable[..., tuple[Any, Any]]:
     """`twins("qwen3", dtype, attention)`: the original and the ResFormer with its weights, both in eval mode."""
 
     def build(
         family: str, dtype: torch.dtype = torch.float32, attention: str = "sdpa", **fields: Any
     ) -> tuple[PreTrainedModel, PreTrainedModel]:
-        config_class, model_class, theirs, ours = FAMILIES[family]
-        backbone = {**_backbone(tiny_config()), "rope_parameters": ROPES["default"], **fields}
-        original = randomise(model_class(config_class(**{**backbone, **theirs}))).to(dtype).eval()
-        model = ResFormerForCausalLM(ResFormerConfig(**{**backbone, **ours})).to(dtype).eval()
+        config_class, model_class, family_fields = FAMILIES[family]
+        config = config_class(**{**TINY, "rope_parameters": ROPES["default"], **family_fields, **fields})
+        original = randomise(model_class(config)).to(dtype).eval()
+        model = ResFormerForCausalLM(backbone_config(config)).to(dtype).eval()
         model.load_state_dict(original.state_dict(), strict=True)
         for each in (original, model):
             each.set_attn_implementation(attention)
         return original, model
 
     return build
-
-
-def _backbone(config: ResFormerConfig) -> dict[str, Any]:
-    fields = (
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-        "max_position_embeddings pad_token_id bos_token_id eos_token_id"
-    )
-    return {field: getattr(config, field) for field in fields.split()}
 
 
 def assert_same_logits(original: PreTrainedModel, model: PreTrainedModel, ragged: dict[str, torch.Tensor]) -> None:
@@ -169,11 +108,7 @@ def test_the_rope_types_differ_from_each_other(twins: Callable[..., Any], ragged
     assert all(not torch.equal(a, b) for k, a in enumerate(logits) for b in logits[:k])
 
 
-def test_a_configuration_with_nothing_set_is_plain_llama() -> None:
-    ours, theirs = ResFormerConfig(), LlamaConfig()
-    for field, value in theirs.to_dict().items():
-        if field not in ("model_type", "architectures", "transformers_version"):
-            assert getattr(ours, field) == value, field
+def test_a_model_of_a_configuration_with_nothing_set_has_llamas_parameters() -> None:
     with torch.device("meta"):
         small = {"num_hidden_layers": 2}
         state = ResFormerForCausalLM(ResFormerConfig(**small)).state_dict()
@@ -224,34 +159,10 @@ def test_generation_gives_the_originals_logits_bit_for_bit(
 
 # Plain checkpoints read with connections added
 
-_LEARNED = ("learnable", "learnable_plus", "dense", "gated")
-
-
-def _is_exact(fields: dict[str, Any]) -> bool:
-    """Whether the method is plain Llama when it starts at (0, 1)."""
-    fixed = {"value_sources", "key_sources", "neutreno_lambda", "value_residual_init"} & fields.keys()
-    return not fixed and (fields.get("value_residual", "none") in ("none", *_LEARNED))
-
-
-EXACT = [name for name, fields in METHODS.items() if _is_exact(fields(6))]
-
-
-def test_the_exact_methods_are_those_that_the_design_lists() -> None:
-    assert set(EXACT) == {
-        "transformer",
-        "resformer",
-        "resformer-plus",
-        "resformer-dense",
-        "resformer-gated",
-        "denseformer",
-        "denseformer-4x5",
-        "resformer-denseformer",
-    }
-
 
 @pytest.fixture
-def plain_checkpoint(tiny_config: Callable[..., ResFormerConfig], randomise: Randomise, tmp_path: Path) -> Path:
-    randomise(LlamaForCausalLM(LlamaConfig(**_backbone(tiny_config())))).save_pretrained(tmp_path / "llama")
+def plain_checkpoint(randomise: Randomise, tmp_path: Path) -> Path:
+    randomise(LlamaForCausalLM(LlamaConfig(**TINY))).save_pretrained(tmp_path / "llama")
     return tmp_path / "llama"
 
 

@@ -88,12 +88,6 @@ except SystemExit as stop:
     assert {"torch", "transformers"} & set(python(code, cwd=tmp_path)) == set()
 
 
-def test_module_runs_as_a_command(tmp_path: Path) -> None:
-    code = "import runpy\nsys.argv = ['resformer', '--version']\nrunpy.run_module('resformer', run_name='__main__')"
-    command = f"try:\n    exec({code!r})\nexcept SystemExit:\n    print(json.dumps('stopped'))"
-    assert python(command, cwd=tmp_path) == "stopped"
-
-
 def test_every_public_name_is_there_and_unknown_ones_are_not() -> None:
     assert [name for name in resformer.__all__ if getattr(resformer, name, None) is None] == []
     assert set(resformer.__all__) <= set(dir(resformer))
@@ -186,17 +180,6 @@ print(json.dumps(found))"""
         saved = model_class.from_pretrained(checkpoints / name).state_dict()
         checksum = sum(value.double().abs().sum() for value in saved.values()).item()
         assert found[name] == [model_class.__module__, model_class.__name__, {}, pytest.approx(checksum, rel=1e-12)]
-
-
-@pytest.mark.slow
-def test_without_the_import_the_error_names_the_model_type(checkpoint: Path, tmp_path: Path) -> None:
-    code = """
-from transformers import AutoModelForCausalLM
-try:
-    AutoModelForCausalLM.from_pretrained(sys.argv[1])
-except ValueError as error:
-    print(json.dumps(str(error)))"""
-    assert "resformer" in python(code, checkpoint, cwd=tmp_path)
 
 
 # Tokenizers beside a checkpoint

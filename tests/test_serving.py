@@ -15,7 +15,7 @@ import pytest
 import torch
 from checkpoints import SIZES, byte_tokenizer
 from torch import nn
-from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_serve_available
 
@@ -196,10 +196,3 @@ def test_the_tensor_parallel_plan_names_what_the_model_has(tiny_model: TinyModel
     names = {re.sub(r"\d+", "*", name.rpartition(".")[0]) for name in model.state_dict()}
     assert model.tp_plan.keys() <= names
     assert {name for name in names if "norm" not in name and "depth_average" not in name} <= model.tp_plan.keys()
-
-
-def test_auto_model_builds_the_decoder_from_a_configuration(tiny_config: Callable[..., ResFormerConfig]) -> None:
-    config = tiny_config("svformer")
-    config._attn_implementation = "sdpa"
-    assert type(AutoModel.from_config(config)).__name__ == "ResFormerModel"
-    assert type(AutoModelForCausalLM.from_config(config)) is ResFormerForCausalLM

@@ -157,36 +157,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(method: str, dtype: 
         assert all(torch.equal(mine[key], theirs[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
 
-@pytest.mark.parametrize("method", TRAINED)
-def test_the_best_model_is_loaded_at_the_end_and_reloads(method: str, trainer: Build) -> None:
-    # The whole training set at each step: its loss falls. The best shall be where it is greatest, at the first step.
-    run = trainer(
-        method,
-        eval_dataset=rows(16),
-        max_steps=4,
-        per_device_train_batch_size=16,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="loss",
-        greater_is_better=True,
-    )
-    run.train()
-    measured = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
-    assert measured == sorted(measured, reverse=True)
-    assert len(set(measured)) == 4
-    assert run.state.best_metric == measured[0]
-    assert run.evaluate()["eval_loss"] == pytest.approx(measured[0], rel=1e-6)
-
-    run.save_model()
-    again = AutoModelForCausalLM.from_pretrained(run.args.output_dir)
-    assert type(again) is ResFormerForCausalLM
-    for (name, parameter), reloaded in zip(run.model.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(parameter, reloaded), name
-
-
 #: What is asked of the Trainer -> the name of the optimizer's class that it makes.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], str]] = {
     "adamw_torch": ({"optim": "adamw_torch"}, "AdamW"),
