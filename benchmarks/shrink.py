@@ -18,9 +18,10 @@ fp8, int8, int4     Transformers' quantised caches; int8 and int4 are its group-
 
 `--shrunken NAME=FOLDER` measures each checkpoint in a folder as a curve NAME, and its quantised caches.
 
-Quantised caches are measured as in decoding: after a chunk of 128 tokens, Transformers quantises all of them. The share
-of the cache is of bytes per token in bfloat16, without those last 128 tokens. Results are written after each
-measurement; what the output holds is not measured again.
+Quantised caches are measured as in decoding: after each chunk of 128 tokens, Transformers quantises all of them; the
+first 128 tokens of a block see nothing quantised. The share of the cache is of bytes per token in bfloat16, without the
+last 128 tokens, which are not quantised yet. Results are written after each measurement; what the output holds is not
+measured again.
 """
 
 import argparse
