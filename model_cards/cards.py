@@ -58,7 +58,8 @@ def retrofit_card(
     """The card of a retrofitted checkpoint.
 
     Args:
-        report: `RetrofitReport.as_dict()`, or the record of a converted folder (`resformer_conversion.json`).
+        report: `RetrofitReport.as_dict()`, or the record of a converted folder (`resformer_conversion.json`);
+            of a shrunken checkpoint, what it costs and how well its layers were fitted.
         repository: the Hub id, or path, that the card's code loads; default: the output folder's name.
         config: the checkpoint's; the cost of the cache follows from it.
         source_card: licence, languages and data from the source's card (`carried_metadata`).
@@ -71,7 +72,7 @@ def retrofit_card(
         jinja2.UndefinedError: `report` lacks a value that the card states.
     """
     return _card(
-        "retrofit.md.jinja",
+        "shrunk.md.jinja" if "shares" in report else "retrofit.md.jinja",
         title=f"{PurePath(report['source']).name} with {report['method']}",
         repository=repository or PurePath(report["output"]).name,
         method=report["method"],

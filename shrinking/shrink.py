@@ -32,7 +32,7 @@ from resformer.untrusted import read_json
 __all__ = ["ShrinkReport", "shrink"]
 
 #: Steps of training a query projection: while plans are compared, and for the result.
-_SEARCH_STEPS, _FINAL_STEPS = 60, 300
+_SEARCH_STEPS, _FINAL_STEPS = 100, 300
 #: Held-out blocks that plans are compared on.
 _SCORED = 4
 #: The fewest calibration tokens for each input of an output projection.
@@ -183,7 +183,7 @@ def shrink(
         options,
         ShrinkReport,
         changed={name: tensor.cpu() for name, tensor in changed.items()},
-        method=method_of(result_config) or "calibrated sharing",
+        method=method_of(result_config) or "calibrated-sharing",
         fields=chosen.fields(),
         cache=chosen.kept / (2 * config.num_hidden_layers),
         calibration={
