@@ -93,7 +93,7 @@ def fit_keys(
     steps: int = 200,
     progress: Progress = lambda done: None,
 ) -> KeyFit:
-    """Fits layer n to the keys of layer a.
+    """Fits layer n to the keys of layer a; training that does not lower the held-out error is discarded.
 
     Args:
         order: group g faces head order[g] of the source.
@@ -115,18 +115,27 @@ def fit_keys(
 
     def attend(rows: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(rotated queries, shared keys, scores, A)"""
-        queries = torch.nn.functional.linear(
-            calibration.inputs(n, rows), weight.to(dtype), None if bias is None else bias.to(dtype)
-        )
+        with torch.no_grad():
+            inputs = calibration.inputs(n, rows)
+        queries = torch.nn.functional.linear(inputs, weight.to(dtype), None if bias is None else bias.to(dtype))
         queries = calibration.rotated(n, queries.unflatten(-1, (calibration.query_heads, -1)).transpose(1, 2))
         with torch.no_grad():
             keys = calibration.keys(a, rows)[:, order].repeat_interleave(size, 1)
             return queries, keys, calibration.scores(n, queries, keys), calibration.attend(n, rows)[1]
 
-    weight.requires_grad_(True)
+    def held_out_error() -> float:
+        with torch.no_grad():
+            attended = (attend([row])[2:] for row in calibration.held_out)
+            errors = [divergence(weights, scores).mean() for scores, weights in attended]
+            return float(torch.stack(errors).mean())
+
+    untrained, untrained_error = weight, held_out_error()
+    weight = untrained.clone().requires_grad_(True)
     rate = RATE * weight.detach().square().mean().sqrt().item()
     optimizer = torch.optim.Adam([weight], lr=rate, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10) * (1 - step / steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / 10) * (1 - step / (steps or 1))
+    )
     generator = torch.Generator().manual_seed(n * calibration.config.num_hidden_layers + a)
     for _ in range(steps):
         picks = torch.randint(len(calibration.fitted), (BATCH,), generator=generator)
@@ -137,17 +146,10 @@ def fit_keys(
         optimizer.step()
         schedule.step()
         progress(1)
-    with torch.no_grad():
-        errors = [
-            divergence(weights, scores).mean()
-            for _, _, scores, weights in map(attend, ([row] for row in calibration.held_out))
-        ]
-    return KeyFit(
-        tuple(order),
-        weight.detach().to(dtype),
-        None if bias is None else bias.to(dtype),
-        float(torch.stack(errors).mean()),
-    )
+    error = held_out_error()
+    if error > untrained_error:  # little text, or keys that the scalars alone fit
+        weight, error = untrained, untrained_error
+    return KeyFit(tuple(order), weight.detach().to(dtype), None if bias is None else bias.to(dtype), error)
 
 
 def queries_of(calibration: Calibration, n: int, rows: list[int]) -> torch.Tensor:
@@ -157,6 +159,8 @@ def queries_of(calibration: Calibration, n: int, rows: list[int]) -> torch.Tenso
 
 
 def divergence(weights: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """KL(weights || softmax(scores)) for each token, `(rows, query heads, tokens)`; masked scores are finite."""
+    """KL(weights || softmax(scores)) for each token, `(rows, query heads, tokens)`."""
     weights = weights.float()
-    return (torch.xlogy(weights, weights) - weights * scores.float().log_softmax(-1)).sum(-1)
+    # The score of a masked token may overflow to -inf, and 0 * -inf is NaN.
+    logarithms = scores.float().log_softmax(-1).clamp_min(torch.finfo(torch.float32).min)
+    return (torch.xlogy(weights, weights) - weights * logarithms).sum(-1)

@@ -167,15 +167,17 @@ class Readers:
         if projection.bias is not None:
             prior = torch.cat((prior, projection.bias[None].double()))
 
+        dtype = torch.promote_types(calibration.model.dtype, torch.float32)
+
         def moments(row: int) -> Moments:
             output, weights, _, own = calibration.attend(n, [row])
             if keys is not None:
                 weights = calibration.weights_with(n, keys, key_source, [row])
             values = own if value_order is None else calibration.values(value_source, [row])[:, list(value_order)]
-            z = (weights @ values.repeat_interleave(self.size, 1)).transpose(1, 2).flatten(2)[0].float()
+            z = (weights @ values.repeat_interleave(self.size, 1)).transpose(1, 2).flatten(2)[0].to(dtype)
             if projection.bias is not None:
                 z = torch.cat((z, z.new_ones(len(z), 1)), -1)
-            return Moments.of(z, output[0].float())
+            return Moments.of(z, output[0].to(dtype))
 
         train, held_out = (reduce(add, map(moments, rows)) for rows in (calibration.fitted, calibration.held_out))
         weight, strength, error = fit(train, held_out, prior)

@@ -15,6 +15,8 @@ __all__ = ["best_plan", "single_costs", "smallest"]
 TRIED, ACCEPTED = 6, 2
 #: Alternatives to each share that are measured at the end.
 SWAPPED = 2
+#: The least error and the least cost of a share.
+TINY = 1e-12
 
 Progress = Callable[[str], object]
 
@@ -38,10 +40,11 @@ def single_costs(
     for kind in kinds:
         error = readers.key_error if kind == "key" else readers.value_error
         for n in range(layers):
-            if errors := {a: error(n, a) for a in readers.sources(n, kind)}:
+            # Rounding can make the error or the cost of an exact share negative.
+            if errors := {a: max(error(n, a), TINY) for a in readers.sources(n, kind)}:
                 best = min(errors, key=errors.__getitem__)
-                cost = measure(_plan(layers, {(kind, n): best}))
-                costs[kind, n] = {a: cost * each / max(errors[best], 1e-30) for a, each in errors.items()}
+                cost = max(measure(_plan(layers, {(kind, n): best})), TINY)
+                costs[kind, n] = {a: cost * each / errors[best] for a, each in errors.items()}
             progress(f"{kind}s of layer {n}")
     return costs
 

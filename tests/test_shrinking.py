@@ -1,0 +1,507 @@
+"""Smaller caches for trained checkpoints: the fits against their definitions, models that can be shared exactly, plans,
+and `resformer shrink` from end to end."""
+
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import byte_tokenizer, save_checkpoint
+from command_server import run
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+import resformer
+import resformer.shrinking.shrink as shrinking
+from resformer import ResFormerConfig, ResFormerForCausalLM, retrofit
+from resformer.configuration import cache_bytes_per_token
+from resformer.convert import CheckpointError
+from resformer.record import RECORD
+from resformer.shrinking.accounting import measure_cost
+from resformer.shrinking.calibration import Calibration, calibrating
+from resformer.shrinking.keys import KeyFit, complex_scalars, divergence, fit_keys, fold_into_queries
+from resformer.shrinking.readers import Plan, Readers
+from resformer.shrinking.refit import STRENGTHS, Moments, assign_heads, fit, fold_heads, ridge
+from resformer.shrinking.search import best_plan, single_costs, smallest
+
+OWN = (0, 1, 2, 3)
+#: 4 layers, 6 query and 3 key/value heads of width 8.
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 40,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+WINDOWS = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 8}
+BLOCKS = torch.randint(1, 97, (15, 48), generator=torch.Generator().manual_seed(0))
+
+
+def plain_model(**fields: Any) -> ResFormerForCausalLM:
+    model = ResFormerForCausalLM(ResFormerConfig(**{**SMALL, **fields})).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.15 + ("norm" in name)
+    return model.double()
+
+
+Shares = Mapping[int, tuple[int, tuple[int, ...]]]  # reader -> (source, order)
+
+
+def shareable_model(keys: Shares, values: Shares, intercept: bool = False, **fields: Any) -> ResFormerForCausalLM:
+    """Group g of a reader has the keys z k and the values v M + c of the source's head order[g].
+
+    Norms do nothing, keys and values read dimensions that no layer writes to.
+    """
+    model = plain_model(rms_norm_eps=1e12, **fields)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.fill_(1e6)
+        elif "embed" in name or "q_proj.weight" in name:
+            parameter.data *= 4
+        elif "k_proj.weight" in name or "v_proj.weight" in name:
+            parameter.data[:, 24:] = 0
+        elif "o_proj" in name or "down_proj" in name:
+            parameter.data[:24] = 0
+    layers: Any = model.model.layers
+
+    def by_head(projection: torch.nn.Linear) -> torch.Tensor:
+        parts = [projection.weight.data] + ([] if projection.bias is None else [projection.bias.data[:, None]])
+        return torch.cat(parts, 1).unflatten(0, (3, 8))
+
+    def write(projection: torch.nn.Linear, heads: torch.Tensor) -> None:
+        projection.weight.data = heads.flatten(0, 1)[:, :40].clone()
+        if projection.bias is not None:
+            projection.bias.data = heads.flatten(0, 1)[:, 40].clone()
+
+    for n, (source, order) in values.items():
+        heads = torch.randn(3, 8, 8).mul(0.4).double() @ by_head(layers[source].self_attn.v_proj)[list(order)]
+        if intercept:
+            heads[..., 40] += torch.randn(3, 8)
+        write(layers[n].self_attn.v_proj, heads)
+    for n, (source, order) in keys.items():
+        real, imaginary = by_head(layers[source].self_attn.k_proj)[list(order)].unflatten(1, (2, 4)).unbind(1)
+        heads = torch.randn(3, 4, 1, dtype=torch.complex128) * torch.complex(real, imaginary)
+        write(layers[n].self_attn.k_proj, torch.cat((heads.real, heads.imag), 1))
+    return model
+
+
+# The fits of one reader.
+
+
+@pytest.mark.parametrize("rows", [40, 6])  # inputs: 9
+@pytest.mark.parametrize("strength", [1e-8, 0.1])
+def test_ridge_solves_the_augmented_least_squares(rows: int, strength: float) -> None:
+    z, y, prior = (torch.randn(2, *shape).double() for shape in ((rows, 9), (rows, 4), (9, 4)))
+    moments = Moments.of(z[:, :3], y[:, :3]) + Moments.of(z[:, 3:], y[:, 3:])
+    got = ridge(moments, prior, strength)
+    for k in range(2):
+        penalty = strength * z[k].square().sum() / 9
+        inputs = torch.cat((z[k], penalty.sqrt() * torch.eye(9)))
+        expected = torch.linalg.lstsq(inputs, torch.cat((y[k], penalty.sqrt() * prior[k])), driver="gelsd")[0]
+        torch.testing.assert_close(got[k], expected, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(moments.error(got)[k], (y[k] - z[k] @ got[k]).square().sum(), atol=1e-9, rtol=1e-6)
+
+
+def test_ridge_leaves_the_prior_where_nothing_is_observed() -> None:
+    z, y, prior = torch.randn(20, 5).double(), torch.randn(20, 3).double(), torch.randn(5, 3).double()
+    z[:, 2] = 0
+    got = ridge(Moments.of(z, y), prior, 0.0)
+    torch.testing.assert_close(got[2], prior[2])
+    torch.testing.assert_close(z @ got, z @ torch.linalg.lstsq(z, y, driver="gelsd")[0])
+    assert torch.equal(ridge(Moments.of(0 * z, y), prior, 0.1), prior)
+
+
+def test_the_strength_with_the_least_held_out_error_is_chosen() -> None:
+    true, prior = torch.randn(20, 4).double(), torch.zeros(20, 4).double()
+    sides = [torch.randn(rows, 20).double() for rows in (30, 200)]
+    train, held_out = (Moments.of(z, z @ true + 3 * torch.randn(len(z), 4)) for z in sides)
+    weight, strength, error = fit(train, held_out, prior)
+    errors = {each: float(held_out.error(ridge(train, prior, each))) for each in STRENGTHS}
+    assert strength not in (STRENGTHS[0], STRENGTHS[-1])
+    assert errors[strength] == error == min(errors.values())
+    assert torch.equal(weight, ridge(train, prior, strength))
+
+
+def test_heads_are_folded_group_by_group_and_weighted_by_their_output() -> None:
+    z, target = torch.randn(6, 3, 30, 4).double(), torch.randn(6, 1, 30, 4).double()
+    output = torch.randn(6, 4, 10).double()
+    maps, costs = fold_heads(Moments.of(z, target), output, 0.01)
+    for group, head in itertools.product(range(3), range(3)):
+        members = [2 * group, 2 * group + 1]
+        inputs, outputs = torch.cat([z[i, head] for i in members]), torch.cat([target[i, 0] for i in members])
+        penalty = 0.01 * inputs.square().sum() / 4
+        expected = torch.linalg.solve(inputs.T @ inputs + penalty * torch.eye(4), inputs.T @ outputs)
+        torch.testing.assert_close(maps[group, head], expected)
+        errors = [(target[i, 0] - z[i, head] @ expected).square().sum() * output[i].square().mean() for i in members]
+        torch.testing.assert_close(costs[group, head], sum(errors))
+
+
+def test_heads_are_assigned_at_the_least_total_cost() -> None:
+    for _ in range(5):
+        costs = torch.randn(4, 4)
+        expected = min(itertools.permutations(range(4)), key=lambda order: sum(costs[range(4), order]))
+        assert assign_heads(costs) == list(expected)
+
+
+def test_complex_scalars_are_weighted_least_squares_and_fold_into_rotated_queries() -> None:
+    own, source, queries = (torch.randn(3, 20, 8) for _ in range(3))  # heads, tokens, head_dim
+    weight = torch.rand(3, 20)
+    z = complex_scalars(own, source, weight)
+    for head, j in itertools.product(range(3), range(4)):
+        k, s = (torch.complex(each[head, :, j], each[head, :, j + 4]) * weight[head].sqrt() for each in (own, source))
+        torch.testing.assert_close(z[head, j], torch.linalg.lstsq(s[:, None], k[:, None])[0][0, 0])
+    rotary = LlamaRotaryEmbedding(ResFormerConfig(**SMALL))(own, torch.arange(20)[None])
+    mapped = torch.complex(*source.unflatten(-1, (2, 4)).unbind(-2)) * z[:, None]
+    for rotate in (lambda q, k: apply_rotary_pos_emb(q[None], k[None], *rotary), lambda q, k: (q, k)):
+        expected_q, expected_k = rotate(queries, torch.cat((mapped.real, mapped.imag), -1))
+        got_q, got_k = rotate(fold_into_queries(queries, z[:, None]), source)
+        torch.testing.assert_close(got_q @ got_k.mT, expected_q @ expected_k.mT, atol=1e-5, rtol=1e-5)
+
+
+def key_fit(calibration: Calibration, steps: int, turn: complex = 1.0) -> tuple[list[int], KeyFit]:
+    """Layer 2 on the keys of layer 1, from the scalars that fit best, times `turn`."""
+    with torch.inference_mode():
+        costs, z = Readers(calibration, steps).key_costs(2)[1]
+        order = assign_heads(costs)
+    return order, fit_keys(calibration, 2, 1, order, z[range(3), order] * turn, steps)
+
+
+def test_queries_go_down_the_gradient_of_the_divergence() -> None:
+    model = plain_model(attention_bias=True, attention_out_bias=False)
+    with calibrating(model, BLOCKS[:1].repeat(5, 1)) as calibration:
+        (order, start), (_, stepped) = key_fit(calibration, 0), key_fit(calibration, 1)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        weight = start.weight.clone().requires_grad_()
+        queries = torch.nn.functional.linear(calibration.inputs(2, [0]), weight, start.bias)
+        queries = calibration.rotated(2, queries.unflatten(-1, (6, 8)).transpose(1, 2))
+        keys = calibration.keys(1, [0])[:, order].repeat_interleave(2, 1)
+        divergence(calibration.attend(2, [0])[1], calibration.scores(2, queries, keys)).sum().backward()
+    large = weight.grad.abs() > 1e-2
+    assert large.float().mean() > 0.8
+    step = (stepped.weight - start.weight)[large]  # Adam's first step has the size of its rate
+    assert torch.equal(step.sign(), -weight.grad[large].sign())
+
+
+def test_training_lowers_the_divergence_of_attention_or_is_discarded() -> None:
+    with calibrating(shareable_model({2: (1, (1, 2, 0))}, {}), BLOCKS) as calibration:
+        (_, start), (_, trained) = key_fit(calibration, 0, 1 + 1j), key_fit(calibration, 40, 1 + 1j)
+        with torch.no_grad():
+            attended = calibration.weights_with(2, trained, 1, calibration.held_out)
+            expected = divergence(calibration.attend(2, calibration.held_out)[1], attended.log()).mean()
+        assert 0 < trained.error < 0.5 * start.error
+        assert trained.error == pytest.approx(float(expected), rel=1e-4)
+        assert torch.equal(key_fit(calibration, 5)[1].weight, key_fit(calibration, 0)[1].weight)  # exact already
+
+
+# Models that can be shared exactly.
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "fields"),
+    [
+        ({}, {2: (0, (1, 2, 0))}, {}),
+        ({}, {1: (0, (1, 2, 0)), 3: (0, (2, 1, 0))}, {"attention_bias": True, "attention_out_bias": True}),
+        ({2: (0, (1, 2, 0))}, {}, {}),
+        ({1: (0, (1, 2, 0)), 3: (0, (2, 1, 0))}, {}, {"attention_bias": True, "attention_out_bias": False}),
+        ({1: (0, (1, 2, 0))}, {1: (0, (1, 2, 0)), 3: (0, (2, 1, 0))}, {}),
+        # Layer 1 reads values and is read for its keys.
+        ({2: (1, (1, 2, 0)), 3: (1, (2, 0, 1))}, {1: (0, (1, 2, 0)), 2: (0, (2, 0, 1))}, {}),
+        ({2: (1, (1, 2, 0))}, {3: (0, (1, 2, 0))}, {"no_rope_layers": [1, 0, 0, 1]}),
+        ({2: (0, (1, 2, 0))}, {3: (1, (1, 2, 0))}, WINDOWS),
+    ],
+)
+def test_a_model_that_can_be_shared_exactly_gets_its_logits_back(
+    keys: Shares, values: Shares, fields: dict[str, Any]
+) -> None:
+    model = shareable_model(keys, values, intercept=bool(fields.get("attention_out_bias")), **fields)
+    ids = BLOCKS[:3].flip(1)
+    with torch.no_grad():
+        expected = model(ids).logits
+    plan = Plan(*(tuple(shares.get(n, (n,))[0] for n in OWN) for shares in (keys, values)))
+    with calibrating(model, BLOCKS) as calibration, torch.inference_mode():
+        readers = Readers(calibration, 0)
+        student = readers.student(plan)
+        got = student(ids).logits
+    assert expected.std() > 0.5
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_plan_that_shares_nothing_leaves_the_logits_bit_for_bit() -> None:
+    model = plain_model()
+    plain = deepcopy(model)
+    with calibrating(model, BLOCKS) as calibration, torch.no_grad():
+        assert torch.equal(Readers(calibration, 0).student(Plan(OWN, OWN))(BLOCKS).logits, plain(BLOCKS).logits)
+
+
+@pytest.mark.parametrize(
+    ("fields", "keys", "values"),
+    [
+        ({}, [[], [0], [0, 1], [0, 1, 2]], [[], [0], [0, 1], [0, 1, 2]]),
+        ({"no_rope_layers": [1, 0, 0, 1]}, [[], [], [1], [0]], [[], [0], [0, 1], [0, 1, 2]]),
+        ("windows", [[], [], [0], [1]], [[], [], [0], [1]]),
+    ],
+)
+def test_sources_are_earlier_layers_of_the_same_type(fields: Any, keys: list, values: list) -> None:
+    model = plain_model(**(WINDOWS if fields == "windows" else fields))
+    with calibrating(model, BLOCKS[:5]) as calibration:
+        readers = Readers(calibration, 0)
+    assert [readers.sources(n, "key") for n in OWN] == keys
+    assert [readers.sources(n, "value") for n in OWN] == values
+    assert smallest(readers, ("key", "value")) == keys.count([]) + values.count([])
+    assert smallest(readers, ("value",)) == 4 + values.count([])
+
+
+# Plans.
+
+
+def cost_of(plan: Plan, costs: Mapping[tuple[str, int], Mapping[int, float]]) -> float:
+    pairs = (("key", plan.key_sources), ("value", plan.value_sources))
+    return sum(costs[kind, n][a] for kind, sources in pairs for n, a in enumerate(sources) if a != n)
+
+
+def all_plans(kept: int) -> list[Plan]:
+    each = [s for s in itertools.product(*(range(n + 1) for n in OWN)) if all(s[a] == a for a in s)]
+    return [plan for plan in itertools.starmap(Plan, itertools.product(each, each)) if plan.kept == kept]
+
+
+@pytest.mark.parametrize("kept", [8, 6, 5, 4, 2])
+def test_the_plan_is_the_cheapest_one_where_costs_add_up(kept: int) -> None:
+    draw = random.Random(kept).random
+    for _ in range(5):
+        costs = {(kind, n): {a: draw() for a in range(n)} for kind in ("key", "value") for n in (1, 2, 3)}
+        measure = partial(cost_of, costs=costs)
+        plan = best_plan(4, kept, costs, measure)
+        assert plan in all_plans(kept)  # every source keeps its own
+        assert measure(plan) == pytest.approx(min(map(measure, all_plans(kept))))
+
+
+def test_shares_that_cost_more_together_are_not_chosen_together() -> None:
+    costs = {("value", n): dict.fromkeys(range(n), 0.1 * n) for n in (1, 2, 3)}
+
+    def measure(plan: Plan) -> float:
+        together = plan.value_sources[1] != 1 and plan.value_sources[2] != 2
+        return cost_of(plan, costs) + together
+
+    assert best_plan(4, 6, costs, partial(cost_of, costs=costs)).value_sources == (0, 0, 0, 3)
+    assert best_plan(4, 6, costs, measure).value_sources in ((0, 0, 2, 0), (0, 0, 2, 2))
+
+
+def test_the_source_of_an_exact_share_is_the_one_it_is_exact_for() -> None:
+    model = shareable_model({}, {3: (1, (1, 2, 0))})
+    with calibrating(model, BLOCKS) as calibration, torch.inference_mode():
+        readers = Readers(calibration, 0)
+        for rounding in (-1e-9, 0.0):  # of a cost or an error that is zero
+            costs = single_costs(readers, ("value",), lambda plan: rounding if plan.value_sources[3] != 3 else 1.0)
+            assert min(costs["value", 3], key=costs["value", 3].__getitem__) == 1
+        assert best_plan(4, 7, costs, lambda plan: plan.value_sources[3] == 3).value_sources == (0, 1, 2, 1)
+
+
+# From end to end.
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Checkpoints of 3 layers, and text."""
+    folder = tmp_path_factory.mktemp("shrink")
+    save_checkpoint(folder / "llama", num_hidden_layers=3)
+    words = random.Random(0).choices("the cat sat on a mat and saw seven dogs in fields of green .".split(), k=4000)
+    (folder / "text.txt").write_text("\n\n".join(" ".join(words[i : i + 50]) for i in range(0, len(words), 50)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "home" / "datasets")
+        patch.setattr(shrinking, "_SEARCH_STEPS", 10)
+        patch.setattr(shrinking, "_FINAL_STEPS", 20)
+        yield folder
+
+
+def shrink(work: Path, output: Path, cache: float | None = None, source: str = "llama", **options: Any) -> Any:
+    sizes = {"tokens": 1280, "block": 64, "evaluation_tokens": 256, "progress": False}
+    texts = {"calibrate": [str(work / "text.txt")], "sample_by": "paragraph"}
+    return resformer.shrink(work / source, output, cache, **{**sizes, **texts, **options})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_result_is_the_source_but_for_its_readers(
+    dtype: torch.dtype, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"llama-{dtype}"
+    save_checkpoint(work / name, dtype=dtype, num_hidden_layers=3)
+    ids, logits = torch.arange(1, 41)[None], []
+
+    def measure(source: Any, student: Any, *rest: Any, **options: Any) -> Any:
+        logits.extend(model(ids).logits for model in (source, student))
+        return measure_cost(source, student, *rest, **options)
+
+    monkeypatch.setattr(shrinking, "measure_cost", measure)
+    report = shrink(work, tmp_path / "out", 0.75, source=name)
+    source, result = (AutoModelForCausalLM.from_pretrained(path) for path in (work / name, tmp_path / "out"))
+    for model, expected in zip((source, result), logits, strict=True):
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, expected)
+    assert result.generate(ids, max_new_tokens=5, do_sample=False).shape == (1, 45)
+    assert result.dtype == dtype
+    plan = Plan(tuple(result.config.all_key_sources), tuple(result.config.all_value_sources))
+    assert report.fields == plan.fields()
+    assert report.cache == plan.kept / 6 == 4 / 6
+    assert cache_bytes_per_token(result.config) == report.cache * cache_bytes_per_token(source.config)
+    old, new = (load_file(path / "model.safetensors") for path in (work / name, tmp_path / "out"))
+    changed = {key for key in new if key not in old or not torch.equal(old[key], new[key])}
+    assert {f"model.layers.{n}.self_attn.o_proj.weight" for n in plan.readers} <= changed
+    assert {int(key.split(".")[2]) for key in changed if ".self_attn." in key} == {*plan.readers}
+    assert all(".self_attn." in key for key in changed)
+    assert sorted(old.keys() - new.keys()) == sorted(report.dropped)
+    record = json.loads((tmp_path / "out" / RECORD).read_text())
+    for field in ("fields", "shares", "cost", "cache", "calibration"):
+        assert record[field] == report.as_dict()[field]
+    assert [share["layer"] for share in report.shares] == plan.readers
+    assert all(0 < share["output_error"] < 1 for share in report.shares)
+
+
+def test_two_runs_write_the_same_bytes(work: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shrink(work, tmp_path / name / "out", 0.75)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_the_command_plans_dry_and_follows_a_plan(work: Path, tmp_path: Path) -> None:
+    def command(*arguments: object) -> str:
+        options = ("--calibrate", work / "text.txt", "--sample-by", "paragraph", "--tokens", 1280, "--block", 64)
+        environment = {**os.environ, "HF_HOME": str(work / "home")}
+        done = run("-m", "resformer", "shrink", work / "llama", *arguments, *options, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    planned = command("out", "--cache", 0.84, "--values-only", "--dry-run", "--json")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "plan.json").write_text(planned)
+    printed = command("out", "--plan", "plan.json")
+    expected = json.loads(planned)
+    assert list(expected["fields"]) == ["value_sources"]
+    record = json.loads((tmp_path / "out" / RECORD).read_text())
+    for field in ("fields", "shares", "cost"):
+        assert record[field] == expected[field]
+    assert f"cache         {5 / 6:.1%} of the source's" in printed
+    assert f"{expected['cost']['kl_mean']:.4f} nats" in printed
+
+
+def test_a_named_method_is_calibrated(work: Path, tmp_path: Path) -> None:
+    text = work / "text.txt"
+    report = shrink(work, tmp_path / "out", method="svformer", evaluate=[str(text)])
+    naive = retrofit(work / "llama", tmp_path / "naive", "svformer", lossy=True)
+    assert (report.method, report.fields) == ("svformer", naive.fields) == ("svformer", {"value_sources": [0, 0, 0]})
+    folders = (work / "llama", tmp_path / "naive", tmp_path / "out")
+    source, *results = map(AutoModelForCausalLM.from_pretrained, folders)
+    ids = byte_tokenizer()(text.read_text()[:1000], return_tensors="pt")["input_ids"].view(4, 250)
+    uncalibrated, calibrated = (measure_cost(source, result, ids, greedy_limit=1).kl_mean for result in results)
+    assert calibrated < 0.7 * uncalibrated
+
+
+#: What is asked of `shrink`, and what its error says.
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "none": ({}, ValueError, "--cache, --plan and --method"),
+    "two": ({"cache": 0.8, "method": "svformer"}, ValueError, "one of --cache, --plan and --method"),
+    "zero": ({"cache": 0.0}, ValueError, "cache=0.0: expected a share"),
+    "more": ({"cache": 1.5}, ValueError, "cache=1.5"),
+    "nan": ({"cache": math.nan}, ValueError, "cache=nan"),
+    "method": ({"method": "cla3"}, ValueError, "'cla3'"),
+    "unshared": ({"method": "resformer"}, CheckpointError, "Method resformer: shares neither keys nor values"),
+    "budget": ({"cache": 0.3}, CheckpointError, r"no plan takes 30.0%.*at least 33.3% is left"),
+    "values": ({"cache": 0.6, "values_only": True}, CheckpointError, "with values shared, at least 66.7%"),
+    "little": ({"cache": 0.8, "tokens": 320}, CheckpointError, "has 320 tokens.*32 inputs: at least 640 tokens"),
+    "less": (
+        {"cache": 0.8, "tokens": 2560, "block": 256, "calibrate": ["short"]},
+        CheckpointError,
+        "too few for one block of 256",
+    ),
+    "text": ({"cache": 0.8, "calibrate": ["missing.txt"]}, CheckpointError, "missing.txt: there is no such file"),
+    "layers": ({"plan": {"value_sources": [0, 0]}}, CheckpointError, "plan.json: does not fit.* 3 layers.*2 entries"),
+    "chain": ({"plan": {"value_sources": [0, 0, 1]}}, CheckpointError, "must be its own source"),
+    "own": ({"plan": {"value_sources": [0, 1, 2]}}, CheckpointError, "plan.json: shares neither keys nor values"),
+    "empty": ({"plan": {}}, CheckpointError, "plan.json: shares neither"),
+    "list": ({"plan": [0, 0, 2]}, CheckpointError, "plan.json"),
+    "fields": ({"plan": {"fields": [0, 0, 2]}}, CheckpointError, "plan.json"),
+    "keys": (
+        {"plan": {"key_sources": [0, 0, 2]}, "values_only": True},
+        CheckpointError,
+        "shares keys, but values only",
+    ),
+    "qk_norm": ({"plan": {"key_sources": [0, 0, 2]}, "source": "qwen3"}, CheckpointError, "qk_norm"),
+    "qk_norm-cache": ({"cache": 0.6, "source": "qwen3"}, CheckpointError, "with values shared, at least 66.7%"),
+    "windows": ({"plan": {"value_sources": [0, 0, 2]}, "source": "windows"}, CheckpointError, "layer_types"),
+    "nope": ({"plan": {"key_sources": [0, 0, 2]}, "source": "nope"}, CheckpointError, "no_rope_layers"),
+    "weights": ({"cache": 0.8, "source": "broken"}, CheckpointError, "broken gives no finite numbers"),
+    "head": ({"cache": 0.8, "source": "broken-head"}, CheckpointError, "NaN"),
+    "tokenizer": ({"cache": 0.8, "source": "bare"}, CheckpointError, "bare: has no tokenizer"),
+    "vocabulary": ({"cache": 0.8, "source": "narrow"}, CheckpointError, "narrow.*200"),
+    "output": ({"cache": 0.8, "output": "."}, CheckpointError, "not empty"),
+}
+
+
+@pytest.fixture(scope="module")
+def odd_sources(work: Path) -> None:
+    save_checkpoint(work / "qwen3", "qwen3", num_hidden_layers=3)
+    save_checkpoint(
+        work / "windows",
+        "ministral",
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention"] * 1 + ["full_attention"],
+    )
+    save_checkpoint(work / "nope", "smollm3", num_hidden_layers=3, no_rope_layers=[1, 0, 1])
+    save_checkpoint(work / "narrow", vocab_size=200, num_hidden_layers=3)
+    for name, tensor in (("broken", "model.layers.1.mlp.up_proj.weight"), ("broken-head", "lm_head.weight")):
+        shutil.copytree(work / "llama", work / name)
+        weights = load_file(work / name / "model.safetensors")
+        weights[tensor][3, 3] = math.nan
+        save_file(weights, work / name / "model.safetensors", {"format": "pt"})
+    shutil.copytree(work / "llama", work / "bare", ignore=shutil.ignore_patterns("*token*", "*.jinja"))
+
+
+@pytest.mark.usefixtures("odd_sources")
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_named_and_nothing_is_written(case: str, work: Path, tmp_path: Path) -> None:
+    options, error, message = REFUSED[case]
+    options = dict(options)
+    if options.get("calibrate") == ["short"]:
+        (tmp_path / "short.txt").write_text("a few words")
+        options["calibrate"] = [str(tmp_path / "short.txt")]
+    if "plan" in options:
+        (tmp_path / "plan.json").write_text(json.dumps(options["plan"]))
+        options["plan"] = tmp_path / "plan.json"
+    output = tmp_path / options.pop("output", "out")
+    (tmp_path / "mine").write_text("mine")
+    before = contents(tmp_path)
+    with pytest.raises(error, match=f"(?s){message}"):
+        shrink(work, output, **options)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("step", ["measure_cost", "write_retrofit"])
+def test_an_interrupted_run_leaves_nothing(
+    step: str, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shrinking, step, interrupt)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        shrink(work, tmp_path / "out", method="svformer")
+    assert list(tmp_path.iterdir()) == []
