@@ -62,8 +62,15 @@ class Readers:
     the checkpoint is written, which changes nothing that it computes.
     """
 
-    def __init__(self, calibration: Calibration, steps: int, progress: Progress = lambda done: None):
-        self.calibration, self.steps, self.progress = calibration, steps, progress
+    def __init__(
+        self, calibration: Calibration, steps: int, plan: Plan | None = None, progress: Progress = lambda done: None
+    ):
+        """Args:
+        steps: of training each query projection.
+        plan: the only one that will be asked for, if that is known: other sources are then not looked at.
+        progress: called after each fit.
+        """
+        self.calibration, self.steps, self.plan, self.progress = calibration, steps, plan, progress
         self.size = calibration.query_heads // calibration.groups  # query heads in a group
         self._fits: dict[tuple, ReaderFit] = {}
         self.value_folds = cache(self._value_folds)
@@ -71,6 +78,9 @@ class Readers:
 
     def sources(self, n: int, kind: str) -> list[int]:
         """The layers whose keys or values layer n can read: earlier ones of the same type."""
+        if self.plan is not None:
+            source = (self.plan.key_sources if kind == "key" else self.plan.value_sources)[n]
+            return [source] if source != n else []
         config = self.calibration.config
         rope = config.no_rope_layers if kind == "key" else None
         return [

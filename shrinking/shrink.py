@@ -158,7 +158,7 @@ def shrink(
 
         with torch.inference_mode():
             chosen = given or _searched(calibration, opened.name, kinds, cache or 1.0, stage)
-            readers = Readers(calibration, _FINAL_STEPS, lambda done: stage("refitting"))
+            readers = Readers(calibration, _FINAL_STEPS, chosen, lambda done: stage("refitting"))
             fits = readers.fit(chosen)
             result_config, changed = readers.result(chosen)
             plain, student = student_of(model, config, {}), readers.student(chosen)
