@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from operator import add
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from resformer.shrinking.calibration import Calibration, Progress, student_of
 from resformer.shrinking.keys import KeyFit, fit_keys, key_costs
 from resformer.shrinking.refit import Moments, assign_heads, fit, fold_heads
 
-__all__ = ["Plan", "ReaderFit", "Readers"]
+__all__ = ["Plan", "ReaderFit", "Readers", "allowed_sources"]
 
 #: Blocks that heads are assigned on: a head has few unknowns.
 FOLD_BLOCKS = 8
@@ -55,6 +56,14 @@ class ReaderFit:
     keys: KeyFit | None  # q_proj, if the keys are another layer's
 
 
+def allowed_sources(config: Any, n: int, kind: str) -> list[int]:
+    """The layers whose keys or values layer n can read: earlier ones of the same type."""
+    rope = config.no_rope_layers if kind == "key" else None
+    return [
+        a for a in range(n) if config.layer_types[a] == config.layer_types[n] and (rope is None or rope[a] == rope[n])
+    ]
+
+
 class Readers:
     """The fits of all readers that a search asks for, each made once.
 
@@ -77,17 +86,11 @@ class Readers:
         self.key_costs = cache(lambda n: key_costs(calibration, n, self.sources(n, "key")))
 
     def sources(self, n: int, kind: str) -> list[int]:
-        """The layers whose keys or values layer n can read: earlier ones of the same type."""
+        """The layers whose keys or values layer n may read."""
         if self.plan is not None:
             source = (self.plan.key_sources if kind == "key" else self.plan.value_sources)[n]
             return [source] if source != n else []
-        config = self.calibration.config
-        rope = config.no_rope_layers if kind == "key" else None
-        return [
-            a
-            for a in range(n)
-            if config.layer_types[a] == config.layer_types[n] and (rope is None or rope[a] == rope[n])
-        ]
+        return allowed_sources(self.calibration.config, n, kind)
 
     def value_error(self, n: int, a: int) -> float:
         """The squared error of the head-wise fold alone; comparable between the sources of one reader."""

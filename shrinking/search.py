@@ -6,8 +6,9 @@ then accepted a few at a time, and what comes next is measured on top of them.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
-from resformer.shrinking.readers import Plan, Readers
+from resformer.shrinking.readers import Plan, Readers, allowed_sources
 
 __all__ = ["best_plan", "single_costs", "smallest"]
 
@@ -25,10 +26,10 @@ Slot = tuple[str, int]  # ("key" or "value", the layer that reads another's)
 Costs = dict[Slot, dict[int, float]]  # slot -> source -> cost
 
 
-def smallest(readers: Readers, kinds: Collection[str]) -> int:
+def smallest(config: Any, kinds: Collection[str]) -> int:
     """The least number of layers' keys and values that can be stored, of 2N, if `kinds` are shared."""
-    layers = range(readers.calibration.model.config.num_hidden_layers)
-    return sum(kind not in kinds or not readers.sources(n, kind) for kind in ("key", "value") for n in layers)
+    layers = range(config.num_hidden_layers)
+    return sum(kind not in kinds or not allowed_sources(config, n, kind) for kind in ("key", "value") for n in layers)
 
 
 def single_costs(

@@ -122,6 +122,8 @@ def shrink(
     config: Any = backbone_config(opened.config)
     kinds = ("value",) if values_only or config.qk_norm else ("key", "value")
     given = _given_plan(config, plan, method, kinds) if cache is None else None
+    if cache is not None:
+        _check_budget(opened.name, config, kinds, cache)
     fetched = opened.fetch()
     config.tie_word_embeddings, _ = check_tensors(fetched, expected_shapes(config))
     tokenizer = _tokenizer(fetched)
@@ -157,7 +159,7 @@ def shrink(
             bar.update()
 
         with torch.inference_mode():
-            chosen = given or _searched(calibration, opened.name, kinds, cache or 1.0, stage)
+            chosen = given or _searched(calibration, kinds, cache or 1.0, stage)
             readers = Readers(calibration, _FINAL_STEPS, chosen, lambda done: stage("refitting"))
             fits = readers.fit(chosen)
             result_config, changed = readers.result(chosen)
@@ -207,21 +209,29 @@ def plain_model(source: OpenedSource, config: ResFormerConfig) -> ResFormerForCa
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
-def _searched(calibration: Calibration, name: str, kinds: Sequence[str], cache: float, stage: Any) -> Plan:
-    layers = calibration.model.config.num_hidden_layers
-    readers = Readers(calibration, _SEARCH_STEPS)
-    kept = int(cache * 2 * layers + 1e-6)
-    if kept < (least := smallest(readers, kinds)):
+def _check_budget(name: str, config: Any, kinds: Sequence[str], cache: float) -> None:
+    least = smallest(config, kinds)
+    if _kept(config, cache) < least:
         raise CheckpointError(
             f"{name}: no plan takes {cache:.1%} of the cache: with {' and '.join(kinds)}s shared, at least "
-            f"{least / (2 * layers):.1%} is left."
+            f"{least / (2 * config.num_hidden_layers):.1%} is left."
         )
+
+
+def _kept(config: Any, cache: float) -> int:
+    """How many layers' keys and values a share of the cache holds, of 2N."""
+    return int(cache * 2 * config.num_hidden_layers + 1e-6)
+
+
+def _searched(calibration: Calibration, kinds: Sequence[str], cache: float, stage: Any) -> Plan:
+    readers = Readers(calibration, _SEARCH_STEPS)
     rows = calibration.held_out[:_SCORED]
 
     def measure(plan: Plan) -> float:
         return calibration.divergence(readers.student(plan), rows)
 
-    return best_plan(layers, kept, single_costs(readers, kinds, measure, stage), measure, stage)
+    costs = single_costs(readers, kinds, measure, stage)
+    return best_plan(calibration.config.num_hidden_layers, _kept(calibration.config, cache), costs, measure, stage)
 
 
 def _given_plan(config: ResFormerConfig, path: str | Path | None, method: str | None, kinds: Sequence[str]) -> Plan:

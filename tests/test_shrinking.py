@@ -262,8 +262,8 @@ def test_sources_are_earlier_layers_of_the_same_type(fields: Any, keys: list, va
         readers = Readers(calibration, 0)
     assert [readers.sources(n, "key") for n in OWN] == keys
     assert [readers.sources(n, "value") for n in OWN] == values
-    assert smallest(readers, ("key", "value")) == keys.count([]) + values.count([])
-    assert smallest(readers, ("value",)) == 4 + values.count([])
+    assert smallest(readers.calibration.config, ("key", "value")) == keys.count([]) + values.count([])
+    assert smallest(readers.calibration.config, ("value",)) == 4 + values.count([])
 
 
 # Plans.
