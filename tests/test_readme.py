@@ -15,7 +15,10 @@ from resformer import METHODS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in "analysis converting quickstart sharing shrinking training".split())]
+DOCUMENTS = [
+    "README.md",
+    *(f"docs/{name}.md" for name in "analysis converting quickstart sharing shrinking training".split()),
+]
 BLOCKS = r"^```(\w+)\n(.*?)^```"
 
 
