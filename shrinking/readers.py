@@ -173,12 +173,16 @@ class Readers:
             with torch.inference_mode(False):
                 keys = fit_keys(calibration, n, key_source, list(key_order), z, self.steps)
         prior = projection.weight.T.double()
+        intercept = None if projection.bias is None else projection.bias.double()
         if value_order is not None:
             maps = self.value_folds(n)[value_source][1][range(len(value_order)), value_order]
             by_head = prior.unflatten(0, (calibration.query_heads, -1))
-            prior = (maps.repeat_interleave(self.size, 0) @ by_head).flatten(0, 1)
-        if projection.bias is not None:
-            prior = torch.cat((prior, projection.bias[None].double()))
+            folded = maps.repeat_interleave(self.size, 0) @ by_head
+            prior = folded[:, : calibration.head_dim].flatten(0, 1)
+            if intercept is not None:
+                intercept = intercept + folded[:, calibration.head_dim].sum(0)
+        if intercept is not None:
+            prior = torch.cat((prior, intercept[None]))
 
         dtype = torch.promote_types(calibration.model.dtype, torch.float32)
 
@@ -202,15 +206,21 @@ class Readers:
         return ReaderFit(output, bias, strength, error / float(held_out.square), keys)
 
     def _value_folds(self, n: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Source -> (costs, `(groups, heads)`; maps M, `(groups, heads, head_dim, head_dim)`)."""
+        """Source -> (costs, `(groups, heads)`; maps M, `(groups, heads, head_dim, head_dim)`).
+
+        With an output bias, M has one more row: the constant that it can add, as the rows of A sum to 1.
+        """
         calibration = self.calibration
-        output = calibration.layers[n].self_attn.o_proj.weight.T.unflatten(0, (calibration.query_heads, -1)).double()
+        projection = calibration.layers[n].self_attn.o_proj
+        output = projection.weight.T.unflatten(0, (calibration.query_heads, -1)).double()
         sums: dict[int, Moments] = {}
         for row in calibration.fitted[:: max(1, len(calibration.fitted) // FOLD_BLOCKS)]:
             _, weights, _, own = calibration.attend(n, [row])
             target = (weights @ own.repeat_interleave(self.size, 1)).transpose(0, 1).float()
             for a in self.sources(n, "value"):
                 z = weights[0][:, None] @ calibration.values(a, [row])  # query heads, heads, tokens, head_dim
+                if projection.bias is not None:
+                    z = torch.cat((z, torch.ones_like(z[..., :1])), -1)
                 part = Moments.of(z.float(), target)
                 sums[a] = part if a not in sums else sums[a] + part
         folds = {}

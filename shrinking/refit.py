@@ -81,7 +81,7 @@ def fold_heads(moments: Moments, output: torch.Tensor, strength: float = 1e-3) -
         output: W_O^i, `(query heads, head_dim, hidden_size)`.
 
     Returns:
-        M, `(groups, heads, head_dim, head_dim)`, and the squared errors `(groups, heads)`, each query head's weighted
+        M, `(groups, heads, inputs, head_dim)`, and the squared errors `(groups, heads)`, each query head's weighted
         by the mean square of its W_O^i.
     """
     size = moments.gram.shape[0] // moments.gram.shape[1]  # query heads in a group

@@ -126,7 +126,7 @@ def shrink(
         _check_budget(opened.name, config, kinds, cache)
     fetched = opened.fetch()
     config.tie_word_embeddings, _ = check_tensors(fetched, expected_shapes(config))
-    tokenizer = _tokenizer(fetched)
+    tokenizer = _tokenizer(fetched, config.vocab_size)
     calibration_blocks, evaluation_blocks = _texts(
         calibrate,
         evaluate,
@@ -239,8 +239,9 @@ def _given_plan(config: ResFormerConfig, path: str | Path | None, method: str | 
     own = list(range(layers))
     if path is not None:
         content = read_json(Path(path))
-        fields = content.get("fields", content)
-        where = f"{path}"
+        fields, where = content.get("fields", content), f"{path}"
+        if not isinstance(fields, dict):
+            raise CheckpointError(f"{where}: `fields` is a {type(fields).__name__}; expected an object.")
     else:
         fields, where = method_fields(str(method), layers), f"Method {method}"
     sources = {name: fields.get(name) or own for name in ("key_sources", "value_sources")}
@@ -260,14 +261,22 @@ def _given_plan(config: ResFormerConfig, path: str | Path | None, method: str | 
     return Plan(tuple(sources["key_sources"]), tuple(sources["value_sources"]))
 
 
-def _tokenizer(source: OpenedSource) -> PreTrainedTokenizerBase:
+def _tokenizer(source: OpenedSource, vocab_size: int) -> PreTrainedTokenizerBase:
     options = {} if source.gguf is None else {"gguf_file": source.gguf.name}
     try:
-        return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False, local_files_only=True, **options)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.folder, trust_remote_code=False, local_files_only=True, **options
+        )
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(
             f"{source.name}: has no tokenizer that can be loaded, and text is calibrated on; save one beside it."
         ) from error
+    if len(tokenizer) > vocab_size:
+        raise CheckpointError(
+            f"{source.name}: its tokenizer has {len(tokenizer):,} tokens, the model {vocab_size:,}; save the "
+            "model's own beside it."
+        )
+    return tokenizer
 
 
 def _texts(
