@@ -227,6 +227,13 @@ def test_a_model_that_can_be_shared_exactly_gets_its_logits_back(
     assert expected.std() > 0.5
 
 
+def test_the_fold_with_its_intercept_suffices_for_fewer_tokens_than_inputs() -> None:
+    model = shareable_model({}, {3: (0, (1, 2, 0))}, attention_out_bias=True)
+    with calibrating(model, BLOCKS[:5, :8]) as calibration, torch.inference_mode():
+        ((_, fitted),) = Readers(calibration, 0).fit(Plan(OWN, (0, 1, 2, 0))).values()
+    assert fitted.error < 1e-4
+
+
 @pytest.mark.parametrize(
     ("fields", "keys", "values"),
     [
