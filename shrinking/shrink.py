@@ -300,8 +300,9 @@ def _texts(
     else:
         split = pack_documents(documents, tokenizer, block=block, held_out=0.2, held_out_blocks=counts[1])
         evaluation = split.held_out
-        stride = max(1, len(split.train) // counts[0])
-        calibration = torch.utils.data.Subset(split.train, range(0, len(split.train), stride)[: counts[0]])
+        used = min(counts[0], len(split.train))
+        picked = [index * len(split.train) // used for index in range(used)]
+        calibration = torch.utils.data.Subset(split.train, picked)
     return _ids(calibration), _ids(evaluation)
 
 
