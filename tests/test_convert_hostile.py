@@ -801,7 +801,7 @@ def test_no_code_and_no_pickle_goes_along_whatever_its_name(copy: Copy) -> None:
 def test_revert_names_connections_that_are_no_identity(value: float, copy: Copy) -> None:
     source = copy("retrofit")
     tensor(VALUES, lambda old: old + value)(source)
-    convert_refused(source, "value_mixing_matrix")
+    convert_refused(source, "value_residual[1, ")
 
 
 @pytest.mark.parametrize("case", ["missing", "too-long", "integers", "one-more", "of-4-TB"])

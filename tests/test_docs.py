@@ -96,3 +96,19 @@ def test_results_are_those_of_the_runs(study: Path) -> None:
             assert rounded({key: row[key] for key in computed}) == rounded(computed)
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert {line for line in markdown(report).splitlines() if line.startswith("|")} <= set(text.splitlines())
+
+
+def test_costs_of_smaller_caches_are_the_committed_ones() -> None:
+    page = (ROOT / "docs" / "shrinking.md").read_text(encoding="utf-8")
+    for file in sorted((ROOT / "benchmarks" / "results" / "shrink").glob("*.json")):
+        cost = json.loads(file.read_text())["cost"]
+        row = (
+            f"| {100 * cost['cache']:.1f} % | {cost['loss'] - cost['source_loss']:+.4f} | {cost['kl_mean']:.4f} | "
+            f"{cost['kl_p95']:.3f} | {100 * cost['top1_agreement']:.1f} % | {100 * cost['last_word_accuracy']:.1f} % |"
+        )
+        assert row in page, row
+    measured = json.loads((ROOT / "benchmarks" / "results" / "shrink.json").read_text())["rows"]
+    for method, setting in re.findall(r"^\| (drop, by cosine|int4|int8|shared.*?) \| (.*?) \|", page, re.MULTILINE):
+        rises = {row["text"]: row["rise"] for row in measured if (row["method"], row["setting"]) == (method, setting)}
+        cells = " | ".join(f"{rises[text]:+.3f}" if text in rises else "" for text in ("WikiText-2", "Python", "chats"))
+        assert f"| {method} | {setting} |" in page and f"| {cells} |" in page, (method, setting, cells)

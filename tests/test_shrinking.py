@@ -348,7 +348,7 @@ def test_the_result_is_the_source_but_for_its_readers(
     for model, expected in zip((source, result), logits, strict=True):
         with torch.no_grad():
             assert torch.equal(model(ids).logits, expected)
-    assert result.generate(ids, max_new_tokens=5, do_sample=False).shape == (1, 45)
+    assert result.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False).shape == (1, 45)
     assert result.dtype == dtype
     plan = Plan(tuple(result.config.all_key_sources), tuple(result.config.all_value_sources))
     assert report.fields == plan.fields()
