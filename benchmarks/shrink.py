@@ -393,7 +393,7 @@ def of_layers(counts: tuple[int, ...], layers: int) -> list[int]:
 
 
 def measure_quantised(table: Table) -> None:
-    for kind in BITS:
+    for kind in table.options.quantised:
         add_quantised(table, kind, "stock", 1.0, table.source, kind)
 
 
@@ -447,14 +447,14 @@ def measure_shrunken(table: Table) -> None:
     for method, folder in table.options.shrunken.items():
         for config in sorted(folder.glob("*/config.json")):
             name = config.parent.name
-            kinds = {"": 16.0, **BITS}
+            kinds = ["", *table.options.quantised]
             names = {kind: f"{method}, {kind}" if kind else method for kind in kinds}
             if not any(table.wants(names[kind], name) for kind in kinds):
                 continue
             model = AutoModelForCausalLM.from_pretrained(config.parent, dtype=torch.float32).eval()
             share = cache_bytes_per_token(model.config) / table.full
             table.add(method, name, share, model)
-            for kind in BITS:
+            for kind in table.options.quantised:
                 add_quantised(table, names[kind], name, share, model, kind)
 
 
@@ -516,6 +516,7 @@ def main() -> None:
     parser.add_argument("--calibrate", type=Path, help="text of other documents, for the orders and fits of rivals")
     parser.add_argument("--shrunken", type=named, nargs="+", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--quantised", nargs="*", choices=BITS, default=list(BITS), help="kinds of quantised caches")
     parser.add_argument("--blocks", type=int, default=12, help="held-out blocks of each text (12)")
     parser.add_argument("--tokens", type=int, default=512, help="tokens in a block (512)")
     parser.add_argument("--order-blocks", type=int, default=4, help="calibration blocks that order layers (4)")

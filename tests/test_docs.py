@@ -111,4 +111,4 @@ def test_costs_of_smaller_caches_are_the_committed_ones() -> None:
     for method, setting in re.findall(r"^\| (drop, by cosine|int4|int8|shared.*?) \| (.*?) \|", page, re.MULTILINE):
         rises = {row["text"]: row["rise"] for row in measured if (row["method"], row["setting"]) == (method, setting)}
         cells = " | ".join(f"{rises[text]:+.3f}" if text in rises else "" for text in ("WikiText-2", "Python", "chats"))
-        assert f"| {method} | {setting} |" in page and f"| {cells} |" in page, (method, setting, cells)
+        assert re.search(rf"\| {method} \| {setting} \|.*\| {re.escape(cells)} \|", page), (method, setting, cells)
