@@ -56,6 +56,7 @@ class Calibration:
             for kind in set(config.layer_types)
         }
 
+    @torch.no_grad()
     def inputs(self, n: int, rows: list[int]) -> torch.Tensor:
         """What the attention of layer n reads: its normed input, `(rows, tokens, hidden_size)`."""
         return self.layers[n].input_layernorm(self.hidden[n][rows].to(self.model.device))
@@ -74,6 +75,11 @@ class Calibration:
         )
         return output, weights, keys, values
 
+    def queries(self, n: int, rows: list[int], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The queries of layer n before rotation, by this projection: `(rows, query heads, tokens, head_dim)`."""
+        projected = torch.nn.functional.linear(self.inputs(n, rows), weight, bias)
+        return projected.unflatten(-1, (self.query_heads, -1)).transpose(1, 2)
+
     def keys(self, n: int, rows: list[int]) -> torch.Tensor:
         """The keys of layer n as attended to, `(rows, heads, tokens, head_dim)`."""
         keys = self.layers[n].self_attn.k_proj(self.inputs(n, rows)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -86,8 +92,7 @@ class Calibration:
 
     def weights_with(self, n: int, fitted: "KeyFit", source: int, rows: list[int]) -> torch.Tensor:
         """A', the attention weights of layer n on the keys of another."""
-        queries = torch.nn.functional.linear(self.inputs(n, rows), fitted.weight, fitted.bias)
-        queries = self.rotated(n, queries.unflatten(-1, (self.query_heads, -1)).transpose(1, 2))
+        queries = self.rotated(n, self.queries(n, rows, fitted.weight, fitted.bias))
         keys = self.keys(source, rows)[:, list(fitted.order)].repeat_interleave(self.query_heads // self.groups, 1)
         return self.scores(n, queries, keys).softmax(-1, dtype=torch.float32).to(queries.dtype)
 
@@ -103,12 +108,11 @@ class Calibration:
         total, head = 0.0, self.model.lm_head
         for row in rows:
             expected = self.hidden[-1][row].to(self.model.device)
-            found = student.model(self.blocks[row : row + 1].to(self.model.device), use_cache=False).last_hidden_state[
-                0
-            ]
-            for part in range(0, len(found), 512):
+            ids = self.blocks[row : row + 1].to(self.model.device)
+            states = student.model(ids, use_cache=False).last_hidden_state[0]
+            for part in range(0, len(states), 512):
                 log_p = head(expected[part : part + 512]).float().log_softmax(-1)
-                log_q = student.lm_head(found[part : part + 512]).float().log_softmax(-1)
+                log_q = student.lm_head(states[part : part + 512]).float().log_softmax(-1)
                 total += (log_p.exp() * (log_p - log_q)).sum().item()
         return total / (len(rows) * self.blocks.shape[1])
 

@@ -63,11 +63,15 @@ def key_costs(calibration: Calibration, n: int, sources: list[int]) -> dict[int,
     """
     rows = calibration.fitted[:: max(1, len(calibration.fitted) // SCALAR_BLOCKS)][:SCALAR_BLOCKS]
     size = calibration.query_heads // calibration.groups
-    own = [(*calibration.attend(n, [row])[1:3], queries_of(calibration, n, [row])) for row in rows]
+    projection = calibration.layers[n].self_attn.q_proj
+    own = [
+        (*calibration.attend(n, [row])[1:3], calibration.queries(n, [row], projection.weight, projection.bias))
+        for row in rows
+    ]
     weights = torch.cat([weights for weights, _, _ in own])
     keys = torch.cat([keys for _, keys, _ in own])
     received = weights.float().sum(2).unflatten(1, (-1, size)).sum(2)  # rows, groups, tokens
-    found = {}
+    costs_of = {}
     for a in sources:
         shared = torch.cat([calibration.keys(a, [row]) for row in rows])
         flat = [each.transpose(0, 1).flatten(1, 2) for each in (keys, shared)]
@@ -80,8 +84,8 @@ def key_costs(calibration: Calibration, n: int, sources: list[int]) -> dict[int,
                     n, calibration.rotated(n, folded.to(queries.dtype)), shared[row : row + 1, head : head + 1]
                 )
                 costs[:, head] += divergence(weight, scores).mean((0, 2)).view(-1, size).mean(1).cpu() / len(own)
-        found[a] = costs, z
-    return found
+        costs_of[a] = costs, z
+    return costs_of
 
 
 def fit_keys(
@@ -115,10 +119,8 @@ def fit_keys(
 
     def attend(rows: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(rotated queries, shared keys, scores, A)"""
-        with torch.no_grad():
-            inputs = calibration.inputs(n, rows)
-        queries = torch.nn.functional.linear(inputs, weight.to(dtype), None if bias is None else bias.to(dtype))
-        queries = calibration.rotated(n, queries.unflatten(-1, (calibration.query_heads, -1)).transpose(1, 2))
+        queries = calibration.queries(n, rows, weight.to(dtype), None if bias is None else bias.to(dtype))
+        queries = calibration.rotated(n, queries)
         with torch.no_grad():
             keys = calibration.keys(a, rows)[:, order].repeat_interleave(size, 1)
             return queries, keys, calibration.scores(n, queries, keys), calibration.attend(n, rows)[1]
@@ -150,12 +152,6 @@ def fit_keys(
     if error > untrained_error:  # little text, or keys that the scalars alone fit
         weight, error = untrained, untrained_error
     return KeyFit(tuple(order), weight.detach().to(dtype), None if bias is None else bias.to(dtype), error)
-
-
-def queries_of(calibration: Calibration, n: int, rows: list[int]) -> torch.Tensor:
-    """The queries of layer n before rotation, `(rows, query heads, tokens, head_dim)`."""
-    projected = calibration.layers[n].self_attn.q_proj(calibration.inputs(n, rows))
-    return projected.unflatten(-1, (calibration.query_heads, -1)).transpose(1, 2)
 
 
 def divergence(weights: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from resformer.shrinking.accounting import Cost, measure_cost
 from resformer.shrinking.calibration import HELD_OUT, Calibration, calibrating, student_of
 from resformer.shrinking.readers import Plan, Readers
 from resformer.shrinking.search import best_plan, single_costs, smallest
-from resformer.training.data import load_documents, pack_all, pack_documents
+from resformer.training.data import PackedBlocks, load_documents, pack_all, pack_documents
 from resformer.untrusted import read_json
 
 __all__ = ["ShrinkReport", "shrink"]
@@ -163,7 +163,8 @@ def shrink(
             readers = Readers(calibration, _FINAL_STEPS, chosen, lambda done: stage("refitting"))
             fits = readers.fit(chosen)
             result_config, changed = readers.result(chosen)
-            plain, student = student_of(model, config, {}), readers.student(chosen)
+            plain = student_of(model, config, {})
+            student = student_of(model, result_config, changed)
             cost = measure_cost(
                 plain, student, evaluation_blocks, tokenizer=tokenizer, progress=lambda: stage("measuring")
             )
@@ -291,8 +292,6 @@ def _texts(
     """Blocks to calibrate on and to evaluate on, of different documents."""
     counts = max(1, tokens // block), max(1, evaluation_tokens // block)
     documents = load_documents(calibrate, **reading)
-    calibration: torch.utils.data.Dataset
-    evaluation: torch.utils.data.Dataset
     if evaluate:
         others = load_documents(evaluate, **reading)
         calibration = pack_all(documents, tokenizer, block=block, most=counts[0], side="calibration")
@@ -300,9 +299,7 @@ def _texts(
     else:
         split = pack_documents(documents, tokenizer, block=block, held_out=0.2, held_out_blocks=counts[1])
         evaluation = split.held_out
-        used = min(counts[0], len(split.train))
-        picked = [index * len(split.train) // used for index in range(used)]
-        calibration = torch.utils.data.Subset(split.train, picked)
+        calibration = PackedBlocks(split.train.tokens, split.train.starts, block, most=counts[0])
     return _ids(calibration), _ids(evaluation)
 
 
