@@ -22,7 +22,7 @@ __all__ = [
     "PASSKEY_LENGTHS",
     "Cost",
     "Predictions",
-    "compare_logits",
+    "compare_chunks",
     "compare_predictions",
     "equal_greedy_tokens",
     "last_words",
@@ -198,21 +198,21 @@ def compare_predictions(
 ) -> Predictions:
     """Compares what two models predict for each token, from their logits as `logits_in_chunks` yields them."""
     targets = blocks[:, 1:].cpu()
-    columns: list[list[torch.Tensor]] = []  # for each batch, the five tensors of `compare_logits`
+    columns: list[list[torch.Tensor]] = []  # for each batch, the five tensors of `compare_chunks`
     logits_of_both = zip(source_logits, logits, strict=True)
     for rows in targets.split(batch):
         parts = []
         for start in range(0, blocks.shape[1], chunk):
             first, second = next(logits_of_both)
             wanted = rows[:, start : start + chunk]
-            parts.append(compare_logits(first[:, : wanted.shape[1]], second[:, : wanted.shape[1]], wanted))
+            parts.append(compare_chunks(first[:, : wanted.shape[1]], second[:, : wanted.shape[1]], wanted))
             progress()
         columns.append([torch.cat(each, dim=1) for each in zip(*parts, strict=True)])
     return Predictions(targets, *(torch.cat(each) for each in zip(*columns, strict=True)))
 
 
 @torch.inference_mode()
-def compare_logits(
+def compare_chunks(
     source_logits: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Both losses, KL(source || result) and both most probable tokens of each position, on the CPU.

@@ -87,14 +87,20 @@ class Calibration:
 
     def scores(self, n: int, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """The masked attention scores of layer n, of rotated queries and keys."""
-        scores = queries @ keys.transpose(-1, -2) * self.layers[n].self_attn.scaling
+        scores = (queries * self.layers[n].self_attn.scaling) @ keys.transpose(-1, -2)
         return scores + self.masks[self.config.layer_types[n]]
 
-    def weights_with(self, n: int, fitted: "KeyFit", source: int, rows: list[int]) -> torch.Tensor:
-        """A', the attention weights of layer n on the keys of another."""
-        queries = self.rotated(n, self.queries(n, rows, fitted.weight, fitted.bias))
-        keys = self.keys(source, rows)[:, list(fitted.order)].repeat_interleave(self.query_heads // self.groups, 1)
-        return self.scores(n, queries, keys).softmax(-1, dtype=torch.float32).to(queries.dtype)
+    def weights(
+        self, n: int, rows: list[int], fitted: "KeyFit | None" = None, source: int | None = None
+    ) -> torch.Tensor:
+        """A, the attention weights of layer n; with `fitted`, A', those on the keys of another layer."""
+        projection = fitted or self.layers[n].self_attn.q_proj
+        queries = self.rotated(n, self.queries(n, rows, projection.weight, projection.bias))
+        keys = self.keys(n if source is None else source, rows)
+        if fitted is not None:
+            keys = keys[:, list(fitted.order)]
+        scores = self.scores(n, queries, keys.repeat_interleave(self.query_heads // self.groups, 1))
+        return scores.softmax(-1, dtype=torch.float32).to(queries.dtype)
 
     def rotated(self, n: int, states: torch.Tensor) -> torch.Tensor:
         """Applies the rotary position embeddings, if layer n has any: `(rows, heads, tokens, head_dim)`."""
@@ -104,17 +110,17 @@ class Calibration:
 
     @torch.inference_mode()
     def divergence(self, student: ResFormerForCausalLM, rows: list[int]) -> float:
-        """The mean of KL(model || student) over the tokens of these blocks, in nats."""
+        """The mean of KL(model || student) over every second token of these blocks, in nats."""
         total, head = 0.0, self.model.lm_head
         for row in rows:
-            expected = self.hidden[-1][row].to(self.model.device)
+            expected = self.hidden[-1][row, ::2].to(self.model.device)
             ids = self.blocks[row : row + 1].to(self.model.device)
-            states = student.model(ids, use_cache=False).last_hidden_state[0]
+            states = student.model(ids, use_cache=False).last_hidden_state[0, ::2]
             for part in range(0, len(states), 512):
                 log_p = head(expected[part : part + 512]).float().log_softmax(-1)
                 log_q = student.lm_head(states[part : part + 512]).float().log_softmax(-1)
                 total += (log_p.exp() * (log_p - log_q)).sum().item()
-        return total / (len(rows) * self.blocks.shape[1])
+        return total / (len(rows) * len(expected))
 
 
 @contextmanager

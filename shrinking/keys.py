@@ -18,7 +18,7 @@ from resformer.shrinking.calibration import Calibration, Progress
 __all__ = ["KeyFit", "complex_scalars", "fit_keys", "fold_into_queries", "key_costs"]
 
 #: Blocks that scalars are fitted and heads assigned on, and blocks in one training step.
-SCALAR_BLOCKS, BATCH = 4, 2
+SCALAR_BLOCKS, BATCH = 2, 2
 #: Learning rate, as a share of the root mean square of q_proj.
 RATE = 0.2
 
@@ -123,7 +123,7 @@ def fit_keys(
         queries = calibration.rotated(n, queries)
         with torch.no_grad():
             keys = calibration.keys(a, rows)[:, order].repeat_interleave(size, 1)
-            return queries, keys, calibration.scores(n, queries, keys), calibration.attend(n, rows)[1]
+            return queries, keys, calibration.scores(n, queries, keys), calibration.weights(n, rows)
 
     def held_out_error() -> float:
         with torch.no_grad():

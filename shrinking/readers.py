@@ -18,7 +18,7 @@ from resformer.shrinking.refit import Moments, assign_heads, fit, fold_heads
 __all__ = ["Plan", "ReaderFit", "Readers", "allowed_sources"]
 
 #: Blocks that heads are assigned on: a head has few unknowns.
-FOLD_BLOCKS = 8
+FOLD_BLOCKS = 4
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,11 @@ class Readers:
         changed: dict[str, torch.Tensor] = {}
         config = without_connections(self.calibration.model.config, **plan.fields())
         for n, (slots, fitted) in self.fit(plan).items():
-            attention = self.calibration.layers[n].self_attn
-            parameters = dict(attention.named_parameters())
+            parameters: dict[str, torch.Tensor] = {}
+            groups = [slots.index(slot) for slot in range(len(slots))]
+            if groups != sorted(groups):  # permuted: what is not refitted too
+                attention = self.calibration.layers[n].self_attn
+                parameters.update((name, each) for name, each in attention.named_parameters() if "norm" not in name)
             if fitted.keys is not None:
                 parameters["q_proj.weight"] = fitted.keys.weight
                 if fitted.keys.bias is not None:
@@ -145,7 +148,6 @@ class Readers:
             parameters["o_proj.weight"] = fitted.output
             if fitted.output_bias is not None:
                 parameters["o_proj.bias"] = fitted.output_bias
-            groups = [slots.index(slot) for slot in range(len(slots))]
             for name, parameter in parameters.items():
                 kind = name.split(".")[0]
                 if (kind == "k_proj" and plan.key_sources[n] != n) or (kind == "v_proj" and plan.value_sources[n] != n):
@@ -189,7 +191,7 @@ class Readers:
         def moments(row: int) -> Moments:
             output, weights, _, own = calibration.attend(n, [row])
             if keys is not None:
-                weights = calibration.weights_with(n, keys, key_source, [row])
+                weights = calibration.weights(n, [row], keys, key_source)
             values = own if value_order is None else calibration.values(value_source, [row])[:, list(value_order)]
             z = (weights @ values.repeat_interleave(self.size, 1)).transpose(1, 2).flatten(2)[0].to(dtype)
             if projection.bias is not None:

@@ -13,9 +13,9 @@ from resformer.shrinking.readers import Plan, Readers, allowed_sources
 __all__ = ["best_plan", "single_costs", "smallest"]
 
 #: Candidates measured in a round, and how many of them are accepted.
-TRIED, ACCEPTED = 6, 2
+TRIED, ACCEPTED = 5, 2
 #: Alternatives to each share that are measured at the end.
-SWAPPED = 2
+SWAPPED = 1
 #: The least error and the least cost of a share.
 TINY = 1e-12
 

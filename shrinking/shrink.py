@@ -1,6 +1,6 @@
 """`resformer.shrink`: a Llama-style checkpoint in, one with a smaller key/value cache out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,9 @@ from resformer.untrusted import read_json
 __all__ = ["ShrinkReport", "shrink"]
 
 #: Steps of training a query projection: while plans are compared, and for the result.
-_SEARCH_STEPS, _FINAL_STEPS = 100, 300
-#: Held-out blocks that plans are compared on.
-_SCORED = 4
+_SEARCH_STEPS, _FINAL_STEPS = 50, 300
+#: Held-out blocks that shares by themselves are measured on, and those that plans are compared on.
+_SINGLES_ON, _PLANS_ON = 2, 4
 #: The fewest calibration tokens for each input of an output projection.
 _TOKENS_PER_INPUT = 4
 
@@ -121,11 +121,18 @@ def shrink(
     opened = open_source(source, revision)
     config: Any = backbone_config(opened.config)
     kinds = ("value",) if values_only or config.qk_norm else ("key", "value")
-    given = _given_plan(config, plan, method, kinds) if cache is None else None
+    given, parameters = (None, None) if cache is not None else _given_plan(config, plan, method, kinds)
     if cache is not None:
         _check_budget(opened.name, config, kinds, cache)
     fetched = opened.fetch()
     config.tie_word_embeddings, _ = check_tensors(fetched, expected_shapes(config))
+    if given is not None and parameters is not None:
+        here = model_on_meta(without_connections(config, **given.fields())).num_parameters()
+        if parameters != here:
+            raise CheckpointError(
+                f"{plan}: made for another model: the result had {parameters:,} parameters, and that of {opened.name} "
+                f"has {here:,}. To use it nevertheless, leave nothing but key_sources and value_sources in it."
+            )
     tokenizer = _tokenizer(fetched, config.vocab_size)
     calibration_blocks, evaluation_blocks = _texts(
         calibrate,
@@ -226,16 +233,21 @@ def _kept(config: Any, cache: float) -> int:
 
 def _searched(calibration: Calibration, kinds: Sequence[str], cache: float, stage: Any) -> Plan:
     readers = Readers(calibration, _SEARCH_STEPS)
-    rows = calibration.held_out[:_SCORED]
 
-    def measure(plan: Plan) -> float:
-        return calibration.divergence(readers.student(plan), rows)
+    def measured_on(blocks: int) -> Callable[[Plan], float]:
+        rows = calibration.held_out[:blocks]
+        return lambda plan: calibration.divergence(readers.student(plan), rows)
 
-    costs = single_costs(readers, kinds, measure, stage)
-    return best_plan(calibration.config.num_hidden_layers, _kept(calibration.config, cache), costs, measure, stage)
+    costs = single_costs(readers, kinds, measured_on(_SINGLES_ON), stage)
+    kept = _kept(calibration.config, cache)
+    return best_plan(calibration.config.num_hidden_layers, kept, costs, measured_on(_PLANS_ON), stage)
 
 
-def _given_plan(config: ResFormerConfig, path: str | Path | None, method: str | None, kinds: Sequence[str]) -> Plan:
+def _given_plan(
+    config: ResFormerConfig, path: str | Path | None, method: str | None, kinds: Sequence[str]
+) -> tuple[Plan, int | None]:
+    """(the plan of this file or method, the parameters of the model that the file was written for, if it says)."""
+    content: dict[str, Any] = {}
     layers = config.num_hidden_layers
     own = list(range(layers))
     if path is not None:
@@ -259,7 +271,7 @@ def _given_plan(config: ResFormerConfig, path: str | Path | None, method: str | 
             "the source norms its keys (qk_norm), and queries cannot be refitted" if config.qk_norm else "values only"
         )
         raise CheckpointError(f"{where}: `key_sources` shares keys, but {reason}.")
-    return Plan(tuple(sources["key_sources"]), tuple(sources["value_sources"]))
+    return Plan(tuple(sources["key_sources"]), tuple(sources["value_sources"])), content.get("parameters")
 
 
 def _tokenizer(source: OpenedSource, vocab_size: int) -> PreTrainedTokenizerBase:

@@ -190,7 +190,7 @@ def test_training_lowers_the_divergence_of_attention_or_is_discarded() -> None:
     with calibrating(shareable_model({2: (1, (1, 2, 0))}, {}), BLOCKS) as calibration:
         start, trained = key_fit(calibration, 0, 1 + 1j), key_fit(calibration, 40, 1 + 1j)
         with torch.no_grad():
-            attended = calibration.weights_with(2, trained, 1, calibration.held_out)
+            attended = calibration.weights(2, calibration.held_out, trained, 1)
             expected = divergence(calibration.attend(2, calibration.held_out)[1], attended.log()).mean()
         assert 0 < trained.error < 0.5 * start.error
         assert trained.error == pytest.approx(float(expected), rel=1e-4)
@@ -283,6 +283,8 @@ def test_shares_that_cost_more_together_are_not_chosen_together() -> None:
 
     assert best_plan(4, 6, costs, partial(cost_of, costs=costs)).value_sources == (0, 0, 0, 3)
     assert best_plan(4, 6, costs, measure).value_sources in ((0, 0, 2, 0), (0, 0, 2, 2))
+    # A round takes the best that it measures, be it the dearest by itself.
+    assert best_plan(4, 7, costs, lambda plan: plan.value_sources[3] == 3).value_sources[3] != 3
 
 
 @pytest.mark.parametrize("rounding", [-1e-9, 0.0])
@@ -422,6 +424,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"cache": 0.8, "output": "."}, "is not empty"),
     ("llama", {"plan": {"value_sources": [0, 0]}}, "plan.json: does not fit.* 3 layers.*2 entries"),
     ("llama", {"plan": {"value_sources": [0, 0, 1]}}, "must be its own source"),
+    ("llama", {"plan": {"value_sources": [0, 0, 0], "parameters": 7}}, "plan.json: made for another model"),
     ("llama", {"plan": {"fields": {"value_sources": [0, 1, 2]}}}, "plan.json: shares neither keys nor values"),
     ("llama", {"plan": {"fields": [0, 0, 2]}}, "plan.json: `fields` is a list"),
     ("llama", {"plan": {"key_sources": [0, 0, 2]}, "values_only": True}, "shares keys, but values only"),
