@@ -613,7 +613,7 @@ def test_command_refuses_what_it_cannot_read(checkpoints: Path, tmp_path: Path) 
         ((), 2, "either the folder of a checkpoint or --method"),
         (("--method", "nonsense"), 2, "Unknown method"),
         ((checkpoints / "llama",), 3, "no ResFormer"),
-        ((tmp_path / "missing",), 3, "no folder"),
+        ((tmp_path / "missing",), 3, "is not a folder"),
         ((exact, "--metrics", tmp_path / "bad.json"), 3, "cannot be read as JSON"),
         ((exact, "--metrics", tmp_path / "half.json"), 3, "no `corpus`"),
         ((exact, *["--metrics", tmp_path / "metrics.json"] * 2), 0, ""),

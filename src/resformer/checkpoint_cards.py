@@ -48,7 +48,7 @@ class CheckpointCard:
             OutputError: a file cannot be written.
         """
         if path.suffix != ".md":  # `force` would replace a config.json too
-            raise CheckpointError(f"{path}: is no name of a card; expected one that ends in .md.")
+            raise CheckpointError(f"{path}: is not a card's file name; expected one that ends in .md.")
         if not force and path.exists() and not is_as_made(path.read_text(encoding="utf-8")):
             raise CheckpointError(f"{path}: was written or edited by hand. Replace it with --force.", "--force")
         files = {path: str(self.card)}
@@ -79,14 +79,14 @@ def checkpoint_card(
         license: the Hub's name of a licence; default: the licence of the source.
 
     Raises:
-        CheckpointError: the folder is no ResFormer checkpoint, or a file cannot be read or lacks what a card states.
+        CheckpointError: the folder is not a ResFormer checkpoint, or a file cannot be read or lacks what a card states.
         ValueError: `license` is no such name.
     """
     checkpoint = Path(checkpoint)
     if license is not None and not well_formed({"license": license}):
         raise ValueError(f"license {license!r}: expected a name such as apache-2.0, mit, llama3 or other.")
     if not checkpoint.is_dir():
-        raise CheckpointError(f"{checkpoint}: is no folder; a card needs a local checkpoint.")
+        raise CheckpointError(f"{checkpoint}: is not a folder; a card needs a local checkpoint.")
     training, results = _read_results(list(map(Path, metrics)), list(map(Path, evaluations)))
     if not training and (checkpoint / "metrics.json").is_file():  # written by `resformer finetune`
         training, _ = _read_results([checkpoint / "metrics.json"], [])

@@ -67,9 +67,7 @@ class StudyOptions:
     output: str
     settings: RunSettings
     methods: Sequence[str] = (BASELINE, "resformer")  # NAME[:FIELD=VALUE...]; the baseline is always among them
-    start: str | None = (
-        None  # a checkpoint that every method goes on from, as `retrofit` converts it; None: from scratch
-    )
+    start: str | None = None  # a checkpoint, which `retrofit` converts to every method; None: from scratch
     sizes: Sequence[str] = ()  # NAME[:FIELD=VALUE...]; none: tiny, or the checkpoint's
     seeds: int = 3
     data: Sequence[str] = ()  # as of `load_documents`; none: Python's standard library
@@ -137,7 +135,7 @@ class _Run:
 
 @dataclass
 class _Study:
-    """The study of some options: its data are read, its tokenizer is there."""
+    """The data, the tokenizer and the runs of a study."""
 
     options: StudyOptions
     data: StudyData

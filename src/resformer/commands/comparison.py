@@ -16,7 +16,7 @@ __all__ = ["compare"]
 def compare(
     output: Annotated[str, typer.Argument(help="The folder of the study; new, empty, or one to go on with.")],
     methods: Annotated[
-        str, typer.Option(help="NAME[:FIELD=VALUE...], separated by commas; transformer is always compared with.")
+        str, typer.Option(help="NAME[:FIELD=VALUE...], separated by commas; transformer is always the baseline.")
     ] = "resformer,denseformer,svformer",
     start: Annotated[
         str | None,
@@ -64,7 +64,7 @@ def compare(
     weight_decay: Annotated[float, typer.Option(help="Of matrices; never of connections.")] = 0.1,
     evaluations: Annotated[int, typer.Option(help="On the held-out blocks, per run; a checkpoint after each.")] = 10,
     held_out: Annotated[float, typer.Option(help="Share of the documents of --data to evaluate on.")] = 0.02,
-    held_out_blocks: Annotated[int, typer.Option(help="Evaluate on so many blocks at most.")] = 128,
+    held_out_blocks: Annotated[int, typer.Option(help="Evaluate on at most this many blocks.")] = 128,
     bf16: Annotated[
         bool | None, typer.Option("--bf16/--no-bf16", help="Autocast.  [default: where the processor has bfloat16]")
     ] = None,
