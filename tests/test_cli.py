@@ -1,7 +1,6 @@
 """The command line: data on stdout, words on stderr, exit codes as documented, no traceback unless asked for."""
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -9,17 +8,13 @@ from pathlib import Path
 
 import pytest
 from checkpoints import save_checkpoint
-from command_server import run
+from command_server import resformer
 from hub_server import HubServer
 from typer.testing import CliRunner
 
 from resformer import METHODS
 from resformer.cli import app
 from resformer.version import __version__
-
-
-def resformer(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    return run("-m", "resformer", *arguments, env={**os.environ, **variables})
 
 
 @pytest.fixture(scope="module")
