@@ -1,6 +1,5 @@
 """The model card of a checkpoint folder, from its conversion record and from files of results."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from resformer.model_cards import (
     well_formed,
 )
 from resformer.record import RECORD, read_record
+from resformer.untrusted import parse_json, reading
 
 __all__ = ["CheckpointCard", "checkpoint_card"]
 
@@ -157,10 +157,5 @@ def _check_weights(checkpoint: Path, record: Mapping[str, Any]) -> None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: holds a {type(values).__name__}, expected an object.")
-    return values
+    with reading(path):
+        return parse_json(path.read_bytes(), str(path))

@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from typing import Annotated
+from dataclasses import fields
+from typing import Annotated, Any
 
 import typer
 
@@ -76,6 +77,9 @@ def compare(
 
     A study that was stopped goes on when the command is given again.
     """
+    given: dict[str, Any] = dict(locals())  # by the names of the fields of `StudyOptions` and `RunSettings`
+    for name in ("tokens", "dry_run", "as_json"):
+        del given[name]
     with reporting_errors("Finished runs are kept; give the command again to go on."):
         if steps is None:
             if tokens is None:
@@ -91,33 +95,10 @@ def compare(
             learning_rate = 6e-4 if start is None else 5e-5
         if connection_learning_rate is None and start is not None:
             connection_learning_rate = 3e-4
-        options = StudyOptions(
-            output,
-            RunSettings(
-                steps=steps,
-                batch=batch,
-                micro_batch=micro_batch,
-                learning_rate=learning_rate,
-                connection_learning_rate=connection_learning_rate,
-                warmup=warmup,
-                weight_decay=weight_decay,
-                evaluations=evaluations,
-                bf16=bf16,
-            ),
-            methods=names(methods),
-            start=start,
-            sizes=names(sizes or ""),
-            seeds=seeds,
-            data=data or [],
-            split=split,
-            text_column=text_column,
-            sample_by=sample_by,
-            tokenizer=tokenizer,
-            block=block,
-            held_out=held_out,
-            held_out_blocks=held_out_blocks,
-            save_models=save_models,
-        )
+        given |= {"steps": steps, "learning_rate": learning_rate, "connection_learning_rate": connection_learning_rate}
+        given |= {"methods": names(methods), "sizes": names(sizes or ""), "data": data or []}
+        settings = RunSettings(**{field.name: given.pop(field.name) for field in fields(RunSettings)})
+        options = StudyOptions(settings=settings, **given)
         if dry_run:
             plan = plan_study(options)
             if as_json:
