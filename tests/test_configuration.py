@@ -376,6 +376,7 @@ MISUSES: list[tuple[str, dict[str, Any], list[str]]] = [
         ["layer_types", "'chunked_attention'", "full_attention", "sliding_attention"],
     ),
     ("sliding layers without a window", {"layer_types": ALTERNATING}, ["`layer_types`", "`sliding_window` is None"]),
+    ("a window of one token", {"sliding_window": 1}, ["`sliding_window` is 1", "2 or more"]),
     ("too many rope flags", {"no_rope_layers": [1] * 9}, ["`no_rope_layers` has 9", "`num_hidden_layers` is 8"]),
     ("rope flag of 2", {"no_rope_layers": [1, 2] * 4}, ["`no_rope_layers`[1] is 2", "1 ", "0 "]),
     *[(f"{name} {size}", {name: size}, [name, str(size), "positive"]) for name in SIZES for size in (0, -1)],

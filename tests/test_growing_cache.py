@@ -18,7 +18,6 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
-    StaticCache,
 )
 from transformers.exporters.utils import get_leaf_tensors
 
@@ -232,21 +231,11 @@ def test_sharing_layers_hold_nothing_and_no_slack(
 # Who uses it
 
 
-def test_plain_calls_and_generate_use_it_and_other_choices_stand(
-    tiny_model: TinyModel, variant: str, ragged: Batch
-) -> None:
+def test_plain_calls_use_it_unless_they_want_none(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
     model = tiny_model(variant)
-    options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
     assert type(model(**ragged).past_key_values) is GrowingCache
     assert type(model.model(**ragged).past_key_values) is GrowingCache
     assert model(**ragged, use_cache=False).past_key_values is None
-    for cache in (
-        DynamicCache(config=model.config),
-        StaticCache(config=model.config, max_cache_len=20),
-        GrowingCache(model.config),
-    ):
-        assert model.generate(**ragged, **options, past_key_values=cache).past_key_values is cache
-        assert cache.get_seq_length() == 12
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sample", "beam", "assisted", "lookup"])

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import VARIANTS, others_slow
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     Cache,
     ContinuousBatchingConfig,
@@ -295,16 +294,6 @@ def test_mixed_windows_with_shared_keys_and_values_generate_as_uncached(
 ) -> None:
     window = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"] * 3}
     assert_every_mode_equals_uncached(tiny_model(**window, **MIXED_SOURCES[sources], **more), ragged)
-
-
-def test_a_window_of_one_token_generates_as_uncached_or_is_refused(tiny_model: TinyModel, ragged: Batch) -> None:
-    # Transformers' sliding cache keeps the last `sliding_window - 1` tokens by a slice that keeps all of them for 1.
-    try:
-        model = tiny_model(sliding_window=1)
-    except StrictDataclassError as refusal:
-        assert "sliding_window" in str(refusal)  # noqa: PT017
-        return
-    assert_every_mode_equals_uncached(model, ragged)
 
 
 def test_a_custom_loop_that_tries_candidates_equals_uncached(
