@@ -65,6 +65,14 @@ def test_relative_links_lead_to_files(document: Path) -> None:
     assert [link for link in links if not (document.parent / link.partition("#")[0]).exists()] == []
 
 
+def test_tests_that_documents_name_are_there() -> None:
+    files = [*(ROOT / "tests").glob("test_*.py")]
+    names = {name for file in files for name in [file.stem, *re.findall(r"def (test_\w+)", file.read_text())]}
+    for document in DOCUMENTS:
+        named = re.findall(r"`(?:tests/)?(test_\w+)(?:\.py)?`", document.read_text(encoding="utf-8"))
+        assert set(named) <= names, document
+
+
 def test_citation_names_the_papers_and_the_version() -> None:
     yaml = pytest.importorskip("yaml")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
