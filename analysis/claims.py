@@ -53,7 +53,7 @@ def paper_model(analysis: Analysis) -> str | None:
     """ "resformer", "transformer" or "neutreno", whichever of the paper's models this one computes; else `None`."""
     values = np.asarray(analysis.value_mixing_matrix)
     mixes = _moved(values)
-    gates_alone = not mixes and np.isnan(values).any()  # whether those have moved is not in the matrix
+    gates_alone = not mixes and np.isnan(values).any()  # the matrix does not show whether they have moved
     if analysis.shares or gates_alone or (mixes and analysis.neutreno_lambda):
         return None
     if mixes:
@@ -66,8 +66,8 @@ def paper_model(analysis: Analysis) -> str | None:
 def judge(analyses: Sequence[Analysis]) -> list[list[dict[str, Any]]]:
     """For each analysis its verdicts, as dictionaries; on DWA's claims where depth averages have moved.
 
-    That no layer crosses a threshold is a finding only beside a checkpoint in which one does: short texts and little
-    training show no sinks in any model.
+    A claim is judged only if some checkpoint of the report crosses its threshold: short texts and little training show
+    no sinks in any model, so staying below the threshold would prove nothing.
     """
     crossed = {quantity for analysis in analyses for quantity in CLAIMS if _crossing(analysis, quantity).any()}
     judged = []

@@ -111,7 +111,7 @@ def analyze(
         progress: called after each text.
 
     Raises:
-        CheckpointError: the checkpoint cannot be loaded, is no such decoder, or gives NaN or infinity.
+        CheckpointError: the checkpoint cannot be loaded, is not such a decoder, or gives NaN or infinity.
         ValueError: no text has two tokens, there are strings but no tokenizer, or `max_tokens` is below two.
     """
     if max_tokens < 2:

@@ -51,7 +51,7 @@ _CAPTIONS = {
     "importance_ratio": "The same against what another token receives on average. Causal attention favours early "
     "tokens by itself: the dotted line is uniform attention.",
     "value_norm_ratio": "The length of the first token's value state V' against the others'. Far below 1 is a "
-    "value-state drain: the token is attended to, and gives nothing.",
+    "value-state drain: the token receives attention but adds little to the output.",
     "hidden_norm_ratio": "The length of the first token's hidden state against the others'. Far above 1 is a "
     "hidden-state peak.",
     "similarity": "How similar the hidden states of different tokens are. Near 1, tokens are hardly distinct.",

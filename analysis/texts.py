@@ -24,7 +24,7 @@ def read_texts(files: Iterable[Path], *, texts: int, max_tokens: int) -> Iterato
 
 
 def standard_texts(texts: int) -> Iterator[str]:
-    """The first `texts` held-out files of the standard library: what every machine has."""
+    """The first `texts` held-out source files of Python's standard library."""
     from resformer.training.data import STANDARD_HELD_OUT, is_held_out, standard_library  # imports `datasets`
 
     held_out = (file["text"] for file in standard_library() if is_held_out(file["group"], STANDARD_HELD_OUT))

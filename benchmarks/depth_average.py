@@ -3,15 +3,15 @@
     python benchmarks/depth_average.py --output benchmarks/results/depth_average.json
 
 Alone: a chain of cheap blocks (a sine, which keeps its input as a norm does) with an average after each, forward and
-backward. Times and memory are told less those of the same chain without averages, as ratios to stacking all states and
-calling einsum. In a model: forward, loss and backward of a method against `LlamaForCausalLM`.
+backward. Times and memory of the same chain without averages are subtracted. Results are ratios to stacking all states
+and calling einsum. In a model: forward, loss and backward of a method against `LlamaForCausalLM`.
 
 All that is compared runs in one process, one after the other in every round, in an order that turns with the rounds.
 Times are medians over the rounds, on one thread of the process's CPU time, which other processes disturb least, else of
 the wall clock. `again` is the same thing a second time: how far its ratio is from 1 is how far the others can be
 trusted.
 
-The C library is told to keep freed memory. By default it gives blocks above 32 MiB back at once, and clearing new pages
+The C library is set to keep freed memory. By default it gives blocks above 32 MiB back at once, and clearing new pages
 for every stack of states would then be most of what stacking costs (`"allocator": "default"` shows it). Peak memory is
 the resident set's, each form in a process of its own with the default allocator.
 """

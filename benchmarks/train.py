@@ -14,7 +14,7 @@ Memory: the parameters, and the most that torch has allocated at once beyond the
 end of its backward pass, gradients included: on a CPU by the profiler's record of every allocation, which no other
 process and no allocator disturbs, on a GPU by its allocator's count.
 
-The C library is told to keep freed memory: by default it gives blocks above 32 MiB back at once, and clearing new pages
+The C library is set to keep freed memory: by default it gives blocks above 32 MiB back at once, and clearing new pages
 for them varies more than what is measured.
 """
 

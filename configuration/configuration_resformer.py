@@ -199,7 +199,7 @@ class ResFormerConfig(PreTrainedConfig):
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
-        """How tensor parallelism splits each module that has parameters; engines meet no name that is not there."""
+        """How tensor parallelism splits each module with parameters. Only modules that exist are listed."""
         plan = {
             "layers.*.self_attn.q_proj": "colwise",
             "layers.*.self_attn.k_proj": "colwise",

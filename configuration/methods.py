@@ -75,7 +75,8 @@ def method_fields(method: str, num_hidden_layers: int) -> dict[str, Any]:
     """The configuration fields that `method` sets for a model of `num_hidden_layers` layers.
 
     Raises:
-        ValueError: `method` is not one of `METHODS`; the message lists them. Or the number of layers is none.
+        ValueError: `method` is not one of `METHODS`; the message lists them. Or the number of layers is not
+            a positive integer.
     """
     if not isinstance(num_hidden_layers, int) or num_hidden_layers < 1:
         raise ValueError(f"`num_hidden_layers` is {num_hidden_layers!r}: expected an integer from 1 up.")
@@ -85,7 +86,7 @@ def method_fields(method: str, num_hidden_layers: int) -> dict[str, Any]:
 
 
 def method_of(config: "ResFormerConfig") -> str | None:
-    """The named method that `config` has the connections of; `None` if no name is given to them.
+    """The named method that `config` has the connections of; `None` if they have no name.
 
     Initial values of coefficients are compared only where the method sets them.
     """

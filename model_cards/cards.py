@@ -215,9 +215,7 @@ def render(template: str, **values: Any) -> str:
     environment.filters["code"] = _as_code
     environment.filters["quoted"] = lambda text: json.dumps(str(text), ensure_ascii=False)
     environment.filters["cell"] = lambda text: " ".join(str(text).split()).replace("|", "\\|")
-    environment.filters["number"] = lambda number: (
-        f"{number + 0:,}"
-    )  # + 0 raises an error that names an undefined value
+    environment.filters["number"] = lambda number: f"{number + 0:,}"  # + 0: an undefined value raises, by name
     text = environment.get_template(template).render(**values)
     return re.sub(r"\n{3,}", "\n\n", text)
 
@@ -244,6 +242,7 @@ def _card(
     **values: Any,
 ) -> ModelCard:
     carried = well_formed(source_card)
+    licence: dict[str, Any] = {name: carried.get(name) for name in ("license", "license_name", "license_link")}
     active = [name for name in FIELDS if fields.get(name) not in (None, False, 0, "none")]
     papers = papers_of(method, active)
     measured = _as_metrics(metrics)
@@ -253,9 +252,7 @@ def _card(
         pipeline_tag="text-generation",
         base_model=base_model,
         base_model_relation="finetune" if base_model is not None else None,
-        license=carried.get("license"),
-        license_name=carried.get("license_name"),
-        license_link=carried.get("license_link"),
+        **licence,
         language=carried.get("language"),
         datasets=list(dict.fromkeys([*carried.get("datasets", []), *datasets])) or None,
         tags=[*tags, *(f"arxiv:{paper.arxiv}" for paper in papers)],
@@ -270,7 +267,7 @@ def _card(
         fields=fields,
         facts=FACTS.get(method or ""),
         papers=papers,
-        licence={name: carried.get(name) for name in ("license", "license_name", "license_link")},
+        licence=licence,
         derived=template != "scratch.md.jinja",
         results=table_rows(measured),
         cache=_cache(config, dtype),

@@ -9,8 +9,8 @@ more: so each token is copied a bounded number of times, however long the sequen
 given, and is first copied when a token follows.
 
 Layers hold what those of a `DynamicCache` hold, under the same names, so that pytrees and exporters find the same
-tensors. How much room there is stands in an attribute `room` of the tensor itself: a tensor that somebody else puts
-into a layer has none, and is never written to.
+tensors. A tensor's attribute `room` is the number of free tokens behind it. Tensors that other code puts into a layer
+lack the attribute and are never written to.
 """
 
 import math

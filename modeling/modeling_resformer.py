@@ -142,12 +142,13 @@ class ResFormerAttention(nn.Module):
         if self.value_source == self.layer_idx:
             raw_values = value_states = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
             if self.mixes:
+                # V'_n = l1 V_0 + l2 V_n
                 terms = [*(read["raw_values", earlier] for earlier in self.mixes), raw_values]
                 weights = read["mixing_weights", self.layer_idx]
-                mix = (
-                    self.value_residual(hidden_states, *terms, weights) if self.gated else weighted_sum(terms, weights)
-                )
-                value_states = mix
+                if self.gated:
+                    value_states = self.value_residual(hidden_states, *terms, weights)
+                else:
+                    value_states = weighted_sum(terms, weights)
 
         if self.use_rope:
             cos, sin = position_embeddings

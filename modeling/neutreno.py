@@ -1,4 +1,4 @@
-r"""NeuTRENO, arXiv 2312.00751: a pull of every layer's attention output back to the first layer's values.
+r"""NeuTRENO, arXiv 2312.00751: every later layer adds a multiple of V_0 minus its values to its attention output.
 
     U_n = A_n V'_{s(n)} + l (V_0 - V'_{s(n)}),  n >= 1
 

@@ -33,8 +33,8 @@ def update_cache(
     keys, values = new
     shared_keys, shared_values = shared
     if cache is not None:
-        # A cache layer holds two tensors and tells its length by the first. If only one is made here, it is stored as
-        # the first, beside one of width 0.
+        # A cache layer holds two tensors and takes its length from the first. If this layer computes only one, it is
+        # stored as the first, beside one of width 0.
         if keys is not None and values is not None:
             keys, values = cache.update(keys, values, layer_idx)
         elif keys is not None:
@@ -50,7 +50,7 @@ def _placeholder(cache: Cache, layer_idx: int, stored: torch.Tensor) -> torch.Te
     if layer_idx < len(cache.layers):
         layer = cache.layers[layer_idx]
         if isinstance(layer, BaseQuantizedLayer) and not isinstance(layer, _StoresOne):
-            # Whoever made the cache could not know that this layer stores one tensor.
+            # Transformers builds all layers alike, and does not know that this one stores a single tensor.
             layer.__class__ = type(type(layer).__name__, (_StoresOne, type(layer)), {})
         if layer.is_initialized and layer.values is not None:
             width = layer.values.shape[-1]

@@ -103,6 +103,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def save_notes(folder: Path) -> None:
+    """Writes `notes.txt`: 300 short documents, a paragraph each."""
+    lines = [f"Value {index} of the first layer reaches layer {index % 7}." for index in range(300)]
+    (folder / "notes.txt").write_text("\n\n".join(lines))
+
+
 def save_checkpoint(
     folder: Path, family: str = "llama", *, dtype: torch.dtype = torch.float32, shards: bool = False, **fields: Any
 ) -> PreTrainedModel:

@@ -1,7 +1,7 @@
 """Runs Python commands in forks of a process that has imported everything: 0.1 s each, where an interpreter takes 5 s.
 
-`run` and `Run` are for the tests. The server is a process of its own without threads: a fork of pytest's could inherit
-a lock that is never released. A request is a line of JSON on its stdin, an answer a line on its stdout:
+Tests use `resformer`, `run` and `Run`. The server is a process without threads: a fork of pytest's could inherit a lock
+that is never released. A request is a line of JSON on its stdin, an answer a line on its stdout:
 
     {"run": arguments, "cwd", "env", "stdout", "stderr": files, "largest_file": bytes or null}    a process id
     {"wait": id}        its exit code, negative for a signal
@@ -17,12 +17,20 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 #: One for each environment that imports may have read: Transformers and huggingface_hub keep what they read there.
 _servers: "dict[frozenset[tuple[str, str]], subprocess.Popen[str]]" = {}
+
+
+def resformer(
+    *arguments: object, cwd: Path | None = None, launcher: Sequence[str] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`resformer ARGUMENTS`, or `python -m LAUNCHER -m resformer ARGUMENTS`, with these environment variables added."""
+    words = [*launcher, "-m", "resformer"] if launcher else ["resformer"]
+    return run("-m", *words, *arguments, cwd=cwd, env={**os.environ, **variables})
 
 
 def run(

@@ -1,15 +1,20 @@
 """Tiny models with random parameters, the same in every test file."""
 
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import command_server
+import datasets
 import hypothesis
 import pytest
 import torch
+from click.testing import Result
 from transformers import PreTrainedModel
+from typer.testing import CliRunner
 
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+from resformer.cli import app
 
 #: One model small enough for a core and a second: 6 layers, 4 query and 2 key/value heads of width 8.
 TINY = {
@@ -143,6 +148,21 @@ def tiny_model(
         return randomise(model_class(config), seed).to(dtype).eval()
 
     return build
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """`invoke(folder, "finetune", "source")`: `resformer finetune source` in this process and in that folder."""
+
+    def run(folder: Path, *arguments: object) -> Result:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "home" / "datasets")
+        datasets.disable_progress_bars()  # as the command itself does off a terminal, before tqdm is imported
+        result = CliRunner().invoke(app, [*map(str, arguments)])
+        datasets.enable_progress_bars()
+        return result
+
+    return run
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """One rank of test_distributed_training.py: `torchrun --nproc_per_node 2 distributed_worker.py KIND FOLDER...`.
 
-Each folder holds a checkpoint and `batch.pt`, two rows for each rank. One step of SGD under `ddp`, or under
-FSDP2 as Transformers (`fsdp`) or Accelerate (`accelerate`) sets it up; the result goes to `trained` in the folder, in
-plain Transformers' form. `FAILED.txt` takes an error.
+Each folder holds a checkpoint and `batch.pt`. One step of SGD on two rows for each rank, under `ddp`, or under FSDP2 as
+Transformers (`fsdp`) or Accelerate (`accelerate`) sets it up, or tensor-parallel on all rows (`tp`); the result goes to
+`trained` in the folder, in plain Transformers' form. `FAILED.txt` takes an error.
 """
 
 import functools
@@ -52,10 +52,12 @@ def step(model: torch.nn.Module, ids: torch.Tensor) -> None:
 
 def run(folder: Path, kind: str) -> None:
     rank = dist.get_rank()
-    ids = torch.load(folder / "batch.pt", weights_only=True).chunk(2)[rank]
-    if kind == "fsdp":
-        model = ResFormerForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
-        step(model.train(), ids)
+    batch = torch.load(folder / "batch.pt", weights_only=True)
+    ids = batch.chunk(2)[rank]
+    if kind in ("fsdp", "tp"):
+        config = DistributedConfig(**{f"{kind}_size": 2})
+        model = ResFormerForCausalLM.from_pretrained(folder, distributed_config=config)
+        step(model.train(), batch if kind == "tp" else ids)
         model.save_pretrained(folder / "trained")
         return
     model = ResFormerForCausalLM.from_pretrained(folder).train()

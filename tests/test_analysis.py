@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, byte_tokenizer, family_model, save_checkpoint
+from conftest import VARIANTS, others_slow
 from matplotlib import image
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,6 +40,8 @@ from resformer.analysis.measuring import DEFINITIONS
 from resformer.analysis.page import number
 from resformer.cli import app
 from resformer.convert import CheckpointError, retrofit
+
+Batch = dict[str, torch.Tensor]
 
 #: Texts of different lengths, as token ids.
 TEXTS = [[5, 17, 3, 60, 9, 9, 41, 22, 80, 4, 33, 71, 8], [64, 2], [12, 90, 31, 7, 55]]
@@ -113,7 +116,17 @@ def attended_values(model: PreTrainedModel, raw: dict[int, torch.Tensor], output
     return sum(row[m] * raw[m] for m in raw if row[m] != 0).tolist()
 
 
-def check_against_loops(model: PreTrainedModel) -> None:
+@pytest.fixture(params=[*others_slow(VARIANTS), *FAMILIES])
+def any_model(request: pytest.FixtureRequest, tiny_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    """A model of every variant, and one of every family of Transformers, in float64."""
+    if request.param in FAMILIES:
+        return family_model(request.param).double()
+    return tiny_model(request.param, dtype=torch.float64)
+
+
+@pytest.mark.usefixtures("few_queries_at_a_time")
+def test_quantities_are_those_of_plain_loops(any_model: PreTrainedModel) -> None:
+    model = any_model
     analysis = analyze(model, TEXTS)
     assert (analysis.texts, analysis.tokens, analysis.skipped) == (3, 20, 0)
     model.set_attn_implementation("eager")
@@ -122,17 +135,6 @@ def check_against_loops(model: PreTrainedModel) -> None:
         np.testing.assert_allclose(analysis.mean(quantity), values.mean(0), rtol=2e-5, atol=1e-6, err_msg=quantity)
         deviation = analysis.quantities[quantity]["deviation"]
         np.testing.assert_allclose(deviation, values.std(0, ddof=1), rtol=2e-5, atol=1e-5, err_msg=quantity)
-
-
-@pytest.mark.usefixtures("few_queries_at_a_time")
-def test_quantities_are_those_of_plain_loops(variant: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
-    check_against_loops(tiny_model(variant, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.usefixtures("few_queries_at_a_time")
-def test_quantities_of_other_families_are_those_of_plain_loops(family: str) -> None:
-    check_against_loops(family_model(family).double())
 
 
 @pytest.mark.usefixtures("few_queries_at_a_time")
@@ -173,36 +175,25 @@ def test_matrices_are_the_models(tiny_model: Callable[..., PreTrainedModel]) -> 
 # What it leaves alone, and what it takes
 
 
-def check_logits(model: PreTrainedModel, inputs: dict[str, torch.Tensor], implementation: str) -> None:
-    outputs = []
-    tolerance = {"rtol": 1e-9, "atol": 1e-9} if model.dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
-    for chosen in (implementation, IMPLEMENTATION):
-        model.set_attn_implementation(chosen)
-        with torch.no_grad():
-            outputs.append(model(**inputs, use_cache=False).logits[inputs["attention_mask"].bool()])
-    torch.testing.assert_close(outputs[1], outputs[0], **tolerance)
-
-
 @pytest.mark.parametrize(
-    ("implementation", "dtype"),
+    ("implementation", "dtype", "tolerance"),
     # In float64 eager attention makes NaN of queries that see nothing: its softmax is in float32.
-    [("sdpa", torch.float64), ("eager", torch.float32)],
+    [("sdpa", torch.float64, 1e-9), ("eager", torch.float32, 1e-3)],
 )
 @pytest.mark.usefixtures("few_queries_at_a_time")
 def test_logits_are_those_of_other_attention(
-    variant: str,
+    any_model: PreTrainedModel,
     implementation: str,
     dtype: torch.dtype,
-    tiny_model: Callable[..., PreTrainedModel],
+    tolerance: float,
     ragged: dict[str, torch.Tensor],
 ) -> None:
-    check_logits(tiny_model(variant, dtype=dtype), ragged, implementation)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.usefixtures("few_queries_at_a_time")
-def test_logits_of_other_families_are_those_of_sdpa(family: str, ragged: dict[str, torch.Tensor]) -> None:
-    check_logits(family_model(family).double(), ragged, "sdpa")
+    outputs = []
+    for chosen in (implementation, IMPLEMENTATION):
+        any_model.to(dtype).set_attn_implementation(chosen)
+        with torch.no_grad():
+            outputs.append(any_model(**ragged, use_cache=False).logits[ragged["attention_mask"].bool()])
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=tolerance, atol=tolerance)
 
 
 def test_model_is_as_it_was(tiny_model: Callable[..., PreTrainedModel]) -> None:
@@ -277,7 +268,7 @@ def test_memory_grows_by_the_reported_numbers_alone(tiny_model: Callable[..., Pr
 # What it refuses
 
 
-def test_texts_are_truncated_and_short_ones_told(tiny_model: Callable[..., PreTrainedModel]) -> None:
+def test_texts_are_truncated_and_short_ones_counted(tiny_model: Callable[..., PreTrainedModel]) -> None:
     model = tiny_model()
     analysis = analyze(model, [[5], *TEXTS], max_tokens=4)
     assert (analysis.texts, analysis.tokens, analysis.skipped) == (3, 10, 1)
@@ -338,23 +329,14 @@ def test_claims_are_judged_by_the_worst_layer_beside_a_model_that_breaks_them(
         hidden_norm_ratio=[1, 1, 1, 1, 300, 4],
     )
     of_good, of_bad = judge([good, bad])
-    assert [(v["holds"], v["value"], v["layer"], v["expected"]) for v in of_good] == [
-        (True, 9.9, 2, True),
-        (True, 0.51, 3, True),
-        (True, 2.9, 0, True),
-    ]
-    assert [(v["holds"], v["value"], v["layer"], v["expected"], v["detail"]) for v in of_bad] == [
-        (False, 11, 1, None, "2 of 6 layers break it"),
-        (False, 0.5, 5, False, "1 of 6 layers break it"),
-        (False, 300, 4, False, "2 of 6 layers break it"),
-    ]
+    assert [(v["value"], v["layer"]) for v in of_good] == [(9.9, 2), (0.51, 3), (2.9, 0)]
+    assert [(v["holds"], v["expected"]) for v in of_good] == [(True, True)] * 3
+    assert [(v["value"], v["layer"]) for v in of_bad] == [(11, 1), (0.5, 5), (300, 4)]
+    assert [(v["holds"], v["expected"]) for v in of_bad] == [(False, None), (False, False), (False, False)]
+    assert [v["detail"] for v in of_bad] == [f"{count} of 6 layers break it" for count in (2, 1, 2)]
     # Where no checkpoint has a sink, its absence says nothing of the model.
     (alone,) = judge([good])
-    assert [(v["holds"], v["value"], v["expected"]) for v in alone] == [
-        (None, 9.9, None),
-        (None, 0.51, None),
-        (None, 2.9, None),
-    ]
+    assert [(v["holds"], v["value"], v["expected"]) for v in alone] == [(None, v, None) for v in (9.9, 0.51, 2.9)]
 
 
 def test_depth_claims_are_judged_by_the_matrix(tiny_model: Callable[..., PreTrainedModel]) -> None:
@@ -393,17 +375,19 @@ def test_a_model_is_judged_as_what_it_computes(
     assert paper_model(analyze(tiny_model(variant), TEXTS)) == name
 
 
-@pytest.mark.parametrize(
-    ("moved_by", "gate", "name"),
-    [(0.04, 0.04, "transformer"), (0.06, 0.06, "resformer"), (0.04, np.nan, None), (0.06, np.nan, "resformer")],
-)
 def test_a_retrofit_that_has_hardly_moved_is_not_judged_as_a_resformer(
-    moved_by: float, gate: float, name: str | None, tiny_model: Callable[..., PreTrainedModel]
+    tiny_model: Callable[..., PreTrainedModel],
 ) -> None:
-    matrix = np.diag(np.full(6, 1 + moved_by))
-    matrix[1:, 0] = gate
-    analysis = replace(analyze(tiny_model("transformer"), TEXTS), value_mixing_matrix=matrix.tolist())
-    assert paper_model(analysis) == name
+    analysis = analyze(tiny_model("transformer"), TEXTS)
+    for moved_by, gate, name in (
+        (0.04, 0.04, "transformer"),
+        (0.06, 0.06, "resformer"),
+        (0.04, np.nan, None),
+        (0.06, np.nan, "resformer"),
+    ):
+        matrix = np.diag(np.full(6, 1 + moved_by))
+        matrix[1:, 0] = gate
+        assert paper_model(replace(analysis, value_mixing_matrix=matrix.tolist())) == name
 
 
 # The report
@@ -426,7 +410,11 @@ class Page(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_startendtag(tag, attrs)
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "srcset", "action", "data"):
+                self.references.append(str(value))
+            assert not name.startswith("on"), name
         if tag not in self.VOID:
             self.open.append(tag)
         if tag == "table":
@@ -435,13 +423,6 @@ class Page(HTMLParser):
             self.tables[-1].append([])
         elif tag in ("td", "th"):
             self.tables[-1][-1].append("")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attrs:
-            if name in ("src", "href", "xlink:href", "srcset", "action", "data"):
-                self.references.append(str(value))
-            assert not name.startswith("on"), name
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -462,7 +443,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
     ]
     for method in ("resformer-denseformer", "resformer-gated"):
         retrofit(folder / "llama", folder / method, method=method)
-
         model = AutoModelForCausalLM.from_pretrained(folder / method)
         for name, parameter in model.named_parameters():
             if "value_residual" in name or "depth_average" in name:
@@ -480,7 +460,6 @@ PLOTS = (
 
 
 def test_report_has_its_files(report: tuple[Report, Path]) -> None:
-
     written, folder = report
     names = {"analysis.json", "report.html", *(f"{plot}.png" for plot in PLOTS)}
     assert {path.name for path in folder.iterdir()} == names
@@ -585,11 +564,8 @@ def test_every_line_and_threshold_has_its_name(report: tuple[Report, Path]) -> N
             assert ("our threshold" in labels) == (plot.key in THRESHOLDS)
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"), [(0.012345, "0.0123"), (0.0, "0"), (12.345, "12.3"), (98765.4, "98,765"), (None, "-")]
-)
-def test_numbers_are_shown_to_three_digits(value: float | None, shown: str) -> None:
-    assert number(value) == shown
+def test_numbers_are_shown_to_three_digits() -> None:
+    assert [number(value) for value in (0.012345, 0.0, 12.345, 98765.4, None)] == "0.0123 0 12.3 98,765 -".split()
 
 
 @pytest.mark.slow
@@ -611,7 +587,7 @@ def test_report_is_all_or_nothing(report: tuple[Report, Path], tmp_path: Path, m
     assert not (tmp_path / "out" / "mine.txt").exists()
 
 
-def test_missing_matplotlib_is_told_with_the_way_out(
+def test_missing_matplotlib_is_an_error_with_the_way_out(
     report: tuple[Report, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -17,14 +18,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from checkpoints import save_checkpoint
-from datasets import disable_progress_bars, enable_progress_bars
+from checkpoints import save_checkpoint, save_notes
+from command_server import resformer, run
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from typer.testing import CliRunner
 
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
-from resformer.cli import app
 from resformer.model_cards.metrics import metrics_of
 from resformer.training.data import Blocks, PackedBlocks, is_held_out
 from resformer.training.memory import step_memory
@@ -36,11 +35,11 @@ from resformer.training.study.flops import forward_flops, training_flops
 from resformer.training.study.paired_run import RunSettings, paired_model, paired_run
 from resformer.training.study.table import interval, rows_of
 
-ROOT = Path(__file__).parents[1]
 SHAPE = "tiny:hidden_size=32:intermediate_size=48:num_hidden_layers=6:num_attention_heads=4"
 TEXT = ["--data", "notes.txt", "--sample-by", "paragraph", "--tokenizer", "bytes"]
 OPTIONS = ["--block", "32", "--batch", "4", "--held-out", "0.1", "--held-out-blocks", "6", "--no-bf16"]
 SMALL = ["--sizes", SHAPE, *TEXT, *OPTIONS]
+CONTINUED = ["--from", "checkpoint", *TEXT[:4], *OPTIONS]
 GQA = "transformer:num_key_value_heads=2"
 
 
@@ -48,40 +47,19 @@ GQA = "transformer:num_key_value_heads=2"
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with some text."""
     folder = tmp_path_factory.mktemp("compare")
-    lines = [f"Value {index} of the first layer reaches layer {index % 7}." for index in range(300)]
-    (folder / "notes.txt").write_text("\n\n".join(lines))
+    save_notes(folder)
+    save_checkpoint(folder / "checkpoint")
     return folder
 
 
 @pytest.fixture
-def compare(work: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def compare(work: Path, invoke: Callable[..., Any]) -> Callable[..., Any]:
     """`compare("out", "--steps", 4)` in this process, in the folder `work`."""
-    monkeypatch.chdir(work)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", work / "home" / "datasets")
-
-    def run(*arguments: object) -> Any:
-        disable_progress_bars()  # as the command itself does off a terminal, before tqdm is imported
-        result = CliRunner().invoke(app, ["compare", *map(str, arguments)])
-        enable_progress_bars()
-        return result
-
-    return run
+    return partial(invoke, work, "compare")
 
 
-def launch(work: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        *launcher,
-        *(["-m"] if launcher else []),
-        "resformer",
-        "compare",
-        *map(str, arguments),
-    ]
-
-
-def environment(work: Path) -> dict[str, str]:
-    return {**os.environ, "HF_HOME": str(work / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+def compare_in_a_process(work: Path, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    return resformer("compare", *arguments, cwd=work, HF_HOME=str(work / "home"), **options)
 
 
 #: Runs a study in a process that sends itself a signal after a number of training steps.
@@ -105,8 +83,8 @@ main()
 
 
 def stopped(work: Path, number: int, step: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", STOPPED, str(int(number)), str(step), "compare", *map(str, arguments)]
-    return subprocess.run(command, cwd=work, env=environment(work), capture_output=True, text=True, check=False)
+    env = {**os.environ, "HF_HOME": str(work / "home")}
+    return run("-c", STOPPED, int(number), step, "compare", *arguments, cwd=work, env=env)
 
 
 class Recorded(PackedBlocks):
@@ -453,9 +431,8 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
 
 
 def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable[..., Any]) -> None:
-    save_checkpoint(work / "checkpoint")
     before = {path: path.read_bytes() for path in (work / "checkpoint").iterdir()}
-    common = [*TEXT[:4], *OPTIONS, "--from", "checkpoint", "--seeds", 2, "--steps", 4, "--evaluations", 2]
+    common = [*CONTINUED, "--seeds", 2, "--steps", 4, "--evaluations", 2]
     methods = ["resformer", "denseformer:dwa_period=2", "svformer"]
     planned = compare("continued", "--methods", ",".join(methods), *common, "--dry-run", "--json")
     assert [run["method"] for run in json.loads(planned.stdout)["runs"]] == ["transformer", *methods]
@@ -470,8 +447,8 @@ def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable
     report = json.loads(done.stdout)
     assert list(report["sizes"]) == ["checkpoint"]
     assert all("2 seeds, continued from the checkpoint" in metric["note"] for metric in report["metrics"])
-    (told,) = (m["note"] for m in report["metrics"] if m["method"] == "svformer" and "minus" in m["name"])
-    assert re.search(r"; 95 % interval [+-]\d\.\d{4} to [+-]\d\.\d{4}$", told)
+    (note,) = (m["note"] for m in report["metrics"] if m["method"] == "svformer" and "minus" in m["name"])
+    assert re.search(r"; 95 % interval [+-]\d\.\d{4} to [+-]\d\.\d{4}$", note)
     runs = [json.loads(path.read_text()) for path in (work / "continued" / "runs").rglob("*.json")]
     starts = {(run["method"], run["seed"]): run["curve"][0]["validation_loss"] for run in runs}
     options = {"sample_by": "paragraph", "block": 32, "held_out": 0.1, "held_out_blocks": 6}
@@ -499,67 +476,51 @@ def test_a_checkpoint_has_its_own_rates(tiny_config: Callable[..., ResFormerConf
         assert (parameter - before[name]).abs().max().item() == pytest.approx(rate, rel=0.15), name
 
 
-def test_a_plan_is_told_and_nothing_written(work: Path, compare: Callable[..., Any]) -> None:
+def test_a_dry_run_prints_the_plan_and_writes_nothing(work: Path, compare: Callable[..., Any]) -> None:
     before = set(work.iterdir())
-    plan = compare("planned", "--methods", "resformer", "--tokens", 700, *SMALL, "--dry-run", "--json")
-    assert plan.exit_code == 0, plan.output
-    told = json.loads(plan.stdout)
-    assert (told["steps"], told["tokens"], told["seconds"] > 0) == (6, 768, True)
-    assert [(run["method"], run["to_do"]) for run in told["runs"]] == [("transformer", 3), ("resformer", 3)]
+    done = compare("planned", "--methods", "resformer", "--tokens", 700, *SMALL, "--dry-run", "--json")
+    assert done.exit_code == 0, done.output
+    plan = json.loads(done.stdout)
+    assert (plan["steps"], plan["tokens"], plan["seconds"] > 0) == (6, 768, True)
+    assert [(run["method"], run["to_do"]) for run in plan["runs"]] == [("transformer", 3), ("resformer", 3)]
     assert "min at the speed of" in compare("planned", "--tokens", 700, *SMALL, "--seeds", 1, "--dry-run").stdout
     assert set(work.iterdir()) - before <= {work / "home"}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
+    ("options", "arguments", "code", "words"),
     [
-        ([], 2, "give --steps or --tokens"),
-        (["--steps", 4, "--tokens", 4], 2, "--steps is 4 and --tokens 4"),
-        (["--steps", 0], 2, "steps is 0; expected more than 0"),
-        (["--steps", 4, "--methods", "resfomer"], 2, "Unknown method 'resfomer'"),
-        (["--steps", 4, "--methods", "transformer:num_key_value_head=2"], 2, "Did you mean 'num_key_value_heads'?"),
-        (["--steps", 4, "--methods", "transformer:num_key_value_heads=3"], 2, "is not a multiple of"),
-        (["--steps", 4, "--sizes", "huge"], 2, "Unknown size 'huge'"),
-        (["--steps", 4, "--block", 1], 2, "block is 1"),
-        (["--steps", 4, "--tokenizer", "bpe:9"], 2, "a number of tokens from 257 up"),
-        (["--steps", 4, "--tokenizer", "./nowhere"], 3, "nowhere: is no tokenizer"),
-        (["--steps", 4, "--data", "missing.txt"], 3, "missing.txt: there is no such file"),
-        (["--steps", 4, "--micro-batch", 3], 2, "micro_batch is 3"),
-        (["--steps", 4, "--batch", 4000], 3, "blocks, too few for a batch of 4000"),
-        (["--steps", 4, "--from", "nowhere"], 2, "the size is that of nowhere"),
+        (SMALL, [], 2, "give --steps or --tokens"),
+        (SMALL, ["--steps", 4, "--tokens", 4], 2, "--steps is 4 and --tokens 4"),
+        (SMALL, ["--steps", 0], 2, "steps is 0; expected more than 0"),
+        (SMALL, ["--steps", 4, "--methods", "resfomer"], 2, "Unknown method 'resfomer'"),
+        (SMALL, ["--steps", 4, "--methods", "denseformer:dwa_perod=2"], 2, "Did you mean 'dwa_period'?"),
+        (SMALL, ["--steps", 4, "--methods", "transformer:num_key_value_heads=3"], 2, "is not a multiple of"),
+        (SMALL, ["--steps", 4, "--sizes", "huge"], 2, "Unknown size 'huge'"),
+        (SMALL, ["--steps", 4, "--block", 1], 2, "block is 1"),
+        (SMALL, ["--steps", 4, "--tokenizer", "bpe:9"], 2, "a number of tokens from 257 up"),
+        (SMALL, ["--steps", 4, "--tokenizer", "./nowhere"], 3, "nowhere: is no tokenizer"),
+        (SMALL, ["--steps", 4, "--data", "missing.txt"], 3, "missing.txt: there is no such file"),
+        (SMALL, ["--steps", 4, "--micro-batch", 3], 2, "micro_batch is 3"),
+        (SMALL, ["--steps", 4, "--batch", 4000], 3, "blocks, too few for a batch of 4000"),
+        (SMALL, ["--steps", 4, "--from", "nowhere"], 2, "the size is that of nowhere"),
+        (CONTINUED, ["--steps", 1, "--from", "nowhere"], 3, "nowhere: is no tokenizer"),
+        (CONTINUED, ["--steps", 1, "--from", "nowhere", "--tokenizer", "bytes"], 3, "nowhere"),
+        (CONTINUED, ["--steps", 1, "--methods", "resformer,resfomer"], 2, "Unknown method 'resfomer'"),
+        (CONTINUED, ["--steps", 1, "--methods", GQA], 2, "`num_key_value_heads` is not a field that a retrofit"),
+        (CONTINUED, ["--steps", 1, "--block", 512], 2, "block is 512, but checkpoint has"),
     ],
 )
-def test_misuse_is_one_line_with_the_way_out(
-    work: Path, compare: Callable[..., Any], arguments: list[object], code: int, words: str
+def test_misuse_is_one_line_with_the_way_out_and_leaves_nothing(
+    work: Path, compare: Callable[..., Any], options: list[str], arguments: list[object], code: int, words: str
 ) -> None:
-    result = compare("new", *SMALL, *arguments)
-    assert result.exit_code == code, result.output
-    assert words in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert not (work / "new").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["--from", "nowhere"], 3, "nowhere: is no tokenizer"),
-        (["--from", "nowhere", "--tokenizer", "bytes"], 3, "nowhere"),
-        (["--methods", "resformer,resfomer"], 2, "Unknown method 'resfomer'"),
-        (["--methods", "transformer:num_key_value_heads=2"], 2, "`num_key_value_heads` is not a field that a retrofit"),
-        (["--block", 512], 2, "block is 512, but checkpoint has"),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_continued_leaves_nothing(
-    work: Path, compare: Callable[..., Any], arguments: list[object], code: int, words: str
-) -> None:
-    save_checkpoint(work / "checkpoint")
-    result = compare("new", *TEXT[:4], *OPTIONS, "--from", "checkpoint", "--steps", 1, *arguments)
+    result = compare("new", *options, *arguments)
     assert result.exit_code == code, result.output
     assert words in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not (work / "new").exists()
     (work / "empty").mkdir(exist_ok=True)
-    assert compare("empty", *TEXT[:4], *OPTIONS, "--from", "checkpoint", "--steps", 1, *arguments).exit_code == code
+    assert compare("empty", *options, *arguments).exit_code == code
     assert not list((work / "empty").iterdir())
 
 
@@ -585,14 +546,12 @@ def test_a_missing_matplotlib_is_told_before_the_work(
 @pytest.mark.slow
 def test_a_killed_study_goes_on_where_it_was(work: Path) -> None:
     arguments = ["--methods", "resformer", "--seeds", 1, *SMALL, "--steps", 60, "--evaluations", 20]
-    whole = subprocess.run(launch(work, "whole", *arguments), cwd=work, env=environment(work), check=True,
-                           capture_output=True, text=True)  # fmt: skip
+    whole = compare_in_a_process(work, "whole", *arguments)
     killed = stopped(work, signal.SIGKILL, 91, "killed", *arguments)  # in the second run, of resformer
     assert killed.returncode == -signal.SIGKILL
     (finished,) = (work / "killed" / "runs").rglob("*.json")
     before = finished.read_bytes()
-    resumed = subprocess.run(launch(work, "killed", *arguments), cwd=work, env=environment(work), check=True,
-                             capture_output=True, text=True)  # fmt: skip
+    resumed = compare_in_a_process(work, "killed", *arguments)
     assert finished.read_bytes() == before
     assert resumed.stderr.count("held-out loss") == 1
     assert whole.stderr.count("held-out loss") == 2
@@ -617,8 +576,8 @@ def test_two_processes_train_what_one_does(work: Path) -> None:
     arguments = ["--methods", "resformer", "--seeds", 1, *SMALL, "--steps", 6, "--json"]
     launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     reports = []
-    for command in (launch(work, "one", *arguments), launch(work, "two", *arguments, launcher=launcher)):
-        done = subprocess.run(command, cwd=work, env=environment(work), capture_output=True, text=True, check=False)
+    for options in ({}, {"launcher": launcher}):
+        done = compare_in_a_process(work, "two" if options else "one", *arguments, **options)
         assert done.returncode == 0, done.stderr
         reports.append(json.loads(done.stdout))
     one, two = (next(iter(report["sizes"].values())) for report in reports)
@@ -626,21 +585,3 @@ def test_two_processes_train_what_one_does(work: Path) -> None:
         assert both["loss"] == pytest.approx(alone["loss"], rel=1e-4)
     runs = [json.loads(path.read_text()) for path in (work / "two" / "runs").rglob("*.json")]
     assert [run["processes"] for run in runs] == [2, 2]
-
-
-@pytest.mark.slow
-def test_commands_of_the_document_run(work: Path, tmp_path: Path) -> None:
-    code = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "comparing.md").read_text(), re.MULTILINE | re.DOTALL)
-    commands = [line for block in code for line in block.replace("\\\n", " ").splitlines() if line]
-    assert commands
-    for command in commands:
-        words = command.split()
-        assert words[:2] == ["resformer", "compare"]
-        done = subprocess.run(
-            launch(work, *words[2:]), cwd=tmp_path, env=environment(work), capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
-    report = json.loads((tmp_path / "study" / "study.json").read_text())
-    assert "standard library of Python" in report["data"]["name"]
-    assert report["metrics"]
-    assert all(row["loss"] < math.log(report["vocabulary"]) for rows in report["sizes"].values() for row in rows)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import family_model, save_checkpoint
-from command_server import run
+from command_server import resformer
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,7 +18,7 @@ PROMPT = "def read_lines(path):\n"
 
 
 def run_demo(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return run("-m", "resformer", "demo", "--output", folder, "--prompt", PROMPT, *arguments)
+    return resformer("demo", "--output", folder, "--prompt", PROMPT, *arguments)
 
 
 def test_demo_runs_from_a_checkpoint_to_a_reloaded_model(tmp_path: Path) -> None:

@@ -139,22 +139,20 @@ def test_gradient_penalties_are_the_plain_sums(blocks: Blocks) -> None:
     assert_equal_up_to_rounding(*penalised)
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["all in one", "each block"])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_checkpointed_blocks_get_the_same_gradients(blocks: Blocks, reentrant: bool) -> None:
+def test_checkpoints_of_blocks_or_of_everything_give_the_same_gradients(
+    blocks: Blocks, reentrant: bool, whole: bool
+) -> None:
     expected = gradients(blocks.output(None), blocks)
 
     def block(n: int, hidden: torch.Tensor) -> torch.Tensor:
         return checkpoint(blocks.block, n, hidden, use_reentrant=reentrant)
 
-    output = blocks.states(blocks.start(), block)[1][-1]
-    output.backward(torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape))
-    assert_equal_up_to_rounding([tensor.grad for tensor in blocks.inputs], expected)
-
-
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_a_checkpoint_may_hold_all_blocks_and_averages(blocks: Blocks, reentrant: bool) -> None:
-    expected = gradients(blocks.output(None), blocks)
-    output = checkpoint(lambda _: blocks.output(blocks.start()), blocks.embeddings, use_reentrant=reentrant)
+    if whole:
+        output = checkpoint(lambda _: blocks.output(blocks.start()), blocks.embeddings, use_reentrant=reentrant)
+    else:
+        output = blocks.states(blocks.start(), block)[1][-1]
     output.backward(torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape))
     assert_equal_up_to_rounding([tensor.grad for tensor in blocks.inputs], expected)
 

@@ -1,4 +1,4 @@
-"""Training on two ranks, data-parallel or sharded with FSDP2, learns what one process learns, and saves it whole."""
+"""Training on two ranks, data-, tensor-parallel or sharded with FSDP2, learns what one process learns, saved whole."""
 
 import os
 import re
@@ -25,14 +25,15 @@ CONFIGS = Path(next(iter(resformer.training.__path__))) / "configs"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
-@pytest.mark.parametrize("kind", others_slow(["ddp", "fsdp", "accelerate"], ["fsdp"]))
+@pytest.mark.parametrize("kind", others_slow(["ddp", "fsdp", "accelerate", "tp"], ["fsdp"]))
 def test_a_step_on_two_ranks_is_the_step_of_one(
     kind: str, tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
 ) -> None:
     ids = torch.randint(3, 97, (4, 11), generator=torch.Generator().manual_seed(1))
     expected = {}
-    for name in [*METHODS, "kitchen-sink", "gated-sink"]:
-        model = tiny_model(name).train()
+    fields = {"num_key_value_heads": 2} if kind == "tp" else {}  # each rank needs one
+    for name in [*METHODS, "crossed-sharing", "kitchen-sink", "gated-sink"]:
+        model = tiny_model(name, **fields).train()
         model.save_pretrained(tmp_path / name)
         torch.save(ids, tmp_path / name / "batch.pt")
         before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}

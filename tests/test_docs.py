@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.configuration import cache_bytes_by_method
 from resformer.convert.retrofitting import losses
 from resformer.training.study.table import markdown, rows_of
@@ -46,7 +46,6 @@ def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
     assert not re.findall(r"``|\[`|\.\. code", text), "markup that was not understood"
 
 
-@pytest.mark.parametrize("method", METHODS)
 def test_table_of_methods_says_what_the_code_does(method: str) -> None:
     config = ResFormerConfig.for_method(method, **SMOLLM2_135M)
     if config.value_residual in ("learnable", "learnable_plus", "dense", "gated"):
@@ -64,6 +63,14 @@ def test_relative_links_lead_to_files(document: Path) -> None:
     text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"https?://|#", link)]
     assert [link for link in links if not (document.parent / link.partition("#")[0]).exists()] == []
+
+
+def test_tests_that_documents_name_are_there() -> None:
+    files = [*(ROOT / "tests").glob("test_*.py")]
+    names = {name for file in files for name in [file.stem, *re.findall(r"def (test_\w+)", file.read_text())]}
+    for document in DOCUMENTS:
+        named = re.findall(r"`(?:tests/)?(test_\w+)(?:\.py)?`", document.read_text(encoding="utf-8"))
+        assert set(named) <= names, document
 
 
 def test_citation_names_the_papers_and_the_version() -> None:

@@ -8,15 +8,16 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import byte_tokenizer, save_checkpoint
-from command_server import run
-from datasets import disable_progress_bars, enable_progress_bars
+from checkpoints import byte_tokenizer, save_checkpoint, save_notes
+from command_server import resformer, run
 from hub_server import HubServer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator
@@ -40,26 +41,25 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_checkpoint(folder / "source")
     retrofit(folder / "source", folder / "retrofit", "resformer-denseformer")
     retrofit(folder / "source", folder / "shared", "svformer", lossy=True)
-    lines = [f"Value {index} of the first layer reaches layer {index % 7}." for index in range(300)]
-    (folder / "notes.txt").write_text("\n\n".join(lines))
+    save_notes(folder)
     return folder
 
 
 def environment(work: Path) -> dict[str, str]:
-    return {
-        **os.environ,
-        "HF_HOME": str(work / "home"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
+    return {"HF_HOME": str(work / "home"), "TRANSFORMERS_VERBOSITY": "error"}
 
 
-def finetune(
-    work: Path, *arguments: object, launcher: tuple[str, ...] = (), **variables: str
-) -> subprocess.CompletedProcess[str]:
-    command = ["-m", *launcher, *(["-m"] if launcher else []), "resformer", "finetune"]
-    return run(*command, *arguments, cwd=work, env={**environment(work), **variables})
+def finetune(work: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return resformer("finetune", *arguments, cwd=work, launcher=launcher, **environment(work))
+
+
+@contextmanager
+def started(work: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`resformer finetune ARGUMENTS` in a process whose stderr can be read while it runs."""
+    command = [sys.executable, "-m", "resformer", "finetune", *arguments]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment(work)}
+    with subprocess.Popen(command, cwd=work, env=env, stderr=subprocess.PIPE, text=True) as process:
+        yield process
 
 
 def loss_of(folder: Path, work: Path, blocks: int) -> float:
@@ -121,8 +121,7 @@ def test_a_killed_run_resumes_to_the_bit(work: Path, start: list[str]) -> None:
         shutil.rmtree(work / name, ignore_errors=True)
     whole = finetune(work, arguments[0], "whole", *arguments[1:])
     assert whole.returncode == 0, whole.stderr
-    command = [sys.executable, "-m", "resformer", "finetune", arguments[0], "killed", *arguments[1:]]
-    with subprocess.Popen(command, cwd=work, env=environment(work), stderr=subprocess.PIPE, text=True) as process:
+    with started(work, arguments[0], "killed", *arguments[1:]) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if re.match(r"step (9|1\d)/24", line):
@@ -155,10 +154,7 @@ def test_a_killed_run_resumes_to_the_bit(work: Path, start: list[str]) -> None:
 
 @pytest.mark.slow
 def test_an_interrupted_run_says_how_to_go_on(work: Path) -> None:
-    command = [sys.executable, "-m", "resformer", "finetune", "source", "stopped", "--data", "notes.txt", *SMALL]
-    with subprocess.Popen(
-        [*command, "--steps", "500"], cwd=work, env=environment(work), stderr=subprocess.PIPE, text=True
-    ) as process:
+    with started(work, "source", "stopped", "--data", "notes.txt", *SMALL, "--steps", "500") as process:
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith("step 50/"):
@@ -210,11 +206,10 @@ def test_distillation_brings_a_lossy_conversion_nearer_to_its_source(work: Path)
                 logits.append(AutoModelForCausalLM.from_pretrained(each)(ids).logits.log_softmax(-1))
         return torch.nn.functional.kl_div(*logits, log_target=True, reduction="sum").item() / 256
 
-    arguments = ["shared", "--data", "notes.txt", *SMALL, "--steps", "40", "--learning-rate", "3e-3"]
-    taught = finetune(
-        work, arguments[0], "taught", *arguments[1:], "--distill", "source", "--distill-weight", "1", "--temperature", 2
-    )
-    untaught = finetune(work, arguments[0], "untaught", *arguments[1:])
+    options = ["--data", "notes.txt", *SMALL, "--steps", "40", "--learning-rate", "3e-3"]
+    teacher = ["--distill", "source", "--distill-weight", "1", "--temperature", 2]
+    taught = finetune(work, "shared", "taught", *options, *teacher)
+    untaught = finetune(work, "shared", "untaught", *options)
     assert (taught.returncode, untaught.returncode) == (0, 0), taught.stderr + untaught.stderr
     assert divergence(work / "taught") < 0.8 * divergence(work / "shared")
     assert divergence(work / "taught") < 0.8 * divergence(work / "untaught")
@@ -247,6 +242,27 @@ def test_a_file_of_options_is_read_and_the_command_line_wins(work: Path) -> None
     assert metrics["training_blocks"] is None
     assert metrics["arguments"]["learning_rate"] == 1e-3
     assert metrics["arguments"]["trainer"] == {"lr_scheduler_type": "constant", "weight_decay": 0.0}
+
+
+@pytest.fixture(scope="module")
+def broken(work: Path) -> Path:
+    """`work`, with checkpoints and texts that cannot be used."""
+    (work / "tiny.txt").write_text("Hardly any text.\n")
+    (work / "texts").mkdir()
+    (work / "texts" / "a.txt").touch()
+    for name in ("coded", "pickled", "bare"):
+        save_checkpoint(work / name)
+    for name, key in (("config.json", "AutoConfig"), ("tokenizer_config.json", "AutoTokenizer")):
+        values = json.loads((work / "coded" / name).read_text())
+        reference = ["code.Class", None] if key == "AutoTokenizer" else "code.Class"
+        values |= {"auto_map": {key: reference}, "model_type": "strange", "tokenizer_class": "Class"}
+        (work / "coded" / name).write_text(json.dumps(values))
+    weights = work / "pickled" / "model.safetensors"
+    torch.save(load_file(weights), work / "pickled" / "pytorch_model.bin")
+    weights.unlink()
+    for path in (work / "bare").glob("token*"):
+        path.unlink()
+    return work
 
 
 @pytest.mark.parametrize(
@@ -284,43 +300,21 @@ def test_a_file_of_options_is_read_and_the_command_line_wins(work: Path) -> None
     ],
 )
 def test_misuse_is_one_line_with_the_way_out(
-    work: Path, arguments: list[str], code: int, words: str, monkeypatch: pytest.MonkeyPatch
+    broken: Path,
+    invoke: Callable[..., Any],
+    arguments: list[str],
+    code: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from typer.testing import CliRunner
-
-    from resformer.cli import app
-
-    monkeypatch.chdir(work)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", work / "home" / "datasets")
-    Path("tiny.txt").write_text("Hardly any text.\n")
     monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail(f"asks {prompt}"))
-    if not Path("coded").exists():
-        save_checkpoint(Path("coded"))
-        for name, key in (("config.json", "AutoConfig"), ("tokenizer_config.json", "AutoTokenizer")):
-            values = json.loads(Path("coded", name).read_text())
-            reference = ["code.Class", None] if key == "AutoTokenizer" else "code.Class"
-            values |= {"auto_map": {key: reference}, "model_type": "strange", "tokenizer_class": "Class"}
-            Path("coded", name).write_text(json.dumps(values))
-        save_checkpoint(Path("pickled"))
-        weights = load_file("pickled/model.safetensors")
-        torch.save(weights, "pickled/pytorch_model.bin")
-        Path("pickled/model.safetensors").unlink()
-    Path("texts").mkdir(exist_ok=True)
-    Path("texts/a.txt").touch()
-    if not Path("bare").exists():
-        save_checkpoint(Path("bare"))
-        for path in Path("bare").glob("token*"):
-            path.unlink()
-    before = set(work.iterdir())
-    disable_progress_bars()  # as the command itself does off a terminal, before tqdm is imported
-    result = CliRunner().invoke(app, ["finetune", *arguments])
-    enable_progress_bars()
+    before = set(broken.iterdir())
+    result = invoke(broken, "finetune", *arguments)
     assert result.exit_code == code, result.output
     assert words in result.stderr
     assert result.stderr.startswith("Error: ")
     assert len([line for line in result.stderr.splitlines() if not line.startswith("Try: ")]) == 1
-    assert not (work / "new").exists()
-    assert set(work.iterdir()) - before <= {work / "home"}
+    assert set(broken.iterdir()) - before <= {broken / "home"}
 
 
 @pytest.mark.parametrize(
@@ -469,5 +463,5 @@ def test_commands_of_the_document_run(work: Path, tmp_path: Path) -> None:
             words = command.partition("#")[0].split()
             if words[0] == "accelerate":
                 words = ["accelerate.commands.launch", *words[2:]]
-            done = run("-m", *words, cwd=tmp_path, env={**environment(work), **variables})
+            done = run("-m", *words, cwd=tmp_path, env={**os.environ, **environment(work), **variables})
             assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"

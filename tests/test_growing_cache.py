@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import family_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -15,18 +16,13 @@ from transformers import (
     Cache,
     DynamicCache,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    StaticCache,
 )
 from transformers.exporters.utils import get_leaf_tensors
 
 from resformer import GrowingCache, ResFormerConfig
-from resformer.configuration import cache_bytes, cache_bytes_per_token
+from resformer.configuration import cache_bytes_per_token
 from resformer.modeling.growing_cache import GrowingLayer
 
 TinyModel = Callable[..., PreTrainedModel]
@@ -221,65 +217,31 @@ def test_a_view_of_something_larger_is_not_kept_alive() -> None:
 
 
 @pytest.mark.parametrize("sliding_window", [None, 4])
-def test_bytes_are_those_of_the_distinct_sources(
+def test_sharing_layers_hold_nothing_and_no_slack(
     tiny_model: TinyModel, variant: str, sliding_window: int | None, ragged: Batch
 ) -> None:
     model = tiny_model(variant, sliding_window=sliding_window, layer_types=None)
-    with torch.no_grad():
-        cache = model(**ragged).past_key_values
-    assert type(cache) is GrowingCache
-    assert sum(tensor.nbytes for tensor in held(cache)) == cache_bytes(model.config, 11, 3, "float32")
+    cache = model.generate(**ragged, max_new_tokens=9, return_dict_in_generate=True, do_sample=False).past_key_values
     sources = set(model.config.all_key_sources), set(model.config.all_value_sources)
     assert sum(tensor.numel() > 0 for tensor in held(cache)) == sum(map(len, sources))
-    assert {cache.get_seq_length(layer) for layer in set.union(*sources)} == {11}
-    generated = model.generate(**ragged, max_new_tokens=9, return_dict_in_generate=True, do_sample=False)
-    per_token = cache_bytes_per_token(model.config, "float32") * 3
-    assert slack(generated.past_key_values) <= 256 * per_token
+    assert {cache.get_seq_length(layer) for layer in set.union(*sources)} == {19}
+    assert slack(cache) <= 256 * 3 * cache_bytes_per_token(model.config, "float32")
 
 
 # Who uses it
 
 
-def test_plain_calls_and_generate_use_it_and_other_choices_stand(
-    tiny_model: TinyModel, variant: str, ragged: Batch
-) -> None:
+def test_plain_calls_use_it_unless_they_want_none(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
     model = tiny_model(variant)
-    options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
     assert type(model(**ragged).past_key_values) is GrowingCache
     assert type(model.model(**ragged).past_key_values) is GrowingCache
     assert model(**ragged, use_cache=False).past_key_values is None
-    for cache in (
-        DynamicCache(config=model.config),
-        StaticCache(config=model.config, max_cache_len=20),
-        GrowingCache(model.config),
-    ):
-        assert model.generate(**ragged, **options, past_key_values=cache).past_key_values is cache
-        assert cache.get_seq_length() == 12
-
-
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=5)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)),
-}
-SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-}
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sample", "beam", "assisted", "lookup"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_other_llama_style_models_generate_with_it_as_with_their_own(family: str, mode: str, ragged: Batch) -> None:
-    model = FAMILIES[family]().eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
+    model = family_model(family, eos_token_id=None)
     prompt = {name: tensor[:1] for name, tensor in ragged.items()} if mode in ("assisted", "lookup") else ragged
     options: dict[str, Any] = {
         "greedy": {},

@@ -2,32 +2,34 @@
 
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
 
-from resformer import METHODS, ResFormerConfig
+from resformer import METHODS, GrowingCache, ResFormerConfig
 from resformer.configuration import cache_bytes, cache_bytes_by_method, cache_bytes_per_token
 
 TinyModel = Callable[..., PreTrainedModel]
 
 
+@pytest.mark.parametrize("new_cache", [DynamicCache, GrowingCache, partial(StaticCache, max_cache_len=11)])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_report_is_what_a_cache_holds(
-    tiny_model: TinyModel, variant: str, dtype: torch.dtype, window: int | None
+    tiny_model: TinyModel, variant: str, dtype: torch.dtype, window: int | None, new_cache: Callable[..., Cache]
 ) -> None:
     model = tiny_model(variant, dtype=dtype, **({} if window is None else {"sliding_window": 4, "layer_types": None}))
-    cache = DynamicCache(config=model.config)
+    cache = new_cache(config=model.config)
     with torch.no_grad():
         model(torch.randint(3, 97, (2, 11)), past_key_values=cache)
-    held = sum(
-        tensor.numel() * tensor.element_size()
-        for layer in cache.layers
-        for tensor in (layer.keys, layer.values)
-        if tensor is not None
-    )
+    held = 0
+    for layer in cache.layers:
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+            if tensor is not None:  # a static window holds one token more, which the next one overwrites
+                spare = isinstance(cache, StaticCache) and layer.is_sliding
+                held += tensor[..., spare:, :].nbytes
     assert cache_bytes(model.config, tokens=11, batch_size=2, dtype=dtype) == held
     if window is None and model.config.sliding_window is None:
         assert cache_bytes_per_token(model.config, dtype) * 22 == held

@@ -1,6 +1,5 @@
 """What callers expect of a Transformers model: outputs, padding, packing, backends, training, saving, compiling."""
 
-import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
-from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -20,30 +17,21 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedModel,
-    StaticCache,
-    Trainer,
-    TrainingArguments,
 )
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from resformer import (
-    ResFormerConfig,
-    ResFormerForCausalLM,
     ResFormerForQuestionAnswering,
     ResFormerForSequenceClassification,
     ResFormerForTokenClassification,
     ResFormerModel,
 )
+from resformer.training.optimizer import is_connection
 
 TinyModel = Callable[..., PreTrainedModel]
 Batch = dict[str, torch.Tensor]
-
-
-def is_added(name: str) -> bool:
-    return bool({"value_residual", "depth_average"} & set(name.split(".")))
 
 
 def logits_of(model: PreTrainedModel, *args: Any, **inputs: Any) -> torch.Tensor:
@@ -108,23 +96,6 @@ def test_embeddings_and_a_choice_of_logits_give_the_same(tiny_model: TinyModel, 
     for wrong in ({}, {"input_ids": ragged["input_ids"], "inputs_embeds": embeddings}):
         with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
             model(**wrong)
-
-
-def test_mixing_matrices_are_unknown_exactly_where_a_gate_decides(tiny_model: TinyModel, variant: str) -> None:
-    model = tiny_model(variant)
-    config = model.config
-    gated = torch.zeros(6, 6, dtype=torch.bool)
-    if config.value_residual == "gated":
-        for reader, source in enumerate(config.all_value_sources):
-            gated[reader, 0] = source in config.mixing_layers
-        assert gated.any()
-    assert torch.equal(model.model.value_mixing_matrix().isnan(), gated)
-    assert not model.model.depth_mixing_matrix().isnan().any()
-    # A copy: what the caller does to it does not reach the model.
-    before = copy.deepcopy(model.state_dict())
-    for matrix in (model.model.value_mixing_matrix(), model.model.depth_mixing_matrix()):
-        matrix.fill_(3.0)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 # Padding and packing
@@ -269,10 +240,10 @@ def test_gradient_checkpointing_changes_no_gradient(
 ) -> None:
     model = tiny_model(variant).train()
     if trained == "added":
-        if not any(is_added(name) for name, _ in model.named_parameters()):
+        if not any(is_connection(name) for name, _ in model.named_parameters()):
             pytest.skip("nothing is added")
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(is_added(name))
+            parameter.requires_grad_(is_connection(name))
     loss, expected = loss_and_gradients(model, ragged)
     for name, gradient in expected.items():
         assert trained == "added" or (gradient is not None and gradient.any() and gradient.isfinite().all()), name
@@ -291,62 +262,6 @@ def test_gradient_checkpointing_changes_no_gradient(
             assert gradients[name] is None, name
         else:
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def test_first_values_keep_their_gradient(tiny_config: Callable[..., ResFormerConfig], ragged: Batch) -> None:
-    # A port that detaches V_0 would give layer 0 the gradient of its own attention only.
-    config = tiny_config("resformer-constant", value_residual_init=[1.0, 0.0])
-    model = ResFormerForCausalLM(config).train()
-    with torch.no_grad():
-        model.model.layers[0].self_attn.o_proj.weight.zero_()
-    loss_and_gradients(model, ragged)
-    assert model.model.layers[0].self_attn.v_proj.weight.grad.abs().max() > 0
-    assert all(not layer.self_attn.v_proj.weight.grad.any() for layer in model.model.layers[1:])
-
-
-#: Where layer 0's values reach later layers: mixed, as NeuTRENO's term, or attended to.
-CROSSING = ["resformer", "resformer-plus", "resformer-dense", "resformer-gated", "neutreno", "svformer", "cla2"]
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("variant", CROSSING, indirect=True)
-def test_gradient_through_the_first_values_equals_finite_differences(
-    tiny_model: TinyModel, variant: str, reentrant: bool | None, ragged: Batch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def norm(self: LlamaRMSNorm, hidden_states: torch.Tensor) -> torch.Tensor:  # Llama's rounds to float32 within
-        scale = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * (hidden_states * scale)
-
-    monkeypatch.setattr(LlamaRMSNorm, "forward", norm)
-    model = tiny_model(variant, dtype=torch.float64).train()
-    labels = ragged["input_ids"].masked_fill(ragged["attention_mask"] == 0, -100)[:, 1:].flatten()
-    if reentrant is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    # With no output of its own, layer 0's values count for nothing but what later layers do with them.
-    first = model.model.layers[0].self_attn
-    with torch.no_grad():
-        first.o_proj.weight.zero_()
-    entries = [(first.v_proj.weight, (3, 5)), (first.v_proj.weight, (9, 30))]
-    if model.model.value_residual is not None:
-        entries += [(parameter, (0,)) for parameter in model.model.value_residual.parameters()]
-
-    def loss() -> torch.Tensor:  # the model's own is worked out in float32
-        return nn.functional.cross_entropy(model(**ragged).logits[:, :-1].flatten(0, 1), labels)
-
-    loss().backward()
-    model.gradient_checkpointing_disable()
-    for parameter, place in entries:
-        losses = []
-        with torch.no_grad():
-            start = parameter[place].item()
-            for step in (1e-5, -1e-5):
-                parameter[place] = start + step
-                losses.append(loss())
-            parameter[place] = start
-        expected = (losses[0] - losses[1]) / 2e-5
-        assert expected.abs() > 1e-6
-        torch.testing.assert_close(parameter.grad[place], expected, rtol=1e-5, atol=1e-9)
 
 
 def test_accumulated_batches_take_the_loss_of_the_whole(tiny_model: TinyModel, ragged: Batch) -> None:
@@ -388,7 +303,7 @@ def test_mixing_parameters_of_a_bfloat16_model_train_in_bfloat16(
         assert parameter.dtype == gradients[name].dtype == torch.bfloat16, name
         assert gradients[name].isfinite().all(), name
         assert gradients[name].any(), name
-        if is_added(name):
+        if is_connection(name):
             cosine = torch.cosine_similarity(gradients[name].float().flatten(), exact[name].flatten(), dim=0)
             assert cosine > 0.9, name
 
@@ -401,7 +316,7 @@ def test_mixing_parameters_may_stay_in_float32_over_a_bfloat16_backbone(
     model = tiny_model(variant, dtype=torch.bfloat16).train()
     plain = logits_of(model, **ragged)
     for name, parameter in model.named_parameters():
-        if is_added(name) and (whole or ".layers." not in name):
+        if is_connection(name) and (whole or ".layers." not in name):
             parameter.data = parameter.data.float()
     got = logits_of(model, **ragged)
     assert got.dtype == torch.bfloat16
@@ -411,17 +326,6 @@ def test_mixing_parameters_may_stay_in_float32_over_a_bfloat16_backbone(
     for name, parameter in model.named_parameters():
         assert gradients[name].dtype == parameter.dtype, name
         assert gradients[name].any(), name
-
-
-def test_trainer_decays_no_added_parameter(tiny_model: TinyModel, variant: str, tmp_path: Path) -> None:
-    model = tiny_model(variant)
-    trainer = Trainer(model=model, args=TrainingArguments(tmp_path, report_to=[], use_cpu=True, weight_decay=0.1))
-    decayed = set(trainer.get_decay_parameter_names(model))
-    assert "model.layers.0.self_attn.q_proj.weight" in decayed
-    assert not [name for name in decayed if is_added(name)]
-    groups = trainer.create_optimizer().param_groups
-    undecayed = {id(parameter) for group in groups if not group["weight_decay"] for parameter in group["params"]}
-    assert all(id(parameter) in undecayed for name, parameter in model.named_parameters() if is_added(name))
 
 
 # Sizes, heads, files
@@ -549,42 +453,7 @@ def test_compiling_breaks_no_graph_and_changes_no_gradient(tiny_model: TinyModel
         assert_close(gradients[f"_orig_mod.{name}"], expected[name], 1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["svformer", "resformer-denseformer"], indirect=True)
-def test_compiled_decoding_with_a_static_cache_compiles_once(
-    tiny_model: TinyModel, variant: str, ragged: Batch
-) -> None:
-    model = tiny_model(variant)
-    ids = ragged["input_ids"][:1]
-    expected = logits_of(model, ids, use_cache=False)
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    torch.compiler.reset()
-    graphs = CompileCounter()
-    compiled = torch.compile(model, fullgraph=True, backend=graphs)
-    with torch.no_grad():
-        model(ids[:, :4], past_key_values=cache)
-        for at in range(4, 11):
-            position = torch.tensor([[at]])
-            logits = compiled(ids[:, at : at + 1], position_ids=position, past_key_values=cache).logits
-            assert_close(logits[:, 0], expected[:, at])
-            assert graphs.frame_count == 1, f"{graphs.frame_count - 1} recompiles by the token at {at}"
-
-
 # Refusals
-
-
-@pytest.mark.parametrize(
-    "model_class", [ResFormerModel, ResFormerForCausalLM, *[model_class for model_class, _ in HEADS.values()]]
-)
-def test_fields_that_no_longer_fit_are_refused_when_a_model_is_built(
-    tiny_config: Callable[..., ResFormerConfig], model_class: type[PreTrainedModel]
-) -> None:
-    config = tiny_config("resformer")
-    config.num_attention_heads = 7
-    with pytest.raises(StrictDataclassClassValidationError, match=r"`num_attention_heads` \(7\)"):
-        model_class(config)
-    config.num_attention_heads = 4
-    model_class(config)
 
 
 @pytest.mark.parametrize("variant", ["resformer", "svformer", "denseformer", "transformer"], indirect=True)

@@ -2,27 +2,24 @@
 
 import copy
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 from conftest import VARIANTS, others_slow
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     Cache,
     ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     QuantizedCache,
     StaticCache,
 )
 from transformers.cache_utils import QuantizedLayer
 
-from resformer import GrowingCache, ResFormerConfig
+from resformer import GrowingCache
 
 TinyModel = Callable[..., PreTrainedModel]
 Batch = dict[str, torch.Tensor]
@@ -299,16 +296,6 @@ def test_mixed_windows_with_shared_keys_and_values_generate_as_uncached(
     assert_every_mode_equals_uncached(tiny_model(**window, **MIXED_SOURCES[sources], **more), ragged)
 
 
-def test_a_window_of_one_token_generates_as_uncached_or_is_refused(tiny_model: TinyModel, ragged: Batch) -> None:
-    # Transformers' sliding cache keeps the last `sliding_window - 1` tokens by a slice that keeps all of them for 1.
-    try:
-        model = tiny_model(sliding_window=1)
-    except StrictDataclassError as refusal:
-        assert "sliding_window" in str(refusal)  # noqa: PT017
-        return
-    assert_every_mode_equals_uncached(model, ragged)
-
-
 def test_a_custom_loop_that_tries_candidates_equals_uncached(
     tiny_model: TinyModel, variant: str, ragged: Batch
 ) -> None:
@@ -330,45 +317,6 @@ def test_a_custom_loop_that_tries_candidates_equals_uncached(
                 tried[chosen] = model(candidates[chosen], past_key_values=cache).logits[:, -1]
             ids, last = torch.cat((ids, candidates[chosen]), dim=1), tried[chosen]
     assert cache.get_seq_length() == ids.shape[1] == 16
-
-
-# Memory
-
-
-def storage_of(cache: Cache) -> int:
-    """Distinct memory, so that a view does not count twice and a slice counts with all that it keeps alive."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for layer in cache.layers
-        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
-        if tensor is not None and tensor.numel()
-    }
-    return sum(storages.values())
-
-
-@pytest.mark.parametrize("kind", ["growing", "dynamic", "static"])
-@pytest.mark.parametrize("sliding_window", [None, 4])
-def test_caches_hold_exactly_the_distinct_sources(
-    tiny_config: Callable[..., ResFormerConfig],
-    tiny_model: TinyModel,
-    variant: str,
-    kind: str,
-    sliding_window: int | None,
-    ragged: Batch,
-) -> None:
-    model = tiny_model(variant, sliding_window=sliding_window, layer_types=None)
-    config = model.config
-    shapes = "num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_size vocab_size".split()
-    llama_config = LlamaConfig(intermediate_size=8, **{name: getattr(config, name) for name in shapes})
-    llama_config.layer_types, llama_config.sliding_window = config.layer_types, sliding_window
-    storages = []
-    for each in (model, LlamaForCausalLM(llama_config).eval()):
-        cache = caches_of(each)[kind]
-        logits_in_chunks(each, ragged, [6, 5], cache)
-        storages.append(storage_of(cache))
-    sources = len(set(config.all_key_sources)) + len(set(config.all_value_sources))
-    assert storages[1] > 0
-    assert Fraction(*storages) == Fraction(sources, 2 * config.num_hidden_layers)
 
 
 # What callers do to a cache

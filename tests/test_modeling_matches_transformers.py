@@ -233,19 +233,6 @@ def test_that_start_is_not_luck(
         assert_starts_as_plain_llama(model)
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_saved_starts_are_not_overwritten_on_reload(
-    plain_checkpoint: Path, name: str, randomise: Randomise, tmp_path: Path
-) -> None:
-    model = randomise(load(plain_checkpoint, name)[0], seed=3)
-    model.save_pretrained(tmp_path / "trained")
-    with poisoned_memory():
-        again, info = ResFormerForCausalLM.from_pretrained(tmp_path / "trained", output_loading_info=True)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    for (key, expected), (_, parameter) in zip(model.named_parameters(), again.named_parameters(), strict=True):
-        assert torch.equal(parameter, expected), key
-
-
 def test_the_stated_start_is_taken_from_the_configuration(plain_checkpoint: Path) -> None:
     config = ResFormerConfig.from_pretrained(
         plain_checkpoint, value_residual="dense", value_residual_init=[0.25, 0.75], dwa=True, dwa_dilation=2

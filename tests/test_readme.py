@@ -11,13 +11,12 @@ from checkpoints import save_checkpoint
 from command_server import run
 from hub_server import HubServer
 
-from resformer import METHODS
-
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [
     "README.md",
     *(f"docs/{name}.md" for name in "analysis converting quickstart sharing shrinking training".split()),
+    pytest.param("docs/comparing.md", marks=pytest.mark.slow),
 ]
 BLOCKS = r"^```(\w+)\n(.*?)^```"
 
@@ -61,6 +60,8 @@ def test_documents_run_from_top_to_bottom(
         pushed = hub.repositories["you/smollm2-resformer"]
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(pushed)
         assert "identical" in done.stdout
+    elif document == "docs/comparing.md":
+        assert "standard library of Python" in (work / "study" / "study.json").read_text()
 
 
 def test_make_targets_do_what_the_readme_says() -> None:
@@ -71,6 +72,5 @@ def test_make_targets_do_what_the_readme_says() -> None:
         assert command in plan
 
 
-@pytest.mark.parametrize("method", METHODS)
 def test_table_of_methods_is_complete(method: str) -> None:
     assert f"| `{method}` |" in README

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import SIZES, byte_tokenizer
 from command_server import run
 from conftest import others_slow
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import resformer
 from resformer import (
@@ -33,7 +33,6 @@ HEADS = {
     "AutoModelForTokenClassification": ResFormerForTokenClassification,
     "AutoModelForQuestionAnswering": ResFormerForQuestionAnswering,
 }
-WORDS = ["[UNK]", "<s>", "</s>", "values", "cross", "layers"]
 
 
 def python(code: str, *arguments: str | Path, cwd: Path) -> Any:
@@ -46,8 +45,7 @@ def python(code: str, *arguments: str | Path, cwd: Path) -> Any:
 
 
 def config() -> ResFormerConfig:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-    return ResFormerConfig.for_method("resformer", **sizes, num_attention_heads=4, num_key_value_heads=2)
+    return ResFormerConfig.for_method("resformer", **{**SIZES, "num_hidden_layers": 3})
 
 
 @pytest.fixture(scope="session")
@@ -185,19 +183,10 @@ print(json.dumps(found))"""
 # Tokenizers beside a checkpoint
 
 
-def save_tokenizer(folder: Path) -> None:
-    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="[UNK]", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
-
-
 @pytest.mark.parametrize("named", [True, False], ids=["tokenizer_class", "no tokenizer_class"])
 def test_tokenizer_beside_a_checkpoint_is_found(named: bool, checkpoint: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    ResFormerForCausalLM.from_pretrained(checkpoint).save_pretrained(folder)
-    save_tokenizer(folder)
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+    byte_tokenizer().save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text())
     assert settings.pop("tokenizer_class")
@@ -207,14 +196,13 @@ def test_tokenizer_beside_a_checkpoint_is_found(named: bool, checkpoint: Path, t
 import sys
 from transformers import AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-print(tokenizer("values cross layers today").input_ids, tokenizer.eos_token, tokenizer.is_fast)"""
-    assert run("-c", code, folder).stdout == "[3, 4, 5, 0] </s> True\n"
+print(tokenizer.decode(tokenizer("values cross").input_ids), tokenizer.eos_token, tokenizer.is_fast)"""
+    assert run("-c", code, folder).stdout == "values cross <end> True\n"
 
 
 def test_pipeline_generates_from_a_checkpoint_and_its_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    ResFormerForCausalLM.from_pretrained(checkpoint).save_pretrained(folder)
-    save_tokenizer(folder)
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+    byte_tokenizer().save_pretrained(folder)
     code = """
 import sys
 from transformers import pipeline

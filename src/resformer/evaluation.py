@@ -46,7 +46,7 @@ def evaluate(
         revision: branch, tag or commit, for a Hub id.
         include_path: a folder with further task files.
         num_fewshot: examples before each question; default: the task's.
-        limit: most documents of each task.
+        limit: the largest number of documents of each task.
         batch_size: sequences at a time, or `"auto"`: as many of the longest length as fit into an accelerator's
             memory.
         device: `"cpu"`, `"cuda:1"`; default: the accelerator, if there is one.

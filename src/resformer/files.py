@@ -29,7 +29,7 @@ _SUBFOLDERS = {"chat_templates", "additional_chat_templates", ".eval_results"}
 
 
 def check_target(target: Path, *inputs: str | Path, mark: str, force: bool) -> None:
-    """Refuses an output folder that would destroy something.
+    """Refuses an output folder that holds an input, or that holds anything but an earlier result.
 
     Args:
         inputs: what the command reads: files, folders, or Hub ids, which are passed over.
@@ -91,7 +91,7 @@ def replacing(target: Path, *, force: bool = False) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(target))
     name = target.name
-    if len(os.fsencode(name)) > 200:  # there must be room for what is added to it
+    if len(os.fsencode(name)) > 200:  # file systems allow 255 bytes, and suffixes are added
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
     partial, old, lock_file = (target.with_name(f".{name}.resformer-{part}") for part in ("partial", "old", "lock"))
     absent = [parent for parent in target.parents if not parent.exists()]
@@ -156,7 +156,7 @@ def replace_text(path: Path, text: str) -> None:
     """Writes a file, with the folders that it lies in, in place of what is there; whole or not at all.
 
     Raises:
-        OutputError: the disk does not take it.
+        OutputError: it cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:

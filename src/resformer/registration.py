@@ -1,4 +1,4 @@
-"""Registration with Transformers' Auto classes, put off until somebody needs it.
+"""Registration with Transformers' Auto classes, delayed until it is needed.
 
 The configuration is registered as soon as AutoConfig exists, and the models before the first configuration is made,
 which is before any Auto class can ask for one. Nothing is imported that the user has not imported.

@@ -1,7 +1,7 @@
 """`python -m resformer.serving MODEL` is `transformers serve MODEL` for resformer's checkpoints too.
 
-The server looks a checkpoint's class up by name in the `transformers` module, where those of other packages are not,
-and it is started without a chance to import any. Options are those of `transformers serve`.
+The server looks a checkpoint's class up by name in the `transformers` module, so `main` adds resformer's classes there.
+Options are those of `transformers serve`.
 """
 
 import sys

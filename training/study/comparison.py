@@ -67,9 +67,7 @@ class StudyOptions:
     output: str
     settings: RunSettings
     methods: Sequence[str] = (BASELINE, "resformer")  # NAME[:FIELD=VALUE...]; the baseline is always among them
-    start: str | None = (
-        None  # a checkpoint that every method goes on from, as `retrofit` converts it; None: from scratch
-    )
+    start: str | None = None  # a checkpoint, which `retrofit` converts to every method; None: from scratch
     sizes: Sequence[str] = ()  # NAME[:FIELD=VALUE...]; none: tiny, or the checkpoint's
     seeds: int = 3
     data: Sequence[str] = ()  # as of `load_documents`; none: Python's standard library
@@ -137,7 +135,7 @@ class _Run:
 
 @dataclass
 class _Study:
-    """The study of some options: its data are read, its tokenizer is there."""
+    """The data, the tokenizer and the runs of a study."""
 
     options: StudyOptions
     data: StudyData
@@ -437,32 +435,21 @@ def _notes(options: StudyOptions) -> list[str]:
 
 def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """The results that cards print, by the fields of `resformer.model_cards.Metric`."""
-    seeds = study.options.seeds
-    beginning = "from scratch" if study.options.start is None else "continued from the checkpoint"
-    metrics = []
-    for size, rows in sizes.items():
-        tokens = study.options.settings.steps * study.options.settings.batch * study.options.block
-        for row in rows:
-            if row["loss"] is None:
-                continue
-            common = {
-                "dataset": study.data.name,
-                "split": "held-out",
-                "method": row["method"],
-                "note": f"{size}, {row['parameters']:,} parameters, {tokens:,} tokens, {seeds} seeds, {beginning}",
-            }
-            metrics.append({"name": f"loss, {size}", "type": "loss", "value": row["loss"], **common})
-            if (difference := row["difference"]) is not None:
-                within = ""
-                if difference["low"] is not None:
-                    within = f"; 95 % interval {difference['low']:+.4f} to {difference['high']:+.4f}"
-                metrics.append(
-                    {
-                        "name": f"loss minus {BASELINE}'s, {size}",
-                        "type": "loss",
-                        "value": difference["mean"],
-                        **common,
-                        "note": common["note"] + within,
-                    }
-                )
+    options = study.options
+    tokens = options.settings.steps * options.settings.batch * options.block
+    budget = f"{tokens:,} tokens, {options.seeds} seeds, "
+    budget += "from scratch" if options.start is None else "continued from the checkpoint"
+    metrics: list[dict[str, Any]] = []
+
+    def add(name: str, value: float, method: str, note: str) -> None:
+        data = {"dataset": study.data.name, "split": "held-out"}
+        metrics.append({"name": name, "type": "loss", "value": value, **data, "method": method, "note": note})
+
+    for size, row in ((size, row) for size, rows in sizes.items() for row in rows if row["loss"] is not None):
+        note = f"{size}, {row['parameters']:,} parameters, {budget}"
+        add(f"loss, {size}", row["loss"], row["method"], note)
+        if (difference := row["difference"]) is not None:
+            if difference["low"] is not None:
+                note += f"; 95 % interval {difference['low']:+.4f} to {difference['high']:+.4f}"
+            add(f"loss minus {BASELINE}'s, {size}", difference["mean"], row["method"], note)
     return metrics

@@ -66,14 +66,14 @@ def study_data(
     """Reads and packs the sources, or Python's standard library if there are none.
 
     Args:
-        tokenizer: "bytes"; "bpe:N", trained on the training part; a folder or Hub id; or one that is there.
+        tokenizer: "bytes"; "bpe:N", trained on the training part; a folder or Hub id; or a loaded tokenizer.
         held_out: the share of documents that is held out. Of the standard library it is one module in ten.
         sources, split, text_column, sample_by: as of `load_documents`.
 
     Raises:
-        DataError: the data cannot be read or do not suffice.
+        DataError: the data cannot be read, or are too few.
         CheckpointError: the tokenizer cannot be loaded.
-        ValueError: `tokenizer` is "bpe:" and no number from 257 up.
+        ValueError: `tokenizer` is "bpe:" without a number of at least 257.
     """
     name = ", ".join(Path(source).name if Path(source).exists() else source for source in sources)
     if not sources:

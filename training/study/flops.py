@@ -14,7 +14,7 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
     |---|---|
     | `projections` | 2 x the weights of q, k, v, o and the MLP; a shared key or value has no k or v |
     | `attention` | 4 x query heads x head_dim x keys, the mean number of keys that a causal token sees |
-    | `connections` | the sum over `KINDS`, beside whose equations it stands |
+    | `connections` | the sum of `flops` over `KINDS` |
     | `head` | once, 2 x hidden_size x vocab_size |
 
     Embeddings, norms, rotary embedding, softmax and activations are left out: they are the same for all methods.

@@ -1,4 +1,4 @@
-"""The picture of a study: a row for each size with the curves, their paired differences, and those at the end."""
+"""The plot of a study: one row per size with the loss curves, their paired differences, and the final differences."""
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec

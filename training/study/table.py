@@ -60,23 +60,20 @@ def rows_of(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
                 _on_line(points, math.log(run["parameters"]), _BEYOND)
                 for run, points in zip(of_method, by_size, strict=True)
             ]
-            equal_parameters = _differences(losses, expected)
+            views = {
+                "difference": _differences(losses, [final[BASELINE, seed] for seed in seeds]),
+                "equal_flops": _differences(*([matched[name, seed] for seed in seeds] for name in (method, BASELINE))),
+                "equal_parameters": _differences(losses, expected),
+            }
+            comparable = views["equal_parameters"] is not None
             tables[size].append(
                 {
                     "method": method,
                     "seeds": seeds,
                     "losses": losses,
                     "loss": None if None in losses else statistics.fmean(losses),
-                    "difference": None
-                    if method == BASELINE
-                    else _differences(losses, [final[BASELINE, seed] for seed in seeds]),
-                    "equal_flops": None
-                    if method == BASELINE
-                    else _differences(
-                        [matched[method, seed] for seed in seeds], [matched[BASELINE, seed] for seed in seeds]
-                    ),
-                    "equal_parameters": None if method == BASELINE else equal_parameters,
-                    "baseline_parameters": None if equal_parameters is None else _parameters_for(losses, by_size),
+                    **(dict.fromkeys(views) if method == BASELINE else views),
+                    "baseline_parameters": _parameters_for(losses, by_size) if comparable else None,
                     "parameters": of_method[0]["parameters"],
                     "cache_bytes_per_token": of_method[0]["cache_bytes_per_token"],
                     "training_flops": of_method[0]["training_flops"],
@@ -146,12 +143,9 @@ def markdown(study: Mapping[str, Any]) -> str:
             cells = [row["method"]]
             cells += ["diverged", ""] if row["loss"] is None else [f"{row['loss']:.4f}", f"{row['bits_per_byte']:.4f}"]
             cells += [_with_interval(row[view]) for view, _ in views]
-            cells += [
-                f"{row['parameters']:,}",
-                f"{row['tokens_per_second']:,.0f}",
-                f"{row['step_seconds'] * 1e3:,.1f} ms",
-            ]
-            cells += [f"{row['peak_memory'] / 1e6:,.1f} MB", f"{row['cache_bytes_per_token']:,} B"]
+            cells += [f"{row['parameters']:,}", f"{row['tokens_per_second']:,.0f}"]
+            cells += [f"{row['step_seconds'] * 1e3:,.1f} ms", f"{row['peak_memory'] / 1e6:,.1f} MB"]
+            cells += [f"{row['cache_bytes_per_token']:,} B"]
             lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *study["notes"]]
     return "\n".join(lines[1:])

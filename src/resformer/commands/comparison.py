@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from typing import Annotated
+from dataclasses import fields
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +17,7 @@ __all__ = ["compare"]
 def compare(
     output: Annotated[str, typer.Argument(help="The folder of the study; new, empty, or one to go on with.")],
     methods: Annotated[
-        str, typer.Option(help="NAME[:FIELD=VALUE...], separated by commas; transformer is always compared with.")
+        str, typer.Option(help="NAME[:FIELD=VALUE...], separated by commas; transformer is always the baseline.")
     ] = "resformer,denseformer,svformer",
     start: Annotated[
         str | None,
@@ -64,7 +65,7 @@ def compare(
     weight_decay: Annotated[float, typer.Option(help="Of matrices; never of connections.")] = 0.1,
     evaluations: Annotated[int, typer.Option(help="On the held-out blocks, per run; a checkpoint after each.")] = 10,
     held_out: Annotated[float, typer.Option(help="Share of the documents of --data to evaluate on.")] = 0.02,
-    held_out_blocks: Annotated[int, typer.Option(help="Evaluate on so many blocks at most.")] = 128,
+    held_out_blocks: Annotated[int, typer.Option(help="Evaluate on at most this many blocks.")] = 128,
     bf16: Annotated[
         bool | None, typer.Option("--bf16/--no-bf16", help="Autocast.  [default: where the processor has bfloat16]")
     ] = None,
@@ -76,6 +77,9 @@ def compare(
 
     A study that was stopped goes on when the command is given again.
     """
+    given: dict[str, Any] = dict(locals())  # by the names of the fields of `StudyOptions` and `RunSettings`
+    for name in ("tokens", "dry_run", "as_json"):
+        del given[name]
     with reporting_errors("Finished runs are kept; give the command again to go on."):
         if steps is None:
             if tokens is None:
@@ -91,33 +95,10 @@ def compare(
             learning_rate = 6e-4 if start is None else 5e-5
         if connection_learning_rate is None and start is not None:
             connection_learning_rate = 3e-4
-        options = StudyOptions(
-            output,
-            RunSettings(
-                steps=steps,
-                batch=batch,
-                micro_batch=micro_batch,
-                learning_rate=learning_rate,
-                connection_learning_rate=connection_learning_rate,
-                warmup=warmup,
-                weight_decay=weight_decay,
-                evaluations=evaluations,
-                bf16=bf16,
-            ),
-            methods=names(methods),
-            start=start,
-            sizes=names(sizes or ""),
-            seeds=seeds,
-            data=data or [],
-            split=split,
-            text_column=text_column,
-            sample_by=sample_by,
-            tokenizer=tokenizer,
-            block=block,
-            held_out=held_out,
-            held_out_blocks=held_out_blocks,
-            save_models=save_models,
-        )
+        given |= {"steps": steps, "learning_rate": learning_rate, "connection_learning_rate": connection_learning_rate}
+        given |= {"methods": names(methods), "sizes": names(sizes or ""), "data": data or []}
+        settings = RunSettings(**{field.name: given.pop(field.name) for field in fields(RunSettings)})
+        options = StudyOptions(settings=settings, **given)
         if dry_run:
             plan = plan_study(options)
             if as_json:

@@ -69,7 +69,7 @@ _Verify = Annotated[
 def convert(
     source: Source,
     output: Output,
-    method: Annotated[str, typer.Option(help="A method, `resformer methods` lists them.")] = "resformer",
+    method: Annotated[str, typer.Option(help="Name of a method; `resformer methods` lists them.")] = "resformer",
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="FIELD=VALUE", help="A connection field on top of the method's; repeatable."),
@@ -141,7 +141,7 @@ def revert(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a retrofit that has learned nothing plain again, every tensor byte for byte."""
+    """Undo a retrofit whose connections have no effect yet; every tensor stays the same byte for byte."""
     with reporting_errors():
         from resformer.convert import revert as revert_checkpoint
 

@@ -25,7 +25,7 @@ def evaluate(
     ],
     tasks: Annotated[str, typer.Option(help="Names of tasks or groups, patterns, task files; separated by commas.")],
     include_path: Annotated[Path | None, typer.Option(help="A folder with further task files.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Most documents of each task.", min=1)] = None,
+    limit: Annotated[int | None, typer.Option(help="Use at most this many documents of each task.", min=1)] = None,
     batch_size: Annotated[
         str, typer.Option(metavar="auto|N", help="Sequences at a time; auto fills an accelerator's memory.")
     ] = "1",

@@ -120,7 +120,7 @@ def own_command(*more: str, leave_out: str = "") -> str:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM is handled as Ctrl-C: the run cleans up. Further signals are ignored, or they would stop the cleaning."""
+    """Handles SIGTERM like Ctrl-C: the run cleans up. Later signals are ignored: they would interrupt the clean-up."""
     for other in (signal.SIGINT, signal.SIGTERM):
         signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -76,7 +76,7 @@ def finetune(
         float | None, typer.Option(help="Share of the documents to evaluate on.  [default: 0.02]")
     ] = None,
     held_out_blocks: Annotated[
-        int | None, typer.Option(help="Evaluate on so many blocks at most.  [default: 256]")
+        int | None, typer.Option(help="Evaluate on at most this many blocks.  [default: 256]")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the order of the data and of dropout.  [default: 0]")] = None,
     distill: Annotated[
