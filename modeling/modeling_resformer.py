@@ -232,6 +232,7 @@ class ResFormerPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["ResFormerDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
+    _keep_in_fp32_modules = ["bias_gate"]  # a linear layer, which some quantisers would replace
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True

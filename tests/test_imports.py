@@ -24,7 +24,7 @@ training
 training.study, analysis, shrinking
 registration
 __init__
-demo, evaluation, serving
+demo, evaluation, serving, trl
 commands
 cli
 __main__

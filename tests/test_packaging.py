@@ -179,6 +179,8 @@ def test_wheel_has_types_templates_and_commands(wheel: Path) -> None:
     assert [name for name in files if re.fullmatch(r"resformer/model_cards/[^/]+\.md\.jinja", name)]
     commands = files[f"{DIST_INFO}/entry_points.txt"].decode().split("\n")
     assert {"resformer = resformer.cli:main", "hf-resformer = resformer.cli:main"} <= set(commands)
+    plugin = commands.index("[vllm.general_plugins]")
+    assert commands[plugin + 1] == "resformer = resformer.registration:register_models"
 
 
 def test_wheel_says_what_it_is(wheel: Path) -> None:

@@ -1,21 +1,39 @@
 """PEFT adapters hold the connections beside LoRA, and TRL's trainers take the models as they are."""
 
-from collections.abc import Callable
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import SIZES, byte_tokenizer
+from command_server import run
 from conftest import others_slow
 from datasets import Dataset
+from hub_server import HubServer
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
-from resformer import ResFormerConfig, ResFormerForCausalLM
-from resformer.training.optimizer import is_connection
+from resformer import ResFormerConfig, ResFormerForCausalLM, ResFormerForSequenceClassification
+from resformer.modeling.value_residual import GateProjection
+from resformer.training.optimizer import FullPrecisionConnections, is_connection
 
 METHODS = ["transformer", "resformer", "resformer-gated", "resformer-denseformer", "svformer", "cla2"]
 CONNECTIONS = ["value_residual", "depth_average"]
@@ -126,10 +144,16 @@ TEXTS = ["Values of the first layer reach the last one. " * n for n in (1, 3, 2,
 
 @pytest.fixture
 def sft(tmp_path: Path) -> Callable[..., SFTTrainer]:
-    def make(model: PreTrainedModel, dataset: dict[str, list[str]], **options: Any) -> SFTTrainer:
+    def make(
+        model: PreTrainedModel, dataset: dict[str, list[str]], callbacks: Any = None, **options: Any
+    ) -> SFTTrainer:
         config = SFTConfig(tmp_path / "sft", max_steps=2, report_to="none", use_cpu=True, bf16=False, **options)
         return SFTTrainer(
-            model=model, args=config, train_dataset=Dataset.from_dict(dataset), processing_class=byte_tokenizer()
+            model=model,
+            args=config,
+            train_dataset=Dataset.from_dict(dataset),
+            processing_class=byte_tokenizer(),
+            callbacks=callbacks,
         )
 
     return make
@@ -182,19 +206,176 @@ def test_only_the_completion_is_learned(sft: Callable[..., SFTTrainer]) -> None:
     assert trainer.state.log_history[-1]["train_loss"] > 0
 
 
-@pytest.mark.parametrize("method", ["resformer-denseformer", "svformer"])
-def test_dpo_prefers_what_was_chosen(method: str, tmp_path: Path) -> None:
-    pairs = {"prompt": ["two and two are"] * 4, "chosen": [" four"] * 4, "rejected": [" five"] * 4}
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of every kind of connection with parameters, which start as plain Llama, and a chat template."""
+    folder = tmp_path_factory.mktemp("named") / "checkpoint"
+    torch.manual_seed(0)
+    ResFormerForCausalLM(ResFormerConfig(**SIZES, **GATED, dwa=True)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+GATED = {"value_residual": "gated", "value_residual_init": [0.0, 1.0]}
+PAIRS = {"prompt": ["two and two are"] * 4, "chosen": [" four"] * 4, "rejected": [" five"] * 4}
+COMMON = {"report_to": "none", "use_cpu": True, "bf16": False, "max_steps": 3, "logging_steps": 1}
+
+
+def test_dpo_by_name_prefers_what_was_chosen(checkpoint: Path, tmp_path: Path) -> None:
     trainer = DPOTrainer(
-        model=build(method),
-        ref_model=build(method),
-        args=DPOConfig(
-            tmp_path, max_steps=3, logging_steps=1, learning_rate=1e-3, report_to="none", use_cpu=True, bf16=False
-        ),
-        train_dataset=Dataset.from_dict(pairs),
-        processing_class=byte_tokenizer(),
+        model=str(checkpoint),
+        args=DPOConfig(tmp_path, learning_rate=1e-3, **COMMON),
+        train_dataset=Dataset.from_dict(PAIRS),
     )
+    assert type(trainer.model) is type(trainer.ref_model) is ResFormerForCausalLM
     trainer.train()
     margins = [entry["rewards/margins"] for entry in trainer.state.log_history if "rewards/margins" in entry]
     assert margins[0] == pytest.approx(0.0, abs=1e-6)
     assert margins[-1] > margins[1] > 0.0
+
+
+def test_sft_grpo_and_reward_trainers_build_a_model_by_its_name(checkpoint: Path, tmp_path: Path) -> None:
+    lengths = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 2}
+    pairs = Dataset.from_dict(PAIRS)
+    trainers = [
+        SFTTrainer(str(checkpoint), SFTConfig(tmp_path, **COMMON), train_dataset=Dataset.from_dict({"text": TEXTS})),
+        GRPOTrainer(
+            str(checkpoint),
+            args=GRPOConfig(tmp_path, **COMMON, **lengths),
+            reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+            train_dataset=pairs.select_columns("prompt"),
+        ),
+        RewardTrainer(str(checkpoint), RewardConfig(tmp_path, **COMMON), train_dataset=pairs),
+    ]
+    expected = [ResFormerForCausalLM, ResFormerForCausalLM, ResFormerForSequenceClassification]
+    for trainer, model_class in zip(trainers, expected, strict=True):
+        assert type(trainer.model) is model_class
+        gates = [module for module in trainer.model.modules() if isinstance(module, GateProjection)]
+        trainer.train()
+        assert gates
+        assert all(gate.weight.any() for gate in gates)  # they started at 0
+
+
+# The command line
+
+
+@pytest.fixture(scope="module")
+def hub(checkpoint: Path) -> Iterator[HubServer]:
+    with HubServer() as hub:
+        hub.add("you/gated", checkpoint)
+        yield hub
+
+
+def trl(hub: HubServer, folder: Path, command: str, rows: list[dict[str, Any]], *options: str) -> Path:
+    """Runs three steps of `python -m resformer.trl COMMAND` on the checkpoint of the Hub; returns what it wrote."""
+    (folder / "data").mkdir()
+    (folder / "data" / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    fixed = "--model_name_or_path you/gated --dataset_name data --output_dir out --use_cpu --bf16 false --max_steps 3"
+    environment = {**os.environ, **hub.environment(folder / "home")}
+    more = ["--report_to", "none", "--learning_rate", "1e-3", *options]
+    done = run("-m", "resformer.trl", command, *fixed.split(), *more, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "out"
+
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{n} + 1"}, {"role": "assistant", "content": f"{n + 1}."}]}
+    for n in range(20)
+]
+LORA = ["--use_peft", "--lora_r", "4", "--lora_modules_to_save", *CONNECTIONS]
+
+
+@pytest.mark.parametrize("bits", [4, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (8, 32))])
+def test_an_adapter_of_the_command_line_is_pushed_loaded_and_merged(
+    bits: int, hub: HubServer, checkpoint: Path, tmp_path: Path
+) -> None:
+    quantised = [] if bits == 32 else [f"--load_in_{bits}bit"]
+    push = ["--push_to_hub", "--hub_model_id", "you/adapter"]
+    hub.repositories.pop("you/adapter", None)
+    out = trl(hub, tmp_path, "sft", CHATS, *LORA, *quantised, *push)
+    assert (
+        hub.repositories["you/adapter"]["adapter_model.safetensors"] == (out / "adapter_model.safetensors").read_bytes()
+    )
+    trained = load_file(out / "adapter_model.safetensors")
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in trained if "lora_" in name} == {"q_proj", "v_proj"}
+    before = load_file(checkpoint / "model.safetensors")
+    connections = {name for name in before if is_connection(name)}
+    for name in connections:
+        after = trained[f"base_model.model.{name}"]
+        assert after.dtype == torch.float32
+        assert not torch.equal(after, before[name]), name
+
+    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), out).merge_and_unload()
+    assert type(merged) is ResFormerForCausalLM
+    assert merged.state_dict().keys() - {"lm_head.weight"} == before.keys() - {"lm_head.weight"}
+    merged.save_pretrained(tmp_path / "merged")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.equal(again.generate(IDS[:1], max_new_tokens=4), merged.generate(IDS[:1], max_new_tokens=4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["dpo", "grpo", "reward"])
+def test_other_commands_train_an_adapter(command: str, hub: HubServer, tmp_path: Path) -> None:
+    pairs = [{name: values[0] for name, values in PAIRS.items()}] * 4
+    options = {
+        "grpo": "--reward_funcs think_format_reward --num_generations 2 --per_device_train_batch_size 2 "
+        "--max_completion_length 4".split(),
+        "reward": ["--lora_task_type", "SEQ_CLS"],
+    }
+    rows = [{"prompt": [{"role": "user", "content": "two"}]}] * 4 if command == "grpo" else pairs
+    out = trl(hub, tmp_path, command, rows, *LORA, *options.get(command, []))
+    assert "base_model.model.model.value_residual.bias_own" in load_file(out / "adapter_model.safetensors")
+
+
+@pytest.mark.slow
+def test_accelerate_launches_the_command_line(hub: HubServer, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
+    command = "--num_processes 2 --cpu -m resformer.trl sft --model_name_or_path you/gated --dataset_name data"
+    options = "--output_dir out --use_cpu --bf16 false --max_steps 2 --report_to none --per_device_train_batch_size 2"
+    environment = {**os.environ, **hub.environment(tmp_path / "home")}
+    words = ["accelerate.commands.launch", *command.split(), *options.split()]
+    done = run("-m", *words, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "out")) is ResFormerForCausalLM
+
+
+def test_an_unknown_command_of_trl_is_named_with_those_that_exist(hub: HubServer, tmp_path: Path) -> None:
+    done = run("-m", "resformer.trl", "stf", env={**os.environ, **hub.environment(tmp_path)})
+    assert done.returncode == 2
+    assert re.search("invalid choice: 'stf'.*dpo.*grpo.*reward", done.stderr)
+
+
+# Quantisation
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantisation_leaves_connections_as_they_are(bits: int, checkpoint: Path) -> None:
+    options = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=options, dtype=torch.bfloat16)
+    for name, parameter in load_file(checkpoint / "model.safetensors").items():
+        if is_connection(name):
+            assert torch.equal(model.get_parameter(name), parameter), name
+    assert type(model.model.layers[1].self_attn.v_proj) is not nn.Linear
+    # bitsandbytes replaces nn.Linear itself alone, others every linear layer but these.
+    skipped = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    gates = [name for name, module in model.named_modules() if isinstance(module, GateProjection)]
+    assert gates
+    assert not any(should_convert_module(gate, skipped) for gate in gates)
+
+
+def test_connections_of_a_quantised_model_keep_every_bit_until_they_learn(
+    checkpoint: Path, tmp_path: Path, sft: Callable[..., SFTTrainer]
+) -> None:
+    quantised = AutoModelForCausalLM.from_pretrained(
+        checkpoint, quantization_config=BitsAndBytesConfig(load_in_4bit=True), dtype=torch.float32
+    )
+    with torch.no_grad():
+        quantised.model.value_residual.bias_own.fill_(1.2345678)
+    model = adapt(quantised, modules_to_save=CONNECTIONS)
+    trainer = sft(model, {"text": TEXTS}, callbacks=[FullPrecisionConnections()], learning_rate=1e-5)
+    trained = dict(model.named_parameters())["base_model.model.model.value_residual.modules_to_save.default.bias_own"]
+    assert trained.dtype == torch.float32
+    assert torch.equal(trained, torch.full_like(trained, 1.2345678))
+    trainer.train()
+    assert (trained != 1.2345678).all()  # bfloat16 would round each step away

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from resformer.modeling.wiring import KINDS
 
-__all__ = ["ConnectionTrainer", "is_connection", "set_connection_learning_rate"]
+__all__ = ["ConnectionTrainer", "FullPrecisionConnections", "is_connection", "set_connection_learning_rate"]
 
 
 def is_connection(parameter_name: str) -> bool:
@@ -54,3 +54,22 @@ class ConnectionTrainer(Trainer):
                     self.optimizer, self.model if model is None else model, self.connection_learning_rate
                 )
         return self.optimizer
+
+
+class FullPrecisionConnections(TrainerCallback):
+    """Undoes the rounding of connections to bfloat16 by TRL's trainers, where a 4-bit or 8-bit model has an adapter.
+
+    A coefficient near 1 moves by less in a step than bfloat16 can represent, and would never change.
+    """
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+        for name, wrapper in model.named_modules() if model is not None else ():
+            parts = dict(wrapper.named_children())
+            if not is_connection(name) or parts.keys() != {"original_module", "modules_to_save"}:  # of PEFT
+                continue
+            for trained in parts["modules_to_save"].children():
+                for parameter, original in zip(
+                    trained.parameters(), parts["original_module"].parameters(), strict=True
+                ):
+                    unchanged = parameter == original.to(parameter.dtype)
+                    parameter.data = torch.where(unchanged, original, parameter.to(original.dtype)).detach()

@@ -4,15 +4,18 @@ The configuration is registered as soon as AutoConfig exists, and the models bef
 which is before any Auto class can ask for one. Nothing is imported that the user has not imported.
 """
 
+from types import ModuleType
+
 import wrapt
 
-__all__ = ["register_on_demand"]
+__all__ = ["register_models", "register_on_demand"]
 
 
 def register_on_demand() -> None:
-    """Arranges for both registrations, at once where AutoConfig has been imported already."""
+    """Arranges for all registrations, at once where AutoConfig has been imported already."""
     wrapt.register_post_import_hook(_register_configuration, "transformers.models.auto.configuration_auto")
     wrapt.register_post_import_hook(_register_models_before_first_use, "resformer.configuration")
+    wrapt.register_post_import_hook(_register_adapter_targets, "peft.utils.constants")
 
 
 def _register_configuration(configuration_auto: object) -> None:
@@ -24,10 +27,18 @@ def _register_configuration(configuration_auto: object) -> None:
 def _register_models_before_first_use(configuration: object) -> None:
     from resformer.configuration.configuration_resformer import before_first_use
 
-    before_first_use.append(_register_models)
+    before_first_use.append(register_models)
 
 
-def _register_models() -> None:
+def _register_adapter_targets(constants: ModuleType) -> None:
+    """PEFT's default target modules, for each kind of adapter, are those of Llama."""
+    for mapping in vars(constants).values():
+        if isinstance(mapping, dict) and "llama" in mapping:
+            mapping.setdefault("resformer", mapping["llama"])
+
+
+def register_models() -> None:
+    """Registers the model classes. vLLM calls it, as a plugin, in every process that it starts."""
     import transformers
 
     from resformer import modeling
@@ -41,3 +52,5 @@ def _register_models() -> None:
         transformers.AutoModelForQuestionAnswering: modeling.ResFormerForQuestionAnswering,
     }.items():
         auto_class.register(ResFormerConfig, model_class, exist_ok=True)
+        # TRL, vLLM and `transformers serve` look the name in config.json's `architectures` up here.
+        setattr(transformers, model_class.__name__, model_class)

@@ -1,0 +1,39 @@
+"""`python -m resformer.trl sft|dpo|grpo|reward|... OPTIONS` runs TRL's training scripts on resformer's checkpoints.
+
+TRL has no option that imports a package. Options are those of its scripts. The script runs in this process: for several
+devices, `accelerate launch -m resformer.trl sft OPTIONS`.
+"""
+
+import runpy
+import sys
+from argparse import ArgumentParser
+from pkgutil import iter_modules
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Runs the script that the command line names with the rest of its arguments."""
+    try:
+        from trl import scripts
+    except ModuleNotFoundError as error:
+        if error.name != "trl":
+            raise
+        raise ImportError("This needs TRL: pip install 'resformer[train]'") from None
+    from transformers import trainer
+
+    from resformer.training.optimizer import FullPrecisionConnections
+
+    names = {name for _, name, _ in iter_modules(scripts.__path__) if not name.startswith("_")}
+    parser = ArgumentParser(
+        "python -m resformer.trl", description="TRL's training scripts; COMMAND --help lists options."
+    )
+    parser.add_argument("command", choices=sorted(names - {"env", "utils", "vllm_serve"}))
+    command = parser.parse_args(sys.argv[1:2]).command
+    trainer.DEFAULT_CALLBACKS.append(FullPrecisionConnections)
+    sys.argv = [f"resformer.trl {command}", *sys.argv[2:]]
+    runpy.run_module(f"trl.scripts.{command}", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
