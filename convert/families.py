@@ -14,7 +14,7 @@ from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import backbone_fields, without_connections
 from resformer.errors import CheckpointError, brief, shown
 
-__all__ = ["FAMILIES", "backbone_config", "family_config", "supported"]
+__all__ = ["FAMILIES", "backbone_config", "family_config", "resformer_config", "supported"]
 
 #: Fields that bear one name and one meaning in every family.
 _COMMON = (
@@ -94,6 +94,15 @@ def backbone_config(config: PreTrainedConfig) -> ResFormerConfig:
         return ResFormerConfig(**fields)
     except Exception as error:  # any of the validators'
         raise CheckpointError(f"The source's config.json is not valid: {brief(error)}") from error
+
+
+def resformer_config(config: PreTrainedConfig) -> ResFormerConfig:
+    """`config` itself, if it is ResFormer's, else that of the same backbone without connections.
+
+    Raises:
+        CheckpointError: as `backbone_config`.
+    """
+    return config if isinstance(config, ResFormerConfig) else backbone_config(config)
 
 
 def supported(model_type: object) -> str:

@@ -14,7 +14,7 @@ import resformer.convert.retrofitting as retrofitting
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, retrofit
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.convert import CheckpointError, VerificationError, inspect
-from resformer.convert.retrofitting import losses
+from resformer.convert.deciding import losses
 from resformer.convert.safetensors_format import Tensor
 from resformer.convert.verification import compare_logits
 
@@ -146,9 +146,9 @@ def test_sharing_methods_keep_the_sources_projections(tmp_path: Path) -> None:
     ],
 )
 def test_losses_name_the_field(fields: dict[str, Any], needle: str) -> None:
-    config = ResFormerConfig(num_hidden_layers=4, **fields)
-    assert len(losses(config)) == 1
-    assert needle in losses(config)[0]
+    plain = ResFormerConfig(num_hidden_layers=4)
+    (loss,) = losses(ResFormerConfig(num_hidden_layers=4, **fields), plain)
+    assert needle in loss
 
 
 def test_losses_are_none_where_nothing_is_lost() -> None:
@@ -157,7 +157,7 @@ def test_losses_are_none_where_nothing_is_lost() -> None:
         {"value_residual": "gated", "value_residual_init": [0.0, 1.0], "dwa": True, "dwa_period": 2},
         {"value_sources": [0, 1, 2, 3]},
     ):
-        assert losses(ResFormerConfig(num_hidden_layers=4, **fields)) == []
+        assert losses(ResFormerConfig(num_hidden_layers=4, **fields), ResFormerConfig(num_hidden_layers=4)) == []
 
 
 def test_fields_go_on_top_of_the_methods(tmp_path: Path) -> None:
@@ -230,9 +230,9 @@ def test_a_wrong_result_is_caught_and_not_written(tmp_path: Path, monkeypatch: p
     save_checkpoint(tmp_path / "llama")
     start = retrofitting.initial_connections
 
-    def off(model: ResFormerForCausalLM) -> list[Tensor]:
-        tensors = start(model)
-        torch.frombuffer(tensors[0].data, dtype=torch.float32)[0] += 1e-3
+    def off(config: ResFormerConfig) -> dict[str, Tensor]:
+        tensors = start(config)
+        torch.frombuffer(tensors["model.value_residual.bias"].data, dtype=torch.float32)[0] += 1e-3
         return tensors
 
     monkeypatch.setattr(retrofitting, "initial_connections", off)
