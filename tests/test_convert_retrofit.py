@@ -22,6 +22,11 @@ LOSSY = [name for name in METHODS if name not in EXACT]
 PROMPT = torch.arange(1, 61).view(2, 30)
 
 
+def change_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
 def same_logits(source: Any, folder: Path, dtype: torch.dtype = torch.float32) -> bool:
     for attention in ("sdpa", "eager"):
         source.set_attn_implementation(attention)
@@ -50,6 +55,7 @@ def test_every_family_is_bit_exact(family: str, tied: bool, tmp_path: Path) -> N
     report = retrofit(tmp_path / "source", tmp_path / "out", "resformer-denseformer")
     assert report.family == source.config.model_type
     assert report.dropped == []
+    assert ("config.json: residual_dropout" in report.left_behind) == family.startswith("seed_oss")
     assert same_logits(source, tmp_path / "out")
 
 
@@ -266,6 +272,21 @@ class TestRefusals:
             tmp_path / "gpt2"
         )
         self.refuse(tmp_path / "gpt2", tmp_path, "'gpt2'.*llama, mistral, qwen2, qwen3, smollm3")
+
+    @pytest.mark.parametrize(
+        ("model_type", "fields", "words"),
+        [
+            ("phi3", {}, r"of Phi-4, use a checkpoint whose tensors .* unsloth/phi-4"),
+            ("internlm2", {}, "llamafied"),
+            ("iquestcoder", {"clip_qkv": 8.0}, "does not support `clip_qkv`"),
+        ],
+    )
+    def test_of_what_is_near_a_family_with_the_nearest_way(
+        self, model_type: str, fields: dict[str, Any], words: str, tmp_path: Path
+    ) -> None:
+        save_checkpoint(tmp_path / "near")
+        change_config(tmp_path / "near", model_type=model_type, **fields)
+        self.refuse(tmp_path / "near", tmp_path, words)
 
     def test_of_folders_without_a_checkpoint(self, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
