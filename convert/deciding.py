@@ -7,13 +7,29 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
+from resformer.configuration import ResFormerConfig
+from resformer.configuration.methods import without_connections
+from resformer.convert.connections import expected_shapes
+from resformer.convert.families import FAMILIES
 from resformer.convert.reading import SideFile
 from resformer.convert.safetensors_format import FLOATING, Tensor
-from resformer.convert.source import OpenedSource
+from resformer.convert.source import OpenedSource, Source
 from resformer.convert.verification import same_bytes
-from resformer.errors import CheckpointError, listed
+from resformer.errors import CheckpointError, listed, shown
+from resformer.modeling.connection import ConnectionKind
+from resformer.modeling.wiring import KINDS
+from resformer.record import read_record
 
-__all__ = ["EMBEDDING", "HEAD", "Decision", "check_tensors", "config_text"]
+__all__ = [
+    "EMBEDDING",
+    "HEAD",
+    "Decision",
+    "added_kinds",
+    "check_tensors",
+    "config_text",
+    "losses",
+    "recorded_family",
+]
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 #: Old Llamas stored what follows from config.json; Transformers passes over it.
@@ -38,6 +54,45 @@ class Decision:
     def exact(self) -> bool:
         """Whether its logits must be the source's, bit for bit."""
         return not self.losses and self.dtype == self.source.dtype
+
+
+def added_kinds(config: ResFormerConfig, before: ResFormerConfig) -> list[ConnectionKind]:
+    """The kinds of connections that a model of `config` has beyond one of `before`, its source.
+
+    Raises:
+        CheckpointError: they differ in a connection that both have: its coefficients would mean something else.
+    """
+    added = []
+    for kind in KINDS:
+        for name in kind.fields:
+            old, new = getattr(before, name), getattr(config, name)
+            if old != new and kind.is_in(before):
+                raise CheckpointError(
+                    f"`{name}` is {shown(old)} in the source and {shown(new)} in the result: connections are added, "
+                    "those of the source stay as they are. Name the fields to add, --method transformer --set dwa=true "
+                    "for one."
+                )
+        if kind.is_in(config) and not kind.is_in(before):
+            added.append(kind)
+    shapes, plain = expected_shapes(config), expected_shapes(without_connections(before))
+    for name, shape in expected_shapes(before).items():
+        if name not in plain and shapes.get(name) != shape:
+            raise CheckpointError(
+                f"{name} of the source has shape {list(shape)}, and the result has no place for it: the connections "
+                "that are added leave other layers to mix. Convert the original instead."
+            )
+    return added
+
+
+def losses(config: ResFormerConfig, before: ResFormerConfig) -> list[str]:
+    """Why a model of `config` does not start as its source, of configuration `before`; empty if it does."""
+    return [reason for kind in added_kinds(config, before) for reason in kind.losses(config)]
+
+
+def recorded_family(source: Source) -> str:
+    """The family that a ResFormer checkpoint came from, as its record says; `"resformer"` if that is unknown."""
+    family = (read_record(source.folder) or {}).get("family")
+    return family if isinstance(family, str) and family in FAMILIES else ResFormerConfig.model_type
 
 
 def check_tensors(source: OpenedSource, expected: Mapping[str, tuple[int, ...]]) -> tuple[bool, list[str]]:

@@ -14,7 +14,7 @@ from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import backbone_fields, without_connections
 from resformer.errors import CheckpointError, brief, shown
 
-__all__ = ["FAMILIES", "backbone_config", "family_config", "supported"]
+__all__ = ["FAMILIES", "backbone_config", "family_config", "resformer_config", "supported"]
 
 #: Fields that bear one name and one meaning in every family.
 _COMMON = (
@@ -32,6 +32,7 @@ class Family:
     constants: dict[str, Any] = field(default_factory=dict)  # fields of `ResFormerConfig` that the family implies
     windows: bool = False  # has `layer_types`
     window_switch: bool = False  # has `use_sliding_window`
+    training_only: tuple[str, ...] = ()  # has no effect but in training, and is left behind
 
 
 #: model_type -> what its configuration adds to the common fields.
@@ -44,9 +45,13 @@ FAMILIES: dict[str, Family] = {
     "ministral": Family(windows=True),
     "cwm": Family("mlp_bias", windows=True),
     "internlm3": Family("attention_bias mlp_bias"),
+    "seed_oss": Family("attention_bias attention_out_bias mlp_bias", training_only=("residual_dropout",)),
+    "iquestcoder": Family("attention_bias mlp_bias"),
 }
 
-#: Why others are not in the table, where the reason is short.
+#: A way out where a family differs in the names and layout of its tensors alone.
+_LLAMAFIED = 'use a checkpoint whose tensors were renamed and split as Llama\'s ("llamafied")'
+#: Why others are not in the table, where the reason is short, and the nearest way.
 _REASONS = {
     "gemma": "its norms add 1 to their weights and its embeddings are scaled",
     "gemma2": "it soft-caps its logits, and has norms after its blocks",
@@ -56,7 +61,7 @@ _REASONS = {
     "olmo3": "it norms after attention and MLP, and over all heads' queries at once",
     "granite": "it scales embeddings, residuals, attention and logits",
     "phi": "its blocks run attention and MLP side by side",
-    "phi3": "it fuses q, k and v, and gate and up, into one tensor each",
+    "phi3": f"it fuses q, k and v, and gate and up; of Phi-4, {_LLAMAFIED}, unsloth/phi-4 for one",
     "arcee": "its MLP has no gate",
     "nemotron": "its MLP has no gate",
     "cohere": "its blocks run attention and MLP side by side",
@@ -65,9 +70,9 @@ _REASONS = {
     "glm4": "it norms after attention and MLP, and its rotary embedding is partial",
     "exaone4": "it norms after attention and MLP",
     "ministral3": "its attention scales queries by position",
-    "seed_oss": "it drops out residuals while it trains",
     "gpt_oss": "it is a mixture of experts with attention sinks",
     "gpt2": "its positions are learned embeddings",
+    **dict.fromkeys("baichuan exaone internlm internlm2 qwen".split(), f"it needs code of its own; {_LLAMAFIED}"),
     **dict.fromkeys(
         "mixtral qwen2_moe qwen3_moe granitemoe olmoe phimoe deepseek_v2 deepseek_v3 dots1 mellum".split(),
         "it is a mixture of experts",
@@ -94,6 +99,15 @@ def backbone_config(config: PreTrainedConfig) -> ResFormerConfig:
         return ResFormerConfig(**fields)
     except Exception as error:  # any of the validators'
         raise CheckpointError(f"The source's config.json is not valid: {brief(error)}") from error
+
+
+def resformer_config(config: PreTrainedConfig) -> ResFormerConfig:
+    """`config` itself, if it is ResFormer's, else that of the same backbone without connections.
+
+    Raises:
+        CheckpointError: as `backbone_config`.
+    """
+    return config if isinstance(config, ResFormerConfig) else backbone_config(config)
 
 
 def supported(model_type: object) -> str:

@@ -10,11 +10,11 @@ from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cach
 from resformer.configuration.methods import connections_of, method_of, without_connections
 from resformer.convert.connections import expected_shapes, read_connections
 from resformer.convert.deciding import check_tensors
-from resformer.convert.families import backbone_config, family_config
+from resformer.convert.families import family_config, resformer_config
 from resformer.convert.source import open_source
 from resformer.errors import CheckpointError
 from resformer.files import json_value
-from resformer.modeling.mixing import plain_matrix
+from resformer.modeling.mixing import mixing_matrix, plain_matrix
 
 __all__ = ["Inspection", "inspect"]
 
@@ -62,16 +62,21 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     """
     opened = open_source(source, revision, resformer=True).fetch(headers_only=True)
     config = opened.config
-    backbone = config if isinstance(config, ResFormerConfig) else backbone_config(config)
-    tied, notes = check_tensors(opened, expected_shapes(backbone))
+    backbone = resformer_config(config)
+    expected = expected_shapes(backbone)
+    tied, notes = check_tensors(opened, expected)
     dtype = opened.dtype
     tensors = opened.checkpoint.tensors
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
         dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.elements
-    model, added = read_connections(backbone, tensors) if backbone is config else (None, [])
+    connections = read_connections(backbone, tensors)
+    layers = backbone.num_hidden_layers
+    values = mixing_matrix(layers, layers, connections.get("model.value_residual"))[backbone.all_value_sources]
+    depth = mixing_matrix(layers, layers + 1, connections.get("model.depth_average"))
     per_token = cache_bytes_per_token(backbone, dtype)
     plain = without_connections(backbone)
+    added = sorted(expected.keys() - expected_shapes(plain).keys())
     return Inspection(
         source=opened.name,
         revision=opened.revision,
@@ -84,7 +89,7 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         parameters=sum(dtypes.values()),
         added={name: list(tensors[name].shape) for name in added},
         dtypes=dtypes,
-        layers=backbone.num_hidden_layers,
+        layers=layers,
         hidden_size=backbone.hidden_size,
         attention_heads=backbone.num_attention_heads,
         key_value_heads=backbone.num_key_value_heads,
@@ -94,8 +99,8 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         cache_bytes_per_token=per_token,
         cache_share=per_token / cache_bytes_per_token(plain, dtype),
         cache_bytes_per_token_by_method=cache_bytes_by_method(backbone, dtype),
-        value_mixing_matrix=None if model is None else _unless_plain(model.model.value_mixing_matrix()),
-        depth_mixing_matrix=None if model is None else _unless_plain(model.model.depth_mixing_matrix()),
+        value_mixing_matrix=_unless_plain(values),
+        depth_mixing_matrix=_unless_plain(depth),
         warnings=[*opened.checkpoint.notes, *notes],
     )
 

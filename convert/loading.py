@@ -1,12 +1,15 @@
-"""Loads a checkpoint's model with Transformers, without adapters, remote code or the network."""
+"""Models of Transformers' classes: loaded without adapters, remote code or the network, or on the meta device."""
 
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from resformer.configuration import ResFormerConfig
 from resformer.errors import CheckpointError, brief, listed
+from resformer.modeling import ResFormerForCausalLM
 
-__all__ = ["load_model"]
+__all__ = ["load_model", "model_on_meta"]
 
 #: Where PEFT is installed, Transformers applies the adapter that it finds in this sub-folder: no folder is called so.
 _NO_ADAPTER = {"subfolder": "\0"}
@@ -35,3 +38,9 @@ def load_model(where: object, config: PreTrainedConfig, **arguments: Any) -> Pre
         if problems := loading.get(kind):
             raise CheckpointError(f"{where}: {kind.replace('_', ' ')}: {listed(set(map(str, problems)))}.")
     return model.eval()
+
+
+def model_on_meta(config: ResFormerConfig, dtype: torch.dtype = torch.float32) -> ResFormerForCausalLM:
+    """The model, without memory for it."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -1,6 +1,7 @@
-"""Retrofits: a Llama-style checkpoint in, a ResFormer checkpoint with added connections out."""
+"""Retrofits: a Llama-style or ResFormer checkpoint in, a ResFormer checkpoint with added connections out."""
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -12,24 +13,31 @@ import torch
 from transformers import __version__ as transformers_version
 
 from resformer.configuration import ResFormerConfig
-from resformer.configuration.methods import CONNECTION_FIELDS, method_fields, without_connections
-from resformer.convert.connections import expected_shapes, initial_connections, model_on_meta
+from resformer.configuration.methods import CONNECTION_FIELDS, connections_of, method_fields, without_connections
+from resformer.convert.connections import expected_shapes, initial_connections
 from resformer.convert.conversion import Options, Report, Verify, carry_out, folder_name, published_name
-from resformer.convert.deciding import Decision, check_tensors, config_text
-from resformer.convert.families import backbone_config
+from resformer.convert.deciding import (
+    HEAD,
+    Decision,
+    added_kinds,
+    check_tensors,
+    config_text,
+    losses,
+    recorded_family,
+)
+from resformer.convert.families import resformer_config
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.tensors import CODES, to_tensor
 from resformer.convert.verification import model_bytes
 from resformer.errors import CheckpointError
 from resformer.files import check_target
 from resformer.model_cards import carried_metadata, retrofit_card
-from resformer.modeling import ResFormerForCausalLM
 from resformer.modeling.wiring import KINDS
 from resformer.record import RECORD
 from resformer.untrusted import regular_file
 from resformer.version import __version__
 
-__all__ = ["RetrofitReport", "losses", "retrofit", "write_retrofit"]
+__all__ = ["RetrofitReport", "retrofit", "write_retrofit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +47,7 @@ class RetrofitReport(Report):
     family: str
     method: str
     fields: dict[str, Any]  # the connection fields, as they stand in the new config.json
+    source_fields: dict[str, Any]  # those that the source had already; its coefficients stay
     losses: list[str]  # why the connections do not start as the identity; empty if they do
     source_dtype: str  # of most weights of the source; its logits are computed in it
     dequantised: bool  # the source is a GGUF file; what is compared is what Transformers makes of it, in float32
@@ -87,6 +96,8 @@ def retrofit(
     configuration and licence go along. The result is verified before it is put in place: a run that fails or is
     interrupted leaves nothing.
 
+    A ResFormer checkpoint gets further connections: those that it has, and their coefficients, stay as they are.
+
     Args:
         source: a folder with safetensors, a `.gguf` file (dequantised), or a Hub id.
         output: a new or empty folder.
@@ -128,9 +139,10 @@ def retrofit(
     method_fields(method, 1)  # an unknown method is refused before anything is read or fetched
     target = Path(output).expanduser()
     check_target(target, source, mark=RECORD, force=force)  # before anything is read or fetched
-    opened = open_source(source, revision)
-    connections = _connections(method, opened.config.num_hidden_layers, fields)
-    config = _configuration(opened, connections, lossy=lossy)
+    opened = open_source(source, revision, resformer=True)
+    before = resformer_config(opened.config)
+    connections = _connections(method, before, fields)
+    config = _configuration(opened, before, connections, lossy=lossy)
     fetched = opened.fetch(allow_pickle=allow_pickle, headers_only=dry_run)
     set_fields = {name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections}
     return write_retrofit(
@@ -156,20 +168,26 @@ def write_retrofit(
         changed: tensors that take the place of the source's.
         facts: further fields of the report.
     """
-    decision, model = _decide(source, config, dtype, changed)
-    stored = model.state_dict().keys()
+    before = resformer_config(source.config)
+    decision, shapes = _decide(source, config, before, dtype, changed)
+    tied = {HEAD} if config.tie_word_embeddings else set()
 
     def as_retrofit(report: Report) -> R:
         return report_class(
             **vars(report),
-            family=source.config.model_type,
+            family=recorded_family(source) if before is source.config else source.config.model_type,
+            source_fields=connections_of(before),
             losses=list(decision.losses),
             source_dtype=str(source.dtype).removeprefix("torch."),
             dequantised=source.gguf is not None,
             dtype=str(decision.dtype).removeprefix("torch."),
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-            added={tensor.name: tensor.elements for tensor in decision.added if tensor.name not in changed},
-            dropped=[name for name in decision.dropped if name not in stored],
+            parameters=sum(math.prod(shape) for name, shape in shapes.items() if name not in tied),
+            added={
+                tensor.name: tensor.elements
+                for tensor in decision.added
+                if tensor.name not in source.checkpoint.tensors
+            },
+            dropped=[name for name in decision.dropped if name not in shapes],
             memory=max(model_bytes(source.checkpoint, each) for each in (source.dtype, decision.dtype)),
             **facts,
         )
@@ -180,10 +198,14 @@ def write_retrofit(
     return as_retrofit(carry_out(decision, target, options, finish))
 
 
-def _configuration(source: Source, connections: dict[str, Any], *, lossy: bool) -> ResFormerConfig:
+def _configuration(
+    source: Source, before: ResFormerConfig, connections: dict[str, Any], *, lossy: bool
+) -> ResFormerConfig:
     """The result's configuration, from the source's alone: what it refuses is refused before weights are fetched."""
-    config = without_connections(backbone_config(source.config), **connections)
-    if (lost := losses(config)) and not lossy:
+    config = without_connections(before, **connections)
+    if connections_of(before) and not added_kinds(config, before):
+        raise CheckpointError(f"{source.name}: has these connections already: {connections_of(before)}.")
+    if (lost := losses(config, before)) and not lossy:
         raise CheckpointError(
             f"The result would not compute what {source.name} does: {'; '.join(lost)}. Allow it with --lossy "
             "(lossy=True), or choose an exact method.",
@@ -195,15 +217,23 @@ def _configuration(source: Source, connections: dict[str, Any], *, lossy: bool) 
 def _decide(
     source: OpenedSource,
     config: ResFormerConfig,
+    before: ResFormerConfig,
     target_dtype: torch.dtype | None,
     changed: Mapping[str, torch.Tensor],
-) -> tuple[Decision, ResFormerForCausalLM]:
-    """(what the result is to be, its model on the meta device)."""
-    expected = expected_shapes(without_connections(config))
+) -> tuple[Decision, dict[str, tuple[int, ...]]]:
+    """(what the result is to be, the shapes of its tensors).
+
+    Args:
+        before: the source's configuration.
+    """
+    expected, shapes = expected_shapes(before), expected_shapes(config)
     config.tie_word_embeddings, warnings = check_tensors(source, expected)
     dtype = target_dtype or source.dtype
-    model = model_on_meta(config, dtype)
-    kept = model.state_dict().keys()
+    initial = initial_connections(config)
+    tensors = source.checkpoint.tensors
+    replaced = {name: to_tensor(name, changed[name]) for name in sorted(changed)}
+    if target_dtype is not None:  # coefficients keep their dtype: a conversion would round what they have learned
+        replaced |= {name: tensors[name] for name in initial if name in tensors}
     if source.gguf is None and not source.checkpoint.has_tokenizer:
         warnings.append(f"{source.name} has no tokenizer that can be read: save one beside the result.")
     decision = Decision(
@@ -211,12 +241,12 @@ def _decide(
         config=config_text(config, "ResFormerForCausalLM", dtype),
         dtype=dtype,
         cast=CODES[target_dtype] if target_dtype is not None else None,
-        dropped=[name for name in expected if name not in kept or name in changed],
-        added=(*initial_connections(model), *(to_tensor(name, changed[name]) for name in sorted(changed))),
-        losses=tuple(losses(config)),
+        dropped=[name for name in expected if name not in shapes or name in replaced],
+        added=(*(tensor for name, tensor in initial.items() if name not in tensors), *replaced.values()),
+        losses=tuple(losses(config, before)),
         warnings=tuple(warnings),
     )
-    return decision, model
+    return decision, shapes
 
 
 def _source_card(source: Source) -> dict[str, Any]:
@@ -225,11 +255,6 @@ def _source_card(source: Source) -> dict[str, Any]:
         with suppress(CheckpointError):  # there is none, or it is a link out of its folder
             return carried_metadata(regular_file(source.folder / "README.md"))
     return {}
-
-
-def losses(config: ResFormerConfig) -> list[str]:
-    """Why a retrofit with this configuration does not start as its source; empty if it does."""
-    return [reason for kind in KINDS for reason in kind.losses(config)]
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
@@ -250,11 +275,13 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
             )
 
 
-def _connections(method: str, num_hidden_layers: int, fields: dict[str, Any]) -> dict[str, Any]:
-    connections = {**method_fields(method, num_hidden_layers), **fields}
+def _connections(method: str, before: ResFormerConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    """The source's connection fields, the method's, and `fields`; what is added starts as the identity."""
+    connections = {**method_fields(method, before.num_hidden_layers), **fields}
     for kind in KINDS:
-        connections = kind.start(connections) | connections
-    return connections
+        if not kind.is_in(before):
+            connections = kind.start(connections) | connections
+    return {**connections_of(before), **connections}
 
 
 def _card_and_record(

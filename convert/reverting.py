@@ -1,7 +1,8 @@
-"""Reverts: a retrofit that has learned nothing goes back to its family, every tensor byte for byte."""
+"""Reverts: connections that have learned nothing are taken out again, every other tensor byte for byte."""
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,19 +10,19 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from resformer.configuration import ResFormerConfig
+from resformer.configuration.methods import CONNECTION_FIELDS, connections_of, without_connections
 from resformer.convert.connections import expected_shapes, read_connections
 from resformer.convert.conversion import Options, Report, carry_out, published_name
-from resformer.convert.deciding import Decision, check_tensors, config_text
+from resformer.convert.deciding import Decision, added_kinds, check_tensors, config_text, recorded_family
 from resformer.convert.families import family_config
 from resformer.convert.source import OpenedSource, Source, open_source
-from resformer.errors import CheckpointError
+from resformer.errors import CheckpointError, brief
 from resformer.files import check_target
-from resformer.modeling import ResFormerForCausalLM
 from resformer.modeling.connection import Connection
-from resformer.modeling.wiring import KINDS
-from resformer.record import read_record
+from resformer.modeling.wiring import connection_modules
+from resformer.record import RECORD, read_record
 
-__all__ = ["RevertReport", "deviation", "revert"]
+__all__ = ["RevertReport", "revert"]
 
 #: Names the source of a revert. `--force` replaces no checkpoint without it.
 _REVERTED = "resformer_revert.json"
@@ -31,22 +32,31 @@ _REVERTED = "resformer_revert.json"
 class RevertReport(Report):
     """The result of a revert, or the forecast of a dry run."""
 
-    family: str
+    family: str  # "resformer" if connections remain
     removed: list[str]  # the added parameters
+    remaining: dict[str, Any]  # connection fields of the result; {} if it is plain
 
 
 def revert(
-    source: str | Path, output: str | Path, *, force: bool = False, revision: str | None = None, **options: Any
+    source: str | Path,
+    output: str | Path,
+    *,
+    all: bool = False,
+    force: bool = False,
+    revision: str | None = None,
+    **options: Any,
 ) -> RevertReport:
-    """Writes the ResFormer checkpoint `source` as a plain one of the family that it came from.
+    """Writes the ResFormer checkpoint `source` as what it was made from: without the connections that were added.
 
-    Only where that changes nothing: the mixing matrices are the identity and no projection was dropped. Every tensor is
-    the source's, byte for byte, and the logits are compared as for a retrofit. The card and the conversion record stay
-    behind: they describe the retrofit. `resformer_revert.json` names the source.
+    Only where that changes nothing: the mixing matrices of what is taken out are the identity and no projection was
+    dropped. Every other tensor is the source's, byte for byte, and the logits are compared as for a retrofit. The card
+    and the conversion record stay behind: they describe the retrofit. `resformer_revert.json` names the source.
 
     Args:
         source: a folder or a Hub id.
         output: a new or empty folder.
+        all: take out all connections. Otherwise those stay that the source of the last conversion had, as its record
+            says; without a record all are taken out.
         force, revision: as for `retrofit`.
         options: `dry_run`, `link`, `verify`, `durable`, `max_shard_size`, `progress`, as for `retrofit`.
 
@@ -61,12 +71,14 @@ def revert(
     config = opened.config
     if not isinstance(config, ResFormerConfig):
         raise CheckpointError(f"{opened.name}: is a checkpoint of {config.model_type!r} already.")
-    for kind in KINDS:
+    before = without_connections(config) if all else _recorded_config(opened, config)
+    for kind in added_kinds(config, before):
         # Without parameters it cannot have learned to have no effect. The parameters of the others are read below.
         if kind.module is None and (reasons := kind.losses(config)):
             raise CheckpointError(f"{opened.name}: cannot be reverted: {reasons[0]}. Convert the original again.")
-    family = family_config(config, _recorded_family(opened))
-    decision = _decide(opened.fetch(), config, family)
+    remaining = connections_of(before)
+    reverted = before if remaining else family_config(config, recorded_family(opened))
+    decision = _decide(opened.fetch(), config, before, reverted)
     report = carry_out(
         decision,
         target,
@@ -75,18 +87,23 @@ def revert(
             _REVERTED: json.dumps({"source": published_name(done), "revision": done.revision}, indent=2) + "\n"
         },
     )
-    return RevertReport(**vars(report), family=family.model_type, removed=list(decision.dropped))
+    return RevertReport(**vars(report), family=reverted.model_type, removed=list(decision.dropped), remaining=remaining)
 
 
-def _decide(source: OpenedSource, config: ResFormerConfig, family: PreTrainedConfig) -> Decision:
-    """The source without its connections, which must have no effect.
+def _decide(
+    source: OpenedSource, config: ResFormerConfig, before: ResFormerConfig, reverted: PreTrainedConfig
+) -> Decision:
+    """The source without the connections that it has beyond those of `before`, which must have no effect.
 
     Args:
-        family: the configuration without connections.
+        reverted: the result's configuration: `before`, or that of its family.
     """
-    family.tie_word_embeddings, warnings = check_tensors(source, expected_shapes(config))
-    model, added = read_connections(config, source.checkpoint.tensors)
-    distance, where = deviation(model)
+    expected = expected_shapes(config)
+    reverted.tie_word_embeddings, warnings = check_tensors(source, expected)
+    removed = sorted(expected.keys() - expected_shapes(before).keys())
+    kept = connection_modules(before)
+    modules = read_connections(config, source.checkpoint.tensors)
+    distance, where = _deviation({name: module for name, module in modules.items() if name not in kept})
     if distance:
         raise CheckpointError(
             f"{source.name}: cannot be reverted, its connections have an effect: {where} is {distance:.3g} from plain "
@@ -94,28 +111,28 @@ def _decide(source: OpenedSource, config: ResFormerConfig, family: PreTrainedCon
         )
     return Decision(
         source=source,
-        config=config_text(family, MODEL_FOR_CAUSAL_LM_MAPPING[type(family)].__name__, source.dtype),
+        config=config_text(reverted, MODEL_FOR_CAUSAL_LM_MAPPING[type(reverted)].__name__, source.dtype),
         dtype=source.dtype,
-        dropped=added,
+        dropped=removed,
         warnings=tuple(warnings),
     )
 
 
-def deviation(model: ResFormerForCausalLM) -> tuple[float, str]:
-    """(largest distance of an added weight from having no effect, which weight); 0 if none has an effect.
-
-    Args:
-        model: its added parameters are read, nothing else.
-    """
+def _deviation(modules: Mapping[str, Connection]) -> tuple[float, str]:
+    """(largest distance of a weight from having no effect, which weight); 0 if none has an effect."""
     distances = [
         (math.inf if math.isnan(distance) else distance, name + place)
-        for name, module in model.named_modules()
-        if isinstance(module, Connection)
+        for name, module in modules.items()
         for distance, place in module.deviations()
     ]
     return max(distances, key=lambda each: each[0], default=(0.0, ""))
 
 
-def _recorded_family(source: Source) -> str | None:
-    family = (read_record(source.folder) or {}).get("family")
-    return family if isinstance(family, str) else None
+def _recorded_config(source: Source, config: ResFormerConfig) -> ResFormerConfig:
+    """The configuration, with those connections that the source of the last conversion had, as the record says."""
+    fields = (read_record(source.folder) or {}).get("source_fields")
+    known = {name: fields[name] for name in CONNECTION_FIELDS if name in fields} if isinstance(fields, dict) else {}
+    try:
+        return without_connections(config, **known)
+    except Exception as error:  # any of the validators'
+        raise CheckpointError(f"{source.folder / RECORD}: source_fields are not valid: {brief(error)}") from error

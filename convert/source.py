@@ -18,7 +18,7 @@ from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from resformer.configuration import ResFormerConfig
-from resformer.convert.families import supported
+from resformer.convert.families import FAMILIES, supported
 from resformer.convert.gguf_format import dequantise, gguf_config, gguf_headers
 from resformer.convert.loading import load_model
 from resformer.convert.pickle_format import pickle_names, read_pickles
@@ -46,8 +46,11 @@ _METADATA_KEYS = set(
     "is_encoder_decoder chunk_size_feed_forward output_hidden_states return_dict problem_type _from_model_config "
     "use_return_dict output_attentions".split()
 )
-#: Keys of older configurations that Transformers still reads, whatever the family.
-_LEGACY_KEYS = set("head_dim rope_theta rope_scaling partial_rotary_factor original_max_position_embeddings".split())
+#: Keys that are no fields and that Transformers reads, of older configurations or to refuse them, whatever the family.
+_LEGACY_KEYS = set(
+    "head_dim rope_theta rope_scaling partial_rotary_factor original_max_position_embeddings clip_qkv "
+    "use_sliding_window".split()
+)
 _SIZES = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "max_position_embeddings max_window_layers sliding_window"
@@ -248,7 +251,8 @@ def _clean_config(where: Path, raw: Mapping[str, Any], *, resformer: bool) -> tu
         config = config_class.from_dict({key: value for key, value in raw.items() if key in known})
     except Exception as error:  # any of the validators', or of arithmetic with what they let pass
         raise CheckpointError(f"{where}: cannot be read as a configuration of {model_type}: {brief(error)}") from error
-    return config, tuple(sorted(raw.keys() - known - _METADATA_KEYS))
+    read = known - set(FAMILIES[model_type].training_only if model_type in FAMILIES else ())
+    return config, tuple(sorted(raw.keys() - read - _METADATA_KEYS))
 
 
 def _family(where: Path, model_type: object, *, resformer: bool) -> str:

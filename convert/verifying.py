@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import without_connections
 from resformer.convert.connections import expected_shapes
 from resformer.convert.conversion import Verify, check_verify
 from resformer.convert.deciding import EMBEDDING, HEAD, check_tensors
-from resformer.convert.families import backbone_config
+from resformer.convert.families import resformer_config
 from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.verification import (
@@ -79,7 +78,7 @@ def verify(
     connections: set[str] = set()
     tables: list[dict[str, Tensor]] = []
     for source in (first, second):
-        config = source.config if isinstance(source.config, ResFormerConfig) else backbone_config(source.config)
+        config = resformer_config(source.config)
         expected = expected_shapes(config)
         tied, _ = check_tensors(source, expected)
         connections |= expected.keys() - expected_shapes(without_connections(config)).keys()

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from resformer.configuration import ResFormerConfig
+from resformer.configuration.methods import connections_of
 
 __all__ = ["Connection", "ConnectionKind", "Crossing"]
 
@@ -30,15 +31,23 @@ class ConnectionKind:
     """One kind of connection, listed in `KINDS`.
 
     Args:
+        fields: its fields of `ResFormerConfig`.
         module: the name of the modules that hold its parameters; `None` if it has none.
+        modules: configuration -> name in `ResFormerForCausalLM` and a new module, for each that adds parameters.
         reads: configuration and layer -> the tensors that the layer reads of earlier layers.
         losses: configuration -> why a model with it does not start as plain Llama; empty if it does.
         start: connection fields of a retrofit -> fields that make it start as plain Llama, unless it sets them itself.
         flops: configuration -> operations of a forward pass per token; a multiplication and an addition are two.
     """
 
+    fields: tuple[str, ...]
     module: str | None = None
+    modules: Callable[[ResFormerConfig], dict[str, Connection]] = lambda config: {}
     reads: Callable[[ResFormerConfig, int], Sequence[Crossing]] = lambda config, layer: ()
     losses: Callable[[ResFormerConfig], list[str]] = lambda config: []
     start: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
     flops: Callable[[ResFormerConfig], int] = lambda config: 0
+
+    def is_in(self, config: ResFormerConfig) -> bool:
+        """Whether `config` sets any of its fields."""
+        return not connections_of(config).keys().isdisjoint(self.fields)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from resformer.configuration import ResFormerConfig
-from resformer.modeling.connection import ConnectionKind
+from resformer.modeling.connection import Connection, ConnectionKind
 from resformer.modeling.depth_gather import Gather
 from resformer.modeling.mixing import FreeRows, is_autocast, is_ordinary, weighted_sum
 
@@ -177,7 +177,12 @@ def _flops(config: ResFormerConfig) -> int:
     return 2 * config.hidden_size * sum(map(len, rows))
 
 
-DEPTH_AVERAGE = ConnectionKind("depth_average", flops=_flops)
+def _modules(config: ResFormerConfig) -> dict[str, Connection]:
+    average = depth_average(config)
+    return {} if average is None else {"model.depth_average": average}
+
+
+DEPTH_AVERAGE = ConnectionKind(("dwa", "dwa_dilation", "dwa_period"), "depth_average", modules=_modules, flops=_flops)
 
 
 @functools.lru_cache

@@ -19,6 +19,7 @@ __all__ = [
     "coefficient_dtype",
     "is_autocast",
     "is_ordinary",
+    "mixing_matrix",
     "plain_matrix",
     "split_rows",
     "weighted_sum",
@@ -144,3 +145,9 @@ class FreeRows(MixingRows):
 
     def start_at(self, rows: list[list[float]]) -> None:
         init.copy_(self.bias, torch.tensor([weight for row in rows for weight in row]))
+
+
+def mixing_matrix(rows: int, columns: int, module: Connection | None) -> torch.Tensor:
+    """`plain_matrix` with the rows of `module`, if there is one: float32, detached, on the CPU."""
+    matrix = plain_matrix(rows, columns)
+    return module.fill(matrix) if isinstance(module, MixingRows) else matrix

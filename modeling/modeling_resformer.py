@@ -38,7 +38,7 @@ from resformer.configuration import ResFormerConfig
 from resformer.modeling.connection import Connection, Crossing
 from resformer.modeling.depth_average import depth_average
 from resformer.modeling.growing_cache import GrowingCache
-from resformer.modeling.mixing import plain_matrix, weighted_sum
+from resformer.modeling.mixing import mixing_matrix, weighted_sum
 from resformer.modeling.neutreno import neutreno_term
 from resformer.modeling.sharing import update_cache
 from resformer.modeling.value_residual import ValueGate, mixed_layers, value_residual
@@ -295,10 +295,8 @@ class ResFormerModel(ResFormerPreTrainedModel):
         float32, detached, on the CPU; lower triangular; the identity for plain Llama. The row of a layer that shares
         values is its source's. NaN where the mix depends on the token (`"gated"`).
         """
-        matrix = plain_matrix(self.config.num_hidden_layers, self.config.num_hidden_layers)
-        if self.value_residual is not None:
-            self.value_residual.fill(matrix)
-        return matrix[self.config.all_value_sources]
+        layers = self.config.num_hidden_layers
+        return mixing_matrix(layers, layers, self.value_residual)[self.config.all_value_sources]
 
     @torch.no_grad()
     def depth_mixing_matrix(self) -> torch.Tensor:
@@ -307,8 +305,8 @@ class ResFormerModel(ResFormerPreTrainedModel):
         X_0 are the embeddings, X_{j+1} the raw output of block j. float32, detached, on the CPU; D[n, n+1] = 1 and 0
         elsewhere for plain Llama.
         """
-        matrix = plain_matrix(self.config.num_hidden_layers, self.config.num_hidden_layers + 1)
-        return matrix if self.depth_average is None else self.depth_average.fill(matrix)
+        layers = self.config.num_hidden_layers
+        return mixing_matrix(layers, layers + 1, self.depth_average)
 
     @merge_with_config_defaults
     @capture_outputs

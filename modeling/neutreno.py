@@ -47,4 +47,4 @@ def _flops(config: ResFormerConfig) -> int:
     return 3 * queries * (config.num_hidden_layers - 1) if config.neutreno_lambda else 0
 
 
-NEUTRENO = ConnectionKind(reads=_reads, losses=_losses, flops=_flops)
+NEUTRENO = ConnectionKind(("neutreno_lambda",), reads=_reads, losses=_losses, flops=_flops)

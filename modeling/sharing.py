@@ -82,4 +82,4 @@ def _losses(config: ResFormerConfig) -> list[str]:
     return reasons
 
 
-SHARING = ConnectionKind(reads=_reads, losses=_losses)
+SHARING = ConnectionKind(("value_sources", "key_sources"), reads=_reads, losses=_losses)

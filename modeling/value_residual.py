@@ -198,4 +198,21 @@ def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"value_residual_init": [0.0, 1.0]} if learned else {}
 
 
-VALUE_RESIDUAL = ConnectionKind("value_residual", _reads, _losses, _start, _flops)
+def _modules(config: ResFormerConfig) -> dict[str, Connection]:
+    coefficients = value_residual(config)
+    modules: dict[str, Connection] = {} if coefficients is None else {"model.value_residual": coefficients}
+    if config.value_residual == "gated":
+        for layer in mixed_layers(config):
+            modules[f"model.layers.{layer}.self_attn.value_residual.bias_gate"] = ValueGate(config).bias_gate
+    return modules
+
+
+VALUE_RESIDUAL = ConnectionKind(
+    ("value_residual", "value_residual_init", "value_residual_layers"),
+    "value_residual",
+    _modules,
+    _reads,
+    _losses,
+    _start,
+    _flops,
+)

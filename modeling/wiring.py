@@ -1,17 +1,22 @@
-"""All kinds of connections, and which tensors cross between layers because of them."""
+"""All kinds of connections, the parameters that they add, and which tensors cross between layers because of them."""
 
 from dataclasses import dataclass
 
 from resformer.configuration import ResFormerConfig
-from resformer.modeling.connection import Crossing
+from resformer.modeling.connection import Connection, Crossing
 from resformer.modeling.depth_average import DEPTH_AVERAGE
 from resformer.modeling.neutreno import NEUTRENO
 from resformer.modeling.sharing import SHARING
 from resformer.modeling.value_residual import VALUE_RESIDUAL
 
-__all__ = ["KINDS", "LayerWiring", "wire"]
+__all__ = ["KINDS", "LayerWiring", "connection_modules", "wire"]
 
 KINDS = (SHARING, NEUTRENO, VALUE_RESIDUAL, DEPTH_AVERAGE)
+
+
+def connection_modules(config: ResFormerConfig) -> dict[str, Connection]:
+    """Name in `ResFormerForCausalLM` -> a new module, for each that holds added parameters."""
+    return {name: module for kind in KINDS for name, module in kind.modules(config).items()}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from transformers import (
     CwmConfig,
     CwmForCausalLM,
     InternLM3Config,
+    IQuestCoderConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MinistralConfig,
@@ -21,6 +22,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -75,6 +78,9 @@ FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
     ),
     "cwm": (CwmConfig, CwmForCausalLM, {"sliding_window": 8, "head_dim": 12}),
     "internlm3": (InternLM3Config, LlamaForCausalLM, {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
+    "seed_oss": (SeedOssConfig, SeedOssForCausalLM, {"head_dim": 12}),
+    "seed_oss-biases": (SeedOssConfig, SeedOssForCausalLM, {"attention_out_bias": True, "mlp_bias": True}),
+    "iquestcoder": (IQuestCoderConfig, LlamaForCausalLM, {"head_dim": 12, "attention_bias": True}),
 }
 
 

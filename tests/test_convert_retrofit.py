@@ -14,12 +14,17 @@ import resformer.convert.retrofitting as retrofitting
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, retrofit
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.convert import CheckpointError, VerificationError, inspect
-from resformer.convert.retrofitting import losses
+from resformer.convert.deciding import losses
 from resformer.convert.safetensors_format import Tensor
 from resformer.convert.verification import compare_logits
 
 LOSSY = [name for name in METHODS if name not in EXACT]
 PROMPT = torch.arange(1, 61).view(2, 30)
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 def same_logits(source: Any, folder: Path, dtype: torch.dtype = torch.float32) -> bool:
@@ -50,6 +55,7 @@ def test_every_family_is_bit_exact(family: str, tied: bool, tmp_path: Path) -> N
     report = retrofit(tmp_path / "source", tmp_path / "out", "resformer-denseformer")
     assert report.family == source.config.model_type
     assert report.dropped == []
+    assert ("config.json: residual_dropout" in report.left_behind) == family.startswith("seed_oss")
     assert same_logits(source, tmp_path / "out")
 
 
@@ -146,9 +152,9 @@ def test_sharing_methods_keep_the_sources_projections(tmp_path: Path) -> None:
     ],
 )
 def test_losses_name_the_field(fields: dict[str, Any], needle: str) -> None:
-    config = ResFormerConfig(num_hidden_layers=4, **fields)
-    assert len(losses(config)) == 1
-    assert needle in losses(config)[0]
+    plain = ResFormerConfig(num_hidden_layers=4)
+    (loss,) = losses(ResFormerConfig(num_hidden_layers=4, **fields), plain)
+    assert needle in loss
 
 
 def test_losses_are_none_where_nothing_is_lost() -> None:
@@ -157,7 +163,7 @@ def test_losses_are_none_where_nothing_is_lost() -> None:
         {"value_residual": "gated", "value_residual_init": [0.0, 1.0], "dwa": True, "dwa_period": 2},
         {"value_sources": [0, 1, 2, 3]},
     ):
-        assert losses(ResFormerConfig(num_hidden_layers=4, **fields)) == []
+        assert losses(ResFormerConfig(num_hidden_layers=4, **fields), ResFormerConfig(num_hidden_layers=4)) == []
 
 
 def test_fields_go_on_top_of_the_methods(tmp_path: Path) -> None:
@@ -230,9 +236,9 @@ def test_a_wrong_result_is_caught_and_not_written(tmp_path: Path, monkeypatch: p
     save_checkpoint(tmp_path / "llama")
     start = retrofitting.initial_connections
 
-    def off(model: ResFormerForCausalLM) -> list[Tensor]:
-        tensors = start(model)
-        torch.frombuffer(tensors[0].data, dtype=torch.float32)[0] += 1e-3
+    def off(config: ResFormerConfig) -> dict[str, Tensor]:
+        tensors = start(config)
+        torch.frombuffer(tensors["model.value_residual.bias"].data, dtype=torch.float32)[0] += 1e-3
         return tensors
 
     monkeypatch.setattr(retrofitting, "initial_connections", off)
@@ -266,6 +272,21 @@ class TestRefusals:
             tmp_path / "gpt2"
         )
         self.refuse(tmp_path / "gpt2", tmp_path, "'gpt2'.*llama, mistral, qwen2, qwen3, smollm3")
+
+    @pytest.mark.parametrize(
+        ("model_type", "fields", "words"),
+        [
+            ("phi3", {}, r"of Phi-4, use a checkpoint whose tensors .* unsloth/phi-4"),
+            ("internlm2", {}, "llamafied"),
+            ("iquestcoder", {"clip_qkv": 8.0}, "does not support `clip_qkv`"),
+        ],
+    )
+    def test_of_what_is_near_a_family_with_the_nearest_way(
+        self, model_type: str, fields: dict[str, Any], words: str, tmp_path: Path
+    ) -> None:
+        save_checkpoint(tmp_path / "near")
+        change_config(tmp_path / "near", model_type=model_type, **fields)
+        self.refuse(tmp_path / "near", tmp_path, words)
 
     def test_of_folders_without_a_checkpoint(self, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()

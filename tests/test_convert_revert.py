@@ -126,13 +126,6 @@ def test_plain_checkpoints_are_told_so(tmp_path: Path) -> None:
         revert(tmp_path / "source", tmp_path / "back")
 
 
-def test_a_retrofit_of_a_retrofit_is_told_to_revert(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "source")
-    retrofit(tmp_path / "source", tmp_path / "out", verify="headers")
-    with pytest.raises(CheckpointError, match="resformer revert"):
-        retrofit(tmp_path / "out", tmp_path / "again")
-
-
 def test_a_backbone_that_no_family_has_is_refused(tmp_path: Path) -> None:
     from resformer import ResFormerConfig
 

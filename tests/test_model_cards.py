@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from resformer import METHODS, ResFormerConfig, retrofit
 from resformer.cli import app
 from resformer.configuration import cache_bytes_by_method
-from resformer.convert.connections import model_on_meta
-from resformer.convert.retrofitting import losses
+from resformer.convert.deciding import losses
+from resformer.convert.loading import model_on_meta
 from resformer.model_cards import (
     Metric,
     carried_metadata,
@@ -430,7 +430,7 @@ def test_facts_agree_with_the_converter_and_the_configuration(method: str) -> No
     assert facts.exact == (method in EXACT)
     fields = METHODS[method](6)
     if not facts.exact:
-        assert losses(ResFormerConfig.for_method(method, num_hidden_layers=6))
+        assert losses(ResFormerConfig.for_method(method, num_hidden_layers=6), ResFormerConfig(num_hidden_layers=6))
     if fields.get("neutreno_lambda"):
         assert str(fields["neutreno_lambda"]) in facts.equation
     if fields.get("value_residual") == "constant":

@@ -29,6 +29,10 @@ from resformer import (
     ResFormerModel,
 )
 from resformer.training.optimizer import is_connection
+from resformer.configuration.methods import CONNECTION_FIELDS
+from resformer.modeling.connection import Connection
+from resformer.modeling.shapes import parameter_shapes
+from resformer.modeling.wiring import KINDS, connection_modules
 
 TinyModel = Callable[..., PreTrainedModel]
 Batch = dict[str, torch.Tensor]
@@ -464,3 +468,11 @@ def test_pipeline_stages_are_refused_by_name(tiny_model: TinyModel, variant: str
         model.model.layers[n] = PipelineIdentityLayer()
     with pytest.raises((ValueError, NotImplementedError), match=r"(?i)pipeline"):
         model(**ragged)
+
+
+def test_shapes_and_connections_are_known_without_the_model(variant: str, tiny_model: TinyModel) -> None:
+    model = tiny_model(variant)
+    assert parameter_shapes(model.config) == {name: tensor.shape for name, tensor in model.state_dict().items()}
+    connections = {name for name, module in model.named_modules() if isinstance(module, Connection)}
+    assert connection_modules(model.config).keys() == connections
+    assert sorted(name for kind in KINDS for name in kind.fields) == sorted(CONNECTION_FIELDS)

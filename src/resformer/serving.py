@@ -1,6 +1,6 @@
 """`python -m resformer.serving MODEL` is `transformers serve MODEL` for resformer's checkpoints too.
 
-The server is started without a chance to import any package. Options are those of `transformers serve`.
+The server can import no package by itself. Options are those of `transformers serve`.
 """
 
 import sys

@@ -116,6 +116,8 @@ def convert(
         dequantised = " dequantised" if report.dequantised else ""
         row("source", f"{report.source} ({report.family}, {report.source_dtype}{dequantised})")
         row("method", f"{report.method} {json.dumps(report.fields)}")
+        if report.source_fields:
+            row("as they were", json.dumps(report.source_fields))
         row("parameters", f"{report.parameters:,}: {added:,} added in {len(report.added)} tensors")
         row("tensors", f"{report.kept} kept, {len(report.added)} new, {len(report.dropped)} dropped")
         if report.rounded or report.dtype != report.source_dtype:
@@ -133,6 +135,7 @@ def convert(
 def revert(
     source: Annotated[str, typer.Argument(help="A ResFormer checkpoint: a folder or a Hub id.")],
     output: Output,
+    all_: Annotated[bool, typer.Option("--all", help="Take out all connections, not only the last added.")] = False,
     force: Force = False,
     revision: Revision = None,
     link: _Link = False,
@@ -141,13 +144,14 @@ def revert(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Undo a retrofit whose connections have no effect yet; every tensor stays the same byte for byte."""
+    """Take out connections that have learned nothing, every other tensor byte for byte."""
     with reporting_errors():
         from resformer.convert import revert as revert_checkpoint
 
         report = revert_checkpoint(
             source,
             output,
+            all=all_,
             force=force,
             dry_run=dry_run,
             revision=revision,
@@ -159,6 +163,8 @@ def revert(
             return
         row("source", report.source)
         row("family", report.family)
+        if report.remaining:
+            row("remaining", json.dumps(report.remaining))
         row("tensors", f"{report.kept} kept, {len(report.removed)} removed")
         print_result(report, dry_run)
 

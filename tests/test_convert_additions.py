@@ -1,0 +1,142 @@
+"""A ResFormer checkpoint gets further connections: what it has learned stays, and what was added can be taken out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from resformer import retrofit
+from resformer.convert import CheckpointError, revert
+
+RECORD = "resformer_conversion.json"
+
+
+def stored(folder: Path) -> dict[str, tuple[torch.dtype, bytes]]:
+    tensors = {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
+    return {name: (tensor.dtype, tensor.view(torch.uint8).numpy().tobytes()) for name, tensor in tensors.items()}
+
+
+def trained(folder: Path, method: str, dtype: torch.dtype = torch.float32, **fields: Any) -> Path:
+    """A retrofit whose connections have moved, as a training would save it: without a record."""
+    save_checkpoint(folder / "llama", dtype=dtype)
+    retrofit(folder / "llama", folder / "retrofit", method, verify="headers", lossy=True, **fields)
+    move(folder / "retrofit", folder / "trained", "")
+    return folder / "trained"
+
+
+def move(source: Path, output: Path, kind: str) -> None:
+    """Saves the model with random coefficients, those whose names hold `kind`."""
+    model = AutoModelForCausalLM.from_pretrained(source)
+    for name, parameter in model.named_parameters():
+        if ("value_residual" in name or "depth_average" in name) and kind in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(output)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "dtype"),
+    [
+        ("resformer", "denseformer", torch.float32),
+        ("resformer", "resformer-denseformer", torch.bfloat16),
+        ("resformer-gated", "denseformer-4x5", torch.float32),
+        ("denseformer", "resformer-dense", torch.float32),
+        ("denseformer", "resformer-gated", torch.float32),
+        ("svformer", "denseformer", torch.float32),
+    ],
+)
+def test_connections_are_added_to_a_trained_model_and_taken_out_again(
+    first: str, second: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    source = trained(tmp_path, first, dtype)
+    report = retrofit(source, tmp_path / "both", second)
+    assert report.exact
+    assert report.verification is not None
+    assert report.verification.identical
+    before, both = stored(source), stored(tmp_path / "both")
+    assert {name: both[name] for name in before} == before
+    assert sorted(both.keys() - before.keys()) == sorted(report.added)
+    assert report.written_files == 1
+    card = ModelCard.load(tmp_path / "both" / "README.md")
+    assert f"own connections stay as they are: `{json.dumps(report.source_fields)}`" in card.text
+    back = revert(tmp_path / "both", tmp_path / "back")
+    assert back.verification is not None
+    assert back.verification.identical
+    assert back.remaining == report.source_fields != {}
+    assert stored(tmp_path / "back") == before
+    one, other = (AutoConfig.from_pretrained(folder).to_dict() for folder in (source, tmp_path / "back"))
+    assert {**one, "_name_or_path": None} == {**other, "_name_or_path": None}
+
+
+def test_all_takes_out_every_connection(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "qwen", "qwen2")
+    retrofit(tmp_path / "qwen", tmp_path / "one", "resformer", verify="headers")
+    report = retrofit(tmp_path / "one", tmp_path / "two", "denseformer", verify="headers")
+    assert report.family == "qwen2"
+    assert revert(tmp_path / "two", tmp_path / "one again").removed == ["model.depth_average.bias"]
+    back = revert(tmp_path / "two", tmp_path / "plain", all=True)
+    assert (back.family, back.remaining) == ("qwen2", {})
+    assert stored(tmp_path / "plain") == stored(tmp_path / "qwen")
+
+
+@pytest.mark.filterwarnings("ignore:.*does nothing")  # value residuals where values are shared
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ("resformer-dense", "resformer", "`value_residual` is 'dense' in the source and 'learnable' in the result"),
+        ("denseformer", "denseformer-4x5", "`dwa_dilation` is 1 in the source and 4 in the result"),
+        (
+            "resformer",
+            "svformer",
+            r"model\.value_residual\.bias of the source has shape \[10\], and the result has no place",
+        ),
+        ("resformer", "resformer", "has these connections already"),
+        ("resformer", "neutreno", "--lossy"),
+    ],
+)
+def test_what_would_change_the_sources_connections_is_refused(
+    first: str, second: str, words: str, tmp_path: Path
+) -> None:
+    source = trained(tmp_path, first)
+    with pytest.raises(CheckpointError, match=words):
+        retrofit(source, tmp_path / "out", second, lossy=second == "svformer")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_change_of_dtype_leaves_trained_coefficients_alone(tmp_path: Path) -> None:
+    source = trained(tmp_path, "resformer")
+    retrofit(source, tmp_path / "out", "denseformer", dtype="bfloat16")
+    name = "model.value_residual.bias"
+    assert stored(tmp_path / "out")[name] == stored(source)[name]
+    assert stored(tmp_path / "out")["model.norm.weight"][0] == torch.bfloat16
+
+
+def test_what_was_added_and_has_learned_is_not_taken_out(tmp_path: Path) -> None:
+    retrofit(trained(tmp_path, "resformer"), tmp_path / "both", "denseformer", verify="headers")
+    move(tmp_path / "both", tmp_path / "again", "depth_average")
+    (tmp_path / "again" / RECORD).write_bytes((tmp_path / "both" / RECORD).read_bytes())
+    with pytest.raises(CheckpointError, match=r"model\.depth_average\[\d, \d\] is .* from plain Llama"):
+        revert(tmp_path / "again", tmp_path / "back")
+    with pytest.raises(CheckpointError, match="from plain Llama"):
+        revert(tmp_path / "both", tmp_path / "back", all=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"value_residual": "x"}, f"{RECORD}: source_fields are not valid"),
+        ({"value_residual": "dense"}, "`value_residual` is 'dense' in the source and 'learnable' in the result"),
+        ({"vocab_size": 7, "dwa": True}, "`dwa` is True in the source and False in the result"),
+    ],
+)
+def test_a_record_that_does_not_fit_is_refused(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama")
+    retrofit(tmp_path / "llama", tmp_path / "out", verify="headers")
+    (tmp_path / "out" / RECORD).write_text(json.dumps({"source_fields": fields}))
+    with pytest.raises(CheckpointError, match=words):
+        revert(tmp_path / "out", tmp_path / "back")
