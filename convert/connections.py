@@ -16,7 +16,7 @@ from resformer.errors import CheckpointError, brief
 from resformer.modeling import ResFormerForCausalLM
 from resformer.modeling.connection import Connection
 
-__all__ = ["expected_shapes", "initial_connections", "model_on_meta", "read_connections"]
+__all__ = ["added_shapes", "expected_shapes", "initial_connections", "model_on_meta", "read_connections"]
 
 
 def model_on_meta(config: ResFormerConfig, dtype: torch.dtype = torch.float32) -> ResFormerForCausalLM:
@@ -48,6 +48,11 @@ def expected_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
         for layer in range(config.num_hidden_layers if name.startswith("model.layers.0.") else 1):
             shapes[name.replace("model.layers.0.", f"model.layers.{layer}.")] = tuple(tensor.shape)
     return shapes
+
+
+def added_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every added parameter."""
+    return {name: tuple(parameter.shape) for name, parameter in _parameters(model_on_meta(config)).items()}
 
 
 def initial_connections(model: ResFormerForCausalLM) -> list[Tensor]:
