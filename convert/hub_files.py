@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import constants, hf_hub_url
-from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
+from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined]
 
 from resformer.convert.safetensors_format import Shard, Tensor, check_shard, read_shard
-from resformer.errors import CheckpointError
+from resformer.errors import CheckpointError, brief
 
 __all__ = ["HubFiles"]
 
@@ -48,7 +48,7 @@ class HubFiles:
             length = min(length, size - start)
             return first[start : start + length] if start + length <= len(first) else self.read(name, start, length)
 
-        return check_shard(path, path, size, read)
+        return check_shard(Path(self.repo_id, name), path, size, read)
 
     def read_shards(self, paths: Iterable[Path]) -> Iterator[Shard]:
         """The headers, in this order, some at a time; those of files that are on this disk from there."""
@@ -83,20 +83,27 @@ class HubFiles:
         url = hf_hub_url(self.repo_id, name, revision=self.revision)
         stop = start + length
         headers = {**build_hf_headers(), "range": f"bytes={start}-{stop - 1}", "accept-encoding": "identity"}
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         content = bytearray()
-        with http_stream_backoff("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
-            hf_raise_for_status(response)
-            sent = response.headers.get("content-range", "")
-            if sent.rpartition("/")[0] != f"bytes {start}-{stop - 1}":
-                raise CheckpointError(
-                    f"{self.repo_id}: asked for the bytes {start:,} to {stop:,} of {name}, the server answers "
-                    f"{response.status_code} with {sent or 'no range'}. Download the repository and use its folder."
-                )
-            with suppress(HTTPError):  # the connection ended: the length tells
-                for piece in response.iter_bytes():
-                    content += piece
-                    if len(content) > length:
-                        break
+        try:
+            with http_stream_backoff("GET", url, max_retries=3, headers=headers, timeout=timeout) as response:
+                hf_raise_for_status(response)
+                sent = response.headers.get("content-range", "")
+                if sent.rpartition("/")[0] != f"bytes {start}-{stop - 1}":
+                    raise CheckpointError(
+                        f"{self.repo_id}: asked for the bytes {start:,} to {stop:,} of {name}, the server answers "
+                        f"{response.status_code} with {sent or 'no range'}. Download the repository and use its folder."
+                    )
+                with suppress(HTTPError):  # the connection ended: the length tells
+                    for piece in response.iter_bytes():
+                        content += piece
+                        if len(content) > length:
+                            break
+        except HfHubHTTPError:
+            raise
+        except HTTPError as error:  # of the connection, to the Hub or to the storage that it names
+            where = error.request.url.host
+            raise CheckpointError(f"{self.repo_id}: {name} cannot be read from {where}: {brief(error)}.") from error
         if len(content) != length:
             raise CheckpointError(
                 f"{self.repo_id}: asked for {length:,} bytes of {name} from byte {start:,} on, the server sent "

@@ -9,7 +9,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -107,6 +107,7 @@ class HubServer:
     #: Why files are not copied from repository to repository: they are in another region; the server is older; they are
     #: not stored with Xet.
     no_copies: Literal["region", "server", "xet"] | None = None
+    watch: Callable[[str], object] = lambda request: None  # called with every request, before it is answered
     sent: int = 0  # bytes of answers, headers included
     received: int = 0  # bytes of requests, headers included
 
@@ -198,6 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._hub.requests.append(request)
         self._hub.received += len(self.raw_requestline) + len(bytes(self.headers))
         self._fault = self._hub.fault(request)
+        self._hub.watch(request)
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
         try:
             body = self._body()
