@@ -37,6 +37,7 @@ __all__ = [
     "carry_out",
     "check_verify",
     "folder_name",
+    "generation_warnings",
     "make_plan",
     "make_report",
     "published_name",
@@ -149,7 +150,7 @@ def carry_out(
         if verify != "headers":
             check_bytes(stored, plan.tensors, written.digests, written.shared, bar.update)
         logits = _compare(decision, output, partial, written.rounding) if verify == "logits" else None
-        warnings += [*written.notes, *_generation_config(stored), *_gguf_extras(decision, partial)]
+        warnings += [*written.notes, *generation_warnings(stored), *_gguf_extras(decision, partial)]
         report = make_report(
             decision,
             output,
@@ -264,11 +265,12 @@ def _compare(decision: Decision, output: Path, partial: Path, rounding: Rounding
     return comparison
 
 
-def _generation_config(stored: Checkpoint) -> Iterator[str]:
-    for file in stored.side_files:
+def generation_warnings(checkpoint: Checkpoint) -> Iterator[str]:
+    """Says so if generation_config.json has values that Transformers refuses to save again."""
+    for file in checkpoint.side_files:
         if file.name == "generation_config.json":
             try:
-                GenerationConfig.from_pretrained(stored.folder, local_files_only=True).validate(strict=True)
+                GenerationConfig.from_pretrained(checkpoint.folder, local_files_only=True).validate(strict=True)
             except Exception as error:  # its own validator's, or of a file that means something else
                 reason = brief(error)
                 yield f"generation_config.json goes along as it is, but saving the model again will fail: {reason}"

@@ -7,10 +7,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from huggingface_hub import constants
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
 from huggingface_hub.hf_api import ModelInfo, RepoFile
 from huggingface_hub.utils.sha import git_hash
 
-from resformer.convert.conversion import Finish, Options, Report, carry_out, make_plan, make_report, weight_files
+from resformer.convert.conversion import (
+    Finish,
+    Options,
+    Report,
+    carry_out,
+    generation_warnings,
+    make_plan,
+    make_report,
+    weight_files,
+)
 from resformer.convert.deciding import Decision
 from resformer.convert.hub_files import HubFiles
 from resformer.convert.planning import CarriedShard, Plan, WrittenShard
@@ -19,8 +29,8 @@ from resformer.convert.safetensors_format import header_bytes
 from resformer.convert.source import asking_hub
 from resformer.convert.verification import compare_headers
 from resformer.convert.writing import Transfer
-from resformer.errors import CheckpointError, VerificationError, listed
-from resformer.hub import Content, Copied, CopyError, Push, Pushed, digest, hub_api, repository_files
+from resformer.errors import CheckpointError, VerificationError, brief, listed
+from resformer.hub import Content, Copied, CopyError, HubError, Push, Pushed, digest, hub_api, repository_files
 from resformer.model_cards import carried_metadata
 
 __all__ = ["Destination", "publish"]
@@ -67,7 +77,8 @@ def publish(decision: Decision, destination: Destination, options: Options, fini
     plan = make_plan(decision, options)
     try:
         contents = _contents(decision, plan, files, options)
-        report = make_report(decision, repo_id, plan, _transfer(contents), [], terms=terms)
+        warnings = list(generation_warnings(source.checkpoint))
+        report = make_report(decision, repo_id, plan, _transfer(contents), warnings, terms=terms)
         if options.dry_run:
             return report
         report = replace(report, verified="copies")
@@ -227,10 +238,11 @@ def _check(pushed: Pushed, contents: Mapping[str, Content], plan: Plan) -> None:
     """Reads the commit back: hashes of all files, as the Hub states them, and headers of the weights.
 
     Raises:
+        HubError: it cannot be read.
         VerificationError: it does not hold what was planned.
     """
     where = f"{pushed.repo_id} at {pushed.commit}"
-    with asking_hub(where):
+    try:
         stored = repository_files(hub_api(), pushed.repo_id, pushed.commit)
         wrong = [name for name, content in contents.items() if not _is_stored(content, stored.get(name))]
         if not wrong:
@@ -239,6 +251,13 @@ def _check(pushed: Pushed, contents: Mapping[str, Content], plan: Plan) -> None:
             shards = hub.read_shards(folder / shard.name for shard in plan.shards)
             tensors = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
             compare_headers(folder, tensors, plan.tensors)
+    except VerificationError:
+        raise
+    except (HTTPError, CheckpointError) as error:
+        raise HubError(
+            f"{where}: was committed, but cannot be read back: {brief(error)} Look at it: resformer inspect "
+            f"{pushed.repo_id}."
+        ) from error
     if wrong:
         raise VerificationError(
             f"{where}: these files are not what was sent: {listed(wrong)}. Delete the repository, or revert the commit."

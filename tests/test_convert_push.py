@@ -254,6 +254,14 @@ def test_a_commit_that_holds_something_else_is_found(commands: Commands) -> None
     assert "these files are not what was sent: 'model-00003-of-00013.safetensors'" in err
 
 
+def test_a_commit_that_cannot_be_read_back_is_named(commands: Commands) -> None:
+    hub = commands.hub
+    hub.watch = lambda request: "commit/main" in request and hub.fail("GET /objects/", "short")
+    code, _, err = commands("convert", "them/llama", "--push", "you/new")
+    assert code == 1
+    assert f"you/new at {hub.commit_id('you/new')}: was committed, but cannot be read back: you/new: asked for" in err
+
+
 def test_the_answer_to_a_commit_may_be_lost(commands: Commands) -> None:
     hub = commands.hub
     hub.fail("POST .*/commit/main", "answer")
