@@ -3,14 +3,15 @@
 A checkpoint goes through five steps, in this order:
 
 read    source: a folder, a GGUF file or the Hub; first the configuration, then the weights' headers
-        (reading, safetensors_format, gguf_format, pickle_format, loading)
+        (reading, safetensors_format, hub_files, gguf_format, pickle_format, loading)
 decide  retrofitting, reverting, bundling: from the source and the options to one `deciding.Decision`
         (families: configurations of other families; connections: the added parameters)
 plan    planning: which files are carried whole, which are written anew
 write   writing (casting: a change of dtype)
 verify  verification: reads the result back, compares bytes and logits
 
-conversion runs the last three. verifying and inspection read, and write nothing.
+conversion runs the last three for a folder, publishing for a Hub repository. verifying and inspection read, and write
+nothing.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -15,7 +15,7 @@ from resformer.modeling.connection import Connection
 from resformer.modeling.shapes import parameter_shapes
 from resformer.modeling.wiring import connection_modules
 
-__all__ = ["expected_shapes", "initial_connections", "read_connections"]
+__all__ = ["added_shapes", "expected_shapes", "initial_connections", "read_connections"]
 
 
 def expected_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
@@ -28,6 +28,11 @@ def expected_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
         return parameter_shapes(config)
     except Exception as error:  # torch's and Transformers' any, for values that no validator looks at
         raise CheckpointError(f"config.json makes no model: {brief(error)}") from error
+
+
+def added_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every added parameter."""
+    return {name: tuple(parameter.shape) for name, parameter in _parameters(connection_modules(config)).items()}
 
 
 def initial_connections(config: ResFormerConfig) -> dict[str, Tensor]:

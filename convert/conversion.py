@@ -25,11 +25,24 @@ from resformer.convert.verification import (
     model_bytes,
     not_finite,
 )
-from resformer.convert.writing import Transfer, Written, check_space, flush, foresee, write_plan
+from resformer.convert.writing import Transfer, check_space, flush, foresee, write_plan
 from resformer.errors import CheckpointError, VerificationError, brief, listed
 from resformer.files import replacing, write_text
 
-__all__ = ["Options", "Report", "Verify", "carry_out", "check_verify", "folder_name", "published_name"]
+__all__ = [
+    "Finish",
+    "Options",
+    "Report",
+    "Verify",
+    "carry_out",
+    "check_verify",
+    "folder_name",
+    "generation_warnings",
+    "make_plan",
+    "make_report",
+    "published_name",
+    "weight_files",
+]
 
 Verify = Literal["auto", "headers", "hashes", "logits"]
 
@@ -65,12 +78,15 @@ class Report:
     carried_files: int  # weight files that are the source's, byte for byte
     written_files: int  # weight files that are new
     transfer: Transfer  # bytes linked, cloned, copied and written
-    verified: str = ""  # headers, hashes or logits
+    verified: str = ""  # headers, hashes or logits; copies: headers, and the hashes of copies made by the Hub
     verification: LogitsComparison | None = None
     rounded: int = 0  # tensors that lost precision to a change of dtype
     rounding: Rounding = field(default_factory=Rounding)
     left_behind: list[str] = field(default_factory=list)  # files, and keys of config.json, that do not go along
     warnings: list[str] = field(default_factory=list)
+    terms: dict[str, str] = field(default_factory=dict)  # of a source that is published again: license, gated
+    commit: str | None = None  # of the result, if it is on the Hub
+    url: str | None = None  # of the commit
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -109,11 +125,13 @@ def carry_out(
     Raises:
         CheckpointError, OutputError, VerificationError: nothing new is left; an earlier output stays as it was.
     """
-    plan = _plan(decision, options)
+    plan = make_plan(decision, options)
     forecast = foresee(plan, output, link=options.link)
     verify, warnings = _choose(decision, options)
     if options.dry_run:
-        return _report(decision, output, plan, forecast, warnings)
+        shards = decision.source.checkpoint.shards
+        forecast.downloaded = sum(each.size for each in shards if each.path is not None and not each.path.exists())
+        return make_report(decision, output, plan, forecast, warnings)
     check_space(forecast, output)
     to_move = sum(shard.size for shard in plan.shards) + sum(file.size for file in plan.side_files)
     to_read = 0 if verify == "headers" else forecast.moved
@@ -132,8 +150,8 @@ def carry_out(
         if verify != "headers":
             check_bytes(stored, plan.tensors, written.digests, written.shared, bar.update)
         logits = _compare(decision, output, partial, written.rounding) if verify == "logits" else None
-        warnings += [*written.notes, *_generation_config(stored), *_gguf_extras(decision, partial)]
-        report = _report(
+        warnings += [*written.notes, *generation_warnings(stored), *_gguf_extras(decision, partial)]
+        report = make_report(
             decision,
             output,
             plan,
@@ -143,14 +161,15 @@ def carry_out(
             verification=logits,
             rounding=written.rounding,
         )
-        for name, text in finish(report, _weight_files(plan, written, stored)).items():
+        for name, text in finish(report, weight_files(plan, written.digests)).items():
             write_text(partial / name, text)
         if options.durable:
             flush(partial, written.shared)
     return report
 
 
-def _plan(decision: Decision, options: Options) -> Plan:
+def make_plan(decision: Decision, options: Options) -> Plan:
+    """The files of the result."""
     checkpoint = decision.source.checkpoint
     return Plan(
         plan_shards(
@@ -165,14 +184,15 @@ def _plan(decision: Decision, options: Options) -> Plan:
     )
 
 
-def _report(
+def make_report(
     decision: Decision,
-    output: Path,
+    output: Path | str,
     plan: Plan,
     transfer: Transfer,
     warnings: list[str],
-    **verification: Any,
+    **more: Any,
 ) -> Report:
+    """The report, with `more` of its fields."""
     source = decision.source
     along = {file.name for file in plan.side_files}
     return Report(
@@ -186,7 +206,7 @@ def _report(
         rounded=plan.rounded,
         left_behind=[name for name in source.left_behind if name not in along],
         warnings=[*source.checkpoint.notes, *decision.warnings, *warnings],
-        **verification,
+        **more,
     )
 
 
@@ -245,28 +265,32 @@ def _compare(decision: Decision, output: Path, partial: Path, rounding: Rounding
     return comparison
 
 
-def _generation_config(stored: Checkpoint) -> Iterator[str]:
-    for file in stored.side_files:
+def generation_warnings(checkpoint: Checkpoint) -> Iterator[str]:
+    """Says so if generation_config.json has values that Transformers refuses to save again."""
+    for file in checkpoint.side_files:
         if file.name == "generation_config.json":
             try:
-                GenerationConfig.from_pretrained(stored.folder, local_files_only=True).validate(strict=True)
+                GenerationConfig.from_pretrained(checkpoint.folder, local_files_only=True).validate(strict=True)
             except Exception as error:  # its own validator's, or of a file that means something else
                 reason = brief(error)
                 yield f"generation_config.json goes along as it is, but saving the model again will fail: {reason}"
 
 
-def _weight_files(plan: Plan, written: Written, stored: Checkpoint) -> dict[str, dict[str, Any]]:
-    """For the record: each weight file, where it is from, and the tensors in it."""
-    digests = written.digests
-    files: dict[str, dict[str, Any]] = {}
-    for shard, result in zip(plan.shards, stored.shards, strict=True):
-        files[shard.name] = {
-            "bytes": result.size,
-            "carried_from": shard.path.name if isinstance(shard, CarriedShard) else None,
+def weight_files(plan: Plan, digests: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """For the record: each weight file, where it is from, and the tensors in it.
+
+    Args:
+        digests: tensor -> SHA-256, of those that were made here.
+    """
+    return {
+        shard.name: {
+            "bytes": shard.size if isinstance(shard, CarriedShard) else shard.file_size,
+            "carried_from": shard.origin if isinstance(shard, CarriedShard) else None,
             "tensors": {
                 tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape)}
                 | ({"sha256": digests[tensor.name]} if tensor.name in digests else {})
-                for tensor in result.tensors
+                for tensor in shard.tensors
             },
         }
-    return files
+        for shard in plan.shards
+    }

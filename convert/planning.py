@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from resformer.convert.reading import SideFile
-from resformer.convert.safetensors_format import DTYPE_BITS, FLOATING, Shard, Tensor
+from resformer.convert.safetensors_format import DTYPE_BITS, FLOATING, Shard, Tensor, header_bytes
 
 __all__ = ["CarriedShard", "Plan", "Rewrite", "WrittenShard", "plan_shards", "standard_names"]
 
@@ -19,7 +19,8 @@ class CarriedShard:
     """A file of the source that the result takes over byte for byte."""
 
     name: str
-    path: Path  # at the source
+    origin: str  # its name at the source
+    path: Path
     size: int  # bytes
     tensors: tuple[Tensor, ...]
 
@@ -54,7 +55,12 @@ class WrittenShard:
 
     @property
     def size(self) -> int:
+        """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def file_size(self) -> int:
+        return self.size + len(header_bytes(self.tensors))
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ def plan_shards(
         )
         unchanged = len(rewrites) == len(shard.tensors) and all(item.dtype == item.origin.dtype for item in rewrites)
         if shard.path is not None and unchanged and (max_shard_size is None or shard.size <= max_shard_size):
-            planned.append(CarriedShard(shard.path.name, shard.path, shard.size, shard.tensors))
+            planned.append(CarriedShard(shard.name, shard.name, shard.path, shard.size, shard.tensors))
         else:
             planned += _split(rewrites, most)
     new = tuple(Rewrite(tensor, tensor.dtype) for tensor in added)

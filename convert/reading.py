@@ -1,22 +1,23 @@
-"""Reads the headers and side files of a folder of safetensors. No tensor is loaded and no code is run.
+"""Reads the headers and side files of a folder, or Hub repository, of safetensors. No tensor is loaded, no code run.
 
 What it accepts is what Transformers would load, and a folder of shards that has lost its index.
 """
 
 import json
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from resformer.convert.hub_files import HubFiles
 from resformer.convert.safetensors_format import MOST_TENSORS, Shard, Tensor, read_shard
 from resformer.errors import CheckpointError, brief, listed, shown
 from resformer.untrusted import MIB, bare_name, read_json, regular_file
 
 __all__ = [
     "INDEX",
+    "SETTINGS",
     "SINGLE",
     "Checkpoint",
     "SideFile",
@@ -39,9 +40,11 @@ _SIDE_FILES = re.compile(
 )
 _TOKENIZERS = re.compile(r"tokenizer\.json|vocab\.(json|txt)|[\w.-]*\.(model|tiktoken)|tekken\.json")
 #: Side files that hold settings, and so may name code ...
-_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.json")
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.json")
 #: ... under these keys.
 _CODE_KEYS = ("auto_map", "custom_generate", "custom_pipelines")
+#: An index may name. A 405B Llama has 191 files.
+_MOST_SHARDS = 1000
 
 
 @dataclass(frozen=True)
@@ -79,33 +82,30 @@ class Checkpoint:
         return (self.folder / SINGLE).is_file() or (self.folder / INDEX).is_file()
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path, hub: HubFiles | None = None) -> Checkpoint:
     """Reads every header and the list of side files of a Transformers checkpoint.
+
+    Args:
+        hub: the repository of which `folder` is a snapshot. What is not in the folder is read there: headers alone.
 
     Raises:
         CheckpointError: it is none, or a file of it is wrong; the message names file and tensor.
     """
-    shards, notes = _shards(folder)
-    side_files, left_behind, more_notes = read_side_files(folder)
-    weights = {shard.path.name for shard in shards if shard.path is not None}
-    left_behind = [name for name in left_behind if name not in {"config.json", INDEX, *_listed(folder, weights)}]
+    shards, notes = _shards(folder, hub)
+    side_files, left_behind, more_notes = read_side_files(folder, hub)
+    read = {"config.json", INDEX, *(shard.name for shard in shards)}
+    left_behind = [name for name in left_behind if name not in read]
     return Checkpoint(folder, tuple(shards), tuple(side_files), tuple(left_behind), (*notes, *more_notes))
 
 
-def _listed(folder: Path, real_names: set[str]) -> set[str]:
-    """The names in `folder` whose files, links resolved, bear `real_names`."""
-    return {
-        path.name for path in folder.glob("*.safetensors") if os.path.basename(os.path.realpath(path)) in real_names
-    }
-
-
-def _shards(folder: Path) -> tuple[list[Shard], list[str]]:
-    index, single = folder / INDEX, folder / SINGLE
-    if single.is_symlink() or single.exists():
-        notes = [f"{index}: is ignored, by Transformers too: {SINGLE} stands beside it."] if index.exists() else []
-        return _read_all([single]), notes
-    if index.is_symlink() or index.exists():
-        return _indexed_shards(folder, index), []
+def _shards(folder: Path, hub: HubFiles | None) -> tuple[list[Shard], list[str]]:
+    index = folder / INDEX
+    names = {path.name for path in folder.iterdir()} if hub is None else hub.sizes.keys()
+    if SINGLE in names:
+        notes = [f"{index}: is ignored, by Transformers too: {SINGLE} stands beside it."] if INDEX in names else []
+        return _read_all([folder / SINGLE], hub), notes
+    if INDEX in names:
+        return _indexed_shards(folder, index, hub), []
     return _unindexed_shards(folder)
 
 
@@ -122,6 +122,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     if len(weight_map) > MOST_TENSORS:
         raise CheckpointError(f"{index}: names {len(weight_map):,} tensors; at most {MOST_TENSORS:,} are read.")
     names = sorted({bare_name(name, ".safetensors", str(index)) for name in set(map(_hashable, weight_map.values()))})
+    if len(names) > _MOST_SHARDS:
+        raise CheckpointError(f"{index}: names {len(names):,} files; at most {_MOST_SHARDS:,} are read.")
     folded = {name.casefold(): name for name in names}
     if len(folded) != len(names):
         alike = next(name for name in names if folded[name.casefold()] != name)
@@ -131,13 +133,13 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _indexed_shards(folder: Path, index: Path) -> list[Shard]:
+def _indexed_shards(folder: Path, index: Path, hub: HubFiles | None) -> list[Shard]:
     weight_map = _weight_map(index)
     names = sorted(set(weight_map.values()))
-    absent = {name for name in names if not (folder / name).exists()}
+    absent = {name for name in names if not (folder / name).exists() and (hub is None or name not in hub.sizes)}
     if absent:
         raise CheckpointError(f"{folder}: the index names files that are missing: {listed(absent)}.")
-    shards = _read_all([folder / name for name in names])
+    shards = _read_all([folder / name for name in names], hub)
     for name, shard in zip(names, shards, strict=True):
         stored = {tensor.name for tensor in shard.tensors}
         expected = {tensor for tensor, file in weight_map.items() if file == name}
@@ -195,10 +197,10 @@ def why_none(names: Iterable[str]) -> str:
     return ""
 
 
-def _read_all(paths: list[Path]) -> list[Shard]:
+def _read_all(paths: list[Path], hub: HubFiles | None = None) -> list[Shard]:
     shards, seen = [], dict[str, Path]()
-    for path in paths:
-        shard = read_shard(path)
+    headers = map(read_shard, paths) if hub is None else hub.read_shards(paths)
+    for path, shard in zip(paths, headers, strict=True):
         for tensor in shard.tensors:
             if tensor.name in seen:
                 raise CheckpointError(f"{path}: tensor {shown(tensor.name)} is in {seen[tensor.name].name} too.")
@@ -209,16 +211,17 @@ def _read_all(paths: list[Path]) -> list[Shard]:
     return shards
 
 
-def read_side_files(folder: Path) -> tuple[list[SideFile], list[str], list[str]]:
+def read_side_files(folder: Path, hub: HubFiles | None = None) -> tuple[list[SideFile], list[str], list[str]]:
     """(the files that go along, the names of all others, warnings): see `_SIDE_FILES`."""
     side_files, left_behind, notes = [], [], []
-    inside = [folder / name for name in ("chat_templates", "additional_chat_templates")]
-    templates = [path for parent in inside if not parent.is_symlink() for path in parent.glob("*")]
-    for path in sorted([*folder.iterdir(), *templates]):
+    for path in sorted(_entries(folder) if hub is None else (folder / name for name in hub.sizes)):
         name = path.relative_to(folder).as_posix()
         if not _SIDE_FILES.fullmatch(name):
             if not path.is_dir() or path.is_symlink():
                 left_behind.append(name)
+            continue
+        if hub is not None and not path.exists():
+            side_files.append(SideFile(name, path, hub.sizes[name]))
             continue
         try:
             real = regular_file(path)
@@ -226,11 +229,17 @@ def read_side_files(folder: Path) -> tuple[list[SideFile], list[str], list[str]]
             notes.append(f"{error} It does not go along.")
             left_behind.append(name)
             continue
-        content, removed = _without_code(path) if name in _SETTINGS else (None, [])
+        content, removed = _without_code(path) if name in SETTINGS else (None, [])
         notes += [f"{path}: {key} names code and was taken out." for key in removed]
         size = real.stat().st_size if content is None else len(content)
         side_files.append(SideFile(name, real, size, content))
     return side_files, left_behind, notes
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What is in the folder, and in its folders of chat templates."""
+    inside = [folder / name for name in ("chat_templates", "additional_chat_templates")]
+    return [*folder.iterdir(), *(path for each in inside if not each.is_symlink() for path in each.glob("*"))]
 
 
 def _without_code(path: Path) -> tuple[bytes | None, list[str]]:

@@ -26,6 +26,7 @@ from resformer.convert.deciding import (
     recorded_family,
 )
 from resformer.convert.families import resformer_config
+from resformer.convert.publishing import Destination, publish
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.tensors import CODES, to_tensor
 from resformer.convert.verification import model_bytes
@@ -72,9 +73,13 @@ R = TypeVar("R", bound=RetrofitReport)
 
 def retrofit(
     source: str | Path,
-    output: str | Path,
+    output: str | Path | None = None,
     method: str = "resformer",
     *,
+    push_to: str | None = None,
+    private: bool = False,
+    accept_license: bool = False,
+    allow_download: bool = False,
     lossy: bool = False,
     force: bool = False,
     dry_run: bool = False,
@@ -88,7 +93,7 @@ def retrofit(
     progress: bool = True,
     **fields: Any,
 ) -> RetrofitReport:
-    """Writes `source` with the connections of `method` to the folder `output`.
+    """Writes `source` with the connections of `method` to the folder `output`, or to a Hub repository.
 
     Methods that can start as the identity do ((0, 1) for value residuals, one-hot depth averages), so that the result
     computes what its source does, bit for bit, unless `dtype` changes. Weight files that do not change are carried over
@@ -98,12 +103,21 @@ def retrofit(
 
     A ResFormer checkpoint gets further connections: those that it has, and their coefficients, stay as they are.
 
+    With `push_to`, the Hub copies the weight files of a source on the Hub: neither they nor the result are on this
+    disk, and all files of the result appear in one commit. The commit is read back: hashes of all files, headers of
+    the weights.
+
     Args:
         source: a folder with safetensors, a `.gguf` file (dequantised), or a Hub id.
         output: a new or empty folder.
+        push_to: `owner/name` on the Hub, instead of an output folder; made if there is none.
+        private: make that repository private.
+        accept_license: publish a source again that is gated, private, or of a licence that may not allow it.
+        allow_download: where the Hub cannot copy (a file changes, or lies in another storage region), download the
+            weights and upload the result.
         method: one of `resformer.configuration.METHODS`.
         lossy: allow a method, or fields, that change what the model computes.
-        force: replace an earlier result of this command.
+        force: replace an earlier result of this command; with `push_to`, all files of the repository.
         dry_run: read, check, report, write nothing.
         revision: branch, tag or commit, for a Hub id.
         dtype: convert floating tensors to this; default: each keeps its own (float32 for GGUF). The logits are then
@@ -121,6 +135,7 @@ def retrofit(
 
     Raises:
         CheckpointError: the source cannot be converted, the method needs `lossy`, or `output` is in the way.
+        HubError: the Hub refuses, cannot copy, or cannot be reached. Nothing was committed.
         OutputError: the disk is full or read-only. Nothing is left behind.
         VerificationError: the result does not hold or compute what the source does. Nothing is written.
         ValueError: `method`, `fields`, `dtype` or `verify` are wrong.
@@ -137,13 +152,21 @@ def retrofit(
     target_dtype = _dtype(dtype)
     _check_fields(fields)
     method_fields(method, 1)  # an unknown method is refused before anything is read or fetched
-    target = Path(output).expanduser()
-    check_target(target, source, mark=RECORD, force=force)  # before anything is read or fetched
+    target: Path | Destination
+    if output is not None and push_to is None:
+        target = Path(output).expanduser()
+        check_target(target, source, mark=RECORD, force=force)  # before anything is read or fetched
+    elif push_to is not None and output is None:
+        target = Destination(
+            repo_id=push_to, private=private, accept_license=accept_license, allow_download=allow_download
+        )
+    else:
+        raise ValueError("Give either an output folder or --push OWNER/NAME (push_to).")
     opened = open_source(source, revision, resformer=True)
     before = resformer_config(opened.config)
     connections = _connections(method, before, fields)
     config = _configuration(opened, before, connections, lossy=lossy)
-    fetched = opened.fetch(allow_pickle=allow_pickle, headers_only=dry_run)
+    fetched = opened.fetch(allow_pickle=allow_pickle, headers_only=dry_run or push_to is not None)
     set_fields = {name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections}
     return write_retrofit(
         fetched, config, target, options, RetrofitReport, dtype=target_dtype, method=method, fields=set_fields
@@ -153,7 +176,7 @@ def retrofit(
 def write_retrofit(
     source: OpenedSource,
     config: ResFormerConfig,
-    target: Path,
+    target: Path | Destination,
     options: Options,
     report_class: type[R],
     *,
@@ -193,8 +216,11 @@ def write_retrofit(
         )
 
     def finish(report: Report, weight_files: Mapping[str, Any]) -> dict[str, str]:
-        return _card_and_record(as_retrofit(report), weight_files, config, _source_card(source))
+        repository = target.repo_id if isinstance(target, Destination) else None
+        return _card_and_record(as_retrofit(report), weight_files, config, _source_card(source), repository)
 
+    if isinstance(target, Destination):
+        return as_retrofit(publish(decision, target, options, finish))
     return as_retrofit(carry_out(decision, target, options, finish))
 
 
@@ -285,12 +311,16 @@ def _connections(method: str, before: ResFormerConfig, fields: dict[str, Any]) -
 
 
 def _card_and_record(
-    report: RetrofitReport, weight_files: Mapping[str, Any], config: ResFormerConfig, source_card: Mapping[str, Any]
+    report: RetrofitReport,
+    weight_files: Mapping[str, Any],
+    config: ResFormerConfig,
+    source_card: Mapping[str, Any],
+    repository: str | None,
 ) -> dict[str, str]:
     """The model card, and a record that two runs write alike: no clock, no machine."""
     values = {**report.as_dict(), "source": published_name(report), "output": folder_name(report.output)}
     # Left out of the record: what differs between two runs that write the same bytes.
-    left_out = ("output", "warnings", "transfer", "memory", "left_behind")
+    left_out = ("output", "warnings", "transfer", "memory", "left_behind", "commit", "url")
     record = {
         **{key: value for key, value in values.items() if key not in left_out},
         "source_card": source_card,
@@ -299,5 +329,5 @@ def _card_and_record(
     }
     return {
         RECORD: json.dumps(record, indent=2, sort_keys=True) + "\n",
-        "README.md": str(retrofit_card(values, config=config, source_card=source_card)),
+        "README.md": str(retrofit_card(values, repository, config=config, source_card=source_card)),
     }

@@ -6,14 +6,14 @@ header maps a name to `{"dtype", "shape", "data_offsets": [start, stop]}`, and `
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from resformer.errors import CheckpointError, shown
 from resformer.untrusted import MIB, open_regular, parse_json, reading, regular_file
 
-__all__ = ["DTYPE_BITS", "FLOATING", "MOST_TENSORS", "Shard", "Tensor", "header_bytes", "read_shard"]
+__all__ = ["DTYPE_BITS", "FLOATING", "MOST_TENSORS", "Shard", "Tensor", "check_shard", "header_bytes", "read_shard"]
 
 #: dtype code -> bits of an element.
 DTYPE_BITS = {
@@ -52,6 +52,11 @@ class Tensor:
         return self.elements * DTYPE_BITS[self.dtype] // 8
 
     @property
+    def on_this_disk(self) -> bool:
+        """False if only the header was read, from the Hub: `pieces` cannot be read."""
+        return isinstance(self.data, memoryview) or self.data[0].exists()
+
+    @property
     def place(self) -> str:
         """For messages: file and tensor."""
         where = f"{self.data[0]}: " if isinstance(self.data, tuple) else ""
@@ -87,6 +92,7 @@ class Shard:
     path: Path | None
     size: int  # bytes of the file
     tensors: tuple[Tensor, ...]  # in the order of their bytes
+    name: str = ""  # in its folder or repository; `path`, with links resolved, may have another
 
 
 def read_shard(path: Path) -> Shard:
@@ -97,18 +103,35 @@ def read_shard(path: Path) -> Shard:
     """
     real = regular_file(path)
     with open_regular(real) as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        start = file.read(8)
-        length = int.from_bytes(start, "little")
-        if start + file.read(32) == b"version https://git-lfs.github.com/spec/v1"[:40]:
-            raise CheckpointError(f"{path}: is a Git LFS pointer, not the file itself: run `git lfs pull`.")
-        if len(start) < 8 or 8 + length > size:
-            raise CheckpointError(f"{path}: is truncated: a header of {length:,} bytes in a file of {size:,}.")
-        if length > _LARGEST_HEADER:
-            raise CheckpointError(f"{path}: its header claims {length:,} bytes; at most {_LARGEST_HEADER:,} are read.")
-        file.seek(8)
-        header = file.read(length)
+
+        def read(start: int, length: int) -> bytes:
+            file.seek(start)
+            return file.read(length)
+
+        return check_shard(path, real, file.seek(0, 2), read)
+
+
+def check_shard(path: Path, real: Path, size: int, read: Callable[[int, int], bytes]) -> Shard:
+    """Checks the header of a safetensors file.
+
+    Args:
+        path: the file's name in messages.
+        real: where its bytes are.
+        size: of the file, in bytes.
+        read: (first byte, number of bytes) -> these bytes, fewer at the end of the file.
+
+    Raises:
+        CheckpointError: as `read_shard`.
+    """
+    start = read(0, 40)
+    length = int.from_bytes(start[:8], "little")
+    if start == b"version https://git-lfs.github.com/spec/v1"[:40]:
+        raise CheckpointError(f"{path}: is a Git LFS pointer, not the file itself: run `git lfs pull`.")
+    if len(start) < 8 or 8 + length > size:
+        raise CheckpointError(f"{path}: is truncated: a header of {length:,} bytes in a file of {size:,}.")
+    if length > _LARGEST_HEADER:
+        raise CheckpointError(f"{path}: its header claims {length:,} bytes; at most {_LARGEST_HEADER:,} are read.")
+    header = read(8, length)
     if not header.startswith(b"{"):
         raise CheckpointError(f"{path}: is no safetensors file: its header does not begin with '{{'.")
     entries = parse_json(header, f"{path}: header")
@@ -135,7 +158,7 @@ def read_shard(path: Path) -> Shard:
         what = "is truncated" if data + position > size else "has bytes that belong to no tensor"
         after = f" after tensor {shown(last)}" if last is not None else ""
         raise CheckpointError(f"{path}: {what}{after}: {size:,} bytes, expected {data + position:,}.")
-    return Shard(real, size, tuple(tensor for _, _, tensor in tensors))
+    return Shard(real, size, tuple(tensor for _, _, tensor in tensors), path.name)
 
 
 def _tensor(real: Path, path: Path, data: int, name: str, entry: object) -> tuple[int, int, Tensor]:

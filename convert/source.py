@@ -7,23 +7,31 @@ import glob
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download, list_repo_files, snapshot_download
-from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
+from huggingface_hub import get_cached_repo_tree, hf_hub_download, list_repo_files, snapshot_download
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    CachedRepoTreeNotFoundError,
+    HFValidationError,
+    HTTPError,  # httpx's or httpx2's
+    IncompleteSnapshotError,
+)
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from resformer.configuration import ResFormerConfig
+from resformer.convert.connections import added_shapes
 from resformer.convert.families import FAMILIES, supported
 from resformer.convert.gguf_format import dequantise, gguf_config, gguf_headers
+from resformer.convert.hub_files import HubFiles
 from resformer.convert.loading import load_model
 from resformer.convert.pickle_format import pickle_names, read_pickles
 from resformer.convert.reading import (
     INDEX,
+    SETTINGS,
     SINGLE,
     Checkpoint,
     indexed_names,
@@ -34,11 +42,14 @@ from resformer.convert.reading import (
 from resformer.convert.safetensors_format import MOST_TENSORS, Shard, Tensor
 from resformer.convert.tensors import dominant_dtype, to_torch
 from resformer.errors import CheckpointError, brief, listed, shown
+from resformer.record import RECORD
 from resformer.untrusted import MIB, read_json
 
-__all__ = ["OpenedSource", "Source", "open_source"]
+__all__ = ["OpenedSource", "Source", "asking_hub", "open_source"]
 
-#: What is fetched of a Hub repository with its configuration: everything but weights.
+#: What is fetched of a Hub repository with its configuration.
+_CONFIG_FILES = ["config.json", "README.md", RECORD]
+#: What is fetched of a Hub repository with its weights.
 _SMALL_HUB_FILES = "*.json *.jinja *.model *.txt *.tiktoken *LICENSE* *LICENCE* *NOTICE* *USE_POLICY* README.md".split()
 #: Keys that every configuration may have and that say nothing about the architecture.
 _METADATA_KEYS = set(
@@ -79,7 +90,8 @@ class Source:
 
         Args:
             allow_pickle: read `pytorch_model*.bin` where there are no safetensors, restricted to tensors.
-            headers_only: do not dequantise a GGUF file: its tensors have names and shapes, but no bytes.
+            headers_only: of weights on the Hub read the headers alone, and the parameters of connections; do not
+                dequantise a GGUF file. Tensors have names and shapes, but no bytes.
 
         Raises:
             CheckpointError: they cannot be fetched or read, or do not have the configuration's number of layers.
@@ -88,16 +100,23 @@ class Source:
         if self.gguf is not None:
             model, tensors = (None, gguf_headers(self.config)) if headers_only else dequantise(self.gguf, self.config)
             checkpoint = _in_memory(self.folder, tensors)
+        elif headers_only and (hub := _hub_files(self)) is not None:
+            with asking_hub(self.name):
+                checkpoint = read_checkpoint(self.folder, hub)
+                _check_layers(checkpoint, self.config.num_hidden_layers)
+                if isinstance(self.config, ResFormerConfig):
+                    shards = hub.with_bytes(checkpoint.shards, added_shapes(self.config))
+                    checkpoint = replace(checkpoint, shards=shards)
         else:
             pickled = _fetch_from_hub(self, allow_pickle=allow_pickle)
             checkpoint = _read_pickled(self.folder) if pickled else read_checkpoint(self.folder)
         _check_layers(checkpoint, self.config.num_hidden_layers)
-        return OpenedSource(**vars(self), checkpoint=checkpoint, model=model)
+        return OpenedSource(**{**vars(self), "checkpoint": checkpoint, "model": model})
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedSource(Source):
-    """A source whose weights are on this disk, with their headers read and checked."""
+    """A source whose headers have been read and checked; its weights are on this disk, or still on the Hub."""
 
     checkpoint: Checkpoint
     model: PreTrainedModel | None = None  # of a GGUF file: dequantised
@@ -145,7 +164,7 @@ def open_source(source: str | Path, revision: str | None = None, *, resformer: b
     if os.path.isfile(path):
         return _open_gguf(name, path)
     if not os.path.isdir(path):
-        with _asking_hub(name):
+        with asking_hub(name):
             return _open_hub(name, revision, resformer=resformer)
     if revision is not None:
         raise CheckpointError(f"{path}: --revision {revision} is for Hub ids, this is a local folder.")
@@ -169,11 +188,31 @@ def _open_hub(name: str, revision: str | None, *, resformer: bool) -> Source:
         path = Path(hf_hub_download(f"{owner}/{repo}", file, revision=revision))
         commit = next((part.name for part in path.parents if part.parent.name == "snapshots"), revision)
         return _open_gguf(name, path, revision=commit, repo_id=f"{owner}/{repo}")
-    folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=_SMALL_HUB_FILES))
+    try:
+        folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=_CONFIG_FILES))
+    except IncompleteSnapshotError as error:  # offline, and the cache has no README.md, for one
+        folder = Path(error.snapshot_path)
     commit = folder.name  # a snapshot's folder is named by its commit
     if not (folder / "config.json").exists():
         _config_file(folder, list_repo_files(repo_id, revision=commit))
     return _open_folder(name, folder, resformer=resformer, revision=commit, repo_id=repo_id)
+
+
+def _hub_files(source: Source) -> HubFiles | None:
+    """The files of the repository, if it holds safetensors and is on the Hub; downloads the index and the settings."""
+    if source.repo_id is None or source.revision is None:
+        return None
+    with asking_hub(source.name):
+        try:
+            tree = get_cached_repo_tree(source.repo_id, revision=source.revision)
+        except CachedRepoTreeNotFoundError:  # offline, and an older huggingface_hub filled the cache
+            return None
+        names = {file.path for file in tree}
+        if SINGLE not in names and INDEX not in names:
+            return None
+        with suppress(IncompleteSnapshotError):  # offline
+            snapshot_download(source.repo_id, revision=source.revision, allow_patterns=[INDEX, *SETTINGS])
+    return HubFiles(source.repo_id, source.revision, {file.path: file.size for file in tree})
 
 
 def _fetch_from_hub(source: Source, *, allow_pickle: bool) -> bool:
@@ -186,7 +225,8 @@ def _fetch_from_hub(source: Source, *, allow_pickle: bool) -> bool:
         patterns = [glob.escape(name) for name in names]
         snapshot_download(str(source.repo_id), revision=source.revision, allow_patterns=patterns)
 
-    with _asking_hub(source.name):
+    with asking_hub(source.name):
+        snapshot_download(source.repo_id, revision=source.revision, allow_patterns=_SMALL_HUB_FILES)
         download([SINGLE])
         if (folder / SINGLE).exists():
             return False
@@ -201,7 +241,8 @@ def _fetch_from_hub(source: Source, *, allow_pickle: bool) -> bool:
 
 
 @contextmanager
-def _asking_hub(name: str) -> Iterator[None]:
+def asking_hub(name: str) -> Iterator[None]:
+    """Turns errors of the Hub and of the connection into a `CheckpointError`."""
     try:
         yield
     except (HTTPError, HFValidationError, OSError) as error:

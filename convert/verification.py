@@ -23,6 +23,7 @@ __all__ = [
     "LogitsComparison",
     "check_bytes",
     "check_headers",
+    "compare_headers",
     "compare_logits",
     "free_memory",
     "memory_for_logits",
@@ -39,19 +40,24 @@ def check_headers(folder: Path, expected: Mapping[str, Tensor]) -> Checkpoint:
         VerificationError: they differ.
     """
     stored = read_checkpoint(folder)
-    if stored.tensors.keys() != expected.keys():
+    compare_headers(folder, stored.tensors, expected)
+    return stored
+
+
+def compare_headers(folder: Path, stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raises `VerificationError` if names, dtypes or shapes differ."""
+    if stored.keys() != expected.keys():
         raise VerificationError(
-            f"{folder}: lacks {listed(expected.keys() - stored.tensors.keys()) or 'nothing'}, holds beyond the plan "
-            f"{listed(stored.tensors.keys() - expected.keys()) or 'nothing'}."
+            f"{folder}: lacks {listed(expected.keys() - stored.keys()) or 'nothing'}, holds beyond the plan "
+            f"{listed(stored.keys() - expected.keys()) or 'nothing'}."
         )
-    for name, tensor in stored.tensors.items():
+    for name, tensor in stored.items():
         planned = expected[name]
         if (tensor.dtype, tensor.shape) != (planned.dtype, planned.shape):
             raise VerificationError(
                 f"{tensor.place}: is {tensor.dtype} {list(tensor.shape)}, expected {planned.dtype} "
                 f"{list(planned.shape)}."
             )
-    return stored
 
 
 def check_bytes(

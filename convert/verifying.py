@@ -33,7 +33,9 @@ class Comparison:
     one: str
     other: str
     identical: int  # tensors that are alike byte for byte
-    different: dict[str, float | None]  # tensor -> largest absolute difference; None if the shapes differ
+    different: dict[
+        str, float | None
+    ]  # tensor -> largest absolute difference; None if the shapes differ, or headers do
     only_in_one: list[str]
     only_in_other: list[str]
     added: list[str]  # those of the two lists above that are parameters of connections
@@ -74,7 +76,7 @@ def verify(
     sources = open_source(one, revision, resformer=True), open_source(other, other_revision, resformer=True)
     if verify in ("auto", "logits"):
         _check_vocabularies(*sources)
-    first, second = (source.fetch() for source in sources)
+    first, second = (source.fetch(headers_only=verify == "headers") for source in sources)
     connections: set[str] = set()
     tables: list[dict[str, Tensor]] = []
     for source in (first, second):
@@ -93,9 +95,10 @@ def verify(
     different: dict[str, float | None] = {}
     for name in common:
         comparable = (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape)
-        if verify == "headers" and comparable:
-            continue
-        if not (comparable and same_bytes(a[name], b[name])):
+        if verify == "headers":
+            if not comparable:
+                different[name] = None
+        elif not (comparable and same_bytes(a[name], b[name])):
             different[name] = _distance(a[name], b[name])
     only_a, only_b = sorted(a.keys() - b.keys()), sorted(b.keys() - a.keys())
     return Comparison(

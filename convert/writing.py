@@ -49,6 +49,9 @@ class Transfer:
     cloned: int = 0  # reflinks: no bytes moved, until one side changes
     copied: int = 0  # whole files and side files
     written: int = 0  # new files
+    downloaded: int = 0  # from the Hub
+    uploaded: int = 0  # to the Hub
+    copied_by_hub: int = 0  # from repository to repository: no bytes moved here
 
     @property
     def moved(self) -> int:
@@ -72,12 +75,13 @@ def foresee(plan: Plan, target: Path, *, link: bool) -> Transfer:
     folder = folder_above(target)
     transfer = Transfer(
         copied=sum(file.size for file in plan.side_files),
-        written=sum(shard.size + len(header_bytes(shard.tensors)) for shard in plan.written),
+        written=sum(shard.file_size for shard in plan.written),
     )
     for shard in plan.carried:
-        if link and regular_file(shard.path).stat().st_dev == folder.stat().st_dev:
+        here = shard.path.exists()
+        if link and (shard.path if here else shard.path.parent).stat().st_dev == folder.stat().st_dev:
             transfer.linked += shard.size
-        elif _can_clone(shard.path, folder):
+        elif here and _can_clone(shard.path, folder):
             transfer.cloned += shard.size
         else:
             transfer.copied += shard.size

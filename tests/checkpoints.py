@@ -1,9 +1,12 @@
 """Small checkpoints of every family, made on the spot."""
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from hub_server import Sparse
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     CwmConfig,
@@ -27,6 +30,11 @@ from transformers import (
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+
+from resformer.convert.connections import expected_shapes
+from resformer.convert.families import backbone_config
+from resformer.convert.planning import standard_names
+from resformer.convert.safetensors_format import Tensor, header_bytes
 
 #: The methods that can start as the identity.
 EXACT = (
@@ -125,3 +133,29 @@ def save_checkpoint(
     model.save_pretrained(folder, max_shard_size="20KB" if shards else "1GB")
     byte_tokenizer().save_pretrained(folder)
     return model
+
+
+def sparse_checkpoint(shards: int, **fields: Any) -> dict[str, bytes | Sparse]:
+    """The files of a bfloat16 Llama of any size, all zero, for a loopback Hub: they take no memory."""
+    config = LlamaConfig(**fields, dtype="bfloat16", architectures=["LlamaForCausalLM"])
+    tensors = [
+        Tensor(name, "BF16", shape, memoryview(b"")) for name, shape in expected_shapes(backbone_config(config)).items()
+    ]
+    if config.tie_word_embeddings:
+        tensors = [tensor for tensor in tensors if tensor.name != "lm_head.weight"]
+    total, parts, size = sum(tensor.nbytes for tensor in tensors), list[list[Tensor]](), 0
+    for tensor in tensors:
+        if size >= total / shards * len(parts):
+            parts.append([])
+        parts[-1].append(tensor)
+        size += tensor.nbytes
+    files: dict[str, bytes | Sparse] = {"config.json": config.to_json_string().encode()}
+    weight_map = {}
+    for name, part in zip(standard_names(len(parts)), parts, strict=True):
+        head = header_bytes(part)
+        files[name] = Sparse(head, len(head) + sum(t.nbytes for t in part), hashlib.sha256(head).hexdigest())
+        weight_map |= {tensor.name: name for tensor in part}
+    if len(parts) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        files["model.safetensors.index.json"] = json.dumps(index, indent=2).encode()
+    return files

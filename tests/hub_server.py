@@ -9,7 +9,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
-__all__ = ["HubServer", "Repository"]
+__all__ = ["HubServer", "Repository", "Sparse"]
 
 _GIT_ATTRIBUTES = b"".join(
     b"%s filter=lfs diff=lfs merge=lfs -text\n" % pattern
@@ -28,26 +28,45 @@ _GIT_ATTRIBUTES = b"".join(
 _POINTER_SIZE = 134
 
 
+@dataclass(frozen=True)
+class Sparse:
+    """A large file, zero behind `head`, that takes no memory; its hash is made up."""
+
+    head: bytes
+    size: int
+    oid: str
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, stop, _ = part.indices(self.size)
+        return self.head[start:stop].ljust(max(0, stop - start), b"\0")
+
+
+Content = bytes | Sparse
 #: Content, status and headers.
-Response = tuple[bytes, int, dict[str, str]]
+Response = tuple[Content, int, dict[str, str]]
 
 
-class Repository(MutableMapping[str, bytes]):
+class Repository(MutableMapping[str, Content]):
     """A model repository; as a mapping, the files of `main`: each change is a commit."""
 
     def __init__(self, *, private: bool = False) -> None:
         self.private = private
-        self.commits: dict[str, dict[str, bytes]] = {}
+        self.gated: str | bool = False
+        self.large: set[str] = set()  # SHA-256 of the LFS objects that its commits may name
+        self.commits: dict[str, dict[str, Content]] = {}
         self.messages: list[str] = []
         self.branches: dict[str, str] = {}
         self.tags: dict[str, str] = {}
         self.pull_requests: dict[str, str] = {}
         self.commit({".gitattributes": _GIT_ATTRIBUTES}, "initial commit")
 
-    def commit(self, files: dict[str, bytes], message: str, branch: str = "main") -> str:
+    def commit(self, files: dict[str, Content], message: str, branch: str = "main") -> str:
         digest = hashlib.sha1(f"{len(self.messages)} {message}".encode())
         for name, content in sorted(files.items()):
-            digest.update(name.encode() + content)
+            digest.update(f"{name} {_sha256(content)}".encode())
         sha = digest.hexdigest()
         self.commits[sha] = files
         self.messages.append(message)
@@ -61,10 +80,10 @@ class Repository(MutableMapping[str, bytes]):
                 return refs[revision]
         return next((sha for sha in self.commits if len(revision) >= 7 and sha.startswith(revision)), None)
 
-    def __getitem__(self, name: str) -> bytes:
+    def __getitem__(self, name: str) -> Content:
         return self.commits[self.branches["main"]][name]
 
-    def __setitem__(self, name: str, content: bytes) -> None:
+    def __setitem__(self, name: str, content: Content) -> None:
         self.commit({**self, name: content}, f"Upload {name}")
 
     def __delitem__(self, name: str) -> None:
@@ -83,8 +102,14 @@ class HubServer:
 
     repositories: dict[str, Repository] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=lambda: {"hf_test": "you"})  # token -> user, who owns `user/*`
-    objects: dict[str, bytes] = field(default_factory=dict)  # SHA-256 -> content of a large file
+    objects: dict[str, Content] = field(default_factory=dict)  # SHA-256 -> content of a large file
     requests: list[str] = field(default_factory=list)  # "METHOD /path?query", as they came
+    #: Why files are not copied from repository to repository: they are in another region; the server is older; they are
+    #: not stored with Xet.
+    no_copies: Literal["region", "server", "xet"] | None = None
+    watch: Callable[[str], object] = lambda request: None  # called with every request, before it is answered
+    sent: int = 0  # bytes of answers, headers included
+    received: int = 0  # bytes of requests, headers included
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
@@ -113,9 +138,15 @@ class HubServer:
         """Puts the files of `folder` into a repository, in one commit."""
         files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         repository = self.repositories.setdefault(repo_id, Repository(private=private))
-        repository.commit({**repository, **files}, "Upload folder")
-        self.objects.update({_sha256(data): data for name, data in files.items() if _is_large(repository, name, data)})
+        self.store(repository, files)
         return repository
+
+    def store(self, repository: Repository, files: dict[str, Content]) -> None:
+        """Adds files, in one commit."""
+        repository.commit({**repository, **files}, "Upload folder")
+        large = {_sha256(data): data for name, data in files.items() if _is_large(repository, name, data)}
+        self.objects.update(large)
+        repository.large |= large.keys()
 
     def commit_id(self, repo_id: str) -> str:
         return self.repositories[repo_id].branches["main"]
@@ -124,12 +155,15 @@ class HubServer:
         """The requests so far that match."""
         return [request for request in self.requests if re.search(pattern, request)]
 
-    def fail(self, pattern: str, fault: Literal["request", "answer", "status"], times: int = 1) -> None:
+    def fail(
+        self, pattern: str, fault: Literal["request", "answer", "status", "short", "whole", "away"], times: int = 1
+    ) -> None:
         """Makes the next requests that match `pattern` fail.
 
         Args:
             fault: cut the connection in the middle of the request's body; or in the middle of the answer, so that all
-                is done, only the client cannot know; or answer with status 503.
+                is done, only the client cannot know; or answer with status 503; or with half of the bytes; or with the
+                whole file instead of the range asked for; or send the client to a host that does not answer.
         """
         self._faults += [(pattern, fault)] * times
 
@@ -163,10 +197,16 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         self._query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         self._hub.requests.append(request)
+        self._hub.received += len(self.raw_requestline) + len(bytes(self.headers))
         self._fault = self._hub.fault(request)
+        self._hub.watch(request)
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
         try:
             body = self._body()
+            self._hub.received += len(body)
+            if self._fault == "away":
+                self._send(b"", 302, {"Location": "http://127.0.0.1:9/elsewhere"})
+                return
             if self._fault == "status":
                 raise _Answer(503, "the server has a bad day")
             with self._hub.lock:
@@ -196,9 +236,14 @@ class _Handler(BaseHTTPRequestHandler):
             case "POST", ["api", "models", owner, name, what, *rest]:
                 repo_id = f"{owner}/{name}"
                 # Whoever may read may open a pull request.
-                repository = (self._readable if self._query.get("create_pr") == "1" else self._writable)(repo_id)
+                only_read = self._query.get("create_pr") == "1" or what in ("paths-info", "lfs-files")
+                repository = (self._readable if only_read else self._writable)(repo_id)
+                if what == "paths-info":
+                    return self._paths(repository, *rest, parse_qs(body.decode())["paths"])
                 self._writer()
                 match what, rest:
+                    case "lfs-files", ["duplicate"]:
+                        return self._duplicate(repository, json.loads(body))
                     case "preupload", [revision]:
                         return self._preupload(repository, revision, json.loads(body))
                     case "commit", [branch]:
@@ -208,10 +253,14 @@ class _Handler(BaseHTTPRequestHandler):
                         return self._name(repository.branches, branch, sha)
                     case "tag", [revision]:
                         return self._name(repository.tags, json.loads(body)["tag"], self._sha(repository, revision))
+            case "PUT", ["api", "models", owner, name, "settings"]:
+                self._writable(f"{owner}/{name}").gated = json.loads(body)["gated"]
+                return _json({})
             case "POST", [owner, name, "info", "lfs", "objects", what]:
-                self._readable(f"{owner}/{name.removesuffix('.git')}")
+                repository = self._readable(f"{owner}/{name.removesuffix('.git')}")
                 self._writer()
-                return self._batch(parts, json.loads(body)) if what == "batch" else self._verify(json.loads(body))
+                wanted = json.loads(body)
+                return self._batch(parts, repository, wanted) if what == "batch" else self._verify(repository, wanted)
             case _, ["objects", *_] if "Authorization" in self.headers:
                 raise _Answer(400, "storage takes signed addresses, and must not see tokens")
             case "PUT", ["objects", oid]:
@@ -303,7 +352,13 @@ class _Handler(BaseHTTPRequestHandler):
                 sha = self._sha(repository, rest[1] if rest else "main")
                 files = repository.commits[sha]
                 siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
-                about = {"private": repository.private, "tags": [], "downloads": 0, "likes": 0}
+                about = {
+                    "private": repository.private,
+                    "gated": repository.gated,
+                    "tags": [],
+                    "downloads": 0,
+                    "likes": 0,
+                }
                 return _json({"id": repo_id, "modelId": repo_id, "sha": sha, "siblings": siblings, **about})
         raise _Answer(404, "Not found")
 
@@ -316,14 +371,41 @@ class _Handler(BaseHTTPRequestHandler):
             if deeper and self._query.get("recursive", "").lower() != "true":
                 found[inner] = {"type": "directory", "path": folder + inner, "oid": "0" * 40, "size": 0}
                 continue
-            found[name] = {"type": "file", "path": name, "size": len(content), "oid": _git_hash(content)}
-            if _is_large(repository, name, content):
-                found[name]["lfs"] = {"oid": _sha256(content), "size": len(content), "pointerSize": _POINTER_SIZE}
+            found[name] = self._about_file(repository, name, content)
         if folder and not found:
             raise _Answer(404, f"{folder} does not exist", "EntryNotFound")
         return _json(list(found.values()))
 
+    def _paths(self, repository: Repository, revision: str, names: list[str]) -> Response:
+        files = repository.commits[self._sha(repository, revision)]
+        return _json([self._about_file(repository, name, files[name]) for name in names if name in files])
+
+    def _about_file(self, repository: Repository, name: str, content: Content) -> dict[str, Any]:
+        about: dict[str, Any] = {"type": "file", "path": name, "size": len(content)}
+        if not _is_large(repository, name, content):
+            return {**about, "oid": _git_hash(content[:])}
+        oid = _sha256(content)
+        if self._hub.no_copies != "xet":
+            about["xetHash"] = oid[::-1]
+        lfs = {"oid": oid, "size": len(content), "pointerSize": _POINTER_SIZE}
+        return {**about, "oid": _git_hash(oid.encode()), "lfs": lfs}
+
     # Uploads.
+
+    def _duplicate(self, source: Repository, wanted: dict[str, Any]) -> Response:
+        """Makes LFS objects of `source` known to another repository, whose commits may name them then."""
+        if self._hub.no_copies == "server":
+            raise _Answer(404, "Not found")
+        target = self._writable(wanted["target"]["name"])
+        failed = []
+        for file in wanted["files"]:
+            if self._hub.no_copies == "region":
+                failed.append({"sha256": file["sha256"], "error": "the repositories are in different storage regions"})
+            elif file["sha256"] not in source.large or file["xetHash"] != file["sha256"][::-1]:
+                failed.append({"sha256": file["sha256"], "error": "not found"})
+            else:
+                target.large.add(file["sha256"])
+        return _json({"success": not failed, "failed": failed})
 
     def _preupload(self, repository: Repository, revision: str, wanted: dict[str, Any]) -> Response:
         present = repository.commits[self._sha(repository, revision)]
@@ -333,24 +415,25 @@ class _Handler(BaseHTTPRequestHandler):
             mode = "lfs" if _is_large(repository, name, sample, file["size"]) else "regular"
             oid = None
             if name in present:
-                oid = _sha256(present[name]) if mode == "lfs" else _git_hash(present[name])
+                oid = _sha256(present[name]) if mode == "lfs" else _git_hash(present[name][:])
             files.append({"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         return _json({"files": files})
 
-    def _batch(self, parts: list[str], wanted: dict[str, Any]) -> Response:
+    def _batch(self, parts: list[str], repository: Repository, wanted: dict[str, Any]) -> Response:
         objects = []
         for item in wanted["objects"]:
             entry: dict[str, Any] = {"oid": item["oid"], "size": item["size"]}
-            if item["oid"] not in self._hub.objects:
+            if item["oid"] not in repository.large:
                 verify = f"{self._hub.url}/{'/'.join(parts[:2])}/info/lfs/objects/verify"
                 upload = f"{self._hub.storage}/objects/{item['oid']}"
                 entry["actions"] = {"upload": {"href": upload}, "verify": {"href": verify}}
             objects.append(entry)
         return _json({"transfer": "basic", "objects": objects})
 
-    def _verify(self, wanted: dict[str, Any]) -> Response:
+    def _verify(self, repository: Repository, wanted: dict[str, Any]) -> Response:
         if len(self._hub.objects.get(wanted["oid"], b"")) != wanted["size"]:
             raise _Answer(404, "the object is not there, or has another size")
+        repository.large.add(wanted["oid"])
         return _json({})
 
     def _commit(self, repo_id: str, repository: Repository, branch: str, body: bytes) -> Response:
@@ -373,7 +456,7 @@ class _Handler(BaseHTTPRequestHandler):
                         raise _Answer(400, f"{value['path']}: binary files must go by LFS")
                     files[value["path"]] = content
                 case "lfsFile":
-                    if value["oid"] not in self._hub.objects:
+                    if value["oid"] not in repository.large:
                         raise _Answer(400, f"LFS pointer of {value['path']} points to a file that does not exist")
                     files[value["path"]] = self._hub.objects[value["oid"]]
                 case "deletedFile":
@@ -400,7 +483,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise missing
         headers = {"X-Repo-Commit": sha}
         if not _is_large(repository, name, content):
-            return content, 200, {**headers, "ETag": f'"{_git_hash(content)}"'}
+            return content, 200, {**headers, "ETag": f'"{_git_hash(content[:])}"'}
         oid = _sha256(content)
         self._hub.objects.setdefault(oid, content)
         linked = {"X-Linked-Etag": f'"{oid}"', "X-Linked-Size": str(len(content))}
@@ -429,15 +512,23 @@ class _Handler(BaseHTTPRequestHandler):
             self._hang_up()
         return body
 
-    def _send(self, content: bytes, status: int, headers: dict[str, str]) -> None:
+    def _send(self, content: Content, status: int, headers: dict[str, str]) -> None:
+        part = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if part and status == 200 and self._fault != "whole":
+            start, stop = int(part[1]), min(int(part[2]) + 1, len(content))
+            status, headers = 206, {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}
+            content = content[start : stop if self._fault != "short" else (start + stop) // 2]
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
+        self._hub.sent += sum(map(len, self._headers_buffer))  # type: ignore[attr-defined]
         self.end_headers()
         cut = self._fault == "answer"
         if self.command != "HEAD":
-            self.wfile.write(content[: len(content) // 2] if cut else content)
+            end = len(content) // 2 if cut else len(content)
+            for start in range(0, end, 2**20):
+                self._hub.sent += self.wfile.write(content[start : min(start + 2**20, end)])
         if cut:
             self.wfile.flush()
             self._hang_up()
@@ -458,16 +549,16 @@ def _refs(prefix: str, refs: dict[str, str]) -> list[dict[str, str]]:
     return [{"name": name, "ref": prefix + name, "targetCommit": sha} for name, sha in refs.items()]
 
 
-def _is_large(repository: Repository, name: str, sample: bytes, size: int | None = None) -> bool:
+def _is_large(repository: Repository, name: str, sample: Content, size: int | None = None) -> bool:
     """Whether a file goes by LFS: by `.gitattributes`, by its size, or because it is binary."""
     size = len(sample) if size is None else size
-    patterns = [line.split()[0] for line in repository.get(".gitattributes", b"").decode().splitlines() if line]
+    patterns = [line.split()[0] for line in repository.get(".gitattributes", b"")[:].decode().splitlines() if line]
     large = any(fnmatch(name, pattern) for pattern in patterns) or size > 10_000_000 or b"\0" in sample[:512]
     return bool(size) and large
 
 
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def _sha256(content: Content) -> str:
+    return content.oid if isinstance(content, Sparse) else hashlib.sha256(content).hexdigest()
 
 
 def _git_hash(content: bytes) -> str:

@@ -28,11 +28,11 @@ from resformer import (
     ResFormerForTokenClassification,
     ResFormerModel,
 )
-from resformer.training.optimizer import is_connection
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.modeling.connection import Connection
 from resformer.modeling.shapes import parameter_shapes
 from resformer.modeling.wiring import KINDS, connection_modules
+from resformer.training.optimizer import is_connection
 
 TinyModel = Callable[..., PreTrainedModel]
 Batch = dict[str, torch.Tensor]

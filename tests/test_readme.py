@@ -39,6 +39,7 @@ def test_documents_run_from_top_to_bottom(
 ) -> None:
     blocks = re.findall(BLOCKS, (ROOT / document).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     save_checkpoint(tmp_path / "source", tie_word_embeddings=True)
+    (tmp_path / "source" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     hub.repositories.clear()
     hub.add("HuggingFaceTB/SmolLM2-135M", tmp_path / "source")
     work = tmp_path / "work"

@@ -3,26 +3,19 @@
 import json
 import os
 import re
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import ModelCard, constants
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from resformer.convert import inspect
 from resformer.convert.bundling import config_with_code, remote_code
-from resformer.errors import CheckpointError, ResFormerError, brief
+from resformer.errors import CheckpointError, brief
+from resformer.hub import HubError, Push
 from resformer.untrusted import MIB, read_bounded, read_json, regular_file
-from resformer.version import __version__
 
 __all__ = ["HubError", "PushReport", "push_checkpoint"]
 
@@ -36,16 +29,6 @@ _LEFT_BEHIND = (
 _RESULTS = ".eval_results"
 #: Weights that Transformers would load beside, or instead of, those that are pushed.
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
-_ATTEMPTS = 4  # of each step, after pauses of 1, 2 and 4 seconds
-_TRANSIENT = {408, 429, 500, 502, 503, 504}
-#: The base of all errors of the HTTP client, of httpx or httpx2, whichever huggingface_hub uses.
-_HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
-
-_Result = TypeVar("_Result")
-
-
-class HubError(ResFormerError):
-    """The Hub refuses, or cannot be reached; the message names the repository and the way out."""
 
 
 @dataclass(frozen=True)
@@ -133,116 +116,18 @@ def push_checkpoint(
     )
     if dry_run:
         return report
-    api = HfApi(library_name="resformer", library_version=__version__)
-    message = message or f"Upload {inspection.method or inspection.model_type} checkpoint"
-    return _Push(api, report, contents, private=private, message=message, create_pr=create_pr).run()
-
-
-@dataclass(frozen=True)
-class _Push:
-    """One push; each of its steps can be repeated without harm."""
-
-    api: HfApi
-    report: PushReport
-    contents: dict[str, Path | bytes]
-    private: bool
-    message: str
-    create_pr: bool
-
-    def run(self) -> PushReport:
-        if constants.HF_HUB_OFFLINE:
-            raise HubError(f"{self.report.repo_id}: cannot be pushed to while HF_HUB_OFFLINE is set; unset it.")
-        if get_token() is None:
-            raise HubError(f"{self.report.repo_id}: no token. Run `hf auth login`, or set HF_TOKEN to a write token.")
-        repo_id = self._retried(self._make_repository)
-        report = replace(self.report, repo_id=repo_id)
-        if report.tag is not None:
-            self._retried(lambda: self._check_tag(repo_id))
-        # The commit may be made although its answer is lost. Committing to a branch again changes nothing then, but
-        # would open a second pull request.
-        commit, deleted = self._retried(lambda: self._commit(repo_id), attempts=1 if self.create_pr else _ATTEMPTS)
-        if report.tag is not None:
-            tag = report.tag
-            self._retried(lambda: self.api.create_tag(repo_id, tag=tag, revision=commit.oid, exist_ok=True))
-        return replace(
-            report,
-            revision=commit.pr_revision or report.revision,
-            deleted=deleted,
-            commit=commit.oid,
-            url=commit.pr_url or commit.commit_url,
-        )
-
-    def _make_repository(self) -> str:
-        repo_id = self.api.create_repo(self.report.repo_id, private=self.private or None, exist_ok=True).repo_id
-        if self.private and not self.api.model_info(repo_id).private:
-            raise HubError(f"{repo_id}: exists and is public. Make it private in its settings, or push elsewhere.")
-        return repo_id
-
-    def _check_tag(self, repo_id: str) -> None:
-        if any(tag.name == self.report.tag for tag in self.api.list_repo_refs(repo_id).tags):
-            raise HubError(f"{repo_id}: has a tag {self.report.tag} already; choose another. Nothing was pushed.")
-
-    def _commit(self, repo_id: str) -> tuple[Any, list[str]]:
-        """One `create_commit`: `upload_folder` may spread a folder over several commits."""
-        branch = self.report.revision
-        if branch != constants.DEFAULT_REVISION and not branch.startswith("refs/"):
-            self.api.create_branch(repo_id, branch=branch, exist_ok=True)
-        before = self.api.list_repo_files(repo_id, revision=branch)
-        deleted = [name for name in before if _WEIGHTS.fullmatch(name) and name not in self.contents]
-        operations = [CommitOperationDelete(name, is_folder=False) for name in deleted]
-        additions = [CommitOperationAdd(name, content) for name, content in self.contents.items()]
-        commit = self.api.create_commit(
-            repo_id,
-            [*operations, *additions],
-            commit_message=self.message,
-            revision=branch,
-            create_pr=self.create_pr,
-        )
-        return commit, deleted
-
-    def _retried(self, step: Callable[[], _Result], attempts: int = _ATTEMPTS) -> _Result:
-        """Does a step, again after passing errors; other errors are raised with a message of one line."""
-        for pause in [*(2**attempt for attempt in range(attempts - 1)), None]:
-            try:
-                return step()
-            except _HTTPError as error:
-                if pause is None or not _is_transient(error):
-                    raise HubError(self._message(error)) from error
-                time.sleep(pause)
-            except RuntimeError as error:  # "Error while uploading ...", from an error that was tried again already
-                raise HubError(self._message(error.__cause__ or error)) from error
-            except ValueError as error:  # the Hub rejects the card's metadata
-                raise CheckpointError(f"{self.report.checkpoint}: {brief(error)}") from error
-        raise AssertionError("the last attempt returns or raises")
-
-    def _message(self, error: BaseException) -> str:
-        repo_id = self.report.repo_id
-        if isinstance(error, RevisionNotFoundError):
-            return f"{repo_id}: has no branch {self.report.revision}."
-        if isinstance(error, HfHubHTTPError):
-            answer = brief(error.server_message or error)
-            status = error.response.status_code
-            if status == 401 and not isinstance(error, RepositoryNotFoundError):
-                return (
-                    f"{repo_id}: the Hub does not accept this token ({answer}). Run `hf auth login`, or set HF_TOKEN."
-                )
-            if status == 403:
-                return f"{repo_id}: this token may not write there ({answer}). Use a write token of the owner's."
-            if isinstance(error, RepositoryNotFoundError):
-                return f"{repo_id}: there is no such repository, or this token may not see it ({answer})."
-            return f"{repo_id}: the Hub answered {status} ({answer}). Run the command again later."
-        if isinstance(error, _HTTPError):
-            return (
-                f"{repo_id}: {self.api.endpoint} cannot be reached ({brief(error) or type(error).__name__}). Run the "
-                "command again: nothing is uploaded or committed twice."
-            )
-        return f"{repo_id}: {brief(error)}"
-
-
-def _is_transient(error: BaseException) -> bool:
-    if isinstance(error, HfHubHTTPError):
-        return error.response.status_code in _TRANSIENT
-    return isinstance(error, _HTTPError)
+    pushed = Push(
+        repo_id=repo_id,
+        contents=contents,
+        message=message or f"Upload {inspection.method or inspection.model_type} checkpoint",
+        superseded=lambda name: _WEIGHTS.fullmatch(name) is not None,
+        source=str(folder),
+        revision=report.revision,
+        private=private,
+        create_pr=create_pr,
+        tag=tag,
+    ).run()
+    return replace(report, **vars(pushed))
 
 
 def _select(folder: Path) -> tuple[dict[str, Path | bytes], list[str]]:

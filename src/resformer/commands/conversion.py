@@ -68,7 +68,20 @@ _Verify = Annotated[
 @app.command()
 def convert(
     source: Source,
-    output: Output,
+    output: Annotated[Path | None, typer.Argument(help="The folder to write; new or empty.")] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(metavar="OWNER/NAME", help="Make the result on the Hub instead: weights are copied there."),
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="With --push: make the repository private.")] = False,
+    accept_license: Annotated[
+        bool,
+        typer.Option("--accept-license", help="With --push: you accepted the source's license, and it allows a copy."),
+    ] = False,
+    allow_download: Annotated[
+        bool,
+        typer.Option("--allow-download", help="With --push: download and upload weights that the Hub cannot copy."),
+    ] = False,
     method: Annotated[str, typer.Option(help="Name of a method; `resformer methods` lists them.")] = "resformer",
     set_: Annotated[
         list[str] | None,
@@ -98,6 +111,10 @@ def convert(
             source,
             output,
             method,
+            push_to=push,
+            private=private,
+            accept_license=accept_license,
+            allow_download=allow_download,
             lossy=lossy,
             force=force,
             dry_run=dry_run,
@@ -126,6 +143,8 @@ def convert(
             row("rounding", f"{report.rounding.overflowed:,} became infinite, {report.rounding.flushed:,} became 0")
         for loss in report.losses:
             row("lossy", loss)
+        if push is not None:
+            row("terms", ", ".join(f"{name} {value}" for name, value in report.terms.items()) + ", as the source's")
         if dry_run:
             row("memory", f"{size(report.memory)} to compare logits, little else")
         print_result(report, dry_run)
@@ -223,7 +242,8 @@ def verify(
             what = "of the same dtype and shape" if verify is Verification.HEADERS else "identical byte for byte"
             row("tensors", f"{comparison.identical} {what}, {len(comparison.different)} different")
             for name, difference in comparison.different.items():
-                row("", f"{name}: " + ("shapes differ" if difference is None else f"by up to {difference:.3g}"))
+                unlike = "dtypes or shapes differ" if verify is Verification.HEADERS else "shapes differ"
+                row("", f"{name}: " + (unlike if difference is None else f"by up to {difference:.3g}"))
             row("only in one", ", ".join(comparison.only_in_one) or "-")
             row("only in other", ", ".join(comparison.only_in_other) or "-")
             row("logits", comparison.logits or "not compared")
@@ -270,7 +290,7 @@ def inspect(
 
 
 def print_result(report: Any, dry_run: bool) -> None:
-    moved = ", ".join(f"{size(count)} {how}" for how, count in vars(report.transfer).items() if count)
+    moved = ", ".join(f"{size(count)} {how.replace('_', ' ')}" for how, count in vars(report.transfer).items() if count)
     row("files", f"{report.carried_files} carried over whole, {report.written_files} written: {moved}")
     if report.left_behind:
         row("left behind", ", ".join(report.left_behind))
@@ -278,10 +298,17 @@ def print_result(report: Any, dry_run: bool) -> None:
         row("would write", report.output)
         row("do it", own_command(leave_out="--dry-run"))
         return
-    levels = {"headers": "headers", "hashes": "headers, bytes", "logits": "headers, bytes"}
+    levels = {
+        "headers": "headers",
+        "hashes": "headers, bytes",
+        "logits": "headers, bytes",
+        "copies": "headers, hashes of all files",
+    }
     logits = f", logits {report.verification}" if report.verification is not None else ""
     row("verified", levels[report.verified] + logits)
     row("wrote", report.output)
+    if report.url is not None:
+        echo(report.url)
 
 
 def _print_matrix(name: str, matrix: list[list[float]] | None, shift: int) -> None:

@@ -1,0 +1,112 @@
+"""Files of a Hub repository, read in place: their sizes, and the headers of safetensors by range requests."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from huggingface_hub import constants, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined]
+
+from resformer.convert.safetensors_format import Shard, Tensor, check_shard, read_shard
+from resformer.errors import CheckpointError, brief
+
+__all__ = ["HubFiles"]
+
+#: Bytes of the first request of a file: the whole header of most shards of an 8B or 70B model (73 and 24 tensors).
+_FIRST = 16 * 1024
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """The files of a repository at one commit."""
+
+    repo_id: str
+    revision: str  # the commit
+    sizes: Mapping[str, int]  # name -> bytes
+
+    def read_shard(self, path: Path) -> Shard:
+        """Reads and checks a header, as `safetensors_format.read_shard` does.
+
+        `HfApi.parse_safetensors_file_metadata` checks neither offsets nor the file's size, and reads all that a server
+        sends.
+
+        Args:
+            path: where the file would be in the snapshot's folder.
+
+        Raises:
+            CheckpointError: the file does not follow the format, or the server does not send the range that was asked
+                for.
+            HfHubHTTPError: the Hub refuses.
+        """
+        name, size = path.name, self.sizes[path.name]
+        first = self.read(name, 0, min(size, _FIRST))
+
+        def read(start: int, length: int) -> bytes:
+            length = min(length, size - start)
+            return first[start : start + length] if start + length <= len(first) else self.read(name, start, length)
+
+        return check_shard(Path(self.repo_id, name), path, size, read)
+
+    def read_shards(self, paths: Iterable[Path]) -> Iterator[Shard]:
+        """The headers, in this order, some at a time; those of files that are on this disk from there."""
+        pool = ThreadPoolExecutor(8)
+        try:
+            yield from pool.map(lambda path: read_shard(path) if path.exists() else self.read_shard(path), paths)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def with_bytes(self, shards: Iterable[Shard], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Shard, ...]:
+        """The shards with the tensors of these names and shapes in memory."""
+
+        def fetched(tensor: Tensor) -> Tensor:
+            if tensor.on_this_disk or shapes.get(tensor.name) != tensor.shape or isinstance(tensor.data, memoryview):
+                return tensor
+            path, start = tensor.data
+            return replace(tensor, data=memoryview(self.read(path.name, start, tensor.nbytes)))
+
+        with ThreadPoolExecutor(8) as pool:
+            return tuple(replace(shard, tensors=tuple(pool.map(fetched, shard.tensors))) for shard in shards)
+
+    def read(self, name: str, start: int, length: int) -> bytes:
+        """Some bytes of a file.
+
+        The token goes to the Hub alone: the HTTP client drops it where it is redirected to another host.
+
+        Raises:
+            CheckpointError, HfHubHTTPError: as `read_shard`.
+        """
+        if not length:
+            return b""
+        url = hf_hub_url(self.repo_id, name, revision=self.revision)
+        stop = start + length
+        headers = {**build_hf_headers(), "range": f"bytes={start}-{stop - 1}", "accept-encoding": "identity"}
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        content = bytearray()
+        try:
+            with http_stream_backoff("GET", url, max_retries=3, headers=headers, timeout=timeout) as response:
+                hf_raise_for_status(response)
+                sent = response.headers.get("content-range", "")
+                if sent.rpartition("/")[0] != f"bytes {start}-{stop - 1}":
+                    raise CheckpointError(
+                        f"{self.repo_id}: asked for the bytes {start:,} to {stop:,} of {name}, the server answers "
+                        f"{response.status_code} with {sent or 'no range'}. Download the repository and use its folder."
+                    )
+                with suppress(HTTPError):  # the connection ended: the length tells
+                    for piece in response.iter_bytes():
+                        content += piece
+                        if len(content) > length:
+                            break
+        except HfHubHTTPError:
+            raise
+        except HTTPError as error:  # of the connection, to the Hub or to the storage that it names
+            where = error.request.url.host
+            raise CheckpointError(f"{self.repo_id}: {name} cannot be read from {where}: {brief(error)}.") from error
+        if len(content) != length:
+            raise CheckpointError(
+                f"{self.repo_id}: asked for {length:,} bytes of {name} from byte {start:,} on, the server sent "
+                f"{len(content):,}. Run the command again; if it stays, download the repository and use its folder."
+            )
+        return bytes(content)

@@ -1,0 +1,274 @@
+"""Writes what was decided into a Hub repository: weight files that stay as they are are copied by the Hub."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from huggingface_hub import constants
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
+from huggingface_hub.hf_api import ModelInfo, RepoFile
+from huggingface_hub.utils.sha import git_hash
+
+from resformer.convert.conversion import (
+    Finish,
+    Options,
+    Report,
+    carry_out,
+    generation_warnings,
+    make_plan,
+    make_report,
+    weight_files,
+)
+from resformer.convert.deciding import Decision
+from resformer.convert.hub_files import HubFiles
+from resformer.convert.planning import CarriedShard, Plan, WrittenShard
+from resformer.convert.reading import INDEX
+from resformer.convert.safetensors_format import header_bytes
+from resformer.convert.source import asking_hub
+from resformer.convert.verification import compare_headers
+from resformer.convert.writing import Transfer
+from resformer.errors import CheckpointError, VerificationError, brief, listed
+from resformer.hub import Content, Copied, CopyError, HubError, Push, Pushed, digest, hub_api, repository_files
+from resformer.model_cards import carried_metadata
+
+__all__ = ["Destination", "publish"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Destination:
+    """A Hub repository in place of an output folder; `resformer.retrofit` says what each option does."""
+
+    repo_id: str
+    private: bool = False
+    accept_license: bool = False
+    allow_download: bool = False
+
+    def __post_init__(self) -> None:
+        if self.repo_id.count("/") != 1:
+            raise ValueError(f"push_to={self.repo_id!r}: expected OWNER/NAME.")
+
+
+def publish(decision: Decision, destination: Destination, options: Options, finish: Finish) -> Report:
+    """Makes the result on the Hub: one commit with copies of the source's files and with what is new.
+
+    Args:
+        finish: called before the commit, for the files that describe the result.
+
+    Raises:
+        CheckpointError: the source is not on the Hub, or may not be republished.
+        HubError: the Hub refuses, or does not copy. Nothing was committed.
+        VerificationError: the commit does not hold what was planned.
+    """
+    source, repo_id = decision.source, destination.repo_id
+    if source.repo_id is None or source.revision is None or any(not s.name for s in source.checkpoint.shards):
+        raise CheckpointError(
+            f"{source.name}: only safetensors on the Hub can be copied there. Convert to a folder, then: resformer "
+            f"push FOLDER {repo_id}."
+        )
+    if repo_id == source.repo_id:
+        raise CheckpointError(f"{repo_id}: is the source; push to another repository.")
+    api = hub_api()
+    with asking_hub(source.name):
+        info = api.model_info(source.repo_id, revision=source.revision)
+        files = repository_files(api, source.repo_id, source.revision)
+    terms = _terms(decision, info, destination)
+    plan = make_plan(decision, options)
+    try:
+        contents = _contents(decision, plan, files, options)
+        warnings = list(generation_warnings(source.checkpoint))
+        report = make_report(decision, repo_id, plan, _transfer(contents), warnings, terms=terms)
+        if options.dry_run:
+            return report
+        report = replace(report, verified="copies")
+        added = [rewrite.origin for shard in plan.written for rewrite in shard.rewrites]
+        digests = {tensor.name: hashlib.sha256(b"".join(tensor.pieces())).hexdigest() for tensor in added}
+        contents |= {name: text.encode() for name, text in finish(report, weight_files(plan, digests)).items()}
+        pushed = _push(contents, decision, destination, options, terms)
+    except CopyError as error:
+        if not destination.allow_download:
+            size = sum(shard.size for shard in source.checkpoint.shards)
+            raise CopyError(
+                f"{source.repo_id}: cannot be copied to {repo_id} on the Hub: {error}. Nothing was committed. "
+                f"--allow-download (allow_download=True) downloads {size:,} bytes and uploads them again."
+            ) from error
+        return _by_download(decision, destination, options, finish, plan, terms)
+    _check(pushed, contents, plan)
+    return replace(report, transfer=_transfer(contents), commit=pushed.commit, url=pushed.url)
+
+
+def _terms(decision: Decision, info: ModelInfo, destination: Destination) -> dict[str, str]:
+    """Licence and gating of the source, which the result takes over.
+
+    Raises:
+        CheckpointError: they may not allow a copy, and the user has not said that they do.
+    """
+    source = decision.source
+    stated = carried_metadata(source.folder / "README.md")
+    licence = stated.get("license")
+    reasons = []
+    if info.gated:
+        reasons.append(f"it is gated ({info.gated})")
+    if info.private and not destination.private:
+        reasons.append("it is private, and the copy would be public without --private")
+    if licence is None:
+        reasons.append("its card states no license")
+    elif licence in ("other", "unknown") or "-nd" in licence:
+        reasons.append(f"its license is {stated.get('license_name', licence)}")
+    if reasons and not destination.accept_license:
+        raise CheckpointError(
+            f"{source.repo_id}: may not be yours to publish again: {'; '.join(reasons)}. If you have accepted its "
+            "license and it allows a copy, say so with --accept-license (accept_license=True). The copy gets the same "
+            "license and gating.",
+            "--accept-license",
+        )
+    terms = {"license": stated.get("license_name", licence), "gated": info.gated or None}
+    return {name: value for name, value in terms.items() if value is not None}
+
+
+def _contents(decision: Decision, plan: Plan, files: Mapping[str, RepoFile], options: Options) -> dict[str, Content]:
+    """The files of the result, but for those that describe it.
+
+    Raises:
+        CopyError: one of them has to be made of weights, or the Hub cannot copy it.
+    """
+    if options.verify == "logits":
+        raise CopyError("comparing logits takes the weights")
+    repo_id, revision = str(decision.source.repo_id), str(decision.source.revision)
+    contents: dict[str, Content] = {}
+    for shard in plan.shards:
+        contents[shard.name] = (
+            Copied(repo_id, revision, files[shard.origin]) if isinstance(shard, CarriedShard) else _in_memory(shard)
+        )
+    for file in plan.side_files:
+        contents[file.name] = Copied(repo_id, revision, files[file.name]) if file.content is None else file.content
+    for name, text in ((INDEX, plan.index), ("config.json", plan.config)):
+        if text is not None:
+            contents[name] = text.encode()
+    copies = [content.file for content in contents.values() if isinstance(content, Copied)]
+    # huggingface_hub 2.4 asks the Hub to duplicate a file by its Xet hash and its SHA-256, and refuses without either.
+    if unknown := {file.path for file in copies if file.lfs is not None and file.xet_hash is None}:
+        raise CopyError(f"the Hub copies what it stores with Xet, and these files it does not: {listed(unknown)}")
+    return contents
+
+
+def _in_memory(shard: WrittenShard) -> bytes:
+    """The file's bytes, if no tensor of the source is in it."""
+    content = header_bytes(shard.tensors)
+    for rewrite in shard.rewrites:
+        if not isinstance(rewrite.origin.data, memoryview) or rewrite.dtype != rewrite.origin.dtype:
+            raise CopyError(f"{shard.name} has to be written anew from the source's weights")
+        content += bytes(rewrite.origin.data)
+    return content
+
+
+def _transfer(contents: Mapping[str, Content]) -> Transfer:
+    """Files that are not stored by LFS go through this machine: `create_commit` downloads them and sends them again."""
+    transfer = Transfer()
+    for content in contents.values():
+        if not isinstance(content, Copied):
+            transfer.uploaded += len(content) if isinstance(content, bytes) else content.stat().st_size
+        elif content.file.lfs is not None:
+            transfer.copied_by_hub += content.file.size
+        else:
+            transfer.downloaded += content.file.size
+            transfer.uploaded += content.file.size
+    return transfer
+
+
+def _push(
+    contents: Mapping[str, Content],
+    decision: Decision,
+    destination: Destination,
+    options: Options,
+    terms: Mapping[str, str],
+) -> Pushed:
+    return Push(
+        repo_id=destination.repo_id,
+        contents=contents,
+        message=f"Retrofit of {decision.source.repo_id} at {str(decision.source.revision)[:7]}",
+        superseded=lambda name: name != ".gitattributes",
+        source=decision.source.name,
+        private=destination.private,
+        gated=terms.get("gated"),  # type: ignore[arg-type]
+        replace=options.force,
+    ).run()
+
+
+def _by_download(
+    decision: Decision,
+    destination: Destination,
+    options: Options,
+    finish: Finish,
+    plan: Plan,
+    terms: dict[str, str],
+) -> Report:
+    """The same result by way of this disk: downloaded to the Hub's cache, converted beside it, uploaded."""
+    size = sum(shard.size for shard in decision.source.checkpoint.shards)
+    if options.dry_run:
+        transfer = Transfer(downloaded=size, uploaded=size + sum(shard.file_size for shard in plan.written))
+        return make_report(decision, destination.repo_id, plan, transfer, [], terms=terms)
+    decision = replace(decision, source=decision.source.fetch())
+    with TemporaryDirectory(dir=constants.HF_HUB_CACHE, prefix=".resformer-") as work:
+        folder = Path(work) / "result"
+        report = carry_out(
+            decision,
+            folder,
+            replace(options, link=True),
+            lambda report, files: finish(replace(report, output=destination.repo_id, terms=terms), files),
+        )
+        contents: dict[str, Content] = {
+            path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
+        }
+        pushed = _push(contents, decision, destination, options, terms)
+        _check(pushed, contents, make_plan(decision, options))
+        transfer = Transfer(downloaded=size, uploaded=_transfer(contents).uploaded)
+    return replace(
+        report,
+        output=destination.repo_id,
+        transfer=transfer,
+        terms=terms,
+        commit=pushed.commit,
+        url=pushed.url,
+    )
+
+
+def _check(pushed: Pushed, contents: Mapping[str, Content], plan: Plan) -> None:
+    """Reads the commit back: hashes of all files, as the Hub states them, and headers of the weights.
+
+    Raises:
+        HubError: it cannot be read.
+        VerificationError: it does not hold what was planned.
+    """
+    where = f"{pushed.repo_id} at {pushed.commit}"
+    try:
+        stored = repository_files(hub_api(), pushed.repo_id, pushed.commit)
+        wrong = [name for name, content in contents.items() if not _is_stored(content, stored.get(name))]
+        if not wrong:
+            hub = HubFiles(pushed.repo_id, pushed.commit, {name: file.size for name, file in stored.items()})
+            folder = Path(where)
+            shards = hub.read_shards(folder / shard.name for shard in plan.shards)
+            tensors = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
+            compare_headers(folder, tensors, plan.tensors)
+    except VerificationError:
+        raise
+    except (HTTPError, CheckpointError) as error:
+        raise HubError(
+            f"{where}: was committed, but cannot be read back: {brief(error)} Look at it: resformer inspect "
+            f"{pushed.repo_id}."
+        ) from error
+    if wrong:
+        raise VerificationError(
+            f"{where}: these files are not what was sent: {listed(wrong)}. Delete the repository, or revert the commit."
+        )
+
+
+def _is_stored(content: Content, file: RepoFile | None) -> bool:
+    if file is None:
+        return False
+    if isinstance(content, Copied):
+        return digest(file) == digest(content.file)
+    if isinstance(content, Path):  # its SHA-256 was checked when it was uploaded
+        return file.size == content.stat().st_size
+    return digest(file) == (git_hash(content) if file.lfs is None else hashlib.sha256(content).hexdigest())
