@@ -5,7 +5,7 @@
 Makes a bfloat16 Llama of 4 GB in 4 shards in FOLDER (which needs four times that), converts it with the command line in
 new processes, and removes everything. Every conversion has its own `cp -r`, in turn right before and right after it.
 The process that becomes `cp` first imports what the converter imports, so that both start alike, and background work of
-the system affects both. Times are given with and without the start-up, that of a process that imports the same and ends.
+the system affects both. Times are given with and without the start-up: a process that imports the same and ends.
 """
 
 import argparse
