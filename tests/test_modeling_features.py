@@ -268,18 +268,6 @@ def test_gradient_checkpointing_changes_no_gradient(
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_accumulated_batches_take_the_loss_of_the_whole(tiny_model: TinyModel, ragged: Batch) -> None:
-    # The Trainer tells the model how many tokens a whole step has.
-    model, labels = tiny_model("resformer-denseformer").train(), labels_of(ragged)
-    tokens = (labels[:, 1:] != -100).sum()
-    whole = model(**ragged, labels=labels).loss
-    parts = [
-        model(**{name: tensor[row] for name, tensor in ragged.items()}, labels=labels[row], num_items_in_batch=tokens)
-        for row in (slice(0, 1), slice(1, 3))
-    ]
-    torch.testing.assert_close(sum(part.loss for part in parts), whole)
-
-
 def test_autocast_trains_every_mixing_parameter(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
     model = tiny_model(variant).train()
     full, _ = loss_and_gradients(model, ragged)
