@@ -59,7 +59,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     save_checkpoint(folder / "llama", shards=True)
     (folder / "llama" / "README.md").write_text(CARD.format("apache-2.0"))
     (folder / "llama" / "LICENSE").write_text("Do as you like.")
-    with HubServer() as hub:
+    with HubServer(copies="made") as hub:
         yield Commands(folder, hub)
 
 
@@ -69,7 +69,7 @@ def commands(shared: Commands) -> Iterator[Commands]:
     shared.hub.repositories.clear()
     shared.hub.add("them/llama", shared.folder / "llama")
     yield shared
-    shared.hub.no_copies, shared.hub.watch = None, lambda request: None
+    shared.hub.copies, shared.hub.watch = "made", lambda request: None
     shared.hub._faults.clear()
 
 
@@ -144,16 +144,16 @@ def test_no_weight_moves_through_this_machine(commands: Commands) -> None:
     [
         ("region", [], "different storage regions"),
         ("server", [], "it answered 404"),
-        ("xet", [], "stores with Xet"),
-        (None, ["--method", "svformer", "--lossy"], "has to be written anew"),
-        (None, ["--verify", "logits"], "comparing logits takes the weights"),
+        ("no xet", [], "stores with Xet"),
+        ("made", ["--method", "svformer", "--lossy"], "has to be written anew"),
+        ("made", ["--verify", "logits"], "comparing logits takes the weights"),
     ],
 )
 def test_where_the_hub_cannot_copy_nothing_moves_unless_allowed(
     reason: Any, words: list[str], message: str, commands: Commands, tmp_path: Path
 ) -> None:
     hub = commands.hub
-    hub.no_copies = reason
+    hub.copies = reason
     command = ["convert", "them/llama", "--push", "you/new", "--verify", "headers", *words]
     code, _, err = commands(*command)
     assert code == 1
