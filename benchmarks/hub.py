@@ -118,7 +118,7 @@ def measure(name: str) -> dict[str, Any]:
         commands["download, save_pretrained, upload"] = [sys.executable, "-c", _RIVAL, source, f"{target}-rival"]
     cases: dict[str, Any] = {}
     for case, command in commands.items():
-        with HubServer() as hub, tempfile.TemporaryDirectory() as home:
+        with HubServer(copies="made") as hub, tempfile.TemporaryDirectory() as home:
             hub.repositories[source] = Repository()
             hub.store(hub.repositories[source], files)
             os.environ.update(hub.environment(Path(home)))

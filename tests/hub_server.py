@@ -104,9 +104,9 @@ class HubServer:
     tokens: dict[str, str] = field(default_factory=lambda: {"hf_test": "you"})  # token -> user, who owns `user/*`
     objects: dict[str, Content] = field(default_factory=dict)  # SHA-256 -> content of a large file
     requests: list[str] = field(default_factory=list)  # "METHOD /path?query", as they came
-    #: Why files are not copied from repository to repository: they are in another region; the server is older; they are
-    #: not stored with Xet.
-    no_copies: Literal["region", "server", "xet"] | None = None
+    #: What becomes of copies from repository to repository: they are made; files are not stored with Xet, whose hashes
+    #: a client needs to ask for them; the repositories are in different regions; the server is older.
+    copies: Literal["made", "no xet", "region", "server"] = "no xet"
     watch: Callable[[str], object] = lambda request: None  # called with every request, before it is answered
     sent: int = 0  # bytes of answers, headers included
     received: int = 0  # bytes of requests, headers included
@@ -385,7 +385,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not _is_large(repository, name, content):
             return {**about, "oid": _git_hash(content[:])}
         oid = _sha256(content)
-        if self._hub.no_copies != "xet":
+        if self._hub.copies != "no xet":
             about["xetHash"] = oid[::-1]
         lfs = {"oid": oid, "size": len(content), "pointerSize": _POINTER_SIZE}
         return {**about, "oid": _git_hash(oid.encode()), "lfs": lfs}
@@ -394,12 +394,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _duplicate(self, source: Repository, wanted: dict[str, Any]) -> Response:
         """Makes LFS objects of `source` known to another repository, whose commits may name them then."""
-        if self._hub.no_copies == "server":
+        if self._hub.copies == "server":
             raise _Answer(404, "Not found")
         target = self._writable(wanted["target"]["name"])
         failed = []
         for file in wanted["files"]:
-            if self._hub.no_copies == "region":
+            if self._hub.copies == "region":
                 failed.append({"sha256": file["sha256"], "error": "the repositories are in different storage regions"})
             elif file["sha256"] not in source.large or file["xetHash"] != file["sha256"][::-1]:
                 failed.append({"sha256": file["sha256"], "error": "not found"})

@@ -3,18 +3,22 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import command_server
 import pytest
+import torch
 from checkpoints import save_checkpoint, sparse_checkpoint
 from hub_server import HubServer, Repository, Sparse
+from safetensors.torch import load_file, save_file
 from test_hub import COMMANDS
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from resformer.convert import retrofit
+from resformer.convert import inspect, retrofit
+from resformer.convert.verification import compare_logits
 
 CARD = "---\nlicense: {}\nlanguage: en\n---\n# A Llama\n"
 #: 4.2 GB of bfloat16.
@@ -59,7 +63,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     save_checkpoint(folder / "llama", shards=True)
     (folder / "llama" / "README.md").write_text(CARD.format("apache-2.0"))
     (folder / "llama" / "LICENSE").write_text("Do as you like.")
-    with HubServer() as hub:
+    with HubServer(copies="made") as hub:
         yield Commands(folder, hub)
 
 
@@ -69,7 +73,7 @@ def commands(shared: Commands) -> Iterator[Commands]:
     shared.hub.repositories.clear()
     shared.hub.add("them/llama", shared.folder / "llama")
     yield shared
-    shared.hub.no_copies, shared.hub.watch = None, lambda request: None
+    shared.hub.copies, shared.hub.watch = "made", lambda request: None
     shared.hub._faults.clear()
 
 
@@ -144,16 +148,16 @@ def test_no_weight_moves_through_this_machine(commands: Commands) -> None:
     [
         ("region", [], "different storage regions"),
         ("server", [], "it answered 404"),
-        ("xet", [], "stores with Xet"),
-        (None, ["--method", "svformer", "--lossy"], "has to be written anew"),
-        (None, ["--verify", "logits"], "comparing logits takes the weights"),
+        ("no xet", [], "stores with Xet"),
+        ("made", ["--method", "svformer", "--lossy"], "has to be written anew"),
+        ("made", ["--verify", "logits"], "comparing logits takes the weights"),
     ],
 )
 def test_where_the_hub_cannot_copy_nothing_moves_unless_allowed(
     reason: Any, words: list[str], message: str, commands: Commands, tmp_path: Path
 ) -> None:
     hub = commands.hub
-    hub.no_copies = reason
+    hub.copies = reason
     command = ["convert", "them/llama", "--push", "you/new", "--verify", "headers", *words]
     code, _, err = commands(*command)
     assert code == 1
@@ -223,6 +227,38 @@ def test_what_cannot_be_pushed_is_refused_in_one_line(commands: Commands) -> Non
         assert len([line for line in done[2].splitlines() if line.startswith("Error: ")]) == 1
     assert hub.repositories.keys() == {"them/llama"}
     assert hub.commit_id("them/llama") == before
+
+
+def test_headers_on_the_hub_say_what_a_folder_says(
+    commands: Commands, tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    """Coefficients that were trained are read too."""
+    tiny_model("resformer-denseformer").save_pretrained(tmp_path / "trained", max_shard_size="20KB")
+    commands.hub.add("you/trained", tmp_path / "trained")
+    code, out, err = commands("inspect", "you/trained", "--json")
+    assert code == 0, err
+    expected = {**inspect(tmp_path / "trained").as_dict(), "source": "you/trained"}
+    assert json.loads(out) == {**expected, "revision": commands.hub.commit_id("you/trained")}
+    assert expected["value_mixing_matrix"] is not None
+    assert expected["depth_mixing_matrix"] is not None
+
+
+def test_a_head_that_is_tied_in_name_only_loads_as_the_sources(commands: Commands, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "llama", tie_word_embeddings=True)
+    (tmp_path / "llama" / "README.md").write_text(CARD.format("mit"))
+    weights = load_file(tmp_path / "llama" / "model.safetensors")
+    weights["lm_head.weight"] = torch.randn_like(weights["model.embed_tokens.weight"])
+    save_file(weights, tmp_path / "llama" / "model.safetensors", {"format": "pt"})
+    commands.hub.add("them/untied", tmp_path / "llama")
+    code, _, err = commands("convert", "them/untied", "--push", "you/new")
+    assert code == 0, err
+    assert "they were not compared" in err
+    (tmp_path / "new").mkdir()
+    for name, content in commands.hub.repositories["you/new"].items():
+        (tmp_path / "new" / name).write_bytes(content[:])
+    one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("llama", "new"))
+    assert not torch.equal(one.lm_head.weight, one.model.embed_tokens.weight)
+    assert compare_logits(one, other).identical
 
 
 def test_a_commit_in_between_is_not_overwritten(commands: Commands) -> None:

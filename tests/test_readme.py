@@ -23,7 +23,7 @@ BLOCKS = r"^```(\w+)\n(.*?)^```"
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[HubServer]:
-    with HubServer() as hub:
+    with HubServer(copies="made") as hub:
         yield hub
 
 
