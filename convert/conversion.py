@@ -2,12 +2,12 @@
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from resformer.convert.casting import Rounding
@@ -28,6 +28,7 @@ from resformer.convert.verification import (
 from resformer.convert.writing import Transfer, check_space, flush, foresee, write_plan
 from resformer.errors import CheckpointError, VerificationError, brief, listed
 from resformer.files import replacing, write_text
+from resformer.progress import progress_bar
 
 __all__ = [
     "Finish",
@@ -52,7 +53,7 @@ class Options:
     """How a conversion is carried out; `resformer.retrofit` says what each option does.
 
     Raises:
-        ValueError: `verify` is no `Verify`.
+        ValueError: `verify` is no `Verify`, or `max_shard_size` no size.
     """
 
     force: bool = False
@@ -60,11 +61,23 @@ class Options:
     link: bool = False
     verify: Verify = "auto"
     durable: bool = False
-    max_shard_size: int | None = None  # bytes
+    max_shard_size: int | str | None = None
     progress: bool = True
 
     def __post_init__(self) -> None:
         check_verify(self.verify)
+        _ = self.shard_bytes
+
+    @property
+    def shard_bytes(self) -> int | None:
+        """`max_shard_size` in bytes: a number, or one with a unit, as `save_pretrained` takes it."""
+        if self.max_shard_size is None:
+            return None
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]B)?", str(self.max_shard_size).strip(), re.IGNORECASE)
+        count = int(float(match[1]) * 1000 ** " KMGT".index((match[2] or " ")[0].upper())) if match else 0
+        if count < 1:
+            raise ValueError(f"max_shard_size={self.max_shard_size!r}: expected a size such as 5GB, or bytes.")
+        return count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +150,8 @@ def carry_out(
     to_read = 0 if verify == "headers" else forecast.moved
     with (
         replacing(output, force=options.force) as partial,
-        tqdm(
-            total=to_move + to_read,
-            unit="B",
-            unit_scale=True,
-            desc=output.name,
-            disable=None if options.progress else True,
+        progress_bar(
+            total=to_move + to_read, unit="B", unit_scale=True, desc=output.name, show=options.progress
         ) as bar,
     ):
         written = write_plan(plan, partial, link=options.link, digests=verify != "headers", progress=bar.update)
@@ -177,7 +186,7 @@ def make_plan(decision: Decision, options: Options) -> Plan:
             dropped=decision.dropped,
             added=decision.added,
             dtype=decision.cast,
-            max_shard_size=options.max_shard_size,
+            max_shard_size=options.shard_bytes,
         ),
         (*checkpoint.side_files, *decision.side_files),
         decision.config,

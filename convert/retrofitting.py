@@ -88,7 +88,7 @@ def retrofit(
     link: bool = False,
     verify: Verify = "auto",
     durable: bool = False,
-    max_shard_size: int | None = None,
+    max_shard_size: int | str | None = None,
     allow_pickle: bool = False,
     progress: bool = True,
     **fields: Any,
@@ -128,9 +128,9 @@ def retrofit(
             `"auto"` is logits where the model fits into free memory, else hashes.
         durable: wait until every byte is on the disk before the result is put in place, so that a power failure right
             after it finds all or nothing. Otherwise the system writes it within its usual half minute, as after `cp`.
-        max_shard_size: split weight files that are larger, in bytes.
+        max_shard_size: split weight files that are larger: bytes, or a text such as `"5GB"`.
         allow_pickle: read `pytorch_model*.bin` where there are no safetensors, restricted to tensors.
-        progress: show one bar, in bytes, on a terminal.
+        progress: show one bar, in bytes; where there is neither a terminal nor a notebook, a line every 10 seconds.
         fields: connection fields of `ResFormerConfig` that go on top of the method's, `dwa=True` for one.
 
     Raises:
@@ -138,7 +138,7 @@ def retrofit(
         HubError: the Hub refuses, cannot copy, or cannot be reached. Nothing was committed.
         OutputError: the disk is full or read-only. Nothing is left behind.
         VerificationError: the result does not hold or compute what the source does. Nothing is written.
-        ValueError: `method`, `fields`, `dtype` or `verify` are wrong.
+        ValueError: `method`, `fields`, `dtype`, `verify` or `max_shard_size` are wrong.
     """
     options = Options(
         force=force,

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -22,6 +21,7 @@ from resformer.convert.source import OpenedSource, open_source
 from resformer.errors import CheckpointError, brief
 from resformer.files import check_target
 from resformer.modeling import ResFormerForCausalLM
+from resformer.progress import progress_bar
 from resformer.record import RECORD
 from resformer.shrinking.accounting import Cost, measure_cost
 from resformer.shrinking.calibration import HELD_OUT, Calibration, calibrating, student_of
@@ -76,7 +76,7 @@ def shrink(
     dry_run: bool = False,
     revision: str | None = None,
     durable: bool = False,
-    max_shard_size: int | None = None,
+    max_shard_size: int | str | None = None,
     progress: bool = True,
 ) -> ShrinkReport:
     """Writes `source` with a smaller key/value cache to the folder `output`, without training the model.
@@ -156,7 +156,7 @@ def shrink(
         )
     model = plain_model(fetched, config)
     with (
-        tqdm(unit="step", desc="calibrating", disable=None if progress else True) as bar,
+        progress_bar(unit="step", desc="calibrating", show=progress) as bar,
         calibrating(model, calibration_blocks, progress=bar.update) as calibration,
     ):
         if not calibration.hidden[-1].isfinite().all():

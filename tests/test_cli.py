@@ -96,7 +96,7 @@ def test_exit_codes_tell_verification_and_interruption_apart(monkeypatch: pytest
     ("command", "function", "words"),
     [
         (["convert", "a", "b"], "convert.retrofit", "Nothing was left behind"),
-        (["push", "a", "you/a"], "pushing.push_checkpoint", "What was uploaded is not sent again"),
+        (["push", "a", "you/a"], "pushing.push", "What was uploaded is not sent again"),
         (["demo"], "demo.run_demo", "stay in the output folder"),
         (["eval", "a", "--tasks", "b"], "evaluation.evaluate", "No results were written"),
     ],

@@ -92,9 +92,10 @@ def test_only_shards_that_lose_a_tensor_are_written_anew(tmp_path: Path) -> None
     assert report.carried_files == len(weights(tmp_path / "source")) - 1
 
 
-def test_larger_files_are_split_on_demand(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [50_000, "50KB", "0.05 mb"])
+def test_larger_files_are_split_on_demand(size: int | str, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "source")
-    report = retrofit(tmp_path / "source", tmp_path / "out", max_shard_size=50_000)
+    report = retrofit(tmp_path / "source", tmp_path / "out", max_shard_size=size)
     assert report.carried_files == 0
     sizes = [sum(t.nbytes for t in read_shard(file).tensors) for file in weights(tmp_path / "out").values()]
     assert len(sizes) > 5
@@ -103,6 +104,12 @@ def test_larger_files_are_split_on_demand(tmp_path: Path) -> None:
     files = [read_shard(file).tensors for file in weights(tmp_path / "out").values()]
     for one, other in pairwise(files):
         assert sum(t.nbytes for t in one) + other[0].nbytes > 50_000
+
+
+@pytest.mark.parametrize("size", [0, -1, "0GB", "5 GiB", "G", "1e9"])
+def test_what_is_no_size_is_refused(size: int | str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_shard_size=.*: expected a size such as 5GB"):
+        retrofit(tmp_path / "source", tmp_path / "out", max_shard_size=size)
 
 
 def test_a_folder_that_lost_its_index_is_read_by_its_headers(tmp_path: Path) -> None:

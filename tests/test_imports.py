@@ -13,7 +13,7 @@ import resformer
 #: A package stands for all its modules. Names that share a line do not import each other.
 ORDER = """
 errors, version
-environment, files, hub, untrusted
+environment, files, hub, progress, untrusted
 record
 configuration
 modeling

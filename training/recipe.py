@@ -42,7 +42,8 @@ from resformer.environment import cpu_has_bf16
 from resformer.errors import CheckpointError, ResFormerError, brief
 from resformer.files import check_apart, check_target, replacing
 from resformer.model_cards import TRAINING_FIELDS, carried_metadata, finetuned_card
-from resformer.pushing import HubError, push_checkpoint
+from resformer.pushing import HubError
+from resformer.pushing import push as push_checkpoint
 from resformer.record import RECORD
 from resformer.training.data import SAMPLE_BY, STANDARD_LIBRARY, Blocks, PackedBlocks, load_documents, pack_documents
 from resformer.training.distillation import DistillationTrainer

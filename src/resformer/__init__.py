@@ -11,7 +11,7 @@ from resformer.version import __version__
 
 if TYPE_CHECKING:
     from resformer.configuration import METHODS, ResFormerConfig
-    from resformer.convert import retrofit
+    from resformer.convert import bundle, inspect, retrofit, revert, verify
     from resformer.errors import ResFormerError
     from resformer.modeling import (
         GrowingCache,
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ResFormerModel,
         ResFormerPreTrainedModel,
     )
+    from resformer.pushing import push
     from resformer.shrinking.shrink import shrink
 
 _HOMES = {
@@ -35,8 +36,13 @@ _HOMES = {
     "ResFormerForTokenClassification": "resformer.modeling",
     "ResFormerModel": "resformer.modeling",
     "ResFormerPreTrainedModel": "resformer.modeling",
+    "bundle": "resformer.convert",
+    "inspect": "resformer.convert",
+    "push": "resformer.pushing",
     "retrofit": "resformer.convert",
+    "revert": "resformer.convert",
     "shrink": "resformer.shrinking.shrink",
+    "verify": "resformer.convert",
 }
 
 _SUBPACKAGES = ("analysis", "configuration", "convert", "model_cards", "modeling", "shrinking", "training")
@@ -53,8 +59,13 @@ __all__ = [
     "ResFormerModel",
     "ResFormerPreTrainedModel",
     "__version__",
+    "bundle",
+    "inspect",
+    "push",
     "retrofit",
+    "revert",
     "shrink",
+    "verify",
 ]
 
 register_on_demand()

@@ -17,7 +17,7 @@ from resformer.errors import CheckpointError, brief
 from resformer.hub import HubError, Push
 from resformer.untrusted import MIB, read_bounded, read_json, regular_file
 
-__all__ = ["HubError", "PushReport", "push_checkpoint"]
+__all__ = ["HubError", "PushReport", "push"]
 
 #: Names of files and folders that training, editors and version control leave in a checkpoint's folder.
 _LEFT_BEHIND = (
@@ -54,7 +54,7 @@ class PushReport:
         return {**asdict(self), "bytes": self.bytes}
 
 
-def push_checkpoint(
+def push(
     checkpoint: str | Path,
     repo_id: str,
     *,

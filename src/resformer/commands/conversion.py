@@ -44,6 +44,7 @@ _Link = Annotated[
     bool, typer.Option("--link", help="Hard-link weight files that do not change: instant, but edits reach both.")
 ]
 Durable = Annotated[bool, typer.Option("--durable", help="Wait until the disk has all of it, against power failures.")]
+_MaxShardSize = Annotated[str | None, typer.Option(help="Split weight files that are larger, 5GB for one.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, write nothing.")]
 
 
@@ -94,9 +95,7 @@ def convert(
     link: _Link = False,
     verify: _Verify = Verification.AUTO,
     durable: Durable = False,
-    max_shard_size: Annotated[
-        int | None, typer.Option(help="Split weight files that are larger, in bytes.", min=1)
-    ] = None,
+    max_shard_size: _MaxShardSize = None,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read pytorch_model*.bin where there are no safetensors.")
     ] = False,
@@ -160,6 +159,7 @@ def revert(
     link: _Link = False,
     verify: _Verify = Verification.AUTO,
     durable: Durable = False,
+    max_shard_size: _MaxShardSize = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -177,6 +177,7 @@ def revert(
             link=link,
             verify=verify.value,
             durable=durable,
+            max_shard_size=max_shard_size,
         )
         if print_json(report, as_json):
             return
@@ -197,6 +198,7 @@ def bundle(
     link: _Link = False,
     verify: _Verify = Verification.AUTO,
     durable: Durable = False,
+    max_shard_size: _MaxShardSize = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -213,6 +215,7 @@ def bundle(
             link=link,
             verify=verify.value,
             durable=durable,
+            max_shard_size=max_shard_size,
         )
         if print_json(report, as_json):
             return

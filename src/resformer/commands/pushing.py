@@ -27,7 +27,7 @@ def push(
 ) -> None:
     """Put a checkpoint on the Hub, in one commit. The token is HF_TOKEN, or that of `hf auth login`."""
     with reporting_errors("What was uploaded is not sent again: run the command again."):
-        from resformer.pushing import push_checkpoint
+        from resformer.pushing import push as push_checkpoint
 
         report = push_checkpoint(
             checkpoint,

@@ -1,0 +1,36 @@
+"""Progress of long work: a bar on a terminal and in notebooks, elsewhere a line every 10 seconds."""
+
+import sys
+from typing import Any
+
+from tqdm.asyncio import tqdm as terminal_bar
+from tqdm.auto import tqdm
+
+__all__ = ["progress_bar"]
+
+_SECONDS = 10.0
+
+
+class _Lines:
+    """A file for tqdm whose every new state of a bar is a line of stderr."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            print(line, file=sys.stderr, flush=True)
+
+    def flush(self) -> None:
+        pass
+
+
+def progress_bar(*, show: bool = True, **arguments: Any) -> "tqdm[Any]":
+    """tqdm's bar, to be used as a context manager.
+
+    Args:
+        show: `False` prints nothing.
+        arguments: tqdm's, `total`, `desc` and `unit` for example.
+    """
+    in_notebook = tqdm is not terminal_bar
+    if show and not in_notebook and not sys.stderr.isatty():
+        arguments |= {"file": _Lines(), "mininterval": _SECONDS, "delay": _SECONDS, "miniters": 1, "leave": False}
+        arguments["bar_format"] = "{desc}: {n_fmt} of {total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"
+    return tqdm(disable=not show, **arguments)
