@@ -3,9 +3,10 @@
     python benchmarks/hub.py --output benchmarks/results/hub.json
 
 The Hub is that of the tests, on loopback: it counts the bytes of requests and answers. The sources have the tensors of
-SmolLM2-135M, Llama-3.1-8B and Llama-3.1-70B, in as many files, and a tokenizer.json of the same size; their weights are
-zeros that take no space. Each command runs in a new process, whose time includes its imports. The rival is measured for
-the smallest source; for the others its bytes and memory are computed from the size of the weights.
+SmolLM2-135M, Llama-3.1-8B and Llama-3.1-70B, in as many files, and a tokenizer.json of about the same size; their
+weights are zeros that take no space. Each command runs in a new process, whose time includes its imports. Download,
+save_pretrained and upload are run for the smallest source; for the others bytes and memory are computed from the size
+of the weights.
 """
 
 import argparse

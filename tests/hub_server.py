@@ -148,6 +148,11 @@ class HubServer:
         self.objects.update(large)
         repository.large |= large.keys()
 
+    def count(self, *, sent: int = 0, received: int = 0) -> None:
+        with self.lock:
+            self.sent += sent
+            self.received += received
+
     def commit_id(self, repo_id: str) -> str:
         return self.repositories[repo_id].branches["main"]
 
@@ -197,13 +202,13 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         self._query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         self._hub.requests.append(request)
-        self._hub.received += len(self.raw_requestline) + len(bytes(self.headers))
+        self._hub.count(received=len(self.raw_requestline) + len(bytes(self.headers)))
         self._fault = self._hub.fault(request)
         self._hub.watch(request)
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
         try:
             body = self._body()
-            self._hub.received += len(body)
+            self._hub.count(received=len(body))
             if self._fault == "away":
                 self._send(b"", 302, {"Location": "http://127.0.0.1:9/elsewhere"})
                 return
@@ -522,13 +527,13 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
-        self._hub.sent += sum(map(len, self._headers_buffer))  # type: ignore[attr-defined]
+        self._hub.count(sent=sum(map(len, self._headers_buffer)))  # type: ignore[attr-defined]
         self.end_headers()
         cut = self._fault == "answer"
         if self.command != "HEAD":
             end = len(content) // 2 if cut else len(content)
             for start in range(0, end, 2**20):
-                self._hub.sent += self.wfile.write(content[start : min(start + 2**20, end)])
+                self._hub.count(sent=self.wfile.write(content[start : min(start + 2**20, end)]))
         if cut:
             self.wfile.flush()
             self._hang_up()

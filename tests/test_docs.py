@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from resformer import ResFormerConfig, ResFormerForCausalLM
+from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+from resformer.commands import terminal
 from resformer.configuration import cache_bytes_by_method
 from resformer.configuration.methods import without_connections
 from resformer.convert.deciding import losses
@@ -104,6 +105,21 @@ def test_results_are_those_of_the_runs(study: Path) -> None:
             assert rounded({key: row[key] for key in computed}) == rounded(computed)
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert {line for line in markdown(report).splitlines() if line.startswith("|")} <= set(text.splitlines())
+
+
+def test_what_commands_move_is_the_committed_measurement() -> None:
+    page = (ROOT / "docs" / "converting.md").read_text(encoding="utf-8")
+    results = json.loads((ROOT / "benchmarks" / "results" / "hub.json").read_text())
+    size = terminal.size
+    for name, source in results["sources"].items():
+        for case, cost in source["cases"].items():
+            cells = [f"{name}, {size(source['bytes_of_weights'])}", case]
+            cells += [size(cost["downloaded"]), size(cost["uploaded"])]
+            if cost.get("computed"):
+                cells += ["", "", f"{size(1e6 * cost['peak_mb'])}, computed"]
+            else:
+                cells += [str(cost["requests"]), f"{cost['cpu_seconds']} s", size(1e6 * cost["peak_mb"])]
+            assert f"| {' | '.join(cells)} |" in page
 
 
 def test_costs_of_smaller_caches_are_the_committed_ones() -> None:
