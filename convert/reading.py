@@ -78,8 +78,9 @@ class Checkpoint:
 
     @property
     def indexed(self) -> bool:
-        """Whether Transformers finds the weights: one file under the standard name, or an index."""
-        return (self.folder / SINGLE).is_file() or (self.folder / INDEX).is_file()
+        """Whether Transformers finds the weights as they are: one file under the standard name, or an index."""
+        found = (self.folder / SINGLE).is_file() or (self.folder / INDEX).is_file()
+        return found and all(shard.path is not None for shard in self.shards)
 
 
 def read_checkpoint(folder: Path, hub: HubFiles | None = None) -> Checkpoint:

@@ -51,7 +51,8 @@ class RetrofitReport(Report):
     source_fields: dict[str, Any]  # those that the source had already; its coefficients stay
     losses: list[str]  # why the connections do not start as the identity; empty if they do
     source_dtype: str  # of most weights of the source; its logits are computed in it
-    dequantised: bool  # the source is a GGUF file; what is compared is what Transformers makes of it, in float32
+    dequantised: bool  # the source is a GGUF file or fp8; what is compared is what Transformers makes of it
+    dequantising_rounded: int  # fp8 tensors that were rounded to bfloat16
     dtype: str  # of most weights of the result
     parameters: int
     added: dict[str, int]  # parameter name -> number of elements
@@ -108,7 +109,7 @@ def retrofit(
     the weights.
 
     Args:
-        source: a folder with safetensors, a `.gguf` file (dequantised), or a Hub id.
+        source: a folder with safetensors, a `.gguf` file (dequantised), or a Hub id. fp8 is dequantised to bfloat16.
         output: a new or empty folder.
         push_to: `owner/name` on the Hub, instead of an output folder; made if there is none.
         private: make that repository private.
@@ -202,7 +203,8 @@ def write_retrofit(
             source_fields=connections_of(before),
             losses=list(decision.losses),
             source_dtype=str(source.dtype).removeprefix("torch."),
-            dequantised=source.gguf is not None,
+            dequantised=source.gguf is not None or bool(source.fp8),
+            dequantising_rounded=sum(tensor.rounds for tensor in source.fp8),
             dtype=str(decision.dtype).removeprefix("torch."),
             parameters=sum(math.prod(shape) for name, shape in shapes.items() if name not in tied),
             added={

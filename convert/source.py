@@ -29,6 +29,7 @@ from resformer.convert.gguf_format import dequantise, gguf_config, gguf_headers
 from resformer.convert.hub_files import HubFiles
 from resformer.convert.loading import load_model
 from resformer.convert.pickle_format import pickle_names, read_pickles
+from resformer.convert.quantisation import Dequantised, check_quantisation, dequantise_fp8
 from resformer.convert.reading import (
     INDEX,
     SETTINGS,
@@ -110,6 +111,8 @@ class Source:
         else:
             pickled = _fetch_from_hub(self, allow_pickle=allow_pickle)
             checkpoint = _read_pickled(self.folder) if pickled else read_checkpoint(self.folder)
+        if self.raw_config.get("quantization_config") is not None:
+            checkpoint = dequantise_fp8(checkpoint)
         _check_layers(checkpoint, self.config.num_hidden_layers)
         return OpenedSource(**{**vars(self), "checkpoint": checkpoint, "model": model})
 
@@ -127,8 +130,13 @@ class OpenedSource(Source):
         return [*self.checkpoint.left_behind, *(f"config.json: {key}" for key in self.dropped_config)]
 
     @property
+    def fp8(self) -> list[Dequantised]:
+        """The tensors that are stored in fp8."""
+        return [tensor for tensor in self.checkpoint.tensors.values() if isinstance(tensor, Dequantised)]
+
+    @property
     def dtype(self) -> torch.dtype:
-        """Of most weights; float32 for a GGUF file, which is dequantised to that."""
+        """Of most weights; what is dequantised to, float32 for a GGUF file and bfloat16 for fp8."""
         return dominant_dtype(self.checkpoint)
 
     def load(self) -> PreTrainedModel:
@@ -276,8 +284,7 @@ def _clean_config(where: Path, raw: Mapping[str, Any], *, resformer: bool) -> tu
     """
     model_type = _family(where, raw.get("model_type"), resformer=resformer)
     if raw.get("quantization_config") is not None:
-        method = shown(raw["quantization_config"])
-        raise CheckpointError(f"{where}: the checkpoint is quantised ({method}); dequantise it first.")
+        check_quantisation(where, raw["quantization_config"])
     for key in _SIZES:
         value = raw.get(key)
         if value is not None and not (type(value) is int and 0 <= value < 2**31):

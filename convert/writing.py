@@ -205,8 +205,8 @@ def _pieces(rewrite: Rewrite, rounding: Rounding) -> Iterator[memoryview]:
     if rewrite.dtype != rewrite.origin.dtype:
         with reading(data[0]) if isinstance(data, tuple) else nullcontext():
             yield from converted(rewrite.origin, rewrite.dtype, rounding)
-    elif isinstance(data, memoryview):
-        yield data
+    else:
+        yield from rewrite.origin.pieces()
 
 
 def _copy_range(source: BinaryIO, path: Path, start: int, length: int, output: BinaryIO, progress: Progress) -> None:

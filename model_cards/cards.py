@@ -307,7 +307,7 @@ def _logits(report: Mapping[str, Any]) -> str:
     """A sentence on how far the logits are from the source's, and in which dtype the source computed its own."""
     verification, source = report["verification"], "the source's"
     if report["dequantised"]:
-        source += " (dequantised to float32)"
+        source += f" (dequantised to {report['source_dtype']})"
     elif report["source_dtype"] != report["dtype"]:
         source += f" (in {report['source_dtype']})"
     if verification is None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.commands import terminal
 from resformer.configuration import cache_bytes_by_method
 from resformer.configuration.methods import without_connections

@@ -1,0 +1,108 @@
+"""fp8 checkpoints are dequantised to the numbers that Transformers makes of them, and rounding is said."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+from resformer import inspect, retrofit, verify
+from resformer.convert import CheckpointError
+from resformer.convert.source import open_source
+
+BLOCK = (8, 16)
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+def save_fp8(folder: Path, scale_dtype: torch.dtype, **config: Any) -> None:
+    """A small Llama whose projections are in fp8, one scale a block."""
+    save_checkpoint(folder, dtype=torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        rows, columns = tensors[name].shape
+        blocks = tensors[name].float().view(rows // BLOCK[0], BLOCK[0], columns // BLOCK[1], BLOCK[1])
+        scales = blocks.abs().amax((1, 3)) / 448
+        if scale_dtype in (torch.uint8, torch.float8_e8m0fnu):
+            scales = scales.log2().ceil().exp2()
+        tensors[name] = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn).view(rows, columns)
+        stored = scales.log2() + 127 if scale_dtype is torch.uint8 else scales
+        tensors[f"{name}_scale_inv"] = stored.to(scale_dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    quantisation = {"quant_method": "fp8", "weight_block_size": BLOCK, **config}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantisation}))
+
+
+@pytest.mark.parametrize(
+    ("scale_dtype", "rounded"),
+    [(torch.float32, 42), (torch.bfloat16, 42), (torch.uint8, 0), (torch.float8_e8m0fnu, 0)],
+)
+def test_fp8_becomes_what_transformers_makes_of_it(scale_dtype: torch.dtype, rounded: int, tmp_path: Path) -> None:
+    save_fp8(tmp_path / "fp8", scale_dtype)
+    report = retrofit(tmp_path / "fp8", tmp_path / "out")
+    assert report.verification is not None
+    assert report.verification.identical
+    assert (report.dequantised, report.dequantising_rounded, report.source_dtype) == (True, rounded, "bfloat16")
+    note = "42 fp8 tensors are dequantised to bfloat16" + (", which rounds 42 of them, " if rounded else ".")
+    assert note in report.warnings[0]
+    assert note in inspect(tmp_path / "fp8").warnings[0]
+    assert verify(tmp_path / "fp8", tmp_path / "out", verify="hashes").same
+    (tensor, *_) = open_source(tmp_path / "fp8").fetch().fp8
+    pieces = [bytes(piece) for piece in tensor.pieces(100)]
+    assert b"".join(pieces) == b"".join(tensor.pieces())
+    assert {len(piece) for piece in pieces[:-1]} == {100}
+    dequantise = FineGrainedFP8Config(dequantize=True, weight_block_size=BLOCK)
+    expected = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "fp8", quantization_config=dequantise, dtype=torch.bfloat16
+    ).state_dict()
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert {
+        name: tensor for name, tensor in converted.items() if not torch.equal(tensor, expected.get(name, tensor))
+    } == {}
+    assert converted.keys() - expected.keys() == {"model.value_residual.bias"}
+    card = ModelCard.load(tmp_path / "out" / "README.md").text
+    assert "identical to the source's (dequantised to bfloat16) to the bit" in card
+    assert ("rounded 42 tensors to bfloat16" in card) == bool(rounded)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop(f"{NAME}_scale_inv"), f"there is no '{NAME}_scale_inv'"),
+        (lambda tensors: tensors.update({f"{NAME}_scale_inv": torch.ones(5, 2)}), "no whole blocks"),
+        (lambda tensors: tensors.update({f"{NAME}_scale_inv": torch.ones(0, 2)}), "no whole blocks"),
+        (lambda tensors: tensors.update({f"{NAME}_scale_inv": torch.ones(6, 2).int()}), "has dtype I32"),
+        (lambda tensors: tensors.update({f"{NAME}_scale": torch.ones(6, 2)}), "unexpected"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(change: Any, words: str, tmp_path: Path) -> None:
+    save_fp8(tmp_path / "fp8", torch.float32)
+    tensors = load_file(tmp_path / "fp8" / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "fp8" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=words):
+        retrofit(tmp_path / "fp8", tmp_path / "out", verify="headers")
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "words"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"\.dequantize\(\); model\.save_pretrained"),
+        ({"load_in_8bit": True}, r"\.dequantize\(\); model\.save_pretrained"),
+        ({"quant_method": "gptq", "bits": 4}, "convert the model that it was made from"),
+        ({"quant_method": "awq"}, "convert the model that it was made from"),
+        ([1], "convert the model that it was made from"),
+    ],
+)
+def test_refusals_of_other_formats_say_the_way_out(quantisation: Any, words: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source")
+    path = tmp_path / "source" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantisation}))
+    with pytest.raises(CheckpointError, match=f"is quantised .*{words}"):
+        retrofit(tmp_path / "source", tmp_path / "out")
