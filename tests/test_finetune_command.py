@@ -226,6 +226,8 @@ def test_a_plan_names_the_held_out_documents_of_each_source_and_writes_nothing(w
     counts = re.findall(r"held out      (\d+) documents of (\w+).txt", done.stdout)
     assert [name for _, name in counts] == ["notes", "other"]
     assert all(int(count) > 4 for count, _ in counts)
+    assert re.search(r"memory +\S+ \wB at most, predicted: weights .*, this process", done.stdout)
+    assert re.search(r"memory +\S+ \wB with --gradient-checkpointing", done.stdout)
     assert "would write   planned" in done.stdout
     assert {path for path in work.iterdir() if path not in before} <= {work / "home"}
 
@@ -282,7 +284,7 @@ def broken(work: Path) -> Path:
         (["source", "new", "--data", "notes.txt", "--dtype", "float16"], 2, "save in it with --save-dtype float16"),
         (["source", "new", "--data", "notes.txt", "--set", "hub_token=x"], 2, "set HF_TOKEN instead"),
         (["source", "new", "--data", "notes.txt", "--set", "hub_strategy=end"], 2, "only the finished output"),
-        (["source", "new", "--data", "notes.txt", "--set", "push_to_hub=true"], 3, "source: is no ResFormer model"),
+        (["source", "new", "--data", "notes.txt", "--push", "you/new"], 3, "source: is no ResFormer model"),
         (["source", "new", "--data", "notes.txt", "--block", "999"], 2, "model has 256 positions; use --block 256"),
         (["bare", "new", "--data", "notes.txt"], 3, "has no tokenizer that can be loaded; name a checkpoint"),
         (["source", "new", "--data", "notes.txt", "--set", "weight_decy=1"], 2, "Did you mean 'weight_decay'?"),
@@ -296,6 +298,7 @@ def broken(work: Path) -> Path:
         (["source", "new", "--data", "notes.txt", "--train", "sharing"], 3, "no layer of the model reads another's"),
         (["shared", "new", "--data", "notes.txt", "--train", "connections"], 3, "has no parameters under"),
         (["shared", "new", "--data", "notes.txt", "--distill-hidden", "1"], 2, "name it with --distill"),
+        (["source", "new", "--data", "notes.txt:1", "--data", "texts"], 2, "a weight above 0 to every source"),
         (["source", "new", "--config", "missing.yaml"], 2, "missing.yaml: cannot be read"),
     ],
 )
@@ -357,9 +360,9 @@ def test_weights_are_trained_taught_and_saved_in_the_dtypes_that_were_asked_for(
     loaded: list[tuple[str, torch.dtype]] = []
     load = recipe._model
 
-    def spy(name: str, dtype: torch.dtype) -> Any:
+    def spy(name: str, dtype: torch.dtype, **options: Any) -> Any:
         loaded.append((Path(name).name, dtype))
-        return load(name, dtype)
+        return load(name, dtype, **options)
 
     monkeypatch.setattr(recipe, "_model", spy)
     name = f"saved-{bf16}"
@@ -435,9 +438,7 @@ def test_the_finished_output_alone_is_pushed(work: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(recipe, "push_checkpoint", push)
     monkeypatch.setattr(shutil, "rmtree", remove_checkpoints)
-    report = tuned(
-        work, "shared-out", monkeypatch, push_to_hub=True, hub_model_id="you/tuned", hub_private_repo=True, save_steps=1
-    )
+    report = tuned(work, "shared-out", monkeypatch, push="you/tuned", hub_private_repo=True, save_steps=1)
     ((repo_id, options, files),) = pushed
     assert (repo_id, options) == ("you/tuned", {"private": True, "revision": None})
     assert {"README.md", "model.safetensors", "tokenizer.json", "metrics.json"} <= files
@@ -447,12 +448,22 @@ def test_the_finished_output_alone_is_pushed(work: Path, monkeypatch: pytest.Mon
     assert {"trainer_state.json", "tokenizer.json", "tokenizer_config.json"} <= in_checkpoints[0]
 
 
+def test_tensorboard_files_are_in_the_output(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    tuned(work, "logged", monkeypatch, report_to=["tensorboard"], attn_implementation="eager", optim="adafactor")
+    (folder,) = (work / "logged" / "runs").iterdir()
+    events = reader.EventAccumulator(str(folder)).Reload()
+    assert [event.step for event in events.Scalars("eval/loss")] == [0, 1, 2]
+
+
 @pytest.mark.slow
 def test_commands_of_the_document_run(work: Path, tmp_path: Path) -> None:
     code = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "finetuning.md").read_text(), re.MULTILINE | re.DOTALL)
     commands = [line for block in code for line in block.replace("\\\n", " ").splitlines() if line]
     assert len(commands) > 4
     (tmp_path / "notes.txt").write_text((work / "notes.txt").read_text())
+    chats = [json.dumps({"prompt": f"What is {n} plus 1?", "completion": f" It is {n + 1}."}) for n in range(100)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(chats))
     (tmp_path / "run.yaml").write_text(
         re.search(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "finetuning.md").read_text(), re.M | re.S)[1]  # type: ignore[index]
     )

@@ -22,6 +22,7 @@ from resformer.training.data import (
     pack_documents,
     standard_library,
     training_texts,
+    weighted_sources,
 )
 
 
@@ -319,3 +320,101 @@ def test_a_column_of_numbers_is_refused(tmp_path: Path) -> None:
     documents = load_documents([str(_jsonl(tmp_path / "rows.jsonl", TEXTS))], text_column="id")
     with pytest.raises(DataError, match="holds 0; expected text; name"):
         pack_documents(documents, byte_tokenizer(), block=8, held_out=0.1, held_out_blocks=4)
+
+
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TURNS = [
+    {"role": role, "content": text}
+    for role, text in (("user", "hi 0"), ("assistant", "yes 0"), ("user", "so?"), ("assistant", "no 0"))
+]
+#: A row of number 0, and its text with what is learned in brackets.
+ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "chat": ({"messages": TURNS}, "<user>hi 0</s>\n<assistant>[yes 0</s>\n]<user>so?</s>\n<assistant>[no 0</s>\n]"),
+    "answer": (
+        {"prompt": TURNS[:3], "completion": TURNS[3:]},
+        "<user>hi 0</s>\n<assistant>yes 0</s>\n<user>so?</s>\n<assistant>[no 0</s>\n]",
+    ),
+    "completion": ({"prompt": "0 is a", "completion": " number"}, "0 is a[ number<end>]"),
+    "text": ({"text": "0 is a number"}, "[0 is a number<end>]"),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_answers_and_completions_alone_are_learned(kind: str, tmp_path: Path) -> None:
+    row, marked = (json.dumps(part) for part in ROWS[kind])
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(row.replace("0", f"{n:02}") for n in range(60)))
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML
+    options = {"block": 16, "held_out": 0.3, "held_out_blocks": 9999}
+    blocks, streamed = (
+        pack_documents(load_documents([str(path)], streaming=streaming, chats=True), tokenizer, **options)
+        for streaming in (False, True)
+    )
+    pieces: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+    for text in (json.loads(marked).replace("0", f"{n:02}") for n in range(60)):
+        held_out = is_held_out(re.sub(r"[\[\]]|<end>", "", text), 0.3)
+        for number, piece in enumerate(re.split(r"[\[\]]", text)):
+            for token in tokenizer(piece)["input_ids"]:
+                pieces[held_out].append((token, token if number % 2 else -100))
+    for held_out, side in ((False, blocks.train), (True, blocks.held_out)):
+        whole = torch.tensor(pieces[held_out])[: len(pieces[held_out]) // 16 * 16].view(-1, 16, 2)
+        expected = [block for block in whole if (block[1:, 1] != -100).any()]
+        assert len(side) == len(expected)
+        for number, block in enumerate(expected):
+            assert torch.equal(torch.stack((side[number]["input_ids"], side[number]["labels"]), dim=1), block)
+    assert [streamed.held_out[n]["labels"].tolist() for n in range(len(blocks.held_out))] == [
+        blocks.held_out[n]["labels"].tolist() for n in range(len(blocks.held_out))
+    ]
+    assert sorted(row["labels"] for row in streamed.train) == sorted(
+        blocks.train[n]["labels"].tolist() for n in range(len(blocks.train))
+    )
+
+
+def test_chats_that_do_not_fit_the_template_are_refused(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    options = {"block": 8, "held_out": 0.1, "held_out_blocks": 4}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": TURNS}) for _ in range(40)))
+    for template, words in (
+        (None, "does not fit the tokenizer's chat template"),
+        ("{{ raise_exception('no') }}", "does not fit the tokenizer's chat template: no"),
+        ("{{ messages | length }}{{ messages[-1].content }}", "use rows of `prompt` and `completion`"),
+    ):
+        tokenizer.chat_template = template
+        with pytest.raises(DataError, match=words):
+            pack_documents(load_documents([str(path)], chats=True), tokenizer, **options)
+    with pytest.raises(DataError, match="has no column 'text' but 'messages'"):
+        load_documents([str(path)])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_sources_are_mixed_by_their_weights(streaming: bool, tmp_path: Path) -> None:
+    _jsonl(tmp_path / "a.jsonl", [f"a{n:05}" for n in range(4000)])
+    chats = [{"prompt": f"b{n:04}", "completion": "b"} for n in range(4000)]
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    names, weights = weighted_sources([f"{tmp_path}/a.jsonl:3", f"{tmp_path}/b.jsonl:1"])
+    assert weights == [0.75, 0.25]
+    documents = load_documents(names, streaming=streaming, chats=True)
+    options = {"block": 7, "held_out": 0.05, "held_out_blocks": 10_000, "weights": weights}
+    blocks = pack_documents(documents, byte_tokenizer(), **options)
+    text = byte_tokenizer().decode(
+        tokens_of(blocks.train) if not streaming else [i for r in blocks.train for i in r["input_ids"]]
+    )
+    letters = re.findall("[ab](?=[0-9])", text)
+    assert 3500 < letters.count("a") <= 4000  # the source that is used up first
+    assert letters.count("a") / len(letters) == pytest.approx(0.75, abs=0.02)
+    held_out = re.findall("[ab](?=[0-9])", byte_tokenizer().decode(tokens_of(blocks.held_out)))
+    assert held_out.count("a") / len(held_out) == pytest.approx(0.5, abs=0.05)
+
+
+def test_weights_are_told_from_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes:2").touch()
+    assert weighted_sources(["notes:2", "you/set:en"]) == (["notes:2", "you/set:en"], None)
+    assert weighted_sources(["a/b:en:.5", "c:1.5"]) == (["a/b:en", "c"], [0.25, 0.75])
+    with pytest.raises(ValueError, match="give a weight above 0 to every source, or to none"):
+        weighted_sources(["a:0.7", "b"])

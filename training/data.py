@@ -1,10 +1,12 @@
-"""Training data: files, saved datasets and Hub ids, a held-out split by content, packing into blocks."""
+"""Training data: files, saved datasets and Hub ids, mixed or not, a held-out split by content, packing into blocks."""
 
 import hashlib
 import random
+import re
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from datasets import Dataset, DatasetDict, IterableDataset, concatenate_datasets, load_dataset, load_from_disk
+from datasets import (
+    Dataset,
+    DatasetDict,
+    Features,
+    IterableDataset,
+    List,
+    Value,
+    concatenate_datasets,
+    interleave_datasets,
+    load_dataset,
+    load_from_disk,
+)
 from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from resformer.errors import CheckpointError, brief, listed
@@ -32,6 +46,7 @@ __all__ = [
     "pack_documents",
     "standard_library",
     "training_texts",
+    "weighted_sources",
 ]
 
 #: The source that every machine has: the files of Python's standard library, about 11 MB.
@@ -56,6 +71,8 @@ _BUILDERS = {
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 _SHUFFLED = 1024  # blocks of a stream that are shuffled among one another
 _READ_AHEAD = 2**25  # characters of all streams together that are searched for held-out documents
+#: Columns of chats, and of prompts with their completions; of both, either all texts or all lists of messages.
+_CHAT_COLUMNS = (["messages"], ["prompt", "completion"])
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "pydoc_data"}
 
 
@@ -74,6 +91,8 @@ class PackedBlocks(torch.utils.data.Dataset):
         tokens: all documents, back to back.
         starts: ascending, the index of each document's first token.
         most: keep at most so many blocks, at an even stride over all of them.
+        learned: whether each token is a label; the labels of others are -100. Blocks without any are left out. Default:
+            all are.
     """
 
     def __init__(
@@ -84,9 +103,14 @@ class PackedBlocks(torch.utils.data.Dataset):
         *,
         most: int | None = None,
         separate: bool = False,
+        learned: np.ndarray | None = None,
     ):
-        self.tokens, self.starts, self.block, self.separate = tokens, starts, block, separate
-        self.available = len(tokens) // block
+        self.tokens, self.starts, self.block, self.separate, self.learned = tokens, starts, block, separate, learned
+        self.kept = np.arange(len(tokens) // block)
+        if learned is not None:
+            learns = learned[: len(self.kept) * block].reshape(-1, block)[:, 1:].any(axis=1)
+            self.kept = self.kept[learns]
+        self.available = len(self.kept)
         self.length = self.available if most is None else min(self.available, most)
 
     def __len__(self) -> int:
@@ -97,8 +121,11 @@ class PackedBlocks(torch.utils.data.Dataset):
             raise IndexError(f"Block {index} of {self.length}.")
         begin = self._begin(index)
         ids = torch.from_numpy(self.tokens.slice(begin, self.block).to_numpy().astype("int64"))
+        labels = ids
+        if self.learned is not None:
+            labels = ids.masked_fill(torch.from_numpy(~self.learned[begin : begin + self.block]), -100)
         if not self.separate:
-            return {"input_ids": ids, "labels": ids}
+            return {"input_ids": ids, "labels": labels}
         first, end = np.searchsorted(self.starts, (begin, begin + self.block))
         starts = torch.from_numpy(self.starts[first:end] - begin)
         positions = torch.arange(self.block)
@@ -106,7 +133,7 @@ class PackedBlocks(torch.utils.data.Dataset):
         document_start[starts] = starts
         return {
             "input_ids": ids,
-            "labels": ids.index_fill(0, starts, -100),
+            "labels": labels.index_fill(0, starts, -100),
             "position_ids": positions - document_start.cummax(0).values,
         }
 
@@ -120,7 +147,7 @@ class PackedBlocks(torch.utils.data.Dataset):
 
     def _begin(self, index: int) -> int:
         """The index of a block's first token."""
-        return index * self.available // self.length * self.block
+        return int(self.kept[index * self.available // self.length]) * self.block
 
 
 @dataclass(frozen=True)
@@ -154,6 +181,25 @@ def standard_library() -> Iterator[dict[str, str]]:
         yield {"text": text, "group": path.relative_to(root).parts[0]}
 
 
+def weighted_sources(sources: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Names of sources, and their shares of the documents where `name:weight` gives them, adding up to 1.
+
+    Raises:
+        ValueError: some sources have a weight and others have none.
+    """
+    names, weights = [], []
+    for source in sources:
+        name, _, weight = source.rpartition(":")
+        if re.fullmatch(r"\d*\.?\d+", weight) and name and not Path(source).exists():
+            names.append(name)
+            weights.append(float(weight))
+        else:
+            names.append(source)
+    if weights and (len(weights) < len(names) or not all(weights)):
+        raise ValueError(f"data is {listed(sources)}; give a weight above 0 to every source, or to none.")
+    return names, [weight / sum(weights) for weight in weights] or None
+
+
 def load_documents(
     sources: Sequence[str],
     *,
@@ -161,8 +207,9 @@ def load_documents(
     text_column: str = "text",
     sample_by: str = "document",
     streaming: bool = False,
+    chats: bool = False,
 ) -> dict[str, Dataset | IterableDataset]:
-    """Source -> its documents, in order, as a column called `text`.
+    """Source -> its documents, in order, as a column called `text`, or as columns of chats.
 
     Args:
         sources: files, folders (all files below that are of a known kind, or one of `Dataset.save_to_disk`), Hub ids,
@@ -170,6 +217,7 @@ def load_documents(
         split: of Hub ids and saved datasets; files have none.
         sample_by: what a document of a plain text file is: "document" (the file), "paragraph" (until an empty line) or
             "line".
+        chats: whether sources without `text_column` may have `messages`, or `prompt` and `completion`.
 
     Raises:
         DataError: a source does not exist, cannot be read, is empty, or has no such column or split.
@@ -189,9 +237,13 @@ def load_documents(
             if not columns:
                 raise DataError(f"{source}: is empty.")
             if text_column not in columns:
-                raise DataError(
-                    f"{source}: has no column {text_column!r} but {listed(columns)}; name one with --text-column."
-                )
+                chat = next((names for names in _CHAT_COLUMNS if chats and set(names) <= set(columns)), None)
+                if chat is None:
+                    raise DataError(
+                        f"{source}: has no column {text_column!r} but {listed(columns)}; name one with --text-column."
+                    )
+                parts.append(part.select_columns(chat))
+                continue
             part = part.select_columns([text_column])
             parts.append(part if text_column == "text" else part.rename_column(text_column, "text"))
         documents[source] = concatenate_datasets(parts) if len(parts) > 1 else parts[0]
@@ -259,6 +311,7 @@ def pack_documents(
     held_out_blocks: int,
     separate: bool = False,
     seed: int = 0,
+    weights: Sequence[float] | None = None,
 ) -> Blocks:
     """Packs documents back to back; of either side the tail alone is lost.
 
@@ -273,7 +326,9 @@ def pack_documents(
             these are the ones in the first 2**25 characters, an equal part of each stream, or as many more as fill the
             blocks.
         separate: keep the documents of a block apart, see `PackedBlocks`.
-        seed: of the order in which a stream's blocks are trained on.
+        seed: of the order in which a stream's blocks are trained on, and of the choice by `weights`.
+        weights: shares of the training documents, one for each source; documents are drawn until a source is used up.
+            Default: all documents of all sources. Held-out documents come from all sources in any case.
 
     Raises:
         DataError: either side does not fill one block.
@@ -285,16 +340,21 @@ def pack_documents(
         enough = -(-held_out_blocks * block // len(streams))
         parts = [_read_ahead(part, _READ_AHEAD // len(streams), enough, options) for part in streams]
         held = _packed(parts, block, "held-out", most=held_out_blocks, separate=separate)
+        tokens = [_token_stream(part, options) for part in streams]
+        if weights is not None:
+            tokens = [interleave_datasets(tokens, probabilities=list(weights), seed=seed)]
         stream = IterableDataset.from_generator(
-            _stream, gen_kwargs={"streams": streams, "block": block, "separate": separate, "options": options}
+            _stream, gen_kwargs={"streams": tokens, "block": block, "separate": separate}
         )
         if next(iter(stream), None) is None:
             raise DataError(f"The stream does not fill a block of {block} tokens; use more text or a smaller --block.")
         train = stream.shuffle(seed=seed, buffer_size=_SHUFFLED)
     else:
-        columns = [_token_column(part, options, wanted=False) for part in documents.values()]
-        train = _packed(columns, block, "training", separate=separate)
-        parts = [_token_column(part, options, wanted=True) for part in documents.values()]
+        tables = [_token_table(part, options, wanted=False) for part in documents.values()]
+        if weights is not None:
+            tables = _drawn(tables, list(weights), seed)
+        train = _packed(tables, block, "training", separate=separate)
+        parts = [_token_table(part, options, wanted=True) for part in documents.values()]
         held = _packed(parts, block, "held-out", most=held_out_blocks, separate=separate)
     source_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     counts = np.bincount(source_of[held.documents], minlength=len(parts))
@@ -310,8 +370,8 @@ def pack_all(
         DataError: the documents, called `side` in the message, do not fill one block.
     """
     options = {"tokenizer": tokenizer, "share": 0.0, **_document_ends(tokenizer)}
-    columns = [_token_column(part, options, wanted=False) for part in documents.values()]
-    return _packed(columns, block, side, most=most)
+    tables = [_token_table(part, options, wanted=False) for part in documents.values()]
+    return _packed(tables, block, side, most=most)
 
 
 def _document_ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
@@ -325,57 +385,147 @@ def _document_ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
 
 
 def _tokenise(
-    texts: Sequence[str],
-    groups: Sequence[str] | None = None,
+    batch: Mapping[str, Sequence[Any]],
     *,
     tokenizer: PreTrainedTokenizerBase,
     begin: list[int],
     end: list[int],
     share: float,
     wanted: bool,
-) -> dict[str, list[list[int]]]:
-    """The token ids of those texts that are on the `wanted` side of the split."""
-    for text in texts:
+) -> dict[str, list[list[Any]]]:
+    """The token ids of those documents that are on the `wanted` side of the split, and which of them are learned.
+
+    Of a document that is learned whole the second list is empty.
+    """
+    tokens: dict[str, list[list[Any]]] = {"input_ids": [], "learned": []}
+    documents = [_rendered(dict(zip(batch, row, strict=True)), tokenizer) for row in zip(*batch.values(), strict=True)]
+    keys = batch.get("group") or [None] * len(documents)
+    chosen = [
+        document
+        for document, key in zip(documents, keys, strict=True)
+        if document[0] and is_held_out(key or document[0], share) == wanted
+    ]
+    if not chosen:
+        return tokens
+    positions = any(ranges is not None for _, _, ranges in chosen)
+    encoded = tokenizer(
+        [text for text, _, _ in chosen], add_special_tokens=False, verbose=False, return_offsets_mapping=positions
+    )
+    for number, (_, ends, ranges) in enumerate(chosen):
+        before, after = (begin, end) if ends else ([], [])
+        tokens["input_ids"].append(before + encoded["input_ids"][number] + after)
+        learned = []
+        if ranges is not None:
+            places = [place for place, _ in encoded["offset_mapping"][number]]
+            within = [any(first <= place < last for first, last in ranges) for place in places]
+            learned = [False] * len(before) + within + [True] * len(after)
+        tokens["learned"].append(learned)
+    return tokens
+
+
+def _rendered(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, bool, list[tuple[int, int]] | None]:
+    """A document's text, whether it is marked with begin and end, and the characters that are learned; None: all."""
+    if ("messages" not in row and "completion" not in row) or row.get("text") is not None:
+        text = row.get("text")
         if not isinstance(text, str):
             raise DataError(
                 f"The text column holds {brief(repr(text), 60)}; expected text; name another with --text-column."
             )
-    keys = texts if groups is None else groups
-    chosen = [text for text, key in zip(texts, keys, strict=True) if text and is_held_out(key, share) == wanted]
-    ids = tokenizer(chosen, add_special_tokens=False, verbose=False)["input_ids"] if chosen else []
-    return {"input_ids": [begin + tokens + end for tokens in ids]}
+        return text, True, None
+    if not tokenizer.is_fast:
+        raise DataError("Chats need a tokenizer that tells where in a text its tokens are: a tokenizer.json.")
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return prompt + completion, True, [(len(prompt), len(prompt + completion))]
+    return _rendered_chat(row.get("messages") or [], prompt or [], completion or [], tokenizer)
 
 
-def _token_column(documents: Dataset, options: dict[str, Any], *, wanted: bool) -> pa.ChunkedArray:
-    """The documents of one side as lists of token ids; no processes, as the tokenizer's own threads use all cores."""
+def _rendered_chat(
+    chat: list[Any], prompt: list[Any], completion: list[Any], tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, bool, list[tuple[int, int]]]:
+    """Learns the assistant's messages of the chat or of the completion, with the end that the template gives them."""
+    messages, ranges = [*chat, *prompt, *completion], []
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    try:
+        text = render(messages)
+        for number in range(len(prompt), len(messages)):
+            if messages[number]["role"] != "assistant":
+                continue
+            before, until = render(messages[:number], add_generation_prompt=True), render(messages[: number + 1])
+            if not (text.startswith(until) and until.startswith(before)):
+                raise DataError(
+                    "The tokenizer's chat template renders a message differently when others follow, so that answers "
+                    "cannot be found in the text; use rows of `prompt` and `completion` with one answer each."
+                )
+            ranges.append((len(before), len(until)))
+    except (TemplateError, TypeError, KeyError, ValueError) as error:
+        raise DataError(f"A chat does not fit the tokenizer's chat template: {brief(error)}") from error
+    return text, False, ranges
+
+
+_TOKENS = Features({"input_ids": List(Value("int32")), "learned": List(Value("bool"))})
+
+
+def _token_table(documents: Dataset, options: dict[str, Any], *, wanted: bool) -> pa.Table:
+    """The tokens of one side; no processes, as the tokenizer's own threads use all cores."""
     tokens = documents.map(
         _tokenise,
-        input_columns=documents.column_names,
         fn_kwargs={**options, "wanted": wanted},
         batched=True,
         remove_columns=documents.column_names,
+        features=_TOKENS,
         desc=f"Tokenising, {'held-out' if wanted else 'training'}",
     )
-    return tokens.data.column("input_ids") if len(tokens) else pa.chunked_array([], pa.list_(pa.int32()))
+    return tokens.data.table if len(tokens) else _TOKENS.arrow_schema.empty_table()
 
 
-def _read_ahead(documents: IterableDataset, characters: int, enough: int, options: dict[str, Any]) -> pa.ChunkedArray:
+def _token_stream(documents: IterableDataset, options: dict[str, Any]) -> IterableDataset:
+    """The tokens of the training side."""
+    return documents.map(
+        _tokenise,
+        fn_kwargs={**options, "wanted": False},
+        batched=True,
+        batch_size=64,
+        remove_columns=documents.column_names or list(next(iter(documents))),
+        features=_TOKENS,
+    )
+
+
+def _drawn(tables: Sequence[pa.Table], weights: list[float], seed: int) -> list[pa.Table]:
+    """Documents of all tables, each drawn by its table's weight, until one table is used up."""
+    ends = np.cumsum([len(table) for table in tables])
+    rows = [Dataset.from_dict({"row": range(end - len(table), end)}) for table, end in zip(tables, ends, strict=True)]
+    order = interleave_datasets(rows, probabilities=weights, seed=seed)["row"][:]
+    return [pa.concat_tables(tables).take(order)]
+
+
+def _read_ahead(documents: IterableDataset, characters: int, enough: int, options: dict[str, Any]) -> pa.Table:
     """Held-out documents of a stream: of its first `characters`, or of more if those have not `enough` tokens."""
-    chunks, seen, count = [], 0, 0
+    tables, seen, count = [_TOKENS.arrow_schema.empty_table()], 0, 0
     for batch in documents.iter(batch_size=64):
-        chunks.append(pa.array(_tokenise(*batch.values(), **options, wanted=True)["input_ids"], pa.list_(pa.int32())))
-        seen += sum(map(len, batch["text"]))
-        count += len(chunks[-1].values)
+        tokens = _tokenise(batch, **options, wanted=True)
+        tables.append(pa.table(tokens, schema=_TOKENS.arrow_schema))
+        seen += sum(len(str(value)) for values in batch.values() for value in values)
+        count += sum(map(len, tokens["input_ids"]))
         if seen >= characters and count >= enough:
             break
-    return pa.chunked_array(chunks, pa.list_(pa.int32()))
+    return pa.concat_tables(tables)
 
 
-def _packed(columns: Sequence[pa.ChunkedArray], block: int, side: str, **options: Any) -> PackedBlocks:
-    chunks = [chunk for column in columns for chunk in column.chunks]
-    tokens = pa.chunked_array([chunk.flatten().cast(pa.int32()) for chunk in chunks], pa.int32())
-    lengths = np.concatenate([np.arange(0), *(pc.list_value_length(chunk).to_numpy() for chunk in chunks)])
-    blocks = PackedBlocks(tokens, lengths.cumsum() - lengths, block, **options)
+def _packed(tables: Sequence[pa.Table], block: int, side: str, **options: Any) -> PackedBlocks:
+    whole = pa.concat_tables(tables)
+    lengths = pc.list_value_length(whole.column("input_ids")).to_numpy()
+    starts = lengths.cumsum() - lengths
+    tokens = pa.chunked_array([chunk.flatten() for chunk in whole.column("input_ids").chunks], pa.int32())
+    learned = np.ones(len(tokens), bool)
+    marked = pc.list_value_length(whole.column("learned")).to_numpy().nonzero()[0]
+    for document in marked:
+        learned[starts[document] : starts[document] + lengths[document]] = whole["learned"][int(document)].as_py()
+    if len(marked):
+        options["learned"] = learned
+    blocks = PackedBlocks(tokens, starts, block, **options)
     if not len(blocks):
         remedy = "a larger --held-out, " if side == "held-out" else ""
         raise DataError(
@@ -385,20 +535,24 @@ def _packed(columns: Sequence[pa.ChunkedArray], block: int, side: str, **options
     return blocks
 
 
-def _stream(
-    streams: Sequence[IterableDataset], block: int, separate: bool, options: dict[str, Any]
-) -> Iterator[dict[str, list[int]]]:
+def _stream(streams: Sequence[IterableDataset], block: int, separate: bool) -> Iterator[dict[str, list[int]]]:
     ids: list[int] = []
+    learned: list[bool] = []
     starts: list[int] = []
     for documents in streams:
         for batch in documents.iter(batch_size=64):
-            for tokens in _tokenise(*batch.values(), **options, wanted=False)["input_ids"]:
+            for document, marks in zip(batch["input_ids"], batch["learned"], strict=True):
                 starts.append(len(ids))
-                ids += tokens
+                ids += document
+                learned += marks or [True] * len(document)
             blocks = PackedBlocks(
-                pa.chunked_array([pa.array(ids, pa.int32())]), np.array(starts, np.int64), block, separate=separate
+                pa.chunked_array([pa.array(ids, pa.int32())]),
+                np.array(starts, np.int64),
+                block,
+                separate=separate,
+                learned=np.array(learned, bool),
             )
             for index in range(len(blocks)):
                 yield {name: values.tolist() for name, values in blocks[index].items()}
-            whole = len(blocks) * block
-            ids, starts = ids[whole:], [start - whole for start in starts if start >= whole]
+            whole = len(ids) // block * block
+            ids, learned, starts = ids[whole:], learned[whole:], [start - whole for start in starts if start >= whole]

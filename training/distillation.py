@@ -115,7 +115,7 @@ def _chunk_sum(
         log_target=True,
         reduction="none",
     ).sum(-1)
-    return (1 - weight) * likelihood + weight * temperature**2 * divergence[targets != _IGNORED].sum()
+    return (1 - weight) * likelihood + weight * temperature**2 * divergence.masked_fill(targets == _IGNORED, 0.0).sum()
 
 
 class DistillationTrainer(Trainer):

@@ -11,10 +11,12 @@ import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+import psutil
 import torch
 from accelerate import PartialState
 from datasets import IterableDataset
@@ -45,10 +47,18 @@ from resformer.model_cards import TRAINING_FIELDS, carried_metadata, finetuned_c
 from resformer.pushing import HubError
 from resformer.pushing import push as push_checkpoint
 from resformer.record import RECORD
-from resformer.training.data import SAMPLE_BY, STANDARD_LIBRARY, Blocks, PackedBlocks, load_documents, pack_documents
+from resformer.training.data import (
+    SAMPLE_BY,
+    STANDARD_LIBRARY,
+    Blocks,
+    PackedBlocks,
+    load_documents,
+    pack_documents,
+    weighted_sources,
+)
 from resformer.training.distillation import DistillationTrainer
 from resformer.training.freezing import TRAIN, trained_parameters
-from resformer.training.memory import PeakMemory
+from resformer.training.memory import PeakMemory, predicted_memory
 from resformer.training.optimizer import ConnectionTrainer
 
 __all__ = ["FinetuneOptions", "FinetuneReport", "finetune_checkpoint", "last_checkpoint", "processor_has_bf16"]
@@ -58,14 +68,16 @@ _OPTION_NAMES = {  # field of TrainingArguments -> the option that sets it
     "activation_checkpointing": "gradient_checkpointing",
     "data_seed": "seed",
     "gradient_accumulation_steps": "accumulate",
+    "hub_model_id": "push",
     "max_steps": "steps",
     "num_train_epochs": "epochs",
     "output_dir": "output",
     "per_device_train_batch_size": "batch",
+    "push_to_hub": "push",
     "resume_from_checkpoint": "resume",
     "torch_compile": "compile",
 }
-_PUSH_FIELDS = ("push_to_hub", "hub_model_id", "hub_private_repo", "hub_revision")
+_PUSH_FIELDS = ("hub_private_repo", "hub_revision")
 _TRAINER_FIELDS = {argument.name for argument in fields(TrainingArguments) if argument.init}
 
 
@@ -79,7 +91,7 @@ class FinetuneOptions:
 
     model: str  # a checkpoint folder or a Hub id
     output: str
-    data: list[str]  # files, folders, Hub ids (owner/name:configuration)
+    data: list[str]  # files, folders, Hub ids (owner/name:configuration); all or none with a weight (name:0.7)
     split: str = "train"
     text_column: str = "text"
     sample_by: str = "document"  # what is a document in a plain text file, one of SAMPLE_BY
@@ -106,7 +118,9 @@ class FinetuneOptions:
     compile: bool = False
     dtype: str = "float32"  # of the weights in training
     save_dtype: str | None = None  # of the weights as saved; default: that of training
+    attn_implementation: str | None = None  # as in Transformers; default: sdpa
     tokenizer: str | None = None  # default: the model's
+    push: str | None = None  # the Hub id that the finished output is pushed to
     trainer: dict[str, Any] = field(default_factory=dict)  # further fields of TrainingArguments
     resume: bool = False
     force: bool = False
@@ -145,8 +159,9 @@ class FinetuneOptions:
             raise ValueError(f"dtype is {self.dtype!r}; expected float32 or bfloat16.")
         if self.save_dtype not in (None, "float32", "bfloat16", "float16"):
             raise ValueError(f"save_dtype is {self.save_dtype!r}; expected float32, bfloat16 or float16.")
-        if self.push_to is not None:
-            validate_repo_id(self.push_to)
+        weighted_sources(self.data)
+        if self.push is not None:
+            validate_repo_id(self.push)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "FinetuneOptions":
@@ -186,9 +201,9 @@ class FinetuneOptions:
         return {name: value for name, value in asdict(self).items() if name not in _LAUNCH_OPTIONS}
 
     @property
-    def push_to(self) -> str | None:
-        """The Hub id that the finished output is pushed to."""
-        return self.trainer.get("hub_model_id", Path(self.output).name) if self.trainer.get("push_to_hub") else None
+    def sources(self) -> list[str]:
+        """`data` without weights."""
+        return weighted_sources(self.data)[0]
 
     @property
     def unfinished(self) -> Path:
@@ -221,6 +236,7 @@ class FinetuneReport:
     seconds: float | None = None  # of training in this process, evaluation left out
     tokens_per_second: float | None = None
     peak_memory: int | None = None  # bytes: resident in all while training, or allocated on the accelerator
+    predicted_memory: dict[str, Any] | None = None  # bytes, of a dry run: see `predicted_memory`
     url: str | None = None  # of the commit that pushed the output
     evaluations: list[dict[str, float]] = field(default_factory=list)
     #: What `resformer card --metrics` reads, by the names of `finetuned_card`.
@@ -252,14 +268,14 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
     arguments = _training_arguments(options)
     first = arguments.process_index == 0
     if first:
-        inputs = [name for name in (options.model, *options.data, options.distill, options.tokenizer) if name]
+        inputs = [name for name in (options.model, *options.sources, options.distill, options.tokenizer) if name]
         check_target(output, *inputs, mark="metrics.json", force=options.force)
         check_apart(options.unfinished, *inputs)
         _check_unfinished(options)
     config = _loaded(AutoConfig, options.model)
-    if options.push_to is not None and not isinstance(config, ResFormerConfig):
+    if options.push is not None and not isinstance(config, ResFormerConfig):
         raise CheckpointError(
-            f"{options.model}: is no ResFormer model, and a push needs its model card; leave out push_to_hub."
+            f"{options.model}: is no ResFormer model, and a push needs its model card; leave out --push."
         )
     tokenizer = _tokenizer(options, config)
     block = _block(options, config)
@@ -283,6 +299,7 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
         | {name: version(name) for name in ("resformer", "torch", "transformers", "datasets", "accelerate")},
     )
     if options.dry_run:
+        report.predicted_memory = _predicted_memory(options, arguments, config, block, trained)
         return report
 
     torch.manual_seed(options.seed)
@@ -292,13 +309,14 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
             "away. Train in float32, which --bf16 computes with at the same speed.",
             stacklevel=2,
         )
-    model = _model(options.model, getattr(torch, options.dtype))
+    attention = {"attn_implementation": options.attn_implementation}
+    model = _model(options.model, getattr(torch, options.dtype), **attention)
     for name, parameter in model.named_parameters():
         if name not in trained:
             parameter.requires_grad_(False)
     teacher = None
     if options.distill is not None:
-        teacher = _model(options.distill, torch.bfloat16 if arguments.bf16 else torch.float32)
+        teacher = _model(options.distill, torch.bfloat16 if arguments.bf16 else torch.float32, **attention)
     trainer = _RecipeTrainer(
         model=model,
         args=arguments,
@@ -337,17 +355,19 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
                 _model(str(saved), getattr(torch, options.save_dtype)).save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
             (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
+            if (options.unfinished / "runs").exists():  # TensorBoard's
+                shutil.copytree(options.unfinished / "runs", folder / "runs")
             (folder / "metrics.json").write_text(json.dumps(report.as_dict(), indent=2, default=str) + "\n")
             if isinstance(config, ResFormerConfig):  # cards are for models with cross-layer connections
                 facts = {name: getattr(report, name) for name in TRAINING_FIELDS}
-                repository = options.push_to or output.name
+                repository = options.push or output.name
                 facts["dtype"] = options.save_dtype or options.dtype
                 card = finetuned_card(**facts, repository=repository, config=config, source_card=source_card)
                 card.save(folder / "README.md")
     if first:
         shutil.rmtree(options.unfinished)
     PartialState().wait_for_everyone()
-    if first and options.push_to is not None:
+    if first and options.push is not None:
         report.url = _push(options)
     return report
 
@@ -519,19 +539,60 @@ def _loaded(auto_class: Any, name: str, **options: Any) -> Any:
 
 def _push(options: FinetuneOptions) -> str | None:
     """The URL of the commit that holds the finished output."""
-    assert options.push_to is not None
+    assert options.push is not None
     private, revision = (options.trainer.get(name) for name in ("hub_private_repo", "hub_revision"))
     try:
-        return push_checkpoint(options.output, options.push_to, private=bool(private), revision=revision).url
+        return push_checkpoint(options.output, options.push, private=bool(private), revision=revision).url
     except ResFormerError as error:
         raise HubError(
             f"{options.output}: is finished, but was not pushed: {error} To push it: resformer push {options.output} "
-            f"{options.push_to}"
+            f"{options.push}"
         ) from error
 
 
-def _model(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    return _loaded(AutoModelForCausalLM, name, dtype=dtype, use_safetensors=True)
+def _model(name: str, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:
+    return _loaded(AutoModelForCausalLM, name, dtype=dtype, use_safetensors=True, **kwargs)
+
+
+def _predicted_memory(
+    options: FinetuneOptions, arguments: TrainingArguments, config: PreTrainedConfig, block: int, trained: list[str]
+) -> dict[str, Any]:
+    """What `predicted_memory` says of the run, and its peak with gradient checkpointing; on a CPU with this process."""
+
+    def build(checkpointing: bool) -> PreTrainedModel:
+        dtype = getattr(torch, options.dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=options.attn_implementation)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trained)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        return model
+
+    teacher = None
+    if options.distill is not None:
+        teacher_dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+        teacher = partial(AutoModelForCausalLM.from_config, _loaded(AutoConfig, options.distill), dtype=teacher_dtype)
+    optim = str(arguments.optim)
+    process = psutil.Process().memory_info().rss if arguments.device.type == "cpu" else 0
+    predicted, checkpointed = (
+        predicted_memory(
+            partial(build, checkpointing),
+            batch=options.batch,
+            block=block,
+            bf16=arguments.bf16,
+            passes=options.accumulate,
+            moment_bytes=2.0 if "8bit" in optim else 0.0 if optim in ("sgd", "adafactor") else None,
+            build_teacher=teacher,
+            device=arguments.device.type,
+        )
+        for checkpointing in (options.gradient_checkpointing, True)
+    )
+    return {
+        **predicted,
+        "process": process,
+        "peak": process + predicted["peak"],
+        "peak_with_gradient_checkpointing": process + checkpointed["peak"],
+    }
 
 
 def _tokenizer(options: FinetuneOptions, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
@@ -561,11 +622,12 @@ def _block(options: FinetuneOptions, config: PreTrainedConfig) -> int:
 
 def _blocks(options: FinetuneOptions, tokenizer: PreTrainedTokenizerBase, block: int) -> Blocks:
     documents = load_documents(
-        options.data,
+        options.sources,
         split=options.split,
         text_column=options.text_column,
         sample_by=options.sample_by,
         streaming=options.streaming,
+        chats=True,
     )
     return pack_documents(
         documents,
@@ -575,6 +637,7 @@ def _blocks(options: FinetuneOptions, tokenizer: PreTrainedTokenizerBase, block:
         held_out_blocks=options.held_out_blocks,
         separate=options.separate_documents,
         seed=options.seed,
+        weights=weighted_sources(options.data)[1],
     )
 
 
@@ -600,9 +663,9 @@ def _record_origin(options: FinetuneOptions, config: PreTrainedConfig, report: F
     with suppress(OSError, ValueError, KeyError, TypeError):
         conversion = json.loads(Path(record).read_text(encoding="utf-8"))
         report.source, report.revision = conversion["source"], conversion["revision"]
-    local = [source for source in options.data if source == STANDARD_LIBRARY or Path(source).expanduser().exists()]
-    report.datasets = [source.partition(":")[0] for source in options.data if source not in local]
-    report.corpus = ", ".join(Path(source).name if source in local else source for source in options.data)
+    local = [source for source in options.sources if source == STANDARD_LIBRARY or Path(source).expanduser().exists()]
+    report.datasets = [source.partition(":")[0] for source in options.sources if source not in local]
+    report.corpus = ", ".join(Path(source).name if source in local else source for source in options.sources)
     report.evaluation_tokens = report.held_out_tokens
     teacher = Path(options.distill) if options.distill is not None else None
     report.recipe = {

@@ -42,7 +42,8 @@ def finetune(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text, JSON, CSV, parquet file; folder; Hub id[:configuration]; standard-library; repeatable."
+            help="Text, JSON, CSV, parquet file; folder; Hub id[:configuration]; standard-library; repeatable, with "
+            "weights as in a:0.7. Columns: text, messages, or prompt and completion."
         ),
     ] = None,
     split: Annotated[str | None, typer.Option(help="Split of a Hub dataset.  [default: train]")] = None,
@@ -107,22 +108,36 @@ def finetune(
     compile_: Annotated[bool | None, typer.Option("--compile", help="Use torch.compile.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the weights in training.  [default: float32]")] = None,
     save_dtype: Annotated[str | None, typer.Option(help="Of the weights as saved.  [default: --dtype]")] = None,
+    attn_implementation: Annotated[
+        str | None, typer.Option(help="sdpa, eager, flash_attention_2, flex_attention.  [default: sdpa]")
+    ] = None,
+    optim: Annotated[
+        str | None, typer.Option(help="An optimizer of Transformers, such as adamw_8bit.  [default: adamw_torch_fused]")
+    ] = None,
+    report_to: Annotated[
+        list[str] | None, typer.Option(help="tensorboard, trackio, wandb; repeatable.  [default: none]")
+    ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Checkpoint with the tokenizer.  [default: MODEL]")] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Any field of Transformers' TrainingArguments; repeatable."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of these options; the command line wins.")] = None,
+    push: Annotated[str | None, typer.Option(metavar="REPO", help="Push the finished OUTPUT to this Hub id.")] = None,
     resume: Annotated[bool | None, typer.Option("--resume", help="Go on with a run that was stopped.")] = None,
     force: Annotated[
         bool | None, typer.Option("--force", help="Replace an earlier result, and discard an unfinished run.")
     ] = None,
     dry_run: Annotated[
-        bool | None, typer.Option("--dry-run", help="Read and pack the data; train and write nothing.")
+        bool | None, typer.Option("--dry-run", help="Pack the data and predict the memory; train and write nothing.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fine-tune a checkpoint on text, with the stock Trainer: a trained checkpoint, metrics.json and a card."""
+    """Fine-tune a checkpoint with the stock Trainer: a trained checkpoint, metrics.json and a card.
+
+    All weights are trained, in float32: 16 bytes for each parameter with AdamW, and activations. For adapters (LoRA),
+    4-bit weights, preferences and rewards, and for models that do not fit, take `python -m resformer.trl`.
+    """
     given = {name.rstrip("_"): value for name, value in locals().items() if value is not None}
     for name in ("set", "config", "as_json"):
         given.pop(name, None)
@@ -155,6 +170,13 @@ def finetune(
         for source, count in report.held_out_by_source.items():
             row("held out", f"{count:,} documents of {source}")
         if options.dry_run:
+            memory = report.predicted_memory or {}
+            parts = [f"{part} {size(memory[part])}" for part in ("weights", "gradients", "optimizer", "activations")]
+            if memory["process"]:
+                parts.append(f"this process {size(memory['process'])}")
+            row("memory", f"{size(memory['peak'])} at most, predicted: {', '.join(parts)}")
+            if not options.gradient_checkpointing:
+                row("memory", f"{size(memory['peak_with_gradient_checkpointing'])} with --gradient-checkpointing")
             row("would write", options.output)
             return
         resumed = f", resumed from step {report.resumed_from:,}" if report.resumed_from else ""
