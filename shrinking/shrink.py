@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from resformer.configuration import ResFormerConfig
@@ -27,7 +27,7 @@ from resformer.shrinking.accounting import Cost, measure_cost
 from resformer.shrinking.calibration import HELD_OUT, Calibration, calibrating, student_of
 from resformer.shrinking.readers import Plan, Readers
 from resformer.shrinking.search import best_plan, single_costs, smallest
-from resformer.training.data import PackedBlocks, load_documents, pack_all, pack_documents
+from resformer.training.data import PackedBlocks, load_documents, load_tokenizer, pack_all, pack_documents
 from resformer.untrusted import read_json
 
 __all__ = ["ShrinkReport", "shrink"]
@@ -134,7 +134,10 @@ def shrink(
                 f"{plan}: made for another model: the result had {parameters:,} parameters, and that of {opened.name} "
                 f"has {here:,}. To use it nevertheless, leave nothing but key_sources and value_sources in it."
             )
-    tokenizer = _tokenizer(fetched, config.vocab_size)
+    gguf_file = {} if fetched.gguf is None else {"gguf_file": fetched.gguf.name}
+    tokenizer = load_tokenizer(
+        fetched.folder, config.vocab_size, "save the model's own beside it", local_files_only=True, **gguf_file
+    )
     calibration_blocks, evaluation_blocks = _texts(
         calibrate,
         evaluate,
@@ -275,24 +278,6 @@ def _given_plan(
     return Plan(tuple(sources["key_sources"]), tuple(sources["value_sources"])), content.get("parameters")
 
 
-def _tokenizer(source: OpenedSource, vocab_size: int) -> PreTrainedTokenizerBase:
-    options = {} if source.gguf is None else {"gguf_file": source.gguf.name}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source.folder, trust_remote_code=False, local_files_only=True, **options
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(
-            f"{source.name}: has no tokenizer that can be loaded, and text is calibrated on; save one beside it."
-        ) from error
-    if len(tokenizer) > vocab_size:
-        raise CheckpointError(
-            f"{source.name}: its tokenizer has {len(tokenizer):,} tokens, the model {vocab_size:,}; save the "
-            "model's own beside it."
-        )
-    return tokenizer
-
-
 def _texts(
     calibrate: Sequence[str],
     evaluate: Sequence[str],
@@ -310,7 +295,14 @@ def _texts(
         calibration = pack_all(documents, tokenizer, block=block, most=counts[0], side="calibration")
         evaluation = pack_all(others, tokenizer, block=block, most=counts[1], side="evaluation")
     else:
-        split = pack_documents(documents, tokenizer, block=block, held_out=0.2, held_out_blocks=counts[1])
+        split = pack_documents(
+            documents,
+            tokenizer,
+            block=block,
+            held_out=0.2,
+            held_out_blocks=counts[1],
+            remedy="other text as --evaluate",
+        )
         evaluation = split.held_out
         calibration = PackedBlocks(split.train.tokens, split.train.starts, block, most=counts[0])
     return _ids(calibration), _ids(evaluation)

@@ -29,7 +29,7 @@ from datasets import (
 from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from resformer.errors import CheckpointError, brief, listed
 
@@ -42,6 +42,7 @@ __all__ = [
     "PackedBlocks",
     "is_held_out",
     "load_documents",
+    "load_tokenizer",
     "pack_all",
     "pack_documents",
     "standard_library",
@@ -302,6 +303,27 @@ def _builder(path: Path) -> str | None:
     return _BUILDERS.get(suffix.removeprefix(".").lower())
 
 
+def load_tokenizer(name: str | Path, vocab_size: int, remedy: str, **options: Any) -> PreTrainedTokenizerBase:
+    """A checkpoint's tokenizer, for a model with `vocab_size` tokens.
+
+    Args:
+        remedy: what to do without one, for the message.
+        options: of `AutoTokenizer.from_pretrained`.
+
+    Raises:
+        CheckpointError: it cannot be loaded, or has more tokens than the model.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
+    except Exception as error:  # a corrupt file raises any
+        raise CheckpointError(f"{name}: has no tokenizer that can be loaded; {remedy}.") from error
+    if len(tokenizer) > vocab_size:
+        raise CheckpointError(
+            f"{name}: its tokenizer has {len(tokenizer):,} tokens, the model {vocab_size:,}; {remedy}."
+        )
+    return tokenizer
+
+
 def pack_documents(
     documents: Mapping[str, Dataset | IterableDataset],
     tokenizer: PreTrainedTokenizerBase,
@@ -312,6 +334,7 @@ def pack_documents(
     separate: bool = False,
     seed: int = 0,
     weights: Sequence[float] | None = None,
+    remedy: str = "a larger --held-out",
 ) -> Blocks:
     """Packs documents back to back; of either side the tail alone is lost.
 
@@ -329,6 +352,7 @@ def pack_documents(
         seed: of the order in which a stream's blocks are trained on, and of the choice by `weights`.
         weights: shares of the training documents, one for each source; documents are drawn until a source is used up.
             Default: all documents of all sources. Held-out documents come from all sources in any case.
+        remedy: of too few held-out documents, for the message.
 
     Raises:
         DataError: either side does not fill one block.
@@ -339,7 +363,7 @@ def pack_documents(
     if streams:
         enough = -(-held_out_blocks * block // len(streams))
         parts = [_read_ahead(part, _READ_AHEAD // len(streams), enough, options) for part in streams]
-        held = _packed(parts, block, "held-out", most=held_out_blocks, separate=separate)
+        held = _packed(parts, block, "held-out", remedy, most=held_out_blocks, separate=separate)
         tokens = [_token_stream(part, options) for part in streams]
         if weights is not None:
             tokens = [interleave_datasets(tokens, probabilities=list(weights), seed=seed)]
@@ -355,7 +379,7 @@ def pack_documents(
             tables = _drawn(tables, list(weights), seed)
         train = _packed(tables, block, "training", separate=separate)
         parts = [_token_table(part, options, wanted=True) for part in documents.values()]
-        held = _packed(parts, block, "held-out", most=held_out_blocks, separate=separate)
+        held = _packed(parts, block, "held-out", remedy, most=held_out_blocks, separate=separate)
     source_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     counts = np.bincount(source_of[held.documents], minlength=len(parts))
     return Blocks(train, held, dict(zip(documents, counts.tolist(), strict=True)))
@@ -514,7 +538,9 @@ def _read_ahead(documents: IterableDataset, characters: int, enough: int, option
     return pa.concat_tables(tables)
 
 
-def _packed(tables: Sequence[pa.Table], block: int, side: str, **options: Any) -> PackedBlocks:
+def _packed(
+    tables: Sequence[pa.Table], block: int, side: str, remedy: str | None = None, **options: Any
+) -> PackedBlocks:
     whole = pa.concat_tables(tables)
     lengths = pc.list_value_length(whole.column("input_ids")).to_numpy()
     starts = lengths.cumsum() - lengths
@@ -527,10 +553,10 @@ def _packed(tables: Sequence[pa.Table], block: int, side: str, **options: Any) -
         options["learned"] = learned
     blocks = PackedBlocks(tokens, starts, block, **options)
     if not len(blocks):
-        remedy = "a larger --held-out, " if side == "held-out" else ""
+        remedies = ", ".join(filter(None, ("more text", remedy, "a smaller --block")))
         raise DataError(
-            f"The {side} documents have {len(tokens):,} tokens, too few for one block of {block}; use more text, "
-            f"{remedy}a smaller --block, or shorter documents (--sample-by paragraph)."
+            f"The {side} documents have {len(tokens):,} tokens, too few for one block of {block}; use {remedies}, or "
+            "shorter documents (--sample-by paragraph)."
         )
     return blocks
 

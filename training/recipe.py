@@ -26,7 +26,6 @@ from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -53,6 +52,7 @@ from resformer.training.data import (
     Blocks,
     PackedBlocks,
     load_documents,
+    load_tokenizer,
     pack_documents,
     weighted_sources,
 )
@@ -277,7 +277,11 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
         raise CheckpointError(
             f"{options.model}: is no ResFormer model, and a push needs its model card; leave out --push."
         )
-    tokenizer = _tokenizer(options, config)
+    tokenizer = load_tokenizer(
+        options.tokenizer or options.model,
+        config.vocab_size,
+        "name a checkpoint that has the right one with --tokenizer",
+    )
     block = _block(options, config)
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(config)
@@ -593,22 +597,6 @@ def _predicted_memory(
         "peak": process + predicted["peak"],
         "peak_with_gradient_checkpointing": process + checkpointed["peak"],
     }
-
-
-def _tokenizer(options: FinetuneOptions, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
-    name = options.tokenizer or options.model
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(
-            f"{name}: has no tokenizer that can be loaded; name a checkpoint that has the right one with --tokenizer."
-        ) from error
-    if len(tokenizer) > config.vocab_size:
-        raise CheckpointError(
-            f"{name}: its tokenizer has {len(tokenizer):,} tokens, the model {config.vocab_size:,}; name the model's "
-            "own with --tokenizer."
-        )
-    return tokenizer
 
 
 def _block(options: FinetuneOptions, config: PreTrainedConfig) -> int:
