@@ -12,6 +12,7 @@ import command_server
 import pytest
 import torch
 from checkpoints import save_checkpoint, sparse_checkpoint
+from conftest import others_slow
 from hub_server import HubServer, Repository, Sparse
 from safetensors.torch import load_file, save_file
 from test_hub import COMMANDS
@@ -348,7 +349,7 @@ FAULTS: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", others_slow(FAULTS, ["header", "index", "absent", "short", "whole"]))
 def test_bad_headers_and_servers_end_in_one_error(fault: str, commands: Commands) -> None:
     hub, (message, requests) = commands.hub, FAULTS[fault]
     source = large_source(hub)
