@@ -29,11 +29,9 @@ from resformer.training.memory import predicted_memory
 #: Sequences of a pass, tokens of a sequence, further options.
 RUNS: list[tuple[int, int, list[str]]] = [
     (1, 128, []),
-    (2, 512, []),
-    (4, 512, []),
-    (4, 512, ["--gradient-checkpointing"]),
-    (2, 512, ["--accumulate", "2"]),
-    (2, 512, ["--optim", "adafactor"]),
+    (2, 256, []),
+    (2, 256, ["--gradient-checkpointing"]),
+    (1, 128, ["--optim", "adafactor"]),
 ]
 LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096,
@@ -102,11 +100,13 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = argparse.Namespace(device=device, dtype="float32", threads=arguments.threads, clock="wall")
-    runs = [finetune(arguments.checkpoint, *run) for run in RUNS]
-    adapters = [adapter_of_8b("resformer", batch, block, 16) for batch, block in ((1, 2048), (1, 4096), (4, 4096))]
-    for adapter in adapters:
-        print(json.dumps(adapter), file=sys.stderr)
-    write(arguments.output, {**run_facts(facts, {}), "finetune": runs, "adapters of 8B": adapters})
+    results = {**run_facts(facts, {}), "finetune": [], "adapters of 8B": []}
+    for block in (2048, 4096):
+        results["adapters of 8B"].append(adapter_of_8b("resformer", 1, block, 16))
+        write(results, arguments.output)
+    for run in RUNS:
+        results["finetune"].append(finetune(arguments.checkpoint, *run))
+        write(results, arguments.output)
 
 
 if __name__ == "__main__":

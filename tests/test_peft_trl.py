@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import SIZES, byte_tokenizer
+from checkpoints import SIZES, byte_tokenizer, save_checkpoint
 from command_server import run
 from conftest import others_slow
 from datasets import Dataset
@@ -338,6 +338,53 @@ def test_accelerate_launches_the_command_line(hub: HubServer, tmp_path: Path) ->
     done = run("-m", *words, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "out")) is ResFormerForCausalLM
+
+
+@pytest.mark.slow
+def test_the_page_on_8b_runs_from_top_to_bottom(hub: HubServer, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "8b.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(bash|python)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert [language for language, _ in blocks] == ["bash", "python", "bash"]
+    save_checkpoint(tmp_path / "source")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+        "{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "source")
+    hub.add("meta-llama/Llama-3.1-8B-Instruct", tmp_path / "source")
+    hub.repositories.pop("you/adapter", None)
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "train.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
+    environment = {**os.environ, **hub.environment(tmp_path / "home")}
+    for language, code in blocks:
+        commands = [["-c", code]]
+        if language == "bash":
+            lines = code.replace("\\\n", " ").splitlines()
+            commands = [line.removeprefix("python -m ").split() for line in lines]
+            on_cpu = ["--use_cpu", "--bf16", "false", "--max_steps", "2", "--report_to", "none"]
+            commands = [["-m", *words, *(on_cpu if words[0] == "resformer.trl" else [])] for words in commands]
+        for words in commands:
+            done = run(*words, cwd=tmp_path, env=environment)
+            assert done.returncode == 0, f"{words}\n{done.stderr[-3000:]}"
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("llama-resformer", "merged")
+    )
+    assert before.keys() == after.keys()
+    assert not [name for name in before if is_connection(name) and torch.equal(before[name], after[name])]
+
+
+def test_the_memory_of_8b_is_the_computed_one() -> None:
+    root = Path(__file__).parents[1]
+    results = json.loads((root / "benchmarks" / "results" / "finetune_memory.json").read_text())
+    for computed in results["adapters of 8B"]:
+        state = computed["gradients"] + computed["optimizer"]
+        sizes = [
+            f"{size / 1e9:.1f} GB" for size in (computed["weights"], state, computed["activations"], computed["peak"])
+        ]
+        row = " | ".join([f"{computed['block']:,}", *sizes])
+        assert f"| {row} |" in (root / "docs" / "8b.md").read_text(encoding="utf-8")
 
 
 def test_an_unknown_command_of_trl_is_named_with_those_that_exist(hub: HubServer, tmp_path: Path) -> None:
