@@ -37,10 +37,14 @@ class Dequantised(Tensor):
         rows, columns = self.scales.shape if len(self.scales.shape) == 2 else (1, self.scales.elements)
         return rows, columns
 
+    @property
+    def on_this_disk(self) -> bool:
+        return self.weight.on_this_disk
+
     @cached_property
     def rounds(self) -> bool:
         """Whether a scale has more than 4 significant bits: with the 4 of fp8, bfloat16's 8 hold no more."""
-        if isinstance(self.scales.data, tuple) and not self.scales.data[0].exists():  # only its header was fetched
+        if not self.scales.on_this_disk:
             return False
         mantissas, exponents = torch.frexp(self._numbers())
         return bool((mantissas * 16 % 1).any() or exponents.abs().max() > 100)

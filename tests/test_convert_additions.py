@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from resformer import retrofit
+from resformer.checkpoint_cards import checkpoint_card
 from resformer.convert import CheckpointError, revert
 
 RECORD = "resformer_conversion.json"
@@ -71,6 +72,10 @@ def test_connections_are_added_to_a_trained_model_and_taken_out_again(
     assert stored(tmp_path / "back") == before
     one, other = (AutoConfig.from_pretrained(folder).to_dict() for folder in (source, tmp_path / "back"))
     assert {**one, "_name_or_path": None} == {**other, "_name_or_path": None}
+    record = json.loads((tmp_path / "both" / RECORD).read_text())
+    older = {name: record[name] for name in record.keys() - {"source_fields", "dequantising_rounded", "terms"}}
+    (tmp_path / "both" / RECORD).write_text(json.dumps(older))
+    assert checkpoint_card(tmp_path / "both").origin == "retrofitted"
 
 
 def test_all_takes_out_every_connection(tmp_path: Path) -> None:
