@@ -7,7 +7,7 @@ import glob
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
     CachedRepoTreeNotFoundError,
     HFValidationError,
     HTTPError,  # httpx's or httpx2's
-    IncompleteSnapshotError,
 )
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
@@ -196,10 +195,7 @@ def _open_hub(name: str, revision: str | None, *, resformer: bool) -> Source:
         path = Path(hf_hub_download(f"{owner}/{repo}", file, revision=revision))
         commit = next((part.name for part in path.parents if part.parent.name == "snapshots"), revision)
         return _open_gguf(name, path, revision=commit, repo_id=f"{owner}/{repo}")
-    try:
-        folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=_CONFIG_FILES))
-    except IncompleteSnapshotError as error:  # offline, and the cache has no README.md, for one
-        folder = Path(error.snapshot_path)
+    folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=_CONFIG_FILES))
     commit = folder.name  # a snapshot's folder is named by its commit
     if not (folder / "config.json").exists():
         _config_file(folder, list_repo_files(repo_id, revision=commit))
@@ -218,8 +214,7 @@ def _hub_files(source: Source) -> HubFiles | None:
         names = {file.path for file in tree}
         if SINGLE not in names and INDEX not in names:
             return None
-        with suppress(IncompleteSnapshotError):  # offline
-            snapshot_download(source.repo_id, revision=source.revision, allow_patterns=[INDEX, *SETTINGS])
+        snapshot_download(source.repo_id, revision=source.revision, allow_patterns=[INDEX, *SETTINGS])
     return HubFiles(source.repo_id, source.revision, {file.path: file.size for file in tree})
 
 
