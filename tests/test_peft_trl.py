@@ -375,18 +375,6 @@ def test_the_page_on_8b_runs_from_top_to_bottom(hub: HubServer, tmp_path: Path) 
     assert not [name for name in before if is_connection(name) and torch.equal(before[name], after[name])]
 
 
-def test_the_memory_of_8b_is_the_computed_one() -> None:
-    root = Path(__file__).parents[1]
-    results = json.loads((root / "benchmarks" / "results" / "finetune_memory.json").read_text())
-    for computed in results["adapters of 8B"]:
-        state = computed["gradients"] + computed["optimizer"]
-        sizes = [
-            f"{size / 1e9:.1f} GB" for size in (computed["weights"], state, computed["activations"], computed["peak"])
-        ]
-        row = " | ".join([f"{computed['block']:,}", *sizes])
-        assert f"| {row} |" in (root / "docs" / "8b.md").read_text(encoding="utf-8")
-
-
 def test_an_unknown_command_of_trl_is_named_with_those_that_exist(hub: HubServer, tmp_path: Path) -> None:
     done = run("-m", "resformer.trl", "stf", env={**os.environ, **hub.environment(tmp_path)})
     assert done.returncode == 2

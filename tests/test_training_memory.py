@@ -1,6 +1,8 @@
 """What a training step keeps for its backward pass, by the byte, against Llama's; the memory that is predicted."""
 
+import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,6 +104,21 @@ def test_more_passes_quantised_moments_and_a_teacher_are_counted() -> None:
     assert twice["peak"] - plain["peak"] == pytest.approx(plain["gradients"], rel=0.2)
     assert quantised["optimizer"] == plain["optimizer"] / 4
     assert distilled["weights"] == pytest.approx(2 * plain["weights"], rel=1e-3)
+
+
+def test_documents_have_the_committed_figures_and_these_agree() -> None:
+    root = Path(__file__).parents[1]
+    results = json.loads((root / "benchmarks" / "results" / "finetune_memory.json").read_text(encoding="utf-8"))
+    finetuning, adapters = ((root / "docs" / name).read_text(encoding="utf-8") for name in ("finetuning.md", "8b.md"))
+    for run in results["finetune"]:
+        predicted, measured = run["predicted"]["peak"], run["measured"]
+        assert predicted == pytest.approx(measured, rel=0.2)
+        assert f"| {run['batch']} x {run['block']} |" in finetuning
+        assert f"| {predicted / 1e9:.2f} GB | {measured / 1e9:.2f} GB |" in finetuning
+    for run in results["adapters of 8B"]:
+        parts = run["weights"], run["gradients"] + run["optimizer"], run["activations"], run["peak"]
+        row = " | ".join([f"{run['block']:,}", *(f"{part / 1e9:.1f} GB" for part in parts)])
+        assert f"| {row} |" in adapters
 
 
 def test_the_bounds_are_of_methods() -> None:

@@ -135,8 +135,9 @@ def finetune(
 ) -> None:
     """Fine-tune a checkpoint with the stock Trainer: a trained checkpoint, metrics.json and a card.
 
-    All weights are trained, in float32: 16 bytes for each parameter with AdamW, and activations. For adapters (LoRA),
-    4-bit weights, preferences and rewards, and for models that do not fit, take `python -m resformer.trl`.
+    All weights are trained, in float32: 16 bytes a parameter with AdamW, and
+    activations. For adapters (LoRA), 4-bit weights, preferences and rewards, and
+    for models that do not fit, take `python -m resformer.trl`.
     """
     given = {name.rstrip("_"): value for name, value in locals().items() if value is not None}
     for name in ("set", "config", "as_json"):
