@@ -448,6 +448,15 @@ def test_the_finished_output_alone_is_pushed(work: Path, monkeypatch: pytest.Mon
     assert {"trainer_state.json", "tokenizer.json", "tokenizer_config.json"} <= in_checkpoints[0]
 
 
+@pytest.mark.parametrize(("optim", "share"), [("adafactor", 0), ("adamw_8bit", 0.5), ("adamw_torch", 2)])
+def test_the_optimizers_state_is_in_the_plan(
+    optim: str, share: float, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tuned(work, "planned", monkeypatch, optim=optim, dry_run=True).predicted_memory
+    assert memory is not None
+    assert memory["optimizer"] == share * memory["gradients"]
+
+
 def test_tensorboard_files_are_in_the_output(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     tuned(work, "logged", monkeypatch, report_to=["tensorboard"], attn_implementation="eager", optim="adafactor")

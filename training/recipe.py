@@ -35,6 +35,7 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
+from transformers.training_args import OptimizerNames
 from transformers.utils import cached_file
 
 from resformer.configuration import ResFormerConfig
@@ -576,7 +577,7 @@ def _predicted_memory(
     if options.distill is not None:
         teacher_dtype = torch.bfloat16 if arguments.bf16 else torch.float32
         teacher = partial(AutoModelForCausalLM.from_config, _loaded(AutoConfig, options.distill), dtype=teacher_dtype)
-    optim = str(arguments.optim)
+    optim = OptimizerNames(arguments.optim).value
     process = psutil.Process().memory_info().rss if arguments.device.type == "cpu" else 0
     predicted, checkpointed = (
         predicted_memory(

@@ -12,6 +12,9 @@ def main() -> None:
     """Runs the server with the command line's arguments."""
     from transformers.cli import transformers as command
 
+    from resformer.registration import register_models
+
+    register_models()  # before the server starts threads, which would not wait for each other's first configuration
     sys.argv = ["transformers", "serve", *sys.argv[1:]]
     command.main()
 
