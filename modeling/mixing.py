@@ -147,7 +147,7 @@ class FreeRows(MixingRows):
         init.copy_(self.bias, torch.tensor([weight for row in rows for weight in row]))
 
 
-def mixing_matrix(rows: int, columns: int, module: Connection | None) -> torch.Tensor:
+def mixing_matrix(rows: int, columns: int, module: MixingRows | None) -> torch.Tensor:
     """`plain_matrix` with the rows of `module`, if there is one: float32, detached, on the CPU."""
     matrix = plain_matrix(rows, columns)
-    return module.fill(matrix) if isinstance(module, MixingRows) else matrix
+    return matrix if module is None else module.fill(matrix)

