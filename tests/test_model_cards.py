@@ -249,6 +249,19 @@ def test_tags_name_the_method_its_connections_and_its_papers(method: str) -> Non
     ]
 
 
+def test_the_card_of_a_combination_without_a_name_lists_its_connections() -> None:
+    said = {
+        "stores none that it reads": {"value_sources": [0, 0, 2], "key_sources": [0, 1, 1]},
+        "values are mixed over layers": {"value_residual": "constant", "value_residual_layers": [2]},
+        "is added to the attention output": {"neutreno_lambda": 0.123},
+        "hidden states are averaged over depth": {"dwa": True, "dwa_period": 3},
+    }
+    for sentence, fields in said.items():
+        config = ResFormerConfig(num_hidden_layers=3, **fields)
+        card = str(scratch_card(method=None, repository="you/new", config=config))
+        assert [each for each in said if each in card] == [sentence]
+
+
 def test_base_model_is_a_hub_id_or_is_not_stated(checkpoints: Path) -> None:
     record = record_of(checkpoints / "exact")
     data = retrofit_card(record, "you/new").data
