@@ -137,8 +137,8 @@ def measure(work: Path, rounds: int, layers: int) -> dict[str, object]:
     source, target = work / "source", work / "target"
     largest = make_checkpoint(source, layers)
     convert = [sys.executable, "-m", "resformer", "convert", str(source), str(target)]
-    become_cp = f"{_IMPORTS}; import os, sys; os.execvp('cp', ['cp', '-r', *sys.argv[1:]])"
-    copying = [sys.executable, "-c", become_cp, str(source), str(target)]
+    become = [sys.executable, "-c", f"{_IMPORTS}; import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"]
+    copying = [*become, "cp", "-r", str(source), str(target)]
     seconds: dict[str, list[float]] = {name: [] for name in CASES}
     copies: dict[str, list[float]] = {name: [] for name in CASES}
     memory: dict[str, list[int]] = {name: [] for name in CASES}
@@ -153,7 +153,7 @@ def measure(work: Path, rounds: int, layers: int) -> dict[str, object]:
 
     for number in range(-1, rounds):  # the first warms the caches and does not count
         torches.append(measured("import torch", [sys.executable, "-c", _TORCH])[1])
-        imports.append(measured("import the converter", [sys.executable, "-c", _IMPORTS]))
+        imports.append(measured("import the converter", [*become, "true"]))
         for name, (options, _, _) in CASES.items():
             pair = [("cp -r", copying), (name, convert + options)]
             for what, command in pair if number % 2 == 0 else reversed(pair):
