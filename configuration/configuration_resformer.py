@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import field, fields
+from threading import RLock
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
@@ -30,6 +31,7 @@ _SAME_MEANING = ("resformer", "llama", "mistral")
 #: Functions called once, before the first configuration is made. `resformer/registration.py` adds the registration of
 #: the model classes: `import resformer` stays cheap, and AutoModel knows the models before it can be asked for one.
 before_first_use: list[Callable[[], None]] = []
+_first_use = RLock()  # other threads wait until all are done
 
 
 @strict
@@ -137,8 +139,9 @@ class ResFormerConfig(PreTrainedConfig):
     dwa_period: int = positive_int_field(default=1)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ResFormerConfig":
-        while before_first_use:  # here, since unpickling calls no __init__
-            before_first_use.pop()()
+        with _first_use:  # here, since unpickling calls no __init__
+            while before_first_use:
+                before_first_use.pop()()
         return super().__new__(cls)
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -7,7 +7,9 @@ import pickle
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -224,3 +226,20 @@ generate = pipeline("text-generation", model=sys.argv[1])
 text = generate("values cross", max_new_tokens=4, do_sample=False)[0]["generated_text"]
 print(type(generate.model).__name__, text.startswith("values cross"))"""
     assert run("-c", code, folder).stdout == "ResFormerForCausalLM True\n"
+
+
+def test_a_thread_waits_for_the_registration_that_another_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, finished = Event(), Event()
+
+    def register() -> None:
+        begun.set()
+        time.sleep(0.2)
+        finished.set()
+
+    monkeypatch.setattr("resformer.configuration.configuration_resformer.before_first_use", [register])
+    first = Thread(target=ResFormerConfig)
+    first.start()
+    assert begun.wait(10)
+    ResFormerConfig()
+    assert finished.is_set()
+    first.join()
