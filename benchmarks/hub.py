@@ -24,7 +24,7 @@ import transformers
 import resformer
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from checkpoints import sparse_checkpoint
+from checkpoints import SMOLLM2_135M, sparse_checkpoint
 from hub_server import HubServer, Repository
 
 #: Source -> files, bytes of tokenizer.json, configuration.
@@ -32,15 +32,7 @@ SOURCES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "135M": (
         1,
         2_100_000,
-        {
-            "vocab_size": 49152,
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "tie_word_embeddings": True,
-        },
+        SMOLLM2_135M,
     ),
     "8B": (
         4,

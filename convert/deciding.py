@@ -8,8 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from resformer.configuration import ResFormerConfig
-from resformer.configuration.methods import without_connections
-from resformer.convert.connections import expected_shapes
+from resformer.convert.connections import added_shapes, expected_shapes
 from resformer.convert.families import FAMILIES
 from resformer.convert.reading import SideFile
 from resformer.convert.safetensors_format import FLOATING, Tensor
@@ -74,9 +73,9 @@ def added_kinds(config: ResFormerConfig, before: ResFormerConfig) -> list[Connec
                 )
         if kind.is_in(config) and not kind.is_in(before):
             added.append(kind)
-    shapes, plain = expected_shapes(config), expected_shapes(without_connections(before))
-    for name, shape in expected_shapes(before).items():
-        if name not in plain and shapes.get(name) != shape:
+    shapes = expected_shapes(config)
+    for name, shape in added_shapes(before).items():
+        if shapes.get(name) != shape:
             raise CheckpointError(
                 f"{name} of the source has shape {list(shape)}, and the result has no place for it: the connections "
                 "that are added leave other layers to mix. Convert the original instead."

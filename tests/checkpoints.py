@@ -91,6 +91,17 @@ FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
     "iquestcoder": (IQuestCoderConfig, LlamaForCausalLM, {"head_dim": 12, "attention_bias": True}),
 }
 
+#: The shape of SmolLM2-135M.
+SMOLLM2_135M = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+
 
 def family_model(family: str, **fields: Any) -> PreTrainedModel:
     """A model of the family with random parameters, biases and norms among them."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import SMOLLM2_135M
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.commands import terminal
@@ -20,15 +21,6 @@ from resformer.training.study.table import markdown, rows_of
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted((ROOT / "benchmarks" / "results" / "study").glob("*.json"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob(".github/**/*.md")])
-SMOLLM2_135M = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "tie_word_embeddings": True,
-}
 
 
 @pytest.mark.slow
