@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from resformer import inspect, retrofit, verify
 from resformer.convert import CheckpointError
+from resformer.convert.quantisation import Dequantised
+from resformer.convert.safetensors_format import Tensor
 from resformer.convert.source import open_source
 
 BLOCK = (8, 16)
@@ -106,3 +108,10 @@ def test_refusals_of_other_formats_say_the_way_out(quantisation: Any, words: str
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantisation}))
     with pytest.raises(CheckpointError, match=f"is quantised .*{words}"):
         retrofit(tmp_path / "source", tmp_path / "out")
+
+
+def test_weights_on_the_hub_are_not_on_this_disk(tmp_path: Path) -> None:
+    weight, scales = (Tensor(name, "F8_E4M3", (2, 2), (tmp_path / "absent", 0)) for name in ("w", "w_scale_inv"))
+    dequantised = Dequantised("w", "BF16", (2, 2), memoryview(b""), weight, scales)
+    assert not dequantised.on_this_disk
+    assert not dequantised.rounds
