@@ -166,7 +166,7 @@ def shrink(
             raise CheckpointError(f"{opened.name} gives no finite numbers on the calibration text; use another dtype.")
 
         def stage(name: str) -> None:
-            bar.set_description(name)
+            bar.set_description_str(name)
             bar.update()
 
         with torch.inference_mode():

@@ -30,6 +30,9 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys:
         "out: 4 of 4",
         "",
     ]
+    with progress_bar(desc="out") as bar:
+        bar.update()
+    assert capsys.readouterr().err.split("\n") == ["out: 0 [00:00]", "out: 1 [00:00]", ""]
     work(show=False)
     assert capsys.readouterr().err == ""
 
