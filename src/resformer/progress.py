@@ -32,6 +32,8 @@ def progress_bar(*, show: bool = True, **arguments: Any) -> "tqdm[Any]":
     in_notebook = tqdm is not terminal_bar
     if show and not in_notebook and not sys.stderr.isatty():
         arguments |= {"file": _Lines(), "mininterval": _SECONDS, "delay": _SECONDS, "miniters": 1, "leave": False}
-        rest = " [{elapsed}]" if arguments.get("total") is None else " of {total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"
+        rest = (
+            " [{elapsed}]" if arguments.get("total") is None else " of {total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"
+        )
         arguments["bar_format"] = "{desc}: {n_fmt}" + rest
     return tqdm(disable=not show, **arguments)
