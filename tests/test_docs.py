@@ -114,6 +114,26 @@ def test_what_commands_move_is_the_committed_measurement() -> None:
             assert f"| {' | '.join(cells)} |" in page
 
 
+def test_tables_of_time_and_memory_are_the_committed_measurements() -> None:
+    def results(name: str) -> Any:
+        return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+    converting, finetuning, large = (
+        (ROOT / "docs" / f"{page}.md").read_text() for page in ("converting", "finetuning", "8b")
+    )
+    for case in results("convert")["cases"].values():
+        times = f"{case['seconds_beyond_start_up']:.2f} s | {case['cp_seconds_beyond_start_up']:.2f} s"
+        assert f"` | {times} | {case['peak_mb_beyond_torch']:.0f} MB |" in converting
+    memory = results("finetune_memory")
+    for run in memory["finetune"]:
+        options = f"`{' '.join(run['options'])}`" if run["options"] else ""
+        sizes = f"{run['predicted']['peak'] / 1e9:.2f} GB | {run['measured'] / 1e9:.2f} GB"
+        assert f"| {run['batch']} x {run['block']} | {options} | {sizes} |" in finetuning
+    for run in memory["adapters of 8B"]:
+        parts = (run["weights"], run["gradients"] + run["optimizer"], run["activations"], run["peak"])
+        assert f"| {run['block']:,} | {' | '.join(f'{part / 1e9:.1f} GB' for part in parts)} |" in large
+
+
 def test_costs_of_smaller_caches_are_the_committed_ones() -> None:
     page = (ROOT / "docs" / "shrinking.md").read_text(encoding="utf-8")
     for file in sorted((ROOT / "benchmarks" / "results" / "shrink").glob("*.json")):
