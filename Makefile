@@ -8,7 +8,7 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow test-all lint types docs clean
+.PHONY: demo test test-slow test-all lint types docs tour clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -34,6 +34,10 @@ types: .venv/test
 docs: .venv/test
 	$(BIN)/python -m sphinx --fail-on-warning --nitpicky --quiet --builder html docs build/docs
 	@echo "build/docs/index.html"
+
+# Runs the notebook of the documentation on the demo's model and keeps its outputs.
+tour: .venv/test
+	$(BIN)/python tests/tour.py
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -44,8 +44,15 @@ class Plot:
 
     @cached_property
     def png(self) -> bytes:
+        return self._drawn(dpi=160)
+
+    def _repr_png_(self) -> bytes:
+        """What a notebook shows."""
+        return self._drawn(dpi=80)
+
+    def _drawn(self, dpi: int) -> bytes:
         with _style(), io.BytesIO() as buffer:
-            self.figure.savefig(buffer, format="png", dpi=160, facecolor="white", metadata={"Software": None})
+            self.figure.savefig(buffer, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
             return buffer.getvalue()
 
 
@@ -57,16 +64,20 @@ def require_matplotlib() -> None:
         raise ImportError("Figures need matplotlib: pip install 'resformer[analysis]'") from error
 
 
-def plots(analyses: Sequence[Analysis]) -> list[Plot]:
-    """All figures: one line per checkpoint in those by layer, one map per mixing matrix that is not plain Llama's."""
+def plots(analyses: Sequence[Analysis], *, changes: bool = False) -> dict[str, Plot]:
+    """All figures, by key: one line per checkpoint in those by layer, one map per mixing matrix that is not Llama's.
+
+    Args:
+        changes: the maps show the difference from plain Llama's matrices, all on one scale.
+    """
     require_matplotlib()
     with _style():
         drawn = [_lines(key, analyses) for key in _LINES]
         drawn.append(_positions(analyses))
         for key, title in (("value_mixing", "Value mixing matrix M"), ("depth_mixing", "Depth mixing matrix D")):
             if mixing := [analysis for analysis in analyses if distance_from_plain(_matrix(analysis, key)).any()]:
-                drawn.append(_maps(key, title, mixing))
-    return drawn
+                drawn.append(_maps(key, title, mixing, changes))
+    return {plot.key: plot for plot in drawn}
 
 
 def _matrix(analysis: Analysis, key: str) -> np.ndarray:
@@ -158,22 +169,25 @@ def _finished(key: str, title: str, figure: "Figure", axes: "Axes", across: str,
     return Plot(key, title, figure)
 
 
-def _maps(key: str, title: str, analyses: Sequence[Analysis]) -> Plot:
+def _maps(key: str, title: str, analyses: Sequence[Analysis], changes: bool) -> Plot:
     figure, row = _figure(4.8 * len(analyses), 4.2, len(analyses))
+    largest = max(np.nanmax(distance_from_plain(_matrix(analysis, key))) for analysis in analyses)
     for axes, analysis in zip(row, analyses, strict=True):
         matrix = _matrix(analysis, key)
         rows, columns = matrix.shape
+        if changes:
+            matrix = matrix - np.eye(rows, columns, k=columns - rows)
         readable = np.tri(rows, columns, k=columns - rows, dtype=bool)
         gates = np.isnan(matrix)
         shown = np.ma.masked_where(gates | ~readable, matrix)  # later layers cannot be read: left empty
-        most = float(np.abs(shown).max()) or 1.0
+        most = float(largest if changes else np.abs(shown).max()) or 1.0
         mesh = axes.pcolormesh(shown, cmap="RdBu_r", vmin=-most, vmax=most)
         if gates.any():
             axes.pcolormesh(np.ma.masked_where(~gates, np.ones(matrix.shape)), cmap="Greys", vmin=0, vmax=2)
         axes.grid(False)
         axes.set_aspect("equal")
         axes.invert_yaxis()
-        axes.set_title(f"{title[-1]} of {analysis.name}")
+        axes.set_title(f"{'Changes to ' * changes}{title[-1]} of {analysis.name}")
         axes.set_ylabel("row n: what layer n attends to" if key == "value_mixing" else "row n: what block n+1 reads")
         axes.set_xlabel("column m: values of layer m" if key == "value_mixing" else "column j: X_j (0: embeddings)")
         axes.set_xticks(*_centres(columns))

@@ -11,9 +11,11 @@ project = "resformer"
 author = copyright = "The resformer authors"
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx_copybutton"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
+nb_execution_mode = "off"  # outputs are committed: `make tour`
+nb_merge_streams = True
 html_theme = "furo"
 html_title = f"resformer {release}"
 exclude_patterns = ["_build"]
@@ -24,7 +26,7 @@ python_use_unqualified_type_names = True
 # Other projects' names: their pages are not looked up, so that a build needs no network.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|transformers|datasets|huggingface_hub|jinja2|pathlib|os|collections|typing|types|numpy)\..*"),
-    ("py:.*", "(Any|Callable|Iterable|Iterator|Literal|Mapping|Path|Sequence|optional)"),
+    ("py:.*", "(Any|Callable|Figure|Iterable|Iterator|Literal|Mapping|Path|Sequence|optional)"),
 ]
 
 

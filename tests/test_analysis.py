@@ -40,6 +40,7 @@ from resformer.analysis.measuring import DEFINITIONS
 from resformer.analysis.page import number
 from resformer.cli import app
 from resformer.convert import CheckpointError, retrofit
+from resformer.modeling.mixing import plain_matrix
 
 Batch = dict[str, torch.Tensor]
 
@@ -555,13 +556,26 @@ def test_page_shows_the_numbers_of_the_json(report: tuple[Report, Path]) -> None
 
 
 def test_every_line_and_threshold_has_its_name(report: tuple[Report, Path]) -> None:
-    for plot in figures.plots(report[0].analyses):
+    for plot in figures.plots(report[0].analyses).values():
         if not plot.key.endswith("_mixing"):
             (axes,) = plot.figure.axes
             labels = "\n".join(text.get_text() for text in axes.get_legend().get_texts())
             for name in ('a $b$ <i>&"', "resformer-denseformer", "resformer-gated"):
                 assert name in labels
             assert ("our threshold" in labels) == (plot.key in THRESHOLDS)
+
+
+def test_changes_are_from_llamas_matrices_on_one_scale(report: tuple[Report, Path]) -> None:
+    analyses = report[0].analyses
+    for key in ("value_mixing", "depth_mixing"):
+        matrices = [np.asarray(getattr(analysis, f"{key}_matrix")) for analysis in analyses]
+        moved = [change for matrix in matrices if (change := matrix - plain_matrix(*matrix.shape).numpy()).any()]
+        drawn = figures.plots(analyses, changes=True)[key].figure.axes
+        meshes = [axes.collections[0] for axes in drawn if axes.get_title("left")]  # a colour bar has no title
+        for mesh, change in zip(meshes, moved, strict=True):
+            shown = mesh.get_array()
+            assert np.allclose(shown.compressed(), change[~np.ma.getmaskarray(shown)])
+        assert {mesh.get_clim()[1] for mesh in meshes} == {max(np.nanmax(np.abs(change)) for change in moved)}
 
 
 def test_numbers_are_shown_to_three_digits() -> None:

@@ -29,11 +29,12 @@ def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
     command += ["-d", str(tmp_path / "doctrees"), str(ROOT / "docs"), str(tmp_path / "html")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    pages = {page.stem for page in (tmp_path / "html").glob("*.html")}
-    assert {page.stem for page in ROOT.glob("docs/*.md")} <= pages
+    pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb")]
+    assert {page.stem for page in pages} <= {page.stem for page in (tmp_path / "html").glob("*.html")}
     index = (tmp_path / "html" / "index.html").read_text(encoding="utf-8")
-    for page in ROOT.glob("docs/*.md"):
+    for page in pages:
         assert f'href="{page.stem}.html"' in index or page.stem == "index", f"{page.name} is in no table of contents"
+    assert (tmp_path / "html" / "tour.html").read_text(encoding="utf-8").count("<img ") == 3  # figures
     api = (tmp_path / "html" / "api.html").read_text(encoding="utf-8")
     text = re.sub(r"<[^>]+>", "", api)
     assert "value_residual_layers" in text

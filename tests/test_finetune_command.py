@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_colla
 
 from resformer import ResFormerForCausalLM, retrofit
 from resformer.checkpoint_cards import checkpoint_card
+from resformer.pushing import HubError
 from resformer.training import recipe
 from resformer.training.data import load_documents, pack_documents
 from resformer.training.freezing import trained_parameters
@@ -219,13 +220,16 @@ def test_a_plan_names_the_held_out_documents_of_each_source_and_writes_nothing(w
     (work / "other.txt").write_text("\n\n".join(f"Layer {index} reads another text." for index in range(200)))
     before = sorted(work.iterdir())
     done = finetune(
-        work, "source", "planned", "--data", "notes.txt", "--data", "other.txt", *SMALL, "--held-out-blocks", 12,
+        work, "source", "planned", "--data", "notes.txt:1", "--data", "other.txt:3", *SMALL, "--held-out-blocks", 12,
         "--dry-run",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     counts = re.findall(r"held out      (\d+) documents of (\w+).txt", done.stdout)
     assert [name for _, name in counts] == ["notes", "other"]
     assert all(int(count) > 4 for count, _ in counts)
+    (blocks,) = re.findall(r"data +(\d+) blocks", done.stdout)
+    characters = sum((work / name).stat().st_size for name in ("notes.txt", "other.txt"))
+    assert int(blocks) * 32 < 0.6 * characters  # a fifth of notes.txt, until other.txt is used up
     assert re.search(r"memory +\S+ \wB at most, predicted: weights .*, this process", done.stdout)
     assert re.search(r"memory +\S+ \wB with --gradient-checkpointing", done.stdout)
     assert "would write   planned" in done.stdout
@@ -354,21 +358,25 @@ def test_defaults_are_those_of_fine_tuning() -> None:
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_weights_are_trained_taught_and_saved_in_the_dtypes_that_were_asked_for(
+def test_dtypes_and_attention_are_those_that_were_asked_for(
     work: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool
 ) -> None:
-    loaded: list[tuple[str, torch.dtype]] = []
+    loaded: list[tuple[Any, ...]] = []
     load = recipe._model
 
     def spy(name: str, dtype: torch.dtype, **options: Any) -> Any:
-        loaded.append((Path(name).name, dtype))
+        loaded.append((Path(name).name, dtype, *options.values()))
         return load(name, dtype, **options)
 
     monkeypatch.setattr(recipe, "_model", spy)
     name = f"saved-{bf16}"
-    tuned(work, name, monkeypatch, save_dtype="float16", distill="source", bf16=bf16)
+    tuned(work, name, monkeypatch, save_dtype="float16", distill="source", bf16=bf16, attn_implementation="eager")
     teacher = torch.bfloat16 if bf16 else torch.float32
-    assert loaded == [("retrofit", torch.float32), ("source", teacher), ("trained", torch.float16)]
+    assert loaded == [
+        ("retrofit", torch.float32, "eager"),
+        ("source", teacher, "eager"),
+        ("trained", torch.float16),
+    ]
     weights = load_file(work / name / "model.safetensors")
     for key, tensor in weights.items():
         assert tensor.dtype == (torch.float32 if is_connection(key) else torch.float16), key
@@ -438,14 +446,25 @@ def test_the_finished_output_alone_is_pushed(work: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(recipe, "push_checkpoint", push)
     monkeypatch.setattr(shutil, "rmtree", remove_checkpoints)
-    report = tuned(work, "shared-out", monkeypatch, push="you/tuned", hub_private_repo=True, save_steps=1)
+    hub = {"push": "you/tuned", "hub_private_repo": True, "hub_revision": "next"}
+    report = tuned(work, "shared-out", monkeypatch, **hub, save_steps=1)
     ((repo_id, options, files),) = pushed
-    assert (repo_id, options) == ("you/tuned", {"private": True, "revision": None})
+    assert (repo_id, options) == ("you/tuned", {"private": True, "revision": "next"})
     assert {"README.md", "model.safetensors", "tokenizer.json", "metrics.json"} <= files
     assert 'from_pretrained("you/tuned"' in (work / "shared-out" / "README.md").read_text()
     assert report.url == "https://hub/commit"
     # Checkpoints have the tokenizer too.
     assert {"trainer_state.json", "tokenizer.json", "tokenizer_config.json"} <= in_checkpoints[0]
+
+
+def test_a_refused_push_says_that_the_run_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any, **options: Any) -> None:
+        raise HubError("The Hub says no.")
+
+    monkeypatch.setattr(recipe, "push_checkpoint", refuse)
+    words = "out: is finished, but was not pushed: The Hub says no. To push it: resformer push out you/tuned"
+    with pytest.raises(HubError, match=words):
+        recipe._push(FinetuneOptions(model="a", output="out", data=["c"], push="you/tuned"))
 
 
 @pytest.mark.parametrize(("optim", "share"), [("adafactor", 0), ("adamw_8bit", 0.5), ("adamw_torch", 2)])
@@ -455,11 +474,31 @@ def test_the_optimizers_state_is_in_the_plan(
     memory = tuned(work, "planned", monkeypatch, optim=optim, dry_run=True).predicted_memory
     assert memory is not None
     assert memory["optimizer"] == share * memory["gradients"]
+    assert memory["peak"] > memory["process"] > 10 * memory["weights"]
+
+
+def test_the_plan_is_of_this_run(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[tuple[Any, dict[str, Any]]] = []
+
+    def plan(build: Callable[[], Any], **options: Any) -> dict[str, int]:
+        plans.append((build(), options))
+        return {"peak": len(plans)}
+
+    monkeypatch.setattr(recipe, "predicted_memory", plan)
+    options = {"train": "sharing", "distill": "source", "batch": 3, "accumulate": 2, "attn_implementation": "eager"}
+    tuned(work, "planned", monkeypatch, model="shared", **options, dry_run=True)
+    for (model, planned), checkpointing in zip(plans, (False, True), strict=True):
+        learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        assert learned == trained_parameters(model, "sharing")
+        assert (model.config._attn_implementation, model.is_gradient_checkpointing) == ("eager", checkpointing)
+        assert planned.pop("build_teacher")().config.model_type == "llama"
+        sizes = {"batch": 3, "block": 32, "passes": 2, "bf16": False}
+        assert planned == {**sizes, "moment_bytes": None, "device": "cpu"}
 
 
 def test_tensorboard_files_are_in_the_output(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    tuned(work, "logged", monkeypatch, report_to=["tensorboard"], attn_implementation="eager", optim="adafactor")
+    tuned(work, "logged", monkeypatch, report_to=["tensorboard"], optim="adafactor")
     (folder,) = (work / "logged" / "runs").iterdir()
     events = reader.EventAccumulator(str(folder)).Reload()
     assert [event.step for event in events.Scalars("eval/loss")] == [0, 1, 2]

@@ -400,7 +400,8 @@ def test_sources_are_mixed_by_their_weights(streaming: bool, tmp_path: Path) -> 
     assert weights == [0.75, 0.25]
     documents = load_documents(names, streaming=streaming, chats=True)
     options = {"block": 7, "held_out": 0.05, "held_out_blocks": 10_000, "weights": weights}
-    blocks = pack_documents(documents, byte_tokenizer(), **options)
+    blocks, other = (pack_documents(documents, byte_tokenizer(), **options, seed=seed) for seed in (0, 1))
+    assert list(next(iter(blocks.train))["input_ids"]) != list(next(iter(other.train))["input_ids"])
     text = byte_tokenizer().decode(
         tokens_of(blocks.train) if not streaming else [i for r in blocks.train for i in r["input_ids"]]
     )

@@ -489,9 +489,8 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
         "disable_tqdm": not sys.stderr.isatty(),
         "use_cpu": not torch.accelerator.is_available(),
     }
-    further = {name: value for name, value in options.trainer.items() if name not in _PUSH_FIELDS}
     try:
-        return TrainingArguments(**{**defaults, **further, **fixed})
+        return TrainingArguments(**{**defaults, **options.trainer, **fixed})
     except TypeError as error:
         raise ValueError(f"An argument of the Trainer is of the wrong kind: {brief(error)}") from error
 
