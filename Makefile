@@ -1,5 +1,6 @@
 # Two commands on a fresh machine with Python's pip and venv: `make demo` and `make test`.
-# `make test` is what takes under six minutes on two free cores, `make test-slow` the rest, `make test-all` both.
+# `make test` is what takes under six minutes on two free cores, `make test-slow` the rest, `make test-all` both;
+# `make test-gpu` needs a GPU and takes under eight minutes.
 #   make demo ARGS="--help"            make test ARGS="-k configuration"          make test PYTHON=python3.12
 PYTHON ?= python3.11
 WORKERS ?= 2
@@ -8,7 +9,7 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow test-all lint types docs tour clean
+.PHONY: demo test test-slow test-all test-gpu lint types docs tour clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -23,6 +24,9 @@ test-slow: .venv/test
 
 test-all: .venv/test
 	$(PYTEST) --hypothesis-profile=full $(ARGS)
+
+test-gpu: .venv/test
+	$(BIN)/python -m pytest tests/test_gpu.py $(ARGS)
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
     python benchmarks/decode.py --output benchmarks/results/decode.json
     python benchmarks/decode.py --threads 1 --clock cpu --output benchmarks/results/decode-1-thread.json
-    python benchmarks/decode.py --device cuda --dtype bfloat16 --output benchmarks/results/decode-cuda.json
+    python benchmarks/decode.py --device cuda --dtype bfloat16 --batches 1 8 --contexts 4096 --output decode.json
 
 Decoding is timed through `generate()` on caches filled with random numbers; the weights are random too. All that is
 compared runs in the same process, one after the other in every round, in an order that turns with the rounds. A ratio
@@ -11,13 +11,20 @@ from 1 is how far the others can be trusted. Rounds in which other processes too
 out where enough others remain.
 
 A growing cache copies itself to larger memory now and then. That is timed apart and added to each token's time.
+
+`--batches` and `--contexts` choose other cases, `--arms` what is timed in them: Llama or a method, and its cache unless
+that is the default: `growing`, `static`, or `static compiled`, whose step `generate()` compiles. `--largest` looks for
+the largest batch whose caches fit into the accelerator's memory.
 """
 
 import argparse
+import functools
+import gc
 import json
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,20 +35,47 @@ from typing import Any
 import psutil
 import torch
 import transformers
-from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
+from transformers import (
+    Cache,
+    CompileConfig,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    StaticCache,
+)
 
 import resformer
 from resformer import METHODS, GrowingCache, ResFormerConfig, ResFormerForCausalLM
 from resformer.configuration import cache_bytes_per_token
 from resformer.modeling.growing_cache import moved_to_larger_memory, new_slack
 from resformer.modeling.sharing import update_cache
+from resformer.training.optimizer import is_connection
 
-SHAPE = {
-    "vocab_size": 32000,
-    "hidden_size": 512,
-    "intermediate_size": 1792,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
+
+def shape(layers: int, width: int, inner: int, heads: int, vocabulary: int = 32000, **more: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": vocabulary,
+        **more,
+    }
+
+
+SHAPES = {
+    "12 x 512": shape(12, 512, 1792, 8),
+    "SmolLM2-135M": shape(30, 576, 1536, 9, 49152, num_key_value_heads=3, tie_word_embeddings=True),
+    "tiny": shape(4, 32, 64, 4, 256, num_key_value_heads=2),
+    "8 x 512": shape(8, 512, 1408, 8),
+    "12 x 768": shape(12, 768, 2048, 12),
+    "24 x 1024": shape(24, 1024, 2816, 16),
+    "32 x 2048": shape(32, 2048, 4096, 32, num_key_value_heads=8),  # 1.2 billion parameters
+}
+#: Of the models that decode; `--shape` chooses another.
+SHAPE: dict[str, Any] = {
+    **SHAPES["12 x 512"],
     "max_position_embeddings": 32768,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -131,6 +165,17 @@ def busy_seconds() -> float:
     return times.user + times.system + getattr(times, "nice", 0.0) + getattr(times, "irq", 0.0)
 
 
+def wait_for_quiet(options: argparse.Namespace, give_up: float) -> None:
+    """Waits until other processes take little of the processor, if that is what is timed."""
+    while (
+        options.clock == "wall"
+        and options.device == "cpu"
+        and time.perf_counter() < give_up
+        and psutil.cpu_percent(interval=0.3) * psutil.cpu_count() > 100 * QUIET
+    ):
+        time.sleep(0.2)
+
+
 def measure(
     arms: dict[str, Callable[[], object]], options: argparse.Namespace, device: torch.device, rounds: int
 ) -> Timings:
@@ -144,12 +189,7 @@ def measure(
     for number in range(-1, rounds):  # the first warms up
         if number >= 3 and time.perf_counter() - start_of_all > options.budget:
             break
-        while (
-            options.clock == "wall"
-            and time.perf_counter() < give_up
-            and psutil.cpu_percent(interval=0.3) * psutil.cpu_count() > 100 * QUIET
-        ):
-            time.sleep(0.2)
+        wait_for_quiet(options, give_up)
         start, own = busy_seconds(), sum(process.cpu_times()[:2])
         began = time.perf_counter()
         for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -165,13 +205,17 @@ def measure(
     return timings
 
 
-def build(method: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def built(method: str, shape: dict[str, Any], options: argparse.Namespace) -> PreTrainedModel:
+    """Llama or a method with random parameters, in the dtypes that a checkpoint is loaded in."""
     torch.manual_seed(0)
-    if method == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**SHAPE))
-    else:
-        model = ResFormerForCausalLM(ResFormerConfig.for_method(method, **SHAPE))
-    return model.to(device=device, dtype=dtype).eval()
+    with torch.device(options.device):
+        if method == "llama":
+            model = LlamaForCausalLM(LlamaConfig(**shape))
+        else:
+            model = ResFormerForCausalLM(ResFormerConfig.for_method(method, **shape))
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if is_connection(name) else getattr(torch, options.dtype))
+    return model.eval()
 
 
 def filled(cache: Cache, model: PreTrainedModel, case: Case) -> Cache:
@@ -194,10 +238,15 @@ class Decoding:
 
     def __init__(self, model: PreTrainedModel, arm: str, case: Case):
         self.model, self.case = model, case
-        if arm.endswith("static"):
+        name, _, kind = arm.partition(" ")
+        if kind.startswith("static"):
             self.cache: Cache = StaticCache(config=model.config, max_cache_len=case.context + 256)
         else:
-            self.cache = (DynamicCache if arm.startswith("llama") else GrowingCache)(config=model.config)
+            stock = name == "llama" and kind != "growing"
+            self.cache = (DynamicCache if stock else GrowingCache)(config=model.config)
+        self.compilation = CompileConfig() if kind.endswith("compiled") else None
+        if self.compilation:
+            self.compilation._compile_all_devices = True
         filled(self.cache, model, case)
         self.ids = torch.randint(1, SHAPE["vocab_size"], (case.batch, case.context + 1), device=model.device)
 
@@ -208,7 +257,8 @@ class Decoding:
             past_key_values=self.cache,
             max_new_tokens=self.case.tokens,
             do_sample=False,
-            disable_compile=True,
+            disable_compile=self.compilation is None,
+            compile_config=self.compilation,
         )
         if isinstance(self.cache, StaticCache):
             for layer in self.cache.layers:
@@ -220,6 +270,7 @@ class Decoding:
     def growth(self) -> float:
         """Seconds that copying the cache to larger memory takes for each token, copied as seldom as it is."""
         cached = [states for layer in self.cache.layers for states in (layer.keys, layer.values) if states is not None]
+        synchronise(self.model.device)
         started = time.perf_counter()
         for states in cached:
             moved_to_larger_memory(states, 1)
@@ -228,8 +279,8 @@ class Decoding:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second that memory is read with, by the best of several sums over 512 MiB."""
-    numbers = torch.ones(2**27, device=device)
+    """Bytes a second that memory is read with, by the best of several sums over 512 MiB, or 8 GiB of an accelerator."""
+    numbers = torch.ones(2**27 if device.type == "cpu" else 2**31, device=device)
     best = float("inf")
     for _ in range(8):
         synchronise(device)
@@ -240,13 +291,14 @@ def bandwidth(device: torch.device) -> float:
     return numbers.nbytes / best
 
 
-def limits(model: PreTrainedModel, arm: str, case: Case, seconds: float, speed: float) -> dict[str, Any]:
+def limits(decoding: "Decoding", seconds: float, speed: float) -> dict[str, Any]:
     """The fewest bytes that a token reads and writes, against the time that it took."""
+    model, case = decoding.model, decoding.case
     weights = sum(parameter.nbytes for parameter in model.parameters()) - model.get_input_embeddings().weight.nbytes
     stored = cache_bytes_per_token(model.config, model.dtype) * case.batch * case.context
     full = cache_bytes_per_token(LlamaConfig(**SHAPE), model.dtype) * case.batch * case.context
     moved = {"weights read": weights, "keys and values read": full}  # every layer reads, also what others store
-    if arm.startswith("llama"):
+    if type(decoding.cache) is DynamicCache:
         moved["cache copied, read and written"] = 2 * stored
     floor = sum(moved.values()) / speed
     largest = max(moved, key=lambda name: moved[name])
@@ -259,25 +311,27 @@ def limits(model: PreTrainedModel, arm: str, case: Case, seconds: float, speed: 
     }
 
 
-def decode(case: Case, models: dict[str, PreTrainedModel], options: argparse.Namespace, speed: float) -> Any:
-    device = models["llama"].device
-    chosen = {arm: models[arm.split()[0]] for arm in case.arms}
+def decode(
+    case: Case, model_of: Callable[[str], PreTrainedModel], options: argparse.Namespace, speed: float
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    began = time.perf_counter()
     with torch.no_grad():
-        arms = {arm: Decoding(model, arm, case) for arm, model in chosen.items()}
-    timings = measure(dict(arms), options, device, options.rounds)
+        arms = {arm: Decoding(model_of(arm.split()[0]), arm, case) for arm in case.arms}
+    timings = measure(dict(arms), options, torch.device(options.device), options.rounds)
     growth = {arm: arms[arm].growth() for arm in arms if isinstance(arms[arm].cache, GrowingCache)}
     added = {arm: seconds * case.tokens for arm, seconds in growth.items()}
     result: dict[str, Any] = {"tokens a round": case.tokens, **timings.report(), "arms": {}}
-    for arm, model in chosen.items():
+    for arm, decoding in arms.items():
         seconds = timings.median(arm) / case.tokens + growth.get(arm, 0.0)
         result["arms"][arm] = {
             "ms a step": round(1e3 * seconds, 3),
             "of these growth": round(1e3 * growth.get(arm, 0.0), 3),
             "tokens/s": round(case.batch / seconds, 1),
             "against llama": round(timings.ratio(arm, "llama", added), 3),
-            **limits(model, arm, case, seconds, speed),
+            **limits(decoding, seconds, speed),
         }
-    met = []
+    result["seconds"] = round(time.perf_counter() - began, 1)
+    met: list[dict[str, Any]] = []
     for name, faster, slower, must, aim in TARGETS:
         if name == case.name:
             ratio = timings.ratio(faster, slower, added)
@@ -285,9 +339,30 @@ def decode(case: Case, models: dict[str, PreTrainedModel], options: argparse.Nam
     return result, met
 
 
-def prefill(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Any:
+def largest(arm: str, context: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The most sequences of `context` tokens that can be decoded at once, tried from as many as caches alone fit."""
+    model = built(arm.split()[0], SHAPE, options)
+    free = options.memory or torch.cuda.mem_get_info()[0]
+    sequence = cache_bytes_per_token(model.config, model.dtype) * context
+    batch, decoding = free // sequence, None
+    while batch:
+        try:
+            with torch.no_grad():
+                decoding = Decoding(model, arm, Case(batch, context, 8, ()))
+            timings = measure({arm: decoding}, options, model.device, 3)
+            rate = round(batch * 8 / timings.median(arm), 1)
+            return {"batch": batch, "cache, GB": round(batch * sequence / 1e9, 1), "tokens/s": rate}
+        except torch.OutOfMemoryError:
+            decoding = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        batch -= max(1, batch // 20)
+    return {"batch": 0}
+
+
+def prefill(options: argparse.Namespace, device: torch.device) -> Any:
     ids = torch.randint(1, SHAPE["vocab_size"], (1, PREFILL_TOKENS), device=device)
-    models = {name: build(name, device, dtype) for name in ("llama", *PREFILL_METHODS)}
+    models = {name: built(name, SHAPE, options) for name in ("llama", *PREFILL_METHODS)}
     models["llama again"] = models["llama"]
 
     @torch.no_grad()
@@ -345,26 +420,32 @@ def cache_sizes(model: PreTrainedModel, device: torch.device) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--cases", default="", help="only the decoding cases whose name holds this; 'prefill' for none")
+    parser.add_argument(
+        "--cases", default="", help="only the cases whose name holds this; 'prefill' or 'cache' for none"
+    )
     parser.add_argument("--budget", type=float, default=120.0, help="seconds after which a case ends (120)")
+    parser.add_argument("--shape", choices=SHAPES, default="12 x 512")
+    parser.add_argument("--batches", type=int, nargs="*", help="other cases than the usual: these sequences at once")
+    parser.add_argument("--contexts", type=int, nargs="*", default=[], help="tokens in the cache of other cases")
+    parser.add_argument("--arms", nargs="+", default=["llama", "llama growing", "resformer", "svformer", "cla2"])
+    parser.add_argument("--largest", type=int, help="tokens in the cache of sequences; how many fit?")
+    parser.add_argument("--memory", type=int, default=0, help="bytes for --largest (what the accelerator has free)")
     options = parsed(parser)
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    device = torch.device(options.device)
+    SHAPE.update(SHAPES[options.shape])
+    usual = options.batches is None
+    grid = [
+        Case(batch, context, 16, (*options.arms,)) for context in options.contexts for batch in options.batches or ()
+    ]
 
-    speed = bandwidth(device)
-    before = json.loads(options.output.read_text(encoding="utf-8")) if options.update else {}
-    results: dict[str, Any] = {
-        **run_facts(options, before),
-        "shape": SHAPE,
-        "decoding": before.get("decoding", {}),
-        "targets": before.get("targets", []),
-    }
-    results["machine"]["read bandwidth, GB/s"] = round(speed / 1e9, 1)
-    models = {
-        name: build(name, device, dtype) for name in ("llama", "transformer", "resformer", "svformer", "denseformer")
-    }
-    for case in CASES:
-        if options.cases in case.name:
-            result, met = decode(case, models, options, speed)
+    before = before_of(options)
+    results: dict[str, Any] = {**before, **run_facts(options, before), "shape": SHAPE}
+    results = {**results, "decoding": before.get("decoding", {}), "targets": before.get("targets", [])}
+    results["machine"]["read bandwidth, GB/s"] = round((speed := bandwidth(device)) / 1e9, 1)
+    model_of = functools.cache(lambda name: built(name, SHAPE, options))
+    for case in CASES if usual else grid:
+        if options.cases in case.name and not (options.resume and case.name in results["decoding"]):
+            result, met = decode(case, model_of, options, speed)
             results["decoding"][case.name] = result
             results["targets"] = [each for each in results["targets"] if each["case"] != case.name]
             results["targets"] += [{"case": case.name, **each} for each in met]
@@ -373,16 +454,21 @@ def main() -> None:
             )
             print(f"{case.name} [{result['rounds counted']}/{result['rounds']} rounds]: {arms}", flush=True)
             write(results, options.output)
-    results["cache"] = cache_sizes(models["svformer"], device)
-    if "prefill" in before:
-        results["prefill"] = before["prefill"]
-    if options.cases in ("", "prefill"):
-        models.clear()
-        results["prefill"], met = prefill(options, device, dtype)
+    if usual and options.cases in ("", "cache"):
+        results["cache"] = cache_sizes(model_of("svformer"), device)
+        print(results["cache"])
+    model_of.cache_clear()
+    if usual and options.cases in ("", "prefill"):
+        results["prefill"], met = prefill(options, device)
         results["targets"] = [each for each in results["targets"] if not each["case"].startswith("prefill")]
         results["targets"] += [{"case": f"prefill of {PREFILL_TOKENS}", **each} for each in met]
+    for arm in options.arms if options.largest else ():
+        name = f"largest batch at context {options.largest}"
+        if not (options.resume and arm in results.setdefault(name, {})):
+            results.setdefault(name, {})[arm] = largest(arm, options.largest, options)
+            print(f"{name}: {arm} {results[name][arm]}", flush=True)
+            write(results, options.output)
     print_targets(results["targets"])
-    print(results["cache"])
     write(results, options.output)
 
 
@@ -396,15 +482,30 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
         "--clock", choices=["wall", "cpu"], default="wall", help="'cpu' for one thread that is disturbed"
     )
     parser.add_argument("--update", action="store_true", help="replace the cases of this run only in the output")
+    parser.add_argument("--resume", action="store_true", help="measure only what the output lacks")
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     return options
 
 
+def before_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What the output holds, if it is to be gone on with."""
+    if options.update or (options.resume and options.output.exists()):
+        return json.loads(options.output.read_text(encoding="utf-8"))
+    return {}
+
+
+def device_facts(device: torch.device) -> dict[str, str]:
+    if device.type == "cpu":
+        return {"device": "cpu"}
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    return {"device": torch.cuda.get_device_name(device), "driver": driver, "CUDA": str(torch.version.cuda)}
+
+
 def run_facts(options: argparse.Namespace, before: dict[str, Any]) -> dict[str, Any]:
     """The command, the versions and the machine; `before` is what the output held."""
-    device = torch.device(options.device)
     return {
         "command": shlex.join(["python", *sys.argv]),
         "commands before": [*before.get("commands before", []), *([before["command"]] if before else [])],
@@ -415,7 +516,7 @@ def run_facts(options: argparse.Namespace, before: dict[str, Any]) -> dict[str, 
             "python": platform.python_version(),
         },
         "machine": {
-            "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
+            **device_facts(torch.device(options.device)),
             "cores": psutil.cpu_count(),
             "threads": options.threads,
             "dtype": options.dtype,

@@ -1,6 +1,7 @@
 """The cost of depth-weighted averaging in training: alone, and in a model's step.
 
     python benchmarks/depth_average.py --output benchmarks/results/depth_average.json
+    python benchmarks/depth_average.py --device cuda --cases 24x1024x8192xbfloat16 --parts alone memory
 
 Alone: a chain of cheap blocks (a sine, which keeps its input as a norm does) with an average after each, forward and
 backward. Times and memory of the same chain without averages are subtracted. Results are ratios to stacking all states
@@ -13,7 +14,7 @@ trusted.
 
 The C library is set to keep freed memory. By default it gives blocks above 32 MiB back at once, and clearing new pages
 for every stack of states would then be most of what stacking costs (`"allocator": "default"` shows it). Peak memory is
-the resident set's, each form in a process of its own with the default allocator.
+the resident set's, or what torch allocates on a GPU, each form in a process of its own with the default allocator.
 """
 
 import argparse
@@ -27,14 +28,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from decode import device_facts, synchronise
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import resformer
 from resformer import ResFormerConfig, ResFormerForCausalLM
-from resformer.modeling.depth_average import DepthAverage, depth_average
+from resformer.modeling.depth_average import GROUP, DepthAverage, depth_average
 from resformer.modeling.mixing import weighted_sum
 
 #: Layers, width, tokens, dilation and period, dtype.
@@ -60,7 +63,23 @@ BATCH, TOKENS = 2, 512
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**35), "MALLOC_TRIM_THRESHOLD_": str(2**35)}
 
 
-def forms(module: DepthAverage) -> dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]]:
+class WriteInPlace(torch.autograd.Function):
+    """A state written into a buffer of all states, as the authors' code does (epfml/DenseFormer on GitHub)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, buffer: torch.Tensor, before: torch.Tensor | None, number: int, state: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.number = number
+        buffer[number] = state
+        return buffer.new_empty(0).set_(buffer[: number + 1])  # autograd does not see that it was written to
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor | None, None, torch.Tensor]:
+        return None, gradient[: ctx.number] if ctx.number else None, None, gradient[ctx.number]
+
+
+def forms(module: DepthAverage, usual_group: int) -> dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]]:
     """Form -> what makes, for one forward pass, the function that turns X_0, X_1, .. into what is read next."""
 
     def plain(average: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]) -> Callable:
@@ -78,6 +97,29 @@ def forms(module: DepthAverage) -> dict[str, Callable[[], Callable[[torch.Tensor
 
         return start
 
+    def authors() -> Callable[[torch.Tensor], torch.Tensor]:
+        weights, states = module(), []  # the buffer, and the part of it that is written
+
+        def append(state: torch.Tensor) -> torch.Tensor:
+            if not states:
+                states.extend((state.new_zeros(module.layout[0] + 1, *state.shape), None, 0))
+            buffer, before, number = states
+            states[1:] = WriteInPlace.apply(buffer, before, number, state), number + 1
+            if number == 0:
+                return state
+            return torch.tensordot(weights[number - 1].to(state.dtype), states[1], dims=1)
+
+        return append
+
+    def ours(group: int) -> Callable[[], Callable[[torch.Tensor], torch.Tensor]]:
+        def start() -> Callable[[torch.Tensor], torch.Tensor]:
+            module.group = lambda dtype: group
+            return module.start(module()).append
+
+        return start
+
+    every = {"in groups": ours(GROUP), "without groups": ours(0), "authors' buffer": authors}
+
     def einsum(states: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
         return torch.einsum("k,kth->th", weights.to(states[0].dtype), torch.stack(states))
 
@@ -86,9 +128,15 @@ def forms(module: DepthAverage) -> dict[str, Callable[[], Callable[[torch.Tensor
         "no averages, again": lambda: lambda state: state,
         "stack + einsum": plain(einsum),
         "addcmul chain": plain(weighted_sum),
-        "resformer": lambda: module.start(module()).append,
-        "resformer, again": lambda: module.start(module()).append,
+        "resformer": ours(usual_group),
+        "resformer, again": ours(usual_group),
+        **(every if module.layout[1:] == (1, 1) else {}),
     }
+
+
+def case_of(text: str) -> Case:
+    layers, width, tokens, dtype = text.split("x")
+    return int(layers), int(width), int(tokens), (1, 1), dtype
 
 
 def steps_alone(case: Case) -> dict[str, Callable[[], None]]:
@@ -110,13 +158,13 @@ def steps_alone(case: Case) -> dict[str, Callable[[], None]]:
         hidden.backward(upstream)
         module.bias.grad = embeddings.grad = None
 
-    return {form: lambda start=start: step(start) for form, start in forms(module).items()}
+    return {form: lambda start=start: step(start) for form, start in forms(module, module.group(dtype)).items()}
 
 
 def steps_of_models() -> dict[str, Callable[[], None]]:
     def step_of(model: torch.nn.Module) -> Callable[[], None]:
         model.train()
-        ids = torch.randint(3, MODEL["vocab_size"], (BATCH, TOKENS), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(3, MODEL["vocab_size"], (BATCH, TOKENS))
 
         def step() -> None:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -129,7 +177,9 @@ def steps_of_models() -> dict[str, Callable[[], None]]:
     return {"llama": llama, "llama, again": llama, **methods}
 
 
-def seconds(steps: dict[str, Callable[[], None]], rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+def seconds(
+    steps: dict[str, Callable[[], None]], rounds: int, clock: Callable[[], float], device: torch.device
+) -> dict[str, list[float]]:
     names = list(steps)
     took: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-1, rounds):  # the first warms up and does not count
@@ -137,13 +187,16 @@ def seconds(steps: dict[str, Callable[[], None]], rounds: int, clock: Callable[[
         for name in names[turn:] + names[:turn]:
             start = clock()
             steps[name]()
+            synchronise(device)
             if number >= 0:
                 took[name].append(clock() - start)
     return took
 
 
-def peak_bytes() -> int:
-    """This process's largest resident set so far, by Linux."""
+def peak_bytes(device: torch.device) -> int:
+    """This process's largest resident set so far, by Linux, or what it had on the GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
     return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1))
 
 
@@ -155,19 +208,19 @@ def child(arguments: list[str], keep_memory: bool) -> dict:
     return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
 
-def work(kind: str, threads: int, rounds: int, detail: str) -> dict:
+def work(kind: str, threads: int, rounds: int, detail: str, device: str) -> dict:
     """Runs in a process of its own."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    clock = time.process_time if threads == 1 else time.perf_counter
+    case, form = json.loads(detail) if kind == "memory" else (detail and json.loads(detail), "")
+    with torch.device(device) as place:
+        steps = steps_of_models() if kind == "models" else steps_alone(case)
     if kind == "memory":
-        case, form = json.loads(detail)
-        step = steps_alone(case)[form]
         for _ in range(3):
-            step()
-        return {"bytes": peak_bytes()}
-    steps = steps_of_models() if kind == "models" else steps_alone(json.loads(detail))
-    return seconds(steps, rounds, clock)
+            steps[form]()
+        return {"bytes": peak_bytes(place)}
+    clock = time.process_time if threads == 1 and device == "cpu" else time.perf_counter
+    return seconds(steps, rounds, clock, place)
 
 
 def described(case: Case) -> dict:
@@ -176,8 +229,8 @@ def described(case: Case) -> dict:
     return {**shape, "dilation x period": f"{dilation}x{period}", "dtype": dtype}
 
 
-def measure_alone(case: Case, threads: int, rounds: int, keep_memory: bool) -> dict:
-    took = child(["alone", str(threads), str(rounds), json.dumps(case)], keep_memory)
+def measure_alone(case: Case, threads: int, rounds: int, keep_memory: bool, device: str) -> dict:
+    took = child(["alone", str(threads), str(rounds), json.dumps(case), device], keep_memory)
     medians = {form: statistics.median(times) for form, times in took.items()}
     bare = medians.pop("no averages")
     again = medians.pop("no averages, again")
@@ -194,9 +247,13 @@ def measure_alone(case: Case, threads: int, rounds: int, keep_memory: bool) -> d
     }
 
 
-def measure_memory(case: Case) -> dict:
+def measure_memory(case: Case, device: str) -> dict:
     names = ["no averages", "stack + einsum", "addcmul chain", "resformer"]
-    peaks = {form: child(["memory", "2", "0", json.dumps([case, form])], keep_memory=False)["bytes"] for form in names}
+    names += ["in groups", "without groups", "authors' buffer"] if device != "cpu" else []
+    peaks = {
+        form: child(["memory", "2", "0", json.dumps([case, form]), device], keep_memory=False)["bytes"]
+        for form in names
+    }
     net = {form: peaks[form] - peaks["no averages"] for form in names[1:]}
     layers, width, tokens, _, dtype = case
     states = (layers + 1) * width * tokens * getattr(torch, dtype).itemsize
@@ -208,8 +265,8 @@ def measure_memory(case: Case) -> dict:
     }
 
 
-def measure_models(threads: int, rounds: int) -> dict:
-    took = child(["models", str(threads), str(rounds), ""], keep_memory=True)
+def measure_models(threads: int, rounds: int, device: str) -> dict:
+    took = child(["models", str(threads), str(rounds), "", device], keep_memory=True)
     llama = took["llama"]
     return {
         **MODEL,
@@ -227,15 +284,18 @@ def measure_models(threads: int, rounds: int) -> dict:
 
 def main() -> None:
     if sys.argv[1:2] and sys.argv[1] in ("alone", "memory", "models"):
-        kind, threads, rounds, detail = sys.argv[1:]
-        print(json.dumps(work(kind, int(threads), int(rounds), detail)))
+        kind, threads, rounds, *details = sys.argv[1:]
+        print(json.dumps(work(kind, int(threads), int(rounds), *details)))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="where the JSON goes; default: stdout alone")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count() or 1])
     parser.add_argument("--parts", nargs="+", default=["alone", "memory", "models"], help="others stay as they are")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cases", type=case_of, nargs="+", default=CASES, metavar="LAYERSxWIDTHxTOKENSxDTYPE")
     arguments = parser.parse_args()
+    device = arguments.device
     processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     results = {
         "versions": {
@@ -244,6 +304,7 @@ def main() -> None:
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
+        **device_facts(torch.device(device)),
         "hardware": f"{os.cpu_count()} cores, {processor.group(1) if processor else platform.machine()}",
         "must be": "alone, forward and backward: time under 0.40 of stack + einsum (aim 0.27 float32, 0.30 bfloat16), "
         "memory under 0.20 (aim 0.15); models: denseformer 1.06, denseformer-4x5 1.02, resformer 1.03 of llama",
@@ -252,14 +313,20 @@ def main() -> None:
     parts: dict[str, Callable[[], list[dict]]] = {
         "alone": lambda: (
             [
-                measure_alone(case, threads, arguments.rounds, keep_memory=True)
-                for case in CASES
+                measure_alone(case, threads, arguments.rounds, keep_memory=True, device=device)
+                for case in arguments.cases
                 for threads in arguments.threads
             ]
-            + [measure_alone(CASES[0], arguments.threads[-1], 3, keep_memory=False)]
+            + [
+                measure_alone(case, arguments.threads[-1], 3, keep_memory=False, device=device)
+                for case in CASES[:1]
+                if device == "cpu"
+            ]
         ),
-        "memory": lambda: [measure_memory(case) for case in MEASURED_MEMORY],
-        "models": lambda: [measure_models(threads, arguments.rounds) for threads in arguments.threads],
+        "memory": lambda: [
+            measure_memory(case, device) for case in (MEASURED_MEMORY if device == "cpu" else arguments.cases)
+        ],
+        "models": lambda: [measure_models(threads, arguments.rounds, device) for threads in arguments.threads],
     }
     before = {}
     if arguments.output is not None and arguments.output.exists():

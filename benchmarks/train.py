@@ -2,7 +2,7 @@
 
     python benchmarks/train.py --output benchmarks/results/train.json
     python benchmarks/train.py --threads 1 --clock cpu --output benchmarks/results/train-1-thread.json
-    python benchmarks/train.py --device cuda --dtype bfloat16 --output benchmarks/results/train-cuda.json
+    python benchmarks/train.py --device cuda --dtype bfloat16 --parts time --compile --output train.json
 
 Time: a step is forward, loss and backward; AdamW's update after it is timed too. All models of a shape are in one
 process, share Llama's parameters and take a step each in every round, in an order that turns with the rounds. A ratio
@@ -12,14 +12,13 @@ out where enough others remain.
 
 Memory: the parameters, and the most that torch has allocated at once beyond them between the start of a step and the
 end of its backward pass, gradients included: on a CPU by the profiler's record of every allocation, which no other
-process and no allocator disturbs, on a GPU by its allocator's count.
+process and no allocator disturbs, on a GPU by its allocator's count, which takes two steps and is part of the timing.
 
 The C library is set to keep freed memory: by default it gives blocks above 32 MiB back at once, and clearing new pages
 for them varies more than what is measured.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -29,39 +28,25 @@ from typing import Any
 
 import psutil
 import torch
-from decode import QUIET, Timings, busy_seconds, parsed, print_targets, run_facts, synchronise, verdict, write
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from decode import (
+    SHAPES,
+    Timings,
+    before_of,
+    built,
+    busy_seconds,
+    parsed,
+    print_targets,
+    run_facts,
+    synchronise,
+    verdict,
+    wait_for_quiet,
+    write,
+)
+from transformers import PreTrainedModel
 
-from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+from resformer import METHODS
 from resformer.training.memory import peak_allocation
-from resformer.training.optimizer import is_connection
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "12 x 512": {
-        "hidden_size": 512,
-        "intermediate_size": 1792,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 8,
-        "vocab_size": 32000,
-    },
-    "SmolLM2-135M": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-    },
-}
 #: Method -> the most that its step's time may be of Llama's, and what is aimed at.
 TIME_TARGETS = {
     "resformer": (1.03, 1.00),
@@ -79,17 +64,15 @@ class Training:
     """Steps of one model on the same random tokens."""
 
     def __init__(self, model: PreTrainedModel, options: argparse.Namespace):
-        self.model = model.to(device=options.device, dtype=getattr(torch, options.dtype)).train()
-        for name, parameter in model.named_parameters():
-            if is_connection(name):
-                parameter.data = parameter.data.float()  # as they are loaded
+        self.model = model.train()
+        self.forward = torch.compile(self.model) if options.compile else self.model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
         shape = (options.batch, options.tokens)
         self.ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
         self.ids = self.ids.to(options.device)
 
     def gradients(self) -> None:
-        self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss.backward()
+        self.forward(input_ids=self.ids, labels=self.ids, use_cache=False).loss.backward()
 
     def update(self) -> None:
         self.optimizer.step()
@@ -98,19 +81,13 @@ class Training:
         self.optimizer.zero_grad()
 
 
-def build(arm: str, shape: dict[str, Any]) -> PreTrainedModel:
-    torch.manual_seed(0)
-    if arm in ("llama", AGAIN):
-        return LlamaForCausalLM(LlamaConfig(**shape))
-    return ResFormerForCausalLM(ResFormerConfig.for_method(arm, **shape))
-
-
 def trainings(arms: Iterable[str], shape: dict[str, Any], options: argparse.Namespace) -> dict[str, Training]:
     """One for each arm; what Llama has too is the same parameter in all, and has one optimizer state."""
-    llama = Training(build("llama", shape), options)
+    torch.compiler.reset()  # it compiles one function for few models
+    llama = Training(built("llama", shape, options), options)
     made = {"llama": llama}
     for arm in arms:
-        model = build(arm, shape)
+        model = built("llama" if arm == AGAIN else arm, shape, options)
         model.load_state_dict(llama.model.state_dict(keep_vars=True), strict=False, assign=True)
         model.tie_weights()
         made[arm] = Training(model, options)
@@ -130,12 +107,7 @@ def measure_time(arms: dict[str, Training], options: argparse.Namespace) -> tupl
     for number in range(-1, options.rounds):  # the first warms up
         if number >= 3 and time.perf_counter() - start_of_all > options.budget:
             break
-        while (
-            options.clock == "wall"
-            and time.perf_counter() < give_up
-            and psutil.cpu_percent(interval=0.3) * psutil.cpu_count() > 100 * QUIET
-        ):
-            time.sleep(0.2)
+        wait_for_quiet(options, give_up)
         start, own, began = busy_seconds(), sum(process.cpu_times()[:2]), time.perf_counter()
         for name in names[number % len(names) :] + names[: number % len(names)]:
             training = arms[name]
@@ -164,7 +136,10 @@ def spread(timings: Timings, arm: str) -> list[float]:
 
 
 def time_case(shape: dict[str, Any], options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    without, with_update = measure_time(trainings([AGAIN, *options.methods], shape, options), options)
+    began = time.perf_counter()
+    arms = trainings([AGAIN, *options.methods], shape, options)
+    without, with_update = measure_time(arms, options)
+    sizes = {} if options.device == "cpu" else {arm: size(training) for arm, training in arms.items()}
     result: dict[str, Any] = {**without.report(), "arms": {}}
     met = []
     for arm in without.seconds:
@@ -175,22 +150,34 @@ def time_case(shape: dict[str, Any], options: argparse.Namespace) -> tuple[dict[
             "quartiles": spread(without, arm),
             "ms with AdamW": round(1e3 * with_update.median(arm), 1),
             "of llama with AdamW": round(1 / with_update.ratio(arm, "llama"), 3),
+            **({"memory": weight(arm, sizes)} if sizes else {}),
         }
         if arm in TIME_TARGETS:
             must, aim = TIME_TARGETS[arm]
             met.append(verdict(f"{arm}: time of llama's", ratio, must, aim, ratio <= must, ratio <= aim))
+    result["seconds"] = round(time.perf_counter() - began, 1)
     return result, met
 
 
-def peak_bytes(training: Training) -> int:
-    """The most bytes allocated at once in a step and its backward pass, gradients included, beyond those before it."""
+def size(training: Training) -> tuple[int, int]:
+    """Bytes of the parameters, and the most allocated at once beyond them in a step and its backward pass."""
 
     def step() -> None:
         training.gradients()
         training.clear()
 
     step()  # what is made once is made
-    return peak_allocation(step, training.model.device.type)
+    parameters = sum(each.nbytes for each in training.model.parameters())
+    return parameters, peak_allocation(step, training.model.device.type)
+
+
+def weight(arm: str, sizes: dict[str, tuple[int, int]]) -> dict[str, float]:
+    return {
+        "MB": round(sum(sizes[arm]) / 1e6, 1),
+        "of these parameters": round(sizes[arm][0] / 1e6, 1),
+        "of llama": round(sum(sizes[arm]) / sum(sizes["llama"]), 4),
+        "of llama beyond parameters": round(sizes[arm][1] / sizes["llama"][1], 4),
+    }
 
 
 def memory_case(shape: dict[str, Any], options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -198,17 +185,10 @@ def memory_case(shape: dict[str, Any], options: argparse.Namespace) -> tuple[dic
     met = []
     sizes: dict[str, tuple[int, int]] = {}
     for arm in ("llama", *METHODS):
-        training = Training(build(arm, shape), options)
-        sizes[arm] = sum(each.nbytes for each in training.model.parameters()), peak_bytes(training)
-        parameters, beyond = sizes[arm]
-        ratio = (parameters + beyond) / sum(sizes["llama"])
-        result["arms"][arm] = {
-            "MB": round((parameters + beyond) / 1e6, 1),
-            "of these parameters": round(parameters / 1e6, 1),
-            "of llama": round(ratio, 4),
-            "of llama beyond parameters": round(beyond / sizes["llama"][1], 4),
-        }
+        sizes[arm] = size(Training(built(arm, shape, options), options))
+        result["arms"][arm] = weight(arm, sizes)
         if arm != "llama":
+            ratio = result["arms"][arm]["of llama"]
             must, aim = MEMORY_TARGETS[arm]
             met.append(verdict(f"{arm}: memory of llama's", ratio, must, aim, ratio <= must, ratio <= aim))
     return result, met
@@ -224,7 +204,8 @@ def main() -> None:
     parser.add_argument(
         "--methods", nargs="+", default=list(TIME_TARGETS), choices=METHODS, help="those that are timed"
     )
-    parser.add_argument("--shapes", nargs="+", default=[name for name in SHAPES if name != "tiny"], choices=SHAPES)
+    parser.add_argument("--shapes", nargs="+", default=["12 x 512", "SmolLM2-135M"], choices=SHAPES)
+    parser.add_argument("--compile", action="store_true", help="by torch.compile")
     parser.add_argument("--parts", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=512)
@@ -232,7 +213,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=600.0, help="seconds after which the timing of a shape ends")
     options = parsed(parser)
 
-    before = json.loads(options.output.read_text(encoding="utf-8")) if options.update else {}
+    before = before_of(options)
     results: dict[str, Any] = {
         **run_facts(options, before),
         "shapes": {name: SHAPES[name] for name in options.shapes} | before.get("shapes", {}),
@@ -242,6 +223,8 @@ def main() -> None:
     }
     for part in options.parts:
         for name in options.shapes:
+            if options.resume and name in results[part]:
+                continue
             result, met = CASES[part](SHAPES[name], options)
             results[part][name] = result
             case = f"{part}, {name}"
