@@ -401,6 +401,8 @@ def test_lists_of_names_keep_the_commas_of_values() -> None:
 
 def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any]) -> None:
     common = [*SMALL, "--steps", 4, "--evaluations", 2]
+    (work / "study").mkdir()
+    (work / "study" / ".plan.json.partial").touch()  # of a process that was killed
     first = compare("study", "--methods", GQA, "--seeds", 1, *common)
     assert first.exit_code == 0, first.output
     assert "one seed, no interval" in first.stdout

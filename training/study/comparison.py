@@ -317,7 +317,10 @@ def _prepared(options: StudyOptions, starts: Path, *, write: bool) -> _Study:
     """Reads the data and, if it is to `write`, starts the output; converted checkpoints go to `starts`."""
     output, methods = Path(options.output), [_read_method(text, options.settings) for text in options.all_methods]
     saved, record = output / "tokenizer", output / "plan.json"
-    if output.exists() and not (output.is_dir() and (record.is_file() or not any(output.iterdir()))):
+    beginning = {f".{record.name}.partial"}  # of a process that was killed at its first write
+    if output.exists() and not (
+        output.is_dir() and (record.is_file() or {path.name for path in output.iterdir()} <= beginning)
+    ):
         raise CheckpointError(f"{output}: exists and is not a study folder; give another folder.")
     tokenizer = options.tokenizer or options.start or "bpe:4096"
     data = study_data(
@@ -337,9 +340,10 @@ def _prepared(options: StudyOptions, starts: Path, *, write: bool) -> _Study:
     new = [path for path in (output, saved, record, starts) if not path.exists()]
     try:
         if write and record in new:
+            _write_json(record, study.plan)
+        if write and saved in new:
             with replacing(saved, force=True) as folder:
                 data.tokenizer.save_pretrained(folder)
-            _write_json(record, study.plan)
         if options.start is None:
             runs = _runs_from_scratch(options, methods, data)
         else:

@@ -26,10 +26,12 @@ def plot(study: Mapping[str, Any], runs: Sequence[Run], path: Path) -> None:
     from matplotlib.figure import Figure
 
     sizes, baseline = study["sizes"], study["baseline"]
-    methods = list(dict.fromkeys(run["method"] for run in runs))
-    colours = {method: colormaps["tab20"](2 * index % 20 + index // 10 % 2) for index, method in enumerate(methods)}
-    colours[baseline] = (0.0, 0.0, 0.0, 1.0)
-    figure = Figure(figsize=(19, max(5.0, 1.5 + 0.3 * len(methods)) * len(sizes)), layout="constrained")
+    swept = next((name for name in ("learning_rate", "connection_learning_rate") if _is_swept(runs, name)), None)
+    methods = {run["method"]: run["architecture" if swept else "method"] for run in runs}
+    others = [name for name in dict.fromkeys(methods.values()) if name != methods[baseline]]
+    of_name = {name: colormaps["tab20"](2 * index % 20 + index // 10 % 2) for index, name in enumerate(others)}
+    colours = {method: of_name.get(name, (0.0, 0.0, 0.0, 1.0)) for method, name in methods.items()}
+    figure = Figure(figsize=(21, max(5.0, 1.5 + 0.3 * len(methods)) * len(sizes)), layout="constrained")
     FigureCanvasAgg(figure)
     for part, (size, rows) in zip(figure.subfigures(len(sizes), 1, squeeze=False)[:, 0], sizes.items(), strict=True):
         seeds = len(rows[0]["seeds"])
@@ -39,16 +41,15 @@ def plot(study: Mapping[str, Any], runs: Sequence[Run], path: Path) -> None:
         curves = {row["method"]: _losses_by_tokens(of_size, row["method"]) for row in rows}
         _draw_differences(during, curves, baseline, colours)
         _draw_final(final, [row for row in rows if row["difference"] is not None], colours, seeds)
-        rate = next(filter(None, (_swept(of_size, name) for name in ("learning_rate", "connection_learning_rate"))), "")
-        if rate:
-            _draw_rates(last, of_size, rate, colours)
+        if swept:
+            _draw_rates(last, of_size, swept, colours)
         else:
             for method, curve in curves.items():
                 points = {tokens: fmean(losses) for tokens, losses in curve.items() if None not in losses}
                 last.plot(points.keys(), points.values(), label=method, color=colours[method])
-            last.set(title="loss on the curve's held-out blocks, mean of the seeds", xlabel="training tokens, millions")
+            last.set(title="loss on some of the held-out blocks, mean of the seeds", xlabel="training tokens, millions")
         last.set_ylabel("nats per token")
-        last.legend(fontsize=8)
+        last.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
         for axes in (during, final, last):
             axes.grid(alpha=0.3)
     figure.savefig(path, format="png", dpi=110)
@@ -77,12 +78,12 @@ def _draw_differences(axes: Any, curves: Mapping[str, Any], baseline: str, colou
             if None not in [*losses, *curves[baseline].get(tokens, [None])]
         }
         axes.plot(points.keys(), points.values(), marker=".", color=colours[method])
-    title = "during the training, on the curve's held-out blocks"
+    title = "during the training, on some of the held-out blocks"
     if errors:
         axes.fill_between(
             errors.keys(), [-half for half in errors.values()], errors.values(), color="black", alpha=0.12
         )
-        title += "\ngrey: less than the simultaneous 95 % interval of its time"
+        title += "\ngrey: less than the simultaneous 95 % interval at that time"
     axes.set(title=title, xlabel="training tokens, millions", ylabel="below 0 is better")
 
 
@@ -101,10 +102,10 @@ def _draw_final(axes: Any, rows: Sequence[Mapping[str, Any]], colours: Mapping[s
     axes.set(title=f"at the end, on the whole held-out text\n{interval}", xlabel="left of 0 is better")
 
 
-def _swept(runs: Sequence[Run], setting: str) -> str | None:
-    """The setting, if an architecture has several values of it."""
+def _is_swept(runs: Sequence[Run], setting: str) -> bool:
+    """Whether an architecture has several values of the setting."""
     values = {(run["architecture"], run[setting]) for run in runs}
-    return setting if len(values) > len({architecture for architecture, _ in values}) else None
+    return len(values) > len({architecture for architecture, _ in values})
 
 
 def _draw_rates(axes: Any, runs: Sequence[Run], setting: str, colours: Mapping[str, Any]) -> None:
@@ -118,4 +119,7 @@ def _draw_rates(axes: Any, runs: Sequence[Run], setting: str, colours: Mapping[s
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", label=architecture, color=colour)
     axes.set_xscale("log")
+    rates = sorted({run[setting] for run in runs if run["loss"] is not None} - {None})
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.minorticks_off()
     axes.set(title="loss on the whole held-out text, mean of the seeds", xlabel=setting.replace("_", " "))
