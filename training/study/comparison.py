@@ -27,7 +27,7 @@ from resformer.environment import describe_environment
 from resformer.errors import CheckpointError, brief
 from resformer.files import replace_text, replacing
 from resformer.modeling import ResFormerForCausalLM
-from resformer.training.data import SAMPLE_BY
+from resformer.training.data import SAMPLE_BY, PackedBlocks
 from resformer.training.study.data import StudyData, study_data
 from resformer.training.study.paired_run import RunSettings, paired_model, paired_run, whole_batches
 from resformer.training.study.plot import check_packages, plot
@@ -287,11 +287,14 @@ def plan_study(options: StudyOptions) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         study = _prepared(options, Path(scratch, "starts"), write=False)
+        curve = study.data.blocks.held_out
+        few = PackedBlocks(curve.tokens.slice(0, len(curve) * curve.block), curve.starts, curve.block)
+        blocks = replace(study.data.blocks, held_out=few)  # the whole held-out text would take longer than the steps
         for size in dict.fromkeys(run.size for run in study.runs):
             of_size = [run for run in study.runs if run.size == size]
-            measured = paired_run(of_size[0].model(), study.data.blocks, short, 0, folder=Path(scratch, "unfinished"))
-            share = measured["held_out"]["tokens"] / len(study.data.blocks.held_out) / (options.block - 1)
-            evaluating = (options.settings.evaluations + 1 + share) * measured["evaluation_seconds"]
+            measured = paired_run(of_size[0].model(), blocks, short, 0, folder=Path(scratch, "unfinished"))
+            at_the_end = len(curve.whole) / len(curve)
+            evaluating = (options.settings.evaluations + 1 + at_the_end) * measured["evaluation_seconds"]
             for run in of_size:
                 done = study.file(run).is_file()
                 seconds += 0 if done else run.method.settings.steps * measured["step_seconds"] + evaluating
@@ -509,7 +512,7 @@ def _notes(study: _Study, results: Sequence[Mapping[str, Any]]) -> list[str]:
     notes = [
         f"Loss: nats per token after {budget} (or its own steps), on the whole held-out text: {held_out['tokens']:,} "
         f"tokens of {study.data.fingerprint['held_out_documents']:,} documents. Δ: minus that of "
-        f"{options.compared_with}, the mean of the seeds. FLOPs: over its."
+        f"{options.compared_with}, the mean of the seeds. FLOPs: relative to its."
     ]
     for size in dict.fromkeys(run.size for run in study.runs):
         losses = losses_of(results, size)
