@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,7 +20,9 @@ import pyarrow as pa
 import pytest
 import torch
 from checkpoints import save_checkpoint, save_notes
-from command_server import resformer, run
+from command_server import Run, resformer, run
+from filelock import FileLock
+from scipy import stats
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -28,12 +31,13 @@ from resformer.model_cards.metrics import metrics_of
 from resformer.training.data import Blocks, PackedBlocks, is_held_out
 from resformer.training.memory import step_memory
 from resformer.training.optimizer import ConnectionTrainer, is_connection
+from resformer.training.study import comparison
 from resformer.training.study import paired_run as paired_run_module
 from resformer.training.study.comparison import names
 from resformer.training.study.data import study_data
 from resformer.training.study.flops import forward_flops, training_flops
 from resformer.training.study.paired_run import RunSettings, paired_model, paired_run
-from resformer.training.study.table import interval, rows_of
+from resformer.training.study.table import dunnett_critical_value, pooled_error, rows_of
 
 SHAPE = "tiny:hidden_size=32:intermediate_size=48:num_hidden_layers=6:num_attention_heads=4"
 TEXT = ["--data", "notes.txt", "--sample-by", "paragraph", "--tokenizer", "bytes"]
@@ -41,6 +45,7 @@ OPTIONS = ["--block", "32", "--batch", "4", "--held-out", "0.1", "--held-out-blo
 SMALL = ["--sizes", SHAPE, *TEXT, *OPTIONS]
 CONTINUED = ["--from", "checkpoint", *TEXT[:4], *OPTIONS]
 GQA = "transformer:num_key_value_heads=2"
+STUDIES = sorted((Path(__file__).parents[1] / "benchmarks" / "results" / "study").glob("*.json"))
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +104,11 @@ class Recorded(PackedBlocks):
         return super().__getitem__(index)
 
 
-def random_blocks(count: int = 10, block: int = 8, vocabulary: int = 97) -> Blocks:
+def random_blocks(count: int = 10, block: int = 8, vocabulary: int = 97, most: int | None = None) -> Blocks:
     ids = torch.randint(vocabulary, ((count + 3) * block,), generator=torch.Generator().manual_seed(0)).numpy()
     train, held_out = (pa.chunked_array([part]) for part in (ids[: count * block], ids[count * block :]))
-    starts = np.array([0])
-    return Blocks(Recorded(train, starts, block), PackedBlocks(held_out, starts, block), {"random": 1})
+    starts = np.array([0, 5, 16])
+    return Blocks(Recorded(train, starts, block), PackedBlocks(held_out, starts, block, most=most), {"random": 3})
 
 
 # Pairs.
@@ -205,10 +210,10 @@ def test_micro_batches_make_the_same_step(tiny_config: Callable[..., ResFormerCo
         RunSettings(steps=5, batch=4, micro_batch=3).arguments(tmp_path, 0)
 
 
-def test_the_last_loss_is_the_models_and_the_curve_has_the_intervals(
+def test_the_last_loss_is_that_of_all_held_out_documents_and_the_curve_has_the_intervals(
     tiny_config: Callable[..., ResFormerConfig], tmp_path: Path
 ) -> None:
-    blocks = random_blocks()
+    blocks = random_blocks(most=2)
     result = paired_run(
         paired_model(tiny_config("resformer"), tiny_config(), 0), blocks,
         RunSettings(steps=7, batch=2, evaluations=3, bf16=False), 0,
@@ -218,9 +223,18 @@ def test_the_last_loss_is_the_models_and_the_curve_has_the_intervals(
     assert [point["tokens"] for point in result["curve"]] == [0, 48, 96, 112]
     assert all(math.isfinite(point["training_loss"]) for point in result["curve"][1:])
     model = ResFormerForCausalLM.from_pretrained(tmp_path / "model").eval()
-    ids = torch.stack([block["input_ids"] for block in blocks.held_out])
+    whole, curve = (torch.stack([b["input_ids"] for b in part]) for part in (blocks.held_out.whole, blocks.held_out))
     with torch.no_grad():
-        assert result["loss"] == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-5)
+        assert result["loss"] == pytest.approx(model(input_ids=whole, labels=whole).loss.item(), rel=1e-5)
+        last = model(input_ids=curve, labels=curve).loss.item()
+        logits = model(input_ids=whole).logits[:, :-1]
+    assert result["curve"][-1]["validation_loss"] == pytest.approx(last, rel=1e-5)
+    # Tokens 0, 8 and 16 begin a block, and are not predicted; the documents begin at 0, 5 and 16.
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), whole[:, 1:].flatten(), reduction="none")
+    nats = [part.sum().item() for part in losses.split([4, 10, 7])]
+    tokens, measured = zip(*result["held_out"]["documents"], strict=True)
+    assert (tokens, result["held_out"]["tokens"]) == ((4, 10, 7), 21)
+    assert measured == pytest.approx(nats, rel=1e-5)
     assert result["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert not (tmp_path / "unfinished").exists()
 
@@ -240,7 +254,9 @@ def test_a_stopped_run_goes_on_to_the_same_bits(tiny_config: Callable[..., ResFo
         run(stop)
     resumed = run()
     assert (whole["resumed_from"], resumed["resumed_from"]) == (0, 6)
-    assert resumed["curve"] == whole["curve"]
+    assert (resumed["curve"], resumed["held_out"]) == (whole["curve"], whole["held_out"])
+    # In bfloat16 where the processor has it, as the curve is.
+    assert whole["loss"] == pytest.approx(whole["curve"][-1]["validation_loss"], rel=1e-6)
 
 
 # Costs.
@@ -299,52 +315,45 @@ def test_memory_counts_what_a_step_holds(tiny_model: Callable[..., PreTrainedMod
 # Statistics.
 
 
-def test_an_interval_needs_two_seeds() -> None:
-    found = interval([1.0, 2.0, 3.0])
-    assert found["mean"] == 2.0
-    assert found["high"] - 2.0 == pytest.approx(4.30265 / math.sqrt(3), rel=1e-5)
-    assert 2.0 - found["low"] == pytest.approx(found["high"] - 2.0)
-    assert interval([1.5]) == {"mean": 1.5, "low": None, "high": None, "values": [1.5]}
+def test_the_critical_value_is_dunnetts() -> None:
+    samples = np.random.default_rng(0).normal(size=(4, 6))  # a baseline and three others, 20 degrees of freedom
+    found = stats.dunnett(*samples[1:], control=samples[0]).confidence_interval()
+    error = math.sqrt(samples.var(axis=1, ddof=1).mean() * 2 / 6)
+    assert dunnett_critical_value(3, 20) == pytest.approx((found.high - found.low)[0] / 2 / error, rel=1e-3)
+    assert dunnett_critical_value(3, 20) == pytest.approx(2.54, abs=0.005)  # Dunnett 1955, table 2
+    assert dunnett_critical_value(1, 2) == pytest.approx(4.30265, rel=1e-5)
 
 
-def a_run(size: str, method: str, seed: int, loss: float | None, parameters: int, flops: float) -> dict[str, Any]:
-    middle = None if loss is None else loss + 1.0
-    curve = [{"step": step, "validation_loss": value} for step, value in ((0, 9.0), (50, middle), (100, loss))]
-    costs = {"cache_bytes_per_token": 64, "step_seconds": 0.5, "tokens_per_second": 10.0, "peak_memory": 100}
-    identity = {"size": size, "method": method, "seed": seed, "parameters": parameters, "training_flops": flops}
-    return {**identity, **costs, "loss": loss, "curve": curve}
+def a_run(method: str, seed: int, loss: float | None, documents: list[list[float]] | None = None) -> dict[str, Any]:
+    costs = {"architecture": method, "cache_bytes_per_token": 64, "parameters": 9, "training_flops": 2.0 + len(method)}
+    held_out = {"documents": documents or [[10, 10 * (loss or 0)]]}
+    return {"size": "small", "method": method, "seed": seed, "loss": loss, "held_out": held_out, **costs}
 
 
-def test_views_compare_with_the_baseline_of_the_same_seed_cost_and_size() -> None:
-    runs = [
-        a_run("small", "transformer", 0, 4.0, 1000, 1e6),
-        a_run("small", "transformer", 1, 5.0, 1000, 1e6),
-        a_run("small", "svformer", 0, 4.1, 1000, 0.9e6),
-        a_run("small", "svformer", 1, 5.12, 1000, 0.9e6),
-        a_run("large", "transformer", 0, 3.0, 4000, 4e6),
-        a_run("large", "transformer", 1, 4.0, 4000, 4e6),
-        a_run("large", "svformer", 0, 3.5, 2000, 4e6),
-        a_run("large", "svformer", 1, 4.5, 2000, 4e6),
-        a_run("large", "denseformer", 0, 1.0, 9000, 4e6),
-        a_run("large", "denseformer", 1, None, 9000, 4e6),
-    ]
-    rows = {(size, row["method"]): row for size, each in rows_of(runs).items() for row in each}
-    small, large, diverged = rows["small", "svformer"], rows["large", "svformer"], rows["large", "denseformer"]
-    assert small["loss"] == pytest.approx(4.61)
-    assert small["difference"]["values"] == pytest.approx([0.1, 0.12])
-    # After 0.9e6 operations the baseline is at step 90, 0.2 above its end; svformer is at its end.
-    assert small["equal_flops"]["values"] == pytest.approx([-0.1, -0.08])
-    assert small["equal_parameters"]["values"] == pytest.approx([0.1, 0.12])
-    # 2,000 parameters are half way from 1,000 to 4,000; 3.5 and 4.5 are half way from 4 to 3 and from 5 to 4.
-    assert large["equal_parameters"]["mean"] == pytest.approx(0.0)
-    assert large["baseline_parameters"] == pytest.approx(2000)
-    assert small["baseline_parameters"] == pytest.approx(1000 / 4**0.11)
-    for key in ("loss", "difference", "equal_flops", "equal_parameters", "baseline_parameters"):
-        assert diverged[key] is None, key
-    assert rows["large", "transformer"]["difference"] is None
-    alone = rows_of([run for run in runs if run["size"] == "small" and run["seed"] == 0])["small"][1]
-    assert alone["equal_parameters"] is None
-    assert alone["difference"]["low"] is None
+def test_differences_have_the_error_of_all_methods_and_seeds() -> None:
+    losses: dict[str, list[float | None]] = {"a": [4.0, 5.0, 4.4], "bb": [4.1, 5.12, 4.46], "c": [1.0, None, 1.0]}
+    runs = [a_run(method, seed, values[seed]) for seed in range(3) for method, values in losses.items()]
+    base, row, diverged = rows_of(runs, "a")["small"]
+    assert (base["difference"], base["over_documents"]) == (None, None)
+    assert (row["loss"], row["relative_flops"]) == pytest.approx((4.56, 4 / 3))
+    assert row["difference"]["values"] == pytest.approx([0.1, 0.12, 0.06])
+    student = stats.ttest_rel(losses["bb"], losses["a"]).confidence_interval()  # of two methods it is the paired t
+    assert (row["difference"]["low"], row["difference"]["high"]) == pytest.approx(tuple(student))
+    assert diverged["loss"] is diverged["difference"] is diverged["over_documents"] is None
+    assert rows_of(runs, "bb")["small"][0]["difference"]["mean"] == pytest.approx(-row["difference"]["mean"])
+    assert rows_of(runs[:2], "a")["small"][1]["difference"]["low"] is None  # one seed
+
+    error = pooled_error({"a": [0.0, 0.0], "b": [1.0, 3.0], "c": [2.0, 1.0]})  # residuals of 1/6, 5/6 and 4/6, twice
+    assert error is not None
+    assert (error.comparisons, error.degrees_of_freedom) == (2, 2)
+    assert error.standard_error == pytest.approx(math.sqrt(2 / 2 * 2 * (1 + 25 + 16) / 36 / 2))
+
+
+def test_the_evaluations_error_is_that_of_the_documents() -> None:
+    runs = [a_run("a", 0, 1.0, [[10, 10.0], [30, 30.0]]), a_run("b", 0, 1.25, [[10, 11.0], [30, 39.0]])]
+    interval = rows_of(runs, "a")["small"][1]["over_documents"]
+    assert (interval["low"], interval["high"]) == pytest.approx((0.1, 0.3))  # one of the two documents, twice
+    assert rows_of([a_run("a", 0, 1.0), a_run("b", 0, 1.25)], "a")["small"][1]["over_documents"] is None
 
 
 # Data.
@@ -392,23 +401,33 @@ def test_lists_of_names_keep_the_commas_of_values() -> None:
 
 def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any]) -> None:
     common = [*SMALL, "--steps", 4, "--evaluations", 2]
+    (work / "study").mkdir()
+    (work / "study" / ".plan.json.partial").touch()  # of a process that was killed
     first = compare("study", "--methods", GQA, "--seeds", 1, *common)
     assert first.exit_code == 0, first.output
     assert "one seed, no interval" in first.stdout
-    assert "need transformer at two --sizes" in first.stdout
     runs = {path: path.read_bytes() for path in (work / "study" / "runs").rglob("*.json")}
     assert len(runs) == 2
     assert (work / "study" / "study.png").read_bytes().startswith(b"\x89PNG")
     assert not (work / "study" / "unfinished").exists()
 
-    again = compare("study", "--methods", f"{GQA},resformer", "--seeds", 2, *common, "--json")
+    faster = "resformer:learning_rate=1e-2:steps=6"
+    grown = ["study", "--methods", f"{GQA},{faster}", "--seeds", 2, *common, "--json"]
+    folder = work / "study" / "unfinished" / min(runs).parent.relative_to(work / "study" / "runs")
+    folder.mkdir(parents=True)
+    with FileLock(folder / "1.lock"):  # in another process
+        rest = compare(*grown)
+    assert (rest.exit_code, rest.stdout) == (0, "")
+    assert rest.stderr.count("held-out loss") == 3
+    assert "In work in other processes: 1 runs." in rest.stderr
+    again = compare(*grown)
     assert again.exit_code == 0, again.output
-    assert again.stderr.count("held-out loss") == 4
+    assert again.stderr.count("held-out loss") == 1
     assert {path: path.read_bytes() for path in runs} == runs
     report = json.loads(again.stdout)
     assert report == json.loads((work / "study" / "study.json").read_text())
     (rows,) = report["sizes"].values()
-    assert [row["method"] for row in rows] == ["transformer", GQA, "resformer"]
+    assert [row["method"] for row in rows] == ["transformer", GQA, faster]
     assert rows[0]["parameters"] - rows[1]["parameters"] == 6 * 2 * 32 * 16
     assert rows[1]["cache_bytes_per_token"] * 2 == rows[0]["cache_bytes_per_token"] == 6 * 2 * 32 * 2
     for row in rows:
@@ -422,8 +441,19 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
     of_resformer = [metric for metric in metrics_of(report) if metric.method == "resformer"]
     assert [metric.value for metric in of_resformer] == [rows[2]["loss"], rows[2]["difference"]["mean"]]
     assert report["environments"][0]["packages"]["torch"] == metadata.version("torch")
-    assert report["data"]["held_out_tokens"] == 6 * 32
-    assert 6 <= report["data"]["held_out_documents"] <= 12  # of 30 or so
+    assert report["data"]["curve_tokens"] == 6 * 32
+    assert 6 <= report["data"]["curve_documents"] <= 12
+    assert 20 <= report["data"]["held_out_documents"] <= 40
+    assert report["data"]["held_out_tokens"] > 30 * 32
+    trained = [json.loads(path.read_text()) for path in (work / "study" / "runs").rglob("*.json")]
+    own = {(run["learning_rate"], run["curve"][-1]["step"]) for run in trained if run["method"] == faster}
+    assert own == {(1e-2, 6)}
+
+    turned = compare(*grown, "--baseline", faster)
+    assert "held-out loss" not in turned.stderr
+    (others,) = json.loads(turned.stdout)["sizes"].values()
+    assert others[0]["difference"]["mean"] == pytest.approx(-rows[2]["difference"]["mean"])
+    assert others[2]["difference"] is None
 
     other = compare("study", "--methods", GQA, "--seeds", 1, *common, "--learning-rate", "1e-3")
     assert other.exit_code == 3
@@ -433,7 +463,7 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
 def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable[..., Any]) -> None:
     before = {path: path.read_bytes() for path in (work / "checkpoint").iterdir()}
     common = [*CONTINUED, "--seeds", 2, "--steps", 4, "--evaluations", 2]
-    methods = ["resformer", "denseformer:dwa_period=2", "svformer"]
+    methods = ["resformer:connection_learning_rate=1e-2", "denseformer:dwa_period=2", "svformer"]
     planned = compare("continued", "--methods", ",".join(methods), *common, "--dry-run", "--json")
     assert [run["method"] for run in json.loads(planned.stdout)["runs"]] == ["transformer", *methods]
     assert not (work / "continued").exists()
@@ -448,7 +478,7 @@ def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable
     assert list(report["sizes"]) == ["checkpoint"]
     assert all("2 seeds, continued from the checkpoint" in metric["note"] for metric in report["metrics"])
     (note,) = (m["note"] for m in report["metrics"] if m["method"] == "svformer" and "minus" in m["name"])
-    assert re.search(r"; 95 % interval [+-]\d\.\d{4} to [+-]\d\.\d{4}$", note)
+    assert re.search(r"; simultaneous 95 % interval [+-]\d\.\d{4} to [+-]\d\.\d{4}$", note)
     runs = [json.loads(path.read_text()) for path in (work / "continued" / "runs").rglob("*.json")]
     starts = {(run["method"], run["seed"]): run["curve"][0]["validation_loss"] for run in runs}
     options = {"sample_by": "paragraph", "block": 32, "held_out": 0.1, "held_out_blocks": 6}
@@ -462,8 +492,8 @@ def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable
         assert starts[method, 0] == starts[method, 1] == starts["transformer", 0]
     assert starts["svformer", 0] != starts["transformer", 0]
     assert len({run["loss"] for run in runs}) == 8  # the order of the batches is the seed's, the rest the method's
-    trained = ResFormerForCausalLM.from_pretrained(work / "continued" / "models" / "checkpoint" / "resformer" / "0")
-    assert trained.config.value_residual == "learnable"
+    (folder,) = (work / "continued" / "models" / "checkpoint").glob("resformer*/0")
+    assert ResFormerForCausalLM.from_pretrained(folder).config.value_residual == "learnable"
 
 
 def test_a_checkpoint_has_its_own_rates(tiny_config: Callable[..., ResFormerConfig], tmp_path: Path) -> None:
@@ -492,10 +522,12 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(work: Path, compare: Calla
     [
         (SMALL, [], 2, "give --steps or --tokens"),
         (SMALL, ["--steps", 4, "--tokens", 4], 2, "--steps is 4 and --tokens 4"),
-        (SMALL, ["--steps", 0], 2, "steps is 0; expected more than 0"),
+        (SMALL, ["--steps", 0], 2, "steps is 0; expected an integer of more than 0"),
         (SMALL, ["--steps", 4, "--methods", "resfomer"], 2, "Unknown method 'resfomer'"),
         (SMALL, ["--steps", 4, "--methods", "denseformer:dwa_perod=2"], 2, "Did you mean 'dwa_period'?"),
         (SMALL, ["--steps", 4, "--methods", "transformer:num_key_value_heads=3"], 2, "is not a multiple of"),
+        (SMALL, ["--steps", 4, "--methods", "svformer:learning_rate=fast"], 2, "learning_rate is 'fast'; expected a"),
+        (SMALL, ["--steps", 4, "--baseline", GQA], 2, f"baseline is '{GQA}'; expected one of transformer, resf"),
         (SMALL, ["--steps", 4, "--sizes", "huge"], 2, "Unknown size 'huge'"),
         (SMALL, ["--steps", 4, "--block", 1], 2, "block is 1"),
         (SMALL, ["--steps", 4, "--tokenizer", "bpe:9"], 2, "a number of tokens from 257 up"),
@@ -561,6 +593,51 @@ def test_a_killed_study_goes_on_where_it_was(work: Path) -> None:
         assert got["curve"] == expected["curve"]
         assert (got["resumed_from"] > 0) == (got["method"] == "resformer")
     assert not (work / "killed" / "unfinished").exists()
+
+
+@pytest.mark.slow
+def test_processes_share_the_runs_of_a_study_and_those_of_a_killed_one(work: Path) -> None:
+    arguments = ["compare", "shared", "--methods", "resformer", "--seeds", 3, *SMALL, "--steps", 30]
+    env = {**os.environ, "HF_HOME": str(work / "home")}
+    files = [(work / f"shared{number}.out", work / f"shared{number}.err") for number in range(3)]
+    one, two, killed = (
+        Run(*words, *arguments, log=log, errors=errors, cwd=work, env=env)
+        for words, (log, errors) in zip([["-m", "resformer"]] * 2 + [["-c", STOPPED, 9, 20]], files, strict=True)
+    )
+    assert (one.wait(), two.wait(), killed.wait()) == (0, 0, -signal.SIGKILL)
+    trained = [(number, run) for number, (_, errors) in enumerate(files)
+               for run in re.findall(r"/6 (.*): held-out", errors.read_text())]  # fmt: skip
+    assert {number for number, _ in trained} >= {0, 1}
+    assert len({run for _, run in trained}) == len(trained) == 6
+    assert any("| transformer |" in log.read_text() for log, _ in files)
+    assert not (work / "shared" / "unfinished").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_a_committed_run_begins_as_its_command_says(
+    path: Path, tmp_path: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run, until its first evaluation."""
+    study = json.loads(path.read_text())
+    plan, unfinished = tmp_path / "again" / "plan.json", tmp_path / "again" / "unfinished"
+
+    def begin(*args: Any, **options: Any) -> dict[str, Any]:
+        if json.loads(plan.read_text())["data"] != study["data"]:
+            pytest.skip(f"{study['data']['name']}: other files than here")
+        return paired_run(*args, **{**options, "on_step": stop})
+
+    def stop(step: int) -> None:
+        if [*unfinished.rglob("trainer_state.json")]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparison, "paired_run", begin)
+    invoke(tmp_path, "compare", "again", *shlex.split(study["command"])[3:])
+    (state,) = unfinished.rglob("trainer_state.json")
+    place = state.parents[1].relative_to(unfinished)
+    curve = json.loads((path.with_suffix("") / "runs" / f"{place}.json").read_text())["curve"]
+    losses = [entry["eval_loss"] for entry in json.loads(state.read_text())["log_history"] if "eval_loss" in entry]
+    assert losses == pytest.approx([point["validation_loss"] for point in curve[:2]], abs=1e-3)
 
 
 @pytest.mark.slow

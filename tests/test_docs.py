@@ -79,8 +79,8 @@ def test_citation_names_the_papers_and_the_version() -> None:
 
 
 def rounded(row: dict[str, Any]) -> Any:
-    """Versions of scipy differ in the last bits of a quantile."""
-    return json.loads(json.dumps(row), parse_float=lambda number: round(float(number), 9))
+    """Versions of scipy differ in the last digits of an integral."""
+    return json.loads(json.dumps(row), parse_float=lambda number: round(float(number), 5))
 
 
 @pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.stem)
@@ -89,15 +89,20 @@ def test_results_are_those_of_the_runs(study: Path) -> None:
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in study.with_suffix("").glob("runs/**/*.json")]
     remade = {
         size: {row["method"]: row for row in rows}
-        for size, rows in rows_of(sorted(runs, key=lambda run: run["seed"])).items()
+        for size, rows in rows_of(sorted(runs, key=lambda run: run["seed"]), report["baseline"]).items()
     }
     for size, rows in report["sizes"].items():
         assert {row["method"] for row in rows} == set(remade[size])
         for row in rows:
             computed = remade[size][row["method"]]
             assert rounded({key: row[key] for key in computed}) == rounded(computed)
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert {line for line in markdown(report).splitlines() if line.startswith("|")} <= set(text.splitlines())
+
+
+def test_tables_of_results_are_those_of_the_studies() -> None:
+    studies = {line for path in STUDIES for line in markdown(json.loads(path.read_text())).splitlines()}
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| method \| loss .*(?:\n\|.*)+", page, re.MULTILINE)
+    assert {line for table in tables for line in table.splitlines()} <= studies
 
 
 def test_what_commands_move_is_the_committed_measurement() -> None:

@@ -139,6 +139,11 @@ class PackedBlocks(torch.utils.data.Dataset):
         }
 
     @property
+    def whole(self) -> "PackedBlocks":
+        """The same without `most`."""
+        return PackedBlocks(self.tokens, self.starts, self.block, separate=self.separate, learned=self.learned)
+
+    @property
     def documents(self) -> np.ndarray:
         """The indices of the documents that have a token in one of the blocks."""
         begins = np.array([self._begin(index) for index in range(self.length)], dtype=np.int64)

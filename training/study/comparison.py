@@ -3,18 +3,21 @@
 import difflib
 import json
 import math
+import os
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
@@ -24,13 +27,16 @@ from resformer.environment import describe_environment
 from resformer.errors import CheckpointError, brief
 from resformer.files import replace_text, replacing
 from resformer.modeling import ResFormerForCausalLM
-from resformer.training.data import SAMPLE_BY
+from resformer.training.data import SAMPLE_BY, PackedBlocks
 from resformer.training.study.data import StudyData, study_data
 from resformer.training.study.paired_run import RunSettings, paired_model, paired_run, whole_batches
 from resformer.training.study.plot import check_packages, plot
-from resformer.training.study.table import BASELINE, rows_of
+from resformer.training.study.table import losses_of, pooled_error, rows_of
 
 __all__ = ["SIZES", "StudyOptions", "names", "plan_study", "run_study"]
+
+#: Plain Llama, which every study has.
+PLAIN = "transformer"
 
 #: Shapes by name; 82m and 180m are the ResFormer paper's, whose vocabulary of 50,257 makes them that large. The narrow
 #: ones start at sqrt(2 / (5 hidden_size)), arXiv 1910.05895: Llama's 0.02 is for wide models, and leaves narrow ones
@@ -53,6 +59,8 @@ SIZES: dict[str, dict[str, float]] = {
     "82m": {"num_hidden_layers": 8, "num_attention_heads": 8, "hidden_size": 512, "intermediate_size": 1792},
     "180m": {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768, "intermediate_size": 2688},
 }
+#: Settings that a method may have for itself.
+_SETTINGS = ("learning_rate", "connection_learning_rate", "steps")
 _FIELDS = {field.name for field in fields(ResFormerConfig)} - {field.name for field in fields(PreTrainedConfig)}
 
 
@@ -66,7 +74,8 @@ class StudyOptions:
 
     output: str
     settings: RunSettings
-    methods: Sequence[str] = (BASELINE, "resformer")  # NAME[:FIELD=VALUE...]; the baseline is always among them
+    methods: Sequence[str] = ("resformer",)  # NAME[:FIELD=VALUE...]; a plain transformer is added if there is none
+    baseline: str | None = None  # one of the methods; None: the first plain transformer
     start: str | None = None  # a checkpoint, which `retrofit` converts to every method; None: from scratch
     sizes: Sequence[str] = ()  # NAME[:FIELD=VALUE...]; none: tiny, or the checkpoint's
     seeds: int = 3
@@ -81,29 +90,30 @@ class StudyOptions:
     save_models: bool = False  # those of the first seed
 
     def __post_init__(self) -> None:
-        numbers = {"seeds": self.seeds, "held_out_blocks": self.held_out_blocks} | {
-            name: getattr(self.settings, name)
-            for name in ("steps", "batch", "micro_batch", "learning_rate", "evaluations")
-        }
-        for name, value in numbers.items():
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}; expected more than 0.")
+        for name in ("seeds", "held_out_blocks"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected more than 0.")
         if self.block < 2:
             raise ValueError(f"block is {self.block}; a sequence needs 2 tokens at least, one to predict the other.")
         if not 0 < self.held_out < 1:
             raise ValueError(f"held_out is {self.held_out}; expected a share of the documents between 0 and 1.")
-        if not 0 <= self.settings.warmup < 1:
-            raise ValueError(f"warmup is {self.settings.warmup}; expected a share of the steps from 0 to less than 1.")
         if self.sample_by not in SAMPLE_BY:
             raise ValueError(f"sample_by is {self.sample_by!r}; expected one of {', '.join(SAMPLE_BY)}.")
         if self.start is not None and self.sizes:
             raise ValueError(
                 f"sizes are {', '.join(self.sizes)}, but the size is that of {self.start}; give one of them."
             )
+        if self.baseline is not None and self.baseline not in self.all_methods:
+            raise ValueError(f"baseline is {self.baseline!r}; expected one of {', '.join(self.all_methods)}.")
 
     @property
     def all_methods(self) -> list[str]:
-        return list(dict.fromkeys((BASELINE, *self.methods)))
+        plain = PLAIN in map(_architecture, self.methods)
+        return list(dict.fromkeys(self.methods if plain else (PLAIN, *self.methods)))
+
+    @property
+    def compared_with(self) -> str:
+        return self.baseline or next(method for method in self.all_methods if _architecture(method) == PLAIN)
 
 
 def names(text: str) -> list[str]:
@@ -111,12 +121,27 @@ def names(text: str) -> list[str]:
     return [name.strip() for name in re.split(r",(?=\s*[a-z0-9]*[a-z])", text) if name.strip()]
 
 
+def _architecture(method: str) -> str:
+    """The method without the settings of its training."""
+    return ":".join(part for part in method.split(":") if part.partition("=")[0] not in _SETTINGS)
+
+
+@dataclass(frozen=True)
+class _Method:
+    """A method as it is written, read."""
+
+    text: str
+    name: str
+    fields: dict[str, Any]  # of ResFormerConfig
+    settings: RunSettings
+
+
 @dataclass(frozen=True)
 class _Run:
     """One model to train."""
 
     size: str
-    method: str
+    method: _Method
     seed: int
     config: ResFormerConfig
     backbone: ResFormerConfig
@@ -130,7 +155,7 @@ class _Run:
     @property
     def place(self) -> Path:
         """Where its files are, below `runs` and the like."""
-        return Path(*map(_file_name, (self.size, self.method, str(self.seed))))
+        return Path(*map(_file_name, (self.size, self.method.text, str(self.seed))))
 
 
 @dataclass
@@ -150,7 +175,7 @@ class _Study:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """Options that must stay the same in a study; methods, sizes and seeds can be added to it."""
+        """Options that must stay the same in a study; methods, sizes and seeds can be added, the baseline changed."""
         return {
             "data": {"name": self.data.name, **self.data.fingerprint},
             "start": self.options.start,
@@ -168,6 +193,9 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
     the end, `starts` has the converted checkpoints and `unfinished` the checkpoints of a run that was stopped. Under
     `accelerate launch` every process calls this; the first one writes, and the others return `None`.
 
+    Several processes may call this for one output at the same time: each takes the next run that is in work in no
+    other. Those that end while others have runs in work return `None`; the last one writes the report.
+
     Raises:
         CheckpointError: the output holds something else, or the data or the tokenizer cannot be read.
         ImportError: matplotlib or scipy is missing.
@@ -175,43 +203,81 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
     """
     check_packages()
     first = options.settings.arguments(Path(options.output), 0).process_index == 0  # joins the processes, too
-    with PartialState().main_process_first():
+    target = Path(os.path.realpath(options.output))
+    lock = target.with_name(f".{target.name}.resformer-lock")  # of the output's beginning, and of the report
+    with PartialState().main_process_first(), _locked(lock, wait=True) if first else nullcontext():
         study = _prepared(options, Path(options.output, "starts"), write=first)
-    pending = [run for run in study.runs if not study.file(run).is_file()]
-    PartialState().wait_for_everyone()  # the first one is about to write such files
-    environment = {key: value for key, value in describe_environment().items() if key != "variables"}
-    with _progress(len(pending), options.settings.steps, quiet=not first) as (on_step, on_run):
-        for number, run in enumerate(pending, start=1):
-            result = paired_run(
-                run.model(),
-                study.data.blocks,
-                options.settings,
-                run.seed,
-                folder=study.output / "unfinished" / run.place,
-                save_to=study.output / "models" / run.place if options.save_models and run.seed == 0 else None,
-                on_step=on_step,
-            )
-            if first:
-                if options.save_models and run.seed == 0:
-                    study.data.tokenizer.save_pretrained(study.output / "models" / run.place)
-                _write_json(study.file(run), {**_described(run), **result, "environment": environment})
-                on_run(f"{number}/{len(pending)} {run.size} {run.method} seed {run.seed}", result)
-            PartialState().wait_for_everyone()
+    steps = sum(run.method.settings.steps for run in study.runs if not study.file(run).is_file())
+    with _progress(steps, quiet=not first) as (on_step, on_run):
+        # From the first run on each time: a process that had one in work may have been killed.
+        while any(_work_on(run, study, on_step, on_run, first=first) for run in study.runs):
+            pass
     if not first:
         return None
-    unfinished = study.output / "unfinished"
-    if not any(path.is_file() for path in unfinished.rglob("*")):  # else those of other methods or sizes
-        shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.rmtree(study.output / "starts", ignore_errors=True)
-    results = [json.loads(study.file(run).read_text(encoding="utf-8")) for run in study.runs]
-    report = _report(study, results, command)
-    _write_json(study.output / "study.json", report)
-    plot(report, results, study.output / "study.png")
+    if in_work := [run for run in study.runs if not study.file(run).is_file()]:
+        told = f"In work in other processes: {len(in_work)} runs. The last process to end writes the report."
+        tqdm.write(told, file=sys.stderr)
+        return None
+    with _locked(lock, wait=True):
+        unfinished = study.output / "unfinished"
+        if not any(path.is_file() for path in unfinished.rglob("*")):  # else those of other methods or sizes
+            shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(study.output / "starts", ignore_errors=True)
+        results = [json.loads(study.file(run).read_text(encoding="utf-8")) for run in study.runs]
+        report = _report(study, results, command)
+        _write_json(study.output / "study.json", report)
+        plot(report, results, study.output / "study.png")
     return report
 
 
+def _work_on(
+    run: _Run,
+    study: _Study,
+    on_step: Callable[[int], None],
+    on_run: Callable[[str, Mapping[str, Any]], None],
+    *,
+    first: bool,
+) -> bool:
+    """Trains and writes a run unless it is done, or in work in another process that is not of this launch."""
+    folder = study.output / "unfinished" / run.place
+    pending = first and not study.file(run).is_file()
+    with _locked(folder.with_name(f"{folder.name}.lock")) if pending else nullcontext(False) as free:
+        if not broadcast_object_list([free and not study.file(run).is_file()])[0]:
+            return False
+        save_to = study.output / "models" / run.place if study.options.save_models and run.seed == 0 else None
+        settings = run.method.settings
+        result = paired_run(
+            run.model(), study.data.blocks, settings, run.seed, folder=folder, save_to=save_to, on_step=on_step
+        )
+        if first:
+            if save_to is not None:
+                study.data.tokenizer.save_pretrained(save_to)
+            environment = {key: value for key, value in describe_environment().items() if key != "variables"}
+            _write_json(study.file(run), {**_described(run), **result, "environment": environment})
+            done = sum(study.file(run).is_file() for run in study.runs)
+            on_run(f"{done}/{len(study.runs)} {run.size} {run.method.text} seed {run.seed}", result)
+        PartialState().wait_for_everyone()
+    return True
+
+
+@contextmanager
+def _locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Whether no other process holds this file, which is held until the block ends, or the process is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    with suppress(Timeout):
+        lock.acquire(timeout=-1 if wait else 0)
+    try:
+        yield lock.is_locked
+    finally:
+        if lock.is_locked:
+            with suppress(OSError):  # Windows removes it on release
+                path.unlink()  # before the release: nobody else can hold it yet
+            lock.release()
+
+
 def plan_study(options: StudyOptions) -> dict[str, Any]:
-    """The runs of `run_study`, and their time at the speed of the baseline's first steps. Writes nothing.
+    """The runs of `run_study`, and their time at the speed of the first one's first steps. Writes nothing.
 
     Raises: as `run_study`.
     """
@@ -221,18 +287,23 @@ def plan_study(options: StudyOptions) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         study = _prepared(options, Path(scratch, "starts"), write=False)
+        curve = study.data.blocks.held_out
+        few = PackedBlocks(curve.tokens.slice(0, len(curve) * curve.block), curve.starts, curve.block)
+        blocks = replace(study.data.blocks, held_out=few)  # the whole held-out text would take longer than the steps
         for size in dict.fromkeys(run.size for run in study.runs):
             of_size = [run for run in study.runs if run.size == size]
-            measured = paired_run(of_size[0].model(), study.data.blocks, short, 0, folder=Path(scratch, "unfinished"))
-            each = options.settings.steps * measured["step_seconds"]
-            each += (options.settings.evaluations + 1) * measured["evaluation_seconds"]
+            measured = paired_run(of_size[0].model(), blocks, short, 0, folder=Path(scratch, "unfinished"))
+            at_the_end = len(curve.whole) / len(curve)
+            evaluating = (options.settings.evaluations + 1 + at_the_end) * measured["evaluation_seconds"]
             for run in of_size:
                 done = study.file(run).is_file()
-                seconds += 0 if done else each
+                seconds += 0 if done else run.method.settings.steps * measured["step_seconds"] + evaluating
                 if run.seed == 0:
                     rows.append({**_described(run), "parameters": _parameters(run.config), "to_do": 0})
                     del rows[-1]["seed"]
-                next(row for row in rows if (row["size"], row["method"]) == (size, run.method))["to_do"] += not done
+                next(row for row in rows if (row["size"], row["method"]) == (size, run.method.text))[
+                    "to_do"
+                ] += not done
     tokens = options.settings.steps * options.settings.batch * options.block
     return {
         "output": options.output,
@@ -247,9 +318,12 @@ def plan_study(options: StudyOptions) -> dict[str, Any]:
 
 def _prepared(options: StudyOptions, starts: Path, *, write: bool) -> _Study:
     """Reads the data and, if it is to `write`, starts the output; converted checkpoints go to `starts`."""
-    output = Path(options.output)
+    output, methods = Path(options.output), [_read_method(text, options.settings) for text in options.all_methods]
     saved, record = output / "tokenizer", output / "plan.json"
-    if output.exists() and not (output.is_dir() and (record.is_file() or not any(output.iterdir()))):
+    beginning = {f".{record.name}.partial"}  # of a process that was killed at its first write
+    if output.exists() and not (
+        output.is_dir() and (record.is_file() or {path.name for path in output.iterdir()} <= beginning)
+    ):
         raise CheckpointError(f"{output}: exists and is not a study folder; give another folder.")
     tokenizer = options.tokenizer or options.start or "bpe:4096"
     data = study_data(
@@ -269,10 +343,15 @@ def _prepared(options: StudyOptions, starts: Path, *, write: bool) -> _Study:
     new = [path for path in (output, saved, record, starts) if not path.exists()]
     try:
         if write and record in new:
+            _write_json(record, study.plan)
+        if write and saved in new:
             with replacing(saved, force=True) as folder:
                 data.tokenizer.save_pretrained(folder)
-            _write_json(record, study.plan)
-        study.runs = _runs_from_scratch(options, data) if options.start is None else _continued_runs(options, starts)
+        if options.start is None:
+            runs = _runs_from_scratch(options, methods, data)
+        else:
+            runs = _continued_runs(options, methods, starts)
+        study.runs = sorted(runs, key=lambda run: run.seed)  # a study that is cut short has whole pairs
         if len({run.place for run in study.runs}) < len(study.runs):
             raise ValueError("Two of the methods, or of the sizes, have the same name but for punctuation.")
     except BaseException:
@@ -296,11 +375,10 @@ def _check_same(record: Path, plan: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{record.parent}: holds another study: {changes}. Give another folder.")
 
 
-def _runs_from_scratch(options: StudyOptions, data: StudyData) -> list[_Run]:
-    """Size by size and seed by seed, so that a study that is cut short has whole pairs."""
+def _runs_from_scratch(options: StudyOptions, methods: Sequence[_Method], data: StudyData) -> list[_Run]:
     runs = []
     for size in options.sizes or ("tiny",):
-        name, overrides = _parsed(size, SIZES, "size")
+        name, overrides = _parsed(size, SIZES, "size", _FIELDS)
         shape = {
             "vocab_size": len(data.tokenizer),
             "max_position_embeddings": options.block,
@@ -309,44 +387,46 @@ def _runs_from_scratch(options: StudyOptions, data: StudyData) -> list[_Run]:
             **SIZES[name],
             **overrides,
         }
-        backbone = ResFormerConfig.for_method(BASELINE, **shape)
-        configs = {}
-        for method in options.all_methods:
-            name, overrides = _parsed(method, METHODS, "method")
-            configs[method] = ResFormerConfig.for_method(name, **{**shape, **overrides})
-        runs += [
-            _Run(size, method, seed, config, backbone, None)
-            for seed in range(options.seeds)
-            for method, config in configs.items()
-        ]
+        backbone = ResFormerConfig.for_method(PLAIN, **shape)
+        for method in methods:
+            config = ResFormerConfig.for_method(method.name, **{**shape, **method.fields})
+            runs += [_Run(size, method, seed, config, backbone, None) for seed in range(options.seeds)]
     return runs
 
 
-def _continued_runs(options: StudyOptions, starts: Path) -> list[_Run]:
-    """Converts the checkpoint to each method, once, into a folder of `starts`."""
+def _continued_runs(options: StudyOptions, methods: Sequence[_Method], starts: Path) -> list[_Run]:
+    """Converts the checkpoint to each architecture, once, into a folder of `starts`."""
     assert options.start is not None
     size = Path(options.start).resolve().name if Path(options.start).exists() else options.start.rpartition("/")[2]
     runs = []
-    for method in options.all_methods:
-        name, overrides = _parsed(method, METHODS, "method")
-        folder = starts / _file_name(method)
+    for method in methods:
+        folder = starts / _file_name(_architecture(method.text))
         if not folder.exists():
             # A lossy conversion is allowed: the first point of its curve shows the loss.
-            retrofit(options.start, folder, name, lossy=True, link=True, verify="headers", progress=False, **overrides)
+            retrofit(
+                options.start, folder, method.name,
+                lossy=True, link=True, verify="headers", progress=False, **method.fields,
+            )  # fmt: skip
         config = ResFormerConfig.from_pretrained(folder)
         if options.block > config.max_position_embeddings:
             raise ValueError(
                 f"block is {options.block}, but {options.start} has {config.max_position_embeddings} positions."
             )
         runs += [_Run(size, method, seed, config, config, folder) for seed in range(options.seeds)]
-    return sorted(runs, key=lambda run: run.seed)
+    return runs
 
 
 def _file_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name)
 
 
-def _parsed(text: str, known: Mapping[str, Any], what: str) -> tuple[str, dict[str, Any]]:
+def _read_method(text: str, settings: RunSettings) -> _Method:
+    name, values = _parsed(text, METHODS, "method", {*_FIELDS, *_SETTINGS})
+    own = {key: values.pop(key) for key in _SETTINGS if key in values}
+    return _Method(text, name, values, replace(settings, **own))
+
+
+def _parsed(text: str, known: Mapping[str, Any], what: str, allowed: Collection[str]) -> tuple[str, dict[str, Any]]:
     """`NAME:FIELD=VALUE...` as a known name and the fields, their values read as JSON."""
     name, *pairs = text.split(":")
     if name not in known:
@@ -354,10 +434,11 @@ def _parsed(text: str, known: Mapping[str, Any], what: str) -> tuple[str, dict[s
     values = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        if not equals or key not in _FIELDS:
-            close = difflib.get_close_matches(key, _FIELDS, n=1)
+        if not equals or key not in allowed:
+            close = difflib.get_close_matches(key, allowed, n=1)
             hint = f" Did you mean {close[0]!r}?" if close and equals else ""
-            raise ValueError(f"{what} {text}: {pair!r} is no FIELD=VALUE of a ResFormerConfig.{hint}")
+            settings = f", nor of {', '.join(_SETTINGS)}" if what == "method" else ""
+            raise ValueError(f"{what} {text}: {pair!r} is no FIELD=VALUE of a ResFormerConfig{settings}.{hint}")
         try:
             values[key] = json.loads(value)
         except json.JSONDecodeError:
@@ -373,26 +454,28 @@ def _parameters(config: ResFormerConfig) -> int:
 def _described(run: _Run) -> dict[str, Any]:
     return {
         "size": run.size,
-        "method": run.method,
+        "method": run.method.text,
+        "architecture": _architecture(run.method.text),
         "seed": run.seed,
+        **{name: getattr(run.method.settings, name) for name in _SETTINGS},
         "cache_bytes_per_token": cache_bytes_per_token(run.config),
     }
 
 
 @contextmanager
 def _progress(
-    runs: int, steps: int, *, quiet: bool
+    steps: int, *, quiet: bool
 ) -> Iterator[tuple[Callable[[int], None], Callable[[str, Mapping[str, Any]], None]]]:
     """One bar for all steps of all runs, and a line for each run that is done, on stderr."""
     done = 0
-    with tqdm(total=runs * steps, unit="step", disable=quiet or not sys.stderr.isatty()) as bar:
+    with tqdm(total=steps, unit="step", disable=quiet or not sys.stderr.isatty()) as bar:
 
         def on_step(step: int) -> None:
             bar.update(done + step - bar.n)
 
         def on_run(what: str, result: Mapping[str, Any]) -> None:
             nonlocal done
-            done += steps
+            done += result["curve"][-1]["step"]
             loss = "diverged" if result["loss"] is None else f"held-out loss {result['loss']:.4f}"
             tqdm.write(f"{what}: {loss}, {result['step_seconds'] * 1e3:,.1f} ms a step", file=sys.stderr)
 
@@ -400,7 +483,8 @@ def _progress(
 
 
 def _report(study: _Study, results: Sequence[Mapping[str, Any]], command: str) -> dict[str, Any]:
-    sizes = rows_of(results)
+    baseline = study.options.compared_with
+    sizes = rows_of(results, baseline)
     for row in (row for rows in sizes.values() for row in rows):
         loss = row["loss"]
         row["bits_per_byte"] = None if loss is None else loss / math.log(2) / study.data.bytes_per_token
@@ -415,21 +499,35 @@ def _report(study: _Study, results: Sequence[Mapping[str, Any]], command: str) -
         "vocabulary": len(study.data.tokenizer),
         "bytes_per_token": study.data.bytes_per_token,
         "sizes": sizes,
-        "notes": _notes(study.options),
+        "baseline": baseline,
+        "notes": _notes(study, results),
         "metrics": _metrics(study, sizes),
         "environments": environments,
     }
 
 
-def _notes(options: StudyOptions) -> list[str]:
+def _notes(study: _Study, results: Sequence[Mapping[str, Any]]) -> list[str]:
+    options, held_out = study.options, results[0]["held_out"]
     budget = f"{options.settings.steps:,} steps of {options.settings.batch} x {options.block} tokens"
+    notes = [
+        f"Loss: nats per token after {budget} (or its own steps), on the whole held-out text: {held_out['tokens']:,} "
+        f"tokens of {study.data.fingerprint['held_out_documents']:,} documents. Δ: minus that of "
+        f"{options.compared_with}, the mean of the seeds. FLOPs: relative to its."
+    ]
+    for size in dict.fromkeys(run.size for run in study.runs):
+        losses = losses_of(results, size)
+        if (error := pooled_error(losses)) is None:
+            notes.append(f"{size}: one {'seed' if options.seeds == 1 else 'method'}, no interval over seeds.")
+        else:
+            notes.append(
+                f"{size}: 95 % intervals over seeds hold for all {error.comparisons} comparisons at once (Dunnett); "
+                f"pooled standard error {error.standard_error:.4f}, {error.degrees_of_freedom} degrees of freedom."
+            )
+        if diverged := [method for method in losses if None in losses[method]]:
+            notes.append(f"{size}: left out, since a run diverged: {', '.join(diverged)}.")
     return [
-        f"Loss: nats per token on the held-out blocks after {budget}. Δ: minus {BASELINE}'s of the same seed"
-        + (", with its 95 % confidence interval by Student's t." if options.seeds > 1 else "; one seed, no interval."),
-        "Equal FLOPs: the same after as many operations as the cheapest method's training took.",
-        f"Equal parameters: the same to {BASELINE} with as many parameters, between its sizes."
-        if len(options.sizes) > 1
-        else f"Equal parameters need {BASELINE} at two --sizes at least, and are left out.",
+        *notes,
+        "Over documents: 95 % of a bootstrap of the held-out documents, for these models; not simultaneous.",
     ]
 
 
@@ -447,9 +545,11 @@ def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) ->
 
     for size, row in ((size, row) for size, rows in sizes.items() for row in rows if row["loss"] is not None):
         note = f"{size}, {row['parameters']:,} parameters, {budget}"
-        add(f"loss, {size}", row["loss"], row["method"], note)
+        if row["method"] != row["architecture"]:
+            note += f", {row['method']}"
+        add(f"loss, {size}", row["loss"], row["architecture"], note)
         if (difference := row["difference"]) is not None:
             if difference["low"] is not None:
-                note += f"; 95 % interval {difference['low']:+.4f} to {difference['high']:+.4f}"
-            add(f"loss minus {BASELINE}'s, {size}", difference["mean"], row["method"], note)
+                note += f"; simultaneous 95 % interval {difference['low']:+.4f} to {difference['high']:+.4f}"
+            add(f"loss minus {study.options.compared_with}'s, {size}", difference["mean"], row["architecture"], note)
     return metrics

@@ -4,6 +4,7 @@ import hashlib
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,22 @@ class StudyData:
     name: str  # for tables and cards
     blocks: Blocks
     tokenizer: PreTrainedTokenizerBase
-    bytes_per_token: float  # of the held-out blocks
+    bytes_per_token: float  # of all held-out blocks
 
-    @property
+    @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Differs if other tokens are trained or evaluated on; covers the first 2**26 of each side, and the length."""
         digest = hashlib.sha256()
         for side in (self.blocks.train, self.blocks.held_out):
             for chunk in side.tokens.slice(0, 2**26).chunks:
                 digest.update(chunk.to_numpy().astype("<i8"))
+        curve, whole = self.blocks.held_out, self.blocks.held_out.whole
         return {
             "training_tokens": len(self.blocks.train) * self.blocks.train.block,
-            "held_out_tokens": len(self.blocks.held_out) * self.blocks.held_out.block,
-            "held_out_documents": sum(self.blocks.held_out_documents.values()),
+            "held_out_tokens": len(whole) * whole.block,
+            "held_out_documents": len(whole.documents),
+            "curve_tokens": len(curve) * curve.block,
+            "curve_documents": len(curve.documents),
             "sha256": digest.hexdigest(),
         }
 
@@ -82,7 +86,7 @@ def study_data(
     documents = load_documents(sources, split=split, text_column=text_column, sample_by=sample_by)
     fitted = _tokenizer(tokenizer, training_texts(documents, held_out))
     blocks = pack_documents(documents, fitted, block=block, held_out=held_out, held_out_blocks=held_out_blocks)
-    return StudyData(name, blocks, fitted, bytes_per_token(blocks.held_out, fitted))
+    return StudyData(name, blocks, fitted, bytes_per_token(blocks.held_out.whole, fitted))
 
 
 def bytes_per_token(blocks: PackedBlocks, tokenizer: PreTrainedTokenizerBase) -> float:

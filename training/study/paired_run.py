@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from accelerate.utils import gather_object
+from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset
 from transformers import (
     PrinterCallback,
@@ -22,7 +25,7 @@ from transformers import (
 
 from resformer.configuration import ResFormerConfig
 from resformer.modeling import ResFormerForCausalLM
-from resformer.training.data import Blocks, DataError
+from resformer.training.data import Blocks, DataError, PackedBlocks
 from resformer.training.memory import step_memory
 from resformer.training.optimizer import ConnectionTrainer
 from resformer.training.recipe import last_checkpoint, processor_has_bf16
@@ -35,10 +38,13 @@ _WARMING_UP = 2  # steps that are not timed, where there are more
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How all models of a study are trained; the defaults are those of pre-training.
+    """How a model is trained; the defaults are those of pre-training.
 
     AdamW (0.9, 0.95), gradients clipped at 1, a cosine schedule that ends at a tenth of the learning rate. Norms,
     biases and cross-layer connections are not decayed.
+
+    Raises:
+        ValueError: a value is out of its range.
     """
 
     steps: int
@@ -50,6 +56,16 @@ class RunSettings:
     weight_decay: float = 0.1
     evaluations: int = 10
     bf16: bool | None = None  # autocast; default: where the processor has it
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "micro_batch", "evaluations", "learning_rate", "connection_learning_rate"):
+            value, rate = getattr(self, name), name.endswith("rate")
+            if value is not None and not (isinstance(value, (int, float) if rate else int) and value > 0):
+                raise ValueError(
+                    f"{name} is {value!r}; expected {'a number' if rate else 'an integer'} of more than 0."
+                )
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"warmup is {self.warmup}; expected a share of the steps from 0 to less than 1.")
 
     @property
     def interval(self) -> int:
@@ -154,6 +170,8 @@ def paired_run(
     """Trains a model in place, or goes on from the last checkpoint in `folder`, and removes that folder.
 
     The order of the batches depends on `seed` alone. Losses are in nats per token; one that is not finite is `None`.
+    `loss` is that of the whole held-out text after the last step, `held_out` has it document by document, and `curve`
+    has that of the blocks of `blocks.held_out` during the training.
 
     Args:
         save_to: where the trained model goes.
@@ -189,13 +207,15 @@ def paired_run(
             if key in entry:
                 points.setdefault(entry["step"], {})[name] = entry[key] if math.isfinite(entry[key]) else None
     curve = [{"step": step, "tokens": step * tokens, **points[step]} for step in sorted(points)]
+    held_out = _losses_by_document(trainer, blocks.held_out.whole)
     if arguments.should_save:
         if save_to is not None:
             trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False).save_pretrained(save_to)
         shutil.rmtree(folder, ignore_errors=True)
     return {
         "seed": seed,
-        "loss": curve[-1]["validation_loss"],
+        "loss": held_out["loss"],
+        "held_out": held_out,
         "curve": curve,
         "parameters": model.num_parameters(),
         "training_flops": training_flops(model.config, blocks.held_out.block) * tokens * settings.steps,
@@ -206,6 +226,34 @@ def paired_run(
         "bf16": arguments.bf16,
         "processes": arguments.world_size,
         "resumed_from": 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2]),
+    }
+
+
+@torch.no_grad()
+def _losses_by_document(trainer: ConnectionTrainer, blocks: PackedBlocks) -> dict[str, Any]:
+    """The loss of all blocks, and `[tokens, nats]` of each document in the order in which they are packed.
+
+    The first token of a block is not predicted, and not counted. Each process evaluates a part.
+    """
+    batch = trainer.args.per_device_eval_batch_size
+    tokens, nats = np.zeros(len(blocks.starts), np.int64), np.zeros(len(blocks.starts))
+    model = trainer.model.eval()
+    for first in range(trainer.args.process_index * batch, len(blocks), trainer.args.world_size * batch):
+        rows = np.arange(first, min(first + batch, len(blocks)))
+        ids = torch.stack([blocks[index]["input_ids"] for index in rows]).to(model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # under the autocast of the training
+        losses = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
+        places = rows[:, None] * blocks.block + np.arange(1, blocks.block)
+        documents = np.searchsorted(blocks.starts, places.ravel(), "right") - 1
+        tokens += np.bincount(documents, minlength=len(tokens))
+        nats += np.bincount(documents, losses.double().cpu().numpy(), minlength=len(nats))
+    tokens, nats = sum(gather_object([tokens])), sum(gather_object([nats]))
+    total = float(nats.sum() / tokens.sum())
+    finite = math.isfinite(total)
+    return {
+        "tokens": int(tokens.sum()),
+        "loss": total if finite else None,
+        "documents": [[int(n), float(x)] for n, x in zip(tokens, nats, strict=True) if n] if finite else None,
     }
 
 

@@ -1,4 +1,4 @@
-"""The plot of a study: one row per size with the loss curves, their paired differences, and the final differences."""
+"""The plot of a study, a row for each size: differences over the training, at the end, and learning rates or losses."""
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -6,11 +6,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from resformer.training.study.table import BASELINE
+from resformer.training.study.table import pooled_error
 
 __all__ = ["check_packages", "plot"]
 
-Curve = list[tuple[float, float]]  # millions of tokens, loss
+Run = Mapping[str, Any]
 
 
 def check_packages() -> None:
@@ -19,61 +19,107 @@ def check_packages() -> None:
         raise ImportError(f"A study needs {' and '.join(missing)}: pip install 'resformer[study]'")
 
 
-def plot(study: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot(study: Mapping[str, Any], runs: Sequence[Run], path: Path) -> None:
     """Writes the PNG of a `study.json` and its runs."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    sizes = study["sizes"]
-    methods = list(dict.fromkeys(run["method"] for run in runs))
-    colours = {method: colormaps["tab20"](2 * index % 20 + index // 10 % 2) for index, method in enumerate(methods)}
-    colours[BASELINE] = (0.0, 0.0, 0.0, 1.0)
-    figure = Figure(figsize=(17, max(5.0, 1.5 + 0.3 * len(methods)) * len(sizes)), layout="constrained")
+    sizes, baseline = study["sizes"], study["baseline"]
+    swept = next((name for name in ("learning_rate", "connection_learning_rate") if _is_swept(runs, name)), None)
+    methods = {run["method"]: run["architecture" if swept else "method"] for run in runs}
+    others = [name for name in dict.fromkeys(methods.values()) if name != methods[baseline]]
+    of_name = {name: colormaps["tab20"](2 * index % 20 + index // 10 % 2) for index, name in enumerate(others)}
+    colours = {method: of_name.get(name, (0.0, 0.0, 0.0, 1.0)) for method, name in methods.items()}
+    figure = Figure(figsize=(21, max(5.0, 1.5 + 0.3 * len(methods)) * len(sizes)), layout="constrained")
     FigureCanvasAgg(figure)
     for part, (size, rows) in zip(figure.subfigures(len(sizes), 1, squeeze=False)[:, 0], sizes.items(), strict=True):
         seeds = len(rows[0]["seeds"])
-        part.suptitle(f"{size}, {seeds} paired seed{'s' * (seeds > 1)}")
-        curves, differences, final = part.subplots(1, 3)
-        means = {method: _mean_curve(runs, size, method) for method in methods}
-        for method, curve in means.items():
-            if curve:
-                curves.plot(
-                    *zip(*curve, strict=True), label=method, color=colours[method], linewidth=1 + (method == BASELINE)
-                )
-            if curve and means[BASELINE]:
-                lines = [(x, y - base) for (x, y), (_, base) in zip(curve, means[BASELINE], strict=True)]
-                differences.plot(*zip(*lines, strict=True), marker=".", color=colours[method])
-        curves.set(title="held-out loss, mean of the seeds", ylabel="nats per token")
-        curves.legend(fontsize=8)
-        differences.set(title=f"minus {BASELINE}'s; below 0 is better", ylabel="nats per token")
-        for axes in (curves, differences):
-            axes.set_xlabel("training tokens, millions")
-
-        shown = [row for row in rows if row["difference"] is not None]
-        final.axvline(0.0, color="black", linewidth=1)
-        for place, row in enumerate(shown):
-            difference, colour = row["difference"], colours[row["method"]]
-            half = None if difference["low"] is None else difference["high"] - difference["mean"]
-            final.errorbar(difference["mean"], place, xerr=half, fmt="o", capsize=4, color=colour)
-            values = difference["values"]
-            final.scatter(values, [place] * len(values), marker="x", s=40, color=colour)
-        final.set_yticks(range(len(shown)), [row["method"] for row in shown])
-        final.invert_yaxis()
-        title = "mean and 95 % interval" if seeds > 1 else "one seed, no interval"
-        final.set(title=f"the same at the end: {title}", xlabel="nats per token; left of 0 is better")
-        for axes in (curves, differences, final):
+        part.suptitle(f"{size}, {seeds} seed{'s' * (seeds > 1)}; differences to {baseline} in nats per token")
+        of_size = [run for run in runs if run["size"] == size]
+        during, final, last = part.subplots(1, 3)
+        curves = {row["method"]: _losses_by_tokens(of_size, row["method"]) for row in rows}
+        _draw_differences(during, curves, baseline, colours)
+        _draw_final(final, [row for row in rows if row["difference"] is not None], colours, seeds)
+        if swept:
+            _draw_rates(last, of_size, swept, colours)
+        else:
+            for method, curve in curves.items():
+                points = {tokens: fmean(losses) for tokens, losses in curve.items() if None not in losses}
+                last.plot(points.keys(), points.values(), label=method, color=colours[method])
+            last.set(title="loss on some of the held-out blocks, mean of the seeds", xlabel="training tokens, millions")
+        last.set_ylabel("nats per token")
+        last.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+        for axes in (during, final, last):
             axes.grid(alpha=0.3)
     figure.savefig(path, format="png", dpi=110)
 
 
-def _mean_curve(runs: Sequence[Mapping[str, Any]], size: str, method: str) -> Curve:
-    """From the first evaluation after the start on, if there is more than one; empty if any loss is not finite."""
-    of_seeds = [run["curve"] for run in runs if (run["size"], run["method"]) == (size, method)]
-    if any(point["validation_loss"] is None for curve in of_seeds for point in curve):
-        return []
-    return [
-        (together[0]["tokens"] / 1e6, fmean(point["validation_loss"] for point in together))
-        for together in zip(*of_seeds, strict=True)
-        if together[0]["step"] or len(of_seeds[0]) == 2
-    ]
+def _losses_by_tokens(runs: Sequence[Run], method: str) -> dict[float, list[Any]]:
+    """Millions of training tokens -> the loss of each seed, from the first evaluation after the start on."""
+    losses: dict[float, list[Any]] = {}
+    for run in runs:
+        for point in run["curve"][1:]:
+            if run["method"] == method:
+                losses.setdefault(point["tokens"] / 1e6, []).append(point["validation_loss"])
+    return losses
+
+
+def _draw_differences(axes: Any, curves: Mapping[str, Any], baseline: str, colours: Mapping[str, Any]) -> None:
+    errors = {}
+    for tokens in curves[baseline]:
+        error = pooled_error({method: curve[tokens] for method, curve in curves.items() if tokens in curve})
+        if error is not None:
+            errors[tokens] = error.half_width
+    for method, curve in curves.items():
+        points = {
+            tokens: fmean(losses) - fmean(curves[baseline][tokens])
+            for tokens, losses in curve.items()
+            if None not in [*losses, *curves[baseline].get(tokens, [None])]
+        }
+        axes.plot(points.keys(), points.values(), marker=".", color=colours[method])
+    title = "during the training, on some of the held-out blocks"
+    if errors:
+        axes.fill_between(
+            errors.keys(), [-half for half in errors.values()], errors.values(), color="black", alpha=0.12
+        )
+        title += "\ngrey: less than the simultaneous 95 % interval at that time"
+    axes.set(title=title, xlabel="training tokens, millions", ylabel="below 0 is better")
+
+
+def _draw_final(axes: Any, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, Any], seeds: int) -> None:
+    axes.axvline(0.0, color="black", linewidth=1)
+    for place, row in enumerate(rows):
+        difference, colour = row["difference"], colours[row["method"]]
+        half = None if difference["low"] is None else difference["high"] - difference["mean"]
+        axes.errorbar(difference["mean"], place, xerr=half, fmt="o", capsize=4, color=colour)
+        axes.scatter(difference["values"], [place] * len(difference["values"]), marker="x", s=40, color=colour)
+    axes.set_yticks(range(len(rows)), [row["method"] for row in rows], fontsize=8)
+    for label, row in zip(axes.get_yticklabels(), rows, strict=True):
+        label.set_color(colours[row["method"]])
+    axes.invert_yaxis()
+    interval = "mean, simultaneous 95 % interval, seeds" if seeds > 1 else "one seed, no interval"
+    axes.set(title=f"at the end, on the whole held-out text\n{interval}", xlabel="left of 0 is better")
+
+
+def _is_swept(runs: Sequence[Run], setting: str) -> bool:
+    """Whether an architecture has several values of the setting."""
+    values = {(run["architecture"], run[setting]) for run in runs}
+    return len(values) > len({architecture for architecture, _ in values})
+
+
+def _draw_rates(axes: Any, runs: Sequence[Run], setting: str, colours: Mapping[str, Any]) -> None:
+    for architecture in dict.fromkeys(run["architecture"] for run in runs):
+        losses: dict[float, list[float]] = {}
+        for run in runs:
+            if run["architecture"] == architecture and None not in (run[setting], run["loss"]):
+                losses.setdefault(run[setting], []).append(run["loss"])
+                colour = colours[run["method"]]
+        points = sorted((rate, fmean(values)) for rate, values in losses.items())
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", label=architecture, color=colour)
+    axes.set_xscale("log")
+    rates = sorted({run[setting] for run in runs if run["loss"] is not None} - {None})
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.minorticks_off()
+    axes.set(title="loss on the whole held-out text, mean of the seeds", xlabel=setting.replace("_", " "))

@@ -17,8 +17,12 @@ __all__ = ["compare"]
 def compare(
     output: Annotated[str, typer.Argument(help="The folder of the study; new, empty, or one to go on with.")],
     methods: Annotated[
-        str, typer.Option(help="NAME[:FIELD=VALUE...], separated by commas; transformer is always the baseline.")
+        str, typer.Option(help="NAME[:FIELD=VALUE...], separated by commas; transformer is always one of them.")
     ] = "resformer,denseformer,svformer",
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="The one that the others are compared with.  [default: the first plain transformer]"),
+    ] = None,
     start: Annotated[
         str | None,
         typer.Option(
@@ -65,7 +69,9 @@ def compare(
     weight_decay: Annotated[float, typer.Option(help="Of matrices; never of connections.")] = 0.1,
     evaluations: Annotated[int, typer.Option(help="On the held-out blocks, per run; a checkpoint after each.")] = 10,
     held_out: Annotated[float, typer.Option(help="Share of the documents of --data to evaluate on.")] = 0.02,
-    held_out_blocks: Annotated[int, typer.Option(help="Evaluate on at most this many blocks.")] = 128,
+    held_out_blocks: Annotated[
+        int, typer.Option(help="Evaluate on at most this many blocks during the training; on all at its end.")
+    ] = 128,
     bf16: Annotated[
         bool | None, typer.Option("--bf16/--no-bf16", help="Autocast.  [default: where the processor has bfloat16]")
     ] = None,
@@ -112,7 +118,10 @@ def compare(
                 f"{plan['data']['held_out_tokens']:,} tokens of {plan['data']['held_out_documents']:,} documents",
             )
             row("budget", f"{plan['steps']:,} steps, {plan['tokens']:,} tokens, {plan['epochs']:.2f} epochs a run")
-            row("time", f"{plan['seconds'] / 60:,.1f} min at the speed of transformer's first steps")
+            row(
+                "time",
+                f"{plan['seconds'] / 60:,.1f} min at the speed of the first steps of {plan['runs'][0]['method']}",
+            )
             row("would write", output)
             return
         try:
@@ -121,6 +130,6 @@ def compare(
             if os.environ.get("RANK", "0") == "0":
                 echo(f"Interrupted. Go on with: {own_command()}", err=True)
             raise typer.Exit(INTERRUPTED) from None
-        if report is None:  # not the first process
+        if report is None:  # another process writes it
             return
         echo(json.dumps(report, indent=2) if as_json else markdown(report))
