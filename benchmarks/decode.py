@@ -64,7 +64,12 @@ class Case:
 
 
 CASES = [
-    Case(1, 128, 16, ("llama", "llama again", "transformer", "resformer", "svformer", "denseformer")),
+    Case(
+        1,
+        128,
+        16,
+        ("llama", "llama again", "transformer", "resformer", "svformer", "denseformer", "attention-residuals"),
+    ),
     Case(1, 2048, 16, ("llama", "llama again", "resformer", "svformer", "denseformer")),
     Case(1, 4096, 16, ("llama", "resformer", "resformer static", "svformer")),
     Case(1, 16384, 6, ("llama", "resformer", "svformer")),
@@ -360,7 +365,8 @@ def main() -> None:
     }
     results["machine"]["read bandwidth, GB/s"] = round(speed / 1e9, 1)
     models = {
-        name: build(name, device, dtype) for name in ("llama", "transformer", "resformer", "svformer", "denseformer")
+        name: build(name, device, dtype)
+        for name in ("llama", "transformer", "resformer", "svformer", "denseformer", "attention-residuals")
     }
     for case in CASES:
         if options.cases in case.name:

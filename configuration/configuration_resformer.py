@@ -409,11 +409,8 @@ class ResFormerConfig(PreTrainedConfig):
                 f"`dwa`=True does nothing: `dwa_period` ({self.dwa_period}) is above `num_hidden_layers` "
                 f"({self.num_hidden_layers})."
             )
-        if not self.depth_attention and (self.depth_attention_blocks, self.depth_attention_init) != (8, 1.0):
-            _warn(
-                f"`depth_attention_blocks`={self.depth_attention_blocks} and `depth_attention_init`="
-                f"{self.depth_attention_init} do nothing: `depth_attention` is False."
-            )
+        if not self.depth_attention and self.depth_attention_blocks != 8:
+            _warn(f"`depth_attention_blocks`={self.depth_attention_blocks} does nothing: `depth_attention` is False.")
 
 
 def _warn_of_misspelt_fields(extra: dict[str, Any]) -> None:

@@ -69,8 +69,10 @@ class DepthAttention(Connection):
         init.zeros_(self.bias_query)
         init.constant_(self.bias_gate, self.gate)
 
+    @torch.no_grad()
     def deviations(self) -> list[tuple[float, str]]:
-        return [(abs(float(gate)), f".bias_gate[{sublayer}]") for sublayer, gate in enumerate(self.bias_gate.detach())]
+        gates = [(abs(float(gate)), f".bias_gate[{sublayer}]") for sublayer, gate in enumerate(self.bias_gate)]
+        return [*gates, (float((0 * self.bias_query).sum()), ".bias_query")]  # with gates of 0, NaN alone has an effect
 
 
 class BlockDeltas:
