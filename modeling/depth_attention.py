@@ -17,6 +17,7 @@ of a block's first layer does not read the block before it. The null source and 
 has the effect of the latter.
 """
 
+import itertools
 import math
 
 import torch
@@ -47,7 +48,7 @@ class DepthAttention(Connection):
 
     def __init__(self, config: ResFormerConfig):
         super().__init__()
-        self.starts = _starts(config)
+        self.blocks = dict(itertools.pairwise([*_starts(config), config.num_hidden_layers]))  # first layer -> end
         self.heads = math.gcd(config.num_key_value_heads, config.hidden_size)
         self.epsilon = config.rms_norm_eps
         self.gate = config.depth_attention_init
@@ -92,10 +93,8 @@ class BlockDeltas:
         Args:
             hidden_states: the stream that the layer reads, `(batch, tokens, hidden_size)`.
         """
-        starts = [*self.module.starts, len(self.query) // 2]
-        if layer in self.module.starts:
-            end = starts[starts.index(layer) + 1]
-            self.begin(layer, end, hidden_states)
+        if layer in self.module.blocks:
+            self.begin(layer, self.module.blocks[layer], hidden_states)
         return [self.weights.pop(0), *self.deltas]
 
     def begin(self, layer: int, end: int, stream: torch.Tensor) -> None:

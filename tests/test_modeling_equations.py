@@ -326,6 +326,13 @@ def test_value_residuals_start_as_stated(
         assert all(not layer.self_attn.value_residual.bias_gate.weight.any() for layer in model.model.layers[1:])
 
 
+@pytest.mark.parametrize("start", [0.0, 0.25, 1.0])
+def test_depth_attention_starts_as_stated(tiny_config: Callable[..., ResFormerConfig], start: float) -> None:
+    module = ResFormerForCausalLM(tiny_config("attention-residuals", depth_attention_init=start)).model.depth_attention
+    assert torch.equal(module.bias_gate, torch.full((12,), start))
+    assert not module.bias_query.any()
+
+
 def test_scores_of_learnable_plus_learn_from_a_start_at_zero_once_the_scale_has(
     tiny_model: TinyModel, ragged: dict[str, torch.Tensor]
 ) -> None:
