@@ -98,7 +98,12 @@ class Case:
 
 
 CASES = [
-    Case(1, 128, 16, ("llama", "llama again", "transformer", "resformer", "svformer", "denseformer")),
+    Case(
+        1,
+        128,
+        16,
+        ("llama", "llama again", "transformer", "resformer", "svformer", "denseformer", "attention-residuals"),
+    ),
     Case(1, 2048, 16, ("llama", "llama again", "resformer", "svformer", "denseformer")),
     Case(1, 4096, 16, ("llama", "resformer", "resformer static", "svformer")),
     Case(1, 16384, 6, ("llama", "resformer", "svformer")),

@@ -84,6 +84,13 @@ class ResFormerConfig(PreTrainedConfig):
             Depth-weighted averaging of all earlier layers' outputs (DenseFormer, arXiv 2402.02622).
         dwa_dilation, dwa_period (`int`, default to 1):
             DenseFormer's k x p: average after every p-th block, over every k-th earlier output.
+        depth_attention (`bool`, defaults to `False`):
+            Sublayers read, beside the residual stream, a softmax over what earlier blocks of layers added to it (delta
+            attention residuals, arXiv 2605.18855), for each head (arXiv 2607.27230), times a learned gate.
+        depth_attention_blocks (`int`, defaults to 8):
+            Number of blocks, from 1 to `num_hidden_layers`.
+        depth_attention_init (`float`, defaults to 1.0):
+            The start of the gates. 0 starts as plain Llama.
 
     Raises:
         huggingface_hub.errors.StrictDataclassError: a field, or two fields together, do not fit; the message names
@@ -137,6 +144,9 @@ class ResFormerConfig(PreTrainedConfig):
     dwa: bool = False
     dwa_dilation: int = positive_int_field(default=1)
     dwa_period: int = positive_int_field(default=1)
+    depth_attention: bool = False
+    depth_attention_blocks: int = positive_int_field(default=8)
+    depth_attention_init: int | float = 1.0
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ResFormerConfig":
         with _first_use:  # here, since unpickling calls no __init__
@@ -171,6 +181,7 @@ class ResFormerConfig(PreTrainedConfig):
             self.layer_types = [kind] * self.num_hidden_layers
         self.value_residual_init = [float(value) for value in self.value_residual_init]
         self.neutreno_lambda = float(self.neutreno_lambda)
+        self.depth_attention_init = float(self.depth_attention_init)
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -328,6 +339,15 @@ class ResFormerConfig(PreTrainedConfig):
                 )
         self._warn_of_settings_without_effect()
 
+    def validate_depth_attention(self) -> None:
+        if not math.isfinite(self.depth_attention_init):
+            raise ValueError(f"`depth_attention_init` is {self.depth_attention_init}: expected a finite number.")
+        if self.depth_attention and self.depth_attention_blocks > self.num_hidden_layers:
+            raise ValueError(
+                f"`depth_attention_blocks` is {self.depth_attention_blocks}: expected 1 to {self.num_hidden_layers} "
+                "(`num_hidden_layers`), a block has a layer at least."
+            )
+
     def _check_value_residual(self) -> None:
         init = self.value_residual_init
         if len(init) != 2 or not all(math.isfinite(value) for value in init):
@@ -389,6 +409,8 @@ class ResFormerConfig(PreTrainedConfig):
                 f"`dwa`=True does nothing: `dwa_period` ({self.dwa_period}) is above `num_hidden_layers` "
                 f"({self.num_hidden_layers})."
             )
+        if not self.depth_attention and self.depth_attention_blocks != 8:
+            _warn(f"`depth_attention_blocks`={self.depth_attention_blocks} does nothing: `depth_attention` is False.")
 
 
 def _warn_of_misspelt_fields(extra: dict[str, Any]) -> None:

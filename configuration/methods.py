@@ -23,7 +23,7 @@ __all__ = [
 #: The configuration fields of connections; all others are the backbone's. Their defaults are plain Llama.
 CONNECTION_FIELDS = (
     "value_residual value_residual_init value_residual_layers neutreno_lambda value_sources key_sources dwa "
-    "dwa_dilation dwa_period"
+    "dwa_dilation dwa_period depth_attention depth_attention_blocks depth_attention_init"
 ).split()
 
 
@@ -68,6 +68,7 @@ METHODS: dict[str, Callable[[int], dict[str, Any]]] = {
         "value_sources": _second_half(n, 0),
     },
     "resformer-denseformer": lambda n: {"value_residual": "learnable", "dwa": True},
+    "attention-residuals": lambda n: {"depth_attention": True, "depth_attention_blocks": min(8, n)},
 }
 
 
@@ -96,7 +97,7 @@ def method_of(config: "ResFormerConfig") -> str | None:
         if all(
             getattr(config, field) == fields.get(field, getattr(plain, field))
             for field in CONNECTION_FIELDS
-            if field != "value_residual_init" or field in fields
+            if not field.endswith("_init") or field in fields
         ):
             return name
     return None

@@ -36,6 +36,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.connection import Connection, Crossing
+from resformer.modeling.depth_attention import add_deltas, depth_attention
 from resformer.modeling.depth_average import depth_average
 from resformer.modeling.growing_cache import GrowingCache
 from resformer.modeling.mixing import mixing_matrix, weighted_sum
@@ -203,9 +204,16 @@ class ResFormerDecoderLayer(GradientCheckpointingLayer):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor | None, ...]:
-        """Returns X_{n+1} and what later layers read; all but `hidden_states` goes to the attention."""
+        """Returns X_{n+1} and what later layers read.
+
+        Args:
+            crossing: what the attention reads, then what `add_deltas` takes, if anything.
+        """
+        reads = len(self.self_attn.wiring.reads)
+        crossing, deltas = crossing[:reads], crossing[reads:]
+
         residual = hidden_states
-        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states = self.input_layernorm(add_deltas(hidden_states, 0, *deltas))
         hidden_states, _, *given = self.self_attn(
             hidden_states,
             *crossing,
@@ -219,7 +227,7 @@ class ResFormerDecoderLayer(GradientCheckpointingLayer):
         hidden_states = residual + hidden_states
 
         residual = hidden_states
-        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = self.post_attention_layernorm(add_deltas(hidden_states, 1, *deltas))
         hidden_states = self.mlp(hidden_states)
         hidden_states = residual + hidden_states
         return hidden_states, *given
@@ -283,6 +291,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         self.value_residual = value_residual(config)
         self.depth_average = depth_average(config)
+        self.depth_attention = depth_attention(config)
         self.wiring = wire(config)
         self.gradient_checkpointing = False
 
@@ -362,12 +371,14 @@ class ResFormerModel(ResFormerPreTrainedModel):
         averages = None if self.depth_average is None else self.depth_average.start(self.depth_average())
         if averages is not None:
             hidden_states = averages.append(hidden_states)
+        deltas = None if self.depth_attention is None else self.depth_attention.start(*self.depth_attention())
 
         layer_types = self.config.layer_types
         for n, (layer, wiring) in enumerate(zip(self.layers, self.wiring, strict=False)):
             outputs = layer(
                 hidden_states,
                 *[crossing[read] for read in wiring.reads],
+                *([] if deltas is None else deltas.read(n, hidden_states)),
                 attention_mask=masks[layer_types[n]],
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,

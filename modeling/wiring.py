@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.connection import Connection, Crossing
+from resformer.modeling.depth_attention import DEPTH_ATTENTION
 from resformer.modeling.depth_average import DEPTH_AVERAGE
 from resformer.modeling.neutreno import NEUTRENO
 from resformer.modeling.sharing import SHARING
@@ -11,7 +12,7 @@ from resformer.modeling.value_residual import VALUE_RESIDUAL
 
 __all__ = ["KINDS", "LayerWiring", "connection_modules", "wire"]
 
-KINDS = (SHARING, NEUTRENO, VALUE_RESIDUAL, DEPTH_AVERAGE)
+KINDS = (SHARING, NEUTRENO, VALUE_RESIDUAL, DEPTH_AVERAGE, DEPTH_ATTENTION)
 
 
 def connection_modules(config: ResFormerConfig) -> dict[str, Connection]:

@@ -39,7 +39,7 @@ from resformer.convert.safetensors_format import Tensor, header_bytes
 #: The methods that can start as the identity.
 EXACT = (
     "transformer resformer resformer-plus resformer-dense resformer-gated denseformer denseformer-4x5 "
-    "resformer-denseformer"
+    "resformer-denseformer attention-residuals"
 ).split()
 
 SIZES: dict[str, Any] = {

@@ -45,6 +45,8 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "dwa": True,
         "dwa_dilation": 2,
         "dwa_period": 2,
+        "depth_attention": True,
+        "depth_attention_blocks": 4,
         "qk_norm": True,
         "attention_bias": True,
         "attention_out_bias": False,

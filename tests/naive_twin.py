@@ -3,6 +3,7 @@
     V'_n = sum_{m<=n} M[n, m] V_m
     Y_n  = sum_{j<=n+1} D[n, j] X_j
     U_n  = A_n V'_{s(n)} + l (V_0 - V'_{s(n)})
+    h_i  = x_i + g_i concat_h sum_b a_ib^h D_b^h
 
 It reads a state dict by Llama's names and the two matrices, and shares no code with `resformer.modeling`. Gradients go
 through it, to the weights and to both matrices.
@@ -63,11 +64,16 @@ def naive_hidden_states(
     keys: dict[int, list[torch.Tensor]] = {}  # layer -> one (tokens, head_dim) per key/value head
     raw: dict[int, list[torch.Tensor]] = {}  # V_m, likewise
     mixed: dict[int, list[torch.Tensor]] = {}  # V'_m, likewise
+    boundaries = []  # the stream at the start of each block of depth attention
 
     for n in range(number_of_layers):
         layer = f"model.layers.{n}"
         rotates = config.no_rope_layers is None or config.no_rope_layers[n] == 1
-        normed = rms_norm(stream, weights[f"{layer}.input_layernorm.weight"], epsilon)  # H_n
+        depth_blocks = config.depth_attention_blocks
+        if n in [block * number_of_layers // depth_blocks for block in range(depth_blocks)]:
+            boundaries.append(stream)
+        seen = with_deltas(config, weights, 2 * n, stream, boundaries)
+        normed = rms_norm(seen, weights[f"{layer}.input_layernorm.weight"], epsilon)  # H_n
 
         queries = heads(linear(normed, weights, f"{layer}.self_attn.q_proj"), query_heads)
         if config.qk_norm:
@@ -107,7 +113,8 @@ def naive_hidden_states(
             outputs.append(output)
         stream = stream + linear(torch.cat(outputs, dim=-1), weights, f"{layer}.self_attn.o_proj")
 
-        normed = rms_norm(stream, weights[f"{layer}.post_attention_layernorm.weight"], epsilon)
+        seen = with_deltas(config, weights, 2 * n + 1, stream, boundaries)
+        normed = rms_norm(seen, weights[f"{layer}.post_attention_layernorm.weight"], epsilon)
         gate = linear(normed, weights, f"{layer}.mlp.gate_proj")
         inner = gate * torch.sigmoid(gate) * linear(normed, weights, f"{layer}.mlp.up_proj")
         blocks.append(stream + linear(inner, weights, f"{layer}.mlp.down_proj"))
@@ -117,6 +124,31 @@ def naive_hidden_states(
             stream = stream + depth_mixing[n, j] * blocks[j]
 
     return rms_norm(stream, weights["model.norm.weight"], epsilon)
+
+
+def with_deltas(
+    config: ResFormerConfig, weights: Weights, i: int, stream: torch.Tensor, boundaries: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """What sublayer i reads: the stream, and the deltas of the blocks that have ended, one token and head at a time."""
+    if not config.depth_attention:
+        return stream
+    query, gate = (weights[f"model.depth_attention.bias_{name}"][i] for name in ("query", "gate"))
+    deltas = [boundaries[0], *(boundaries[b] - boundaries[b - 1] for b in range(1, len(boundaries)))]
+    number = math.gcd(config.num_key_value_heads, config.hidden_size)
+    rows = []
+    for t in range(len(stream)):
+        slices = []
+        for head in range(number):
+            total = torch.ones((), dtype=torch.float64)  # of the null source
+            read = torch.zeros(config.hidden_size // number, dtype=torch.float64)
+            for delta in deltas:
+                normed = rms_norm(delta[t], torch.ones_like(delta[t]), config.rms_norm_eps)
+                exponential = torch.exp(query.chunk(number)[head] @ normed.chunk(number)[head])
+                total = total + exponential
+                read = read + exponential * delta[t].chunk(number)[head]
+            slices.append(read / total)
+        rows.append(stream[t] + gate * torch.cat(slices))
+    return torch.stack(rows)
 
 
 def linear(states: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:

@@ -272,7 +272,7 @@ def test_operations_are_those_that_torch_counts(tiny_model: Callable[..., PreTra
     parts = forward_flops(config, tokens)
     # Eager attention computes the masked half too; torch counts matrix products and not the sums of the connections.
     attention = parts["attention"] * 2 * tokens / (tokens + 1)
-    gates = 0
+    gates = parts["connections"] / 2 if config.depth_attention else 0  # scores
     if config.value_residual == "gated":
         gates = 2 * config.hidden_size * config.num_key_value_heads * len(config.mixing_layers)
     counted = parts["projections"] + parts["head"] + attention + gates
@@ -292,6 +292,7 @@ def test_operations_of_connections_and_windows(tiny_config: Callable[..., ResFor
     assert cost("connections", "resformer-gated") == 2 * values * 5 * 2 + 2 * width * 2 * 5
     assert cost("connections", "neutreno") == 3 * width * 5
     assert cost("connections", "denseformer") == 2 * width * (6 * 9 // 2)
+    assert cost("connections", "attention-residuals") == 4 * width * 2 * (6 + 5 + 4 + 3 + 2 + 1)
     assert cost("projections") - cost("projections", "svformer") == 2 * width * values * 5
     assert cost("projections") - cost("projections", "cla2") == 2 * width * values * 6
     assert cost("attention") == 4 * width * 6 * 17 / 2

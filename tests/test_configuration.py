@@ -36,6 +36,9 @@ CONNECTIONS: dict[str, Any] = {
     "dwa": False,
     "dwa_dilation": 1,
     "dwa_period": 1,
+    "depth_attention": False,
+    "depth_attention_blocks": 8,
+    "depth_attention_init": 1.0,
 }
 MODES = ["none", "identity", "constant", "learnable", "learnable_plus", "dense", "gated"]
 ALTERNATING = ["full_attention", "sliding_attention"] * 4
@@ -113,6 +116,7 @@ EXPECTED_METHODS: dict[str, dict[str, Any]] = {
     "cla2": {"key_sources": EVERY_TWO, "value_sources": EVERY_TWO},
     "fusedkv-lite": {"key_sources": [0, 1, 2, 3, 3, 3, 3, 3], "value_sources": [0, 1, 2, 3, 0, 0, 0, 0]},
     "resformer-denseformer": {"value_residual": "learnable", "dwa": True},
+    "attention-residuals": {"depth_attention": True, "depth_attention_blocks": 8},
 }
 #: What follows from the depth, at the papers' 24 layers.
 EXPECTED_AT_24_LAYERS: dict[str, dict[str, Any]] = {
@@ -182,6 +186,9 @@ def test_every_field_survives_json(use_diff: bool) -> None:
         dwa=True,
         dwa_dilation=2,
         dwa_period=3,
+        depth_attention=True,
+        depth_attention_blocks=5,
+        depth_attention_init=1 / 3,
         eos_token_id=[2, 3],
         tie_word_embeddings=True,
     )
@@ -344,6 +351,12 @@ MISUSES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("NeuTRENO in words", {"neutreno_lambda": "0.4"}, ["neutreno_lambda", "'0.4'", "float"]),
     ("dwa in words", {"dwa": "yes"}, ["dwa", "'yes'", "bool"]),
     ("fractional period", {"dwa": True, "dwa_period": 1.5}, ["dwa_period", "1.5", "int"]),
+    (
+        "more depth blocks than layers",
+        {"depth_attention": True, "depth_attention_blocks": 9},
+        ["`depth_attention_blocks` is 9", "1 to 8", "`num_hidden_layers`"],
+    ),
+    ("infinite gates", {"depth_attention_init": float("inf")}, ["`depth_attention_init` is inf", "finite"]),
     ("heads over groups", {"num_attention_heads": 7, "num_key_value_heads": 3, "head_dim": 8}, ["(7)", "(3)"]),
     ("more groups than heads", {"num_key_value_heads": 8}, ["`num_attention_heads` (4)", "`num_key_value_heads` (8)"]),
     ("width over heads", {"hidden_size": 66}, ["`hidden_size` (66)", "`num_attention_heads` (4)", "`head_dim`"]),
@@ -407,6 +420,7 @@ USELESS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mode in one layer": ({"value_residual": "dense", "num_hidden_layers": 1}, ["`value_residual`='dense'"]),
     "dilation without dwa": ({"dwa_dilation": 4}, ["`dwa_dilation`=4", "`dwa` is False"]),
     "period without dwa": ({"dwa_period": 5}, ["`dwa_period`=5", "`dwa` is False"]),
+    "blocks without depth attention": ({"depth_attention_blocks": 4}, ["`depth_attention_blocks`=4", "is False"]),
     "period beyond the model": ({"dwa": True, "dwa_period": 9}, ["`dwa_period` (9)", "`num_hidden_layers` (8)"]),
 }
 

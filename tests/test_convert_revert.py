@@ -83,6 +83,7 @@ def test_a_model_saved_by_transformers_can_be_reverted(tmp_path: Path) -> None:
             r"layers\.2.*bias_gate\.weight",
         ),
         ("denseformer", "model.depth_average.bias", r"depth_average\[0, 0\]"),
+        ("attention-residuals", "model.depth_attention.bias_gate", r"depth_attention\.bias_gate\[0\]"),
     ],
 )
 @pytest.mark.parametrize("amount", [2**-10, float("nan")])

@@ -300,7 +300,7 @@ def broken(work: Path) -> Path:
         (["source", "new", "--data", "notes.txt", "--set", "optim=magic"], 2, "magic"),
         (["source", "new", "--data", "notes.txt", "--train", "heads"], 2, "expected one of all, sharing, connections"),
         (["source", "new", "--data", "notes.txt", "--train", "sharing"], 3, "no layer of the model reads another's"),
-        (["shared", "new", "--data", "notes.txt", "--train", "connections"], 3, "has no parameters under"),
+        (["shared", "new", "--data", "notes.txt", "--train", "connections"], 3, "have no parameters"),
         (["shared", "new", "--data", "notes.txt", "--distill-hidden", "1"], 2, "name it with --distill"),
         (["source", "new", "--data", "notes.txt:1", "--data", "texts"], 2, "a weight above 0 to every source"),
         (["source", "new", "--config", "missing.yaml"], 2, "missing.yaml: cannot be read"),

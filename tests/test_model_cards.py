@@ -255,6 +255,7 @@ def test_the_card_of_a_combination_without_a_name_lists_its_connections() -> Non
         "values are mixed over layers": {"value_residual": "constant", "value_residual_layers": [2]},
         "is added to the attention output": {"neutreno_lambda": 0.123},
         "hidden states are averaged over depth": {"dwa": True, "dwa_period": 3},
+        "what earlier blocks of layers added": {"depth_attention": True, "depth_attention_blocks": 2},
     }
     for sentence, fields in said.items():
         config = ResFormerConfig(num_hidden_layers=3, **fields)

@@ -120,7 +120,8 @@ def test_a_compiled_call_without_a_cache_makes_one_that_is_continued(
 
 
 @pytest.mark.parametrize(
-    "method", others_slow(METHODS, ["resformer", "resformer-gated", "svformer", "cla2", "denseformer"])
+    "method",
+    others_slow(METHODS, ["resformer", "resformer-gated", "svformer", "cla2", "denseformer", "attention-residuals"]),
 )
 def test_exported_decoding_step_with_a_static_cache_equals_uncached(tiny_model: TinyModel, method: str) -> None:
     model = tiny_model(method)

@@ -130,6 +130,8 @@ def random_fields(seed: int) -> dict[str, Any]:
     owners = [n for n in range(1, layers) if fields["value_sources"] is None or fields["value_sources"][n] == n]
     if owners and draw.random() < 0.4:
         fields["value_residual_layers"] = sorted(draw.sample(owners, draw.randint(1, len(owners))))
+    fields["depth_attention"] = draw.random() < 0.4
+    fields["depth_attention_blocks"] = draw.randint(1, layers)
     return fields
 
 
@@ -148,7 +150,8 @@ def test_the_random_combinations_cover_every_field() -> None:
         assert len({repr(fields.get(field)) for fields in drawn}) > 1, f"`{field}` is the same in all of them"
     for mode in {fields["value_residual"] for fields in drawn}:
         same = [fields for fields in drawn if fields["value_residual"] == mode]
-        for field in ("value_sources", "key_sources", "dwa", "neutreno_lambda", "no_rope_layers", "layer_types"):
+        others = "value_sources key_sources dwa neutreno_lambda no_rope_layers layer_types depth_attention"
+        for field in others.split():
             assert any(fields.get(field) for fields in same), f"`{field}` never comes with {mode}"
 
 
@@ -323,6 +326,13 @@ def test_value_residuals_start_as_stated(
         assert all(not layer.self_attn.value_residual.bias_gate.weight.any() for layer in model.model.layers[1:])
 
 
+@pytest.mark.parametrize("start", [0.0, 0.25, 1.0])
+def test_depth_attention_starts_as_stated(tiny_config: Callable[..., ResFormerConfig], start: float) -> None:
+    module = ResFormerForCausalLM(tiny_config("attention-residuals", depth_attention_init=start)).model.depth_attention
+    assert torch.equal(module.bias_gate, torch.full((12,), start))
+    assert not module.bias_query.any()
+
+
 def test_scores_of_learnable_plus_learn_from_a_start_at_zero_once_the_scale_has(
     tiny_model: TinyModel, ragged: dict[str, torch.Tensor]
 ) -> None:
@@ -344,6 +354,7 @@ PUBLISHED = {
     "denseformer": 1224,
     "denseformer-4x5": 62,
     "resformer-denseformer": 2 * 47 + 1224,
+    "attention-residuals": 2 * 48 * (32 + 1),
 }
 
 
@@ -362,7 +373,7 @@ def test_added_parameters_lie_in_their_modules_and_are_no_scalars(tiny_model: Ti
     for name, parameter in model.named_parameters():
         assert parameter.dim() >= 1, name
         if name not in backbone:
-            assert {"value_residual", "depth_average"} & set(name.split(".")[:-1]), name
+            assert {"value_residual", "depth_average", "depth_attention"} & set(name.split(".")[:-1]), name
 
 
 def _backbone(config: ResFormerConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.convert.families import backbone_config
 from resformer.modeling import ResFormerPreTrainedModel
+from resformer.training.optimizer import is_connection
 
 Randomise = Callable[..., PreTrainedModel]
 
@@ -182,7 +183,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def load(path: Path, method: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-    fields = {"value_residual_init": [0.0, 1.0], **METHODS[method](6)}
+    fields = {"value_residual_init": [0.0, 1.0], "depth_attention_init": 0.0, **METHODS[method](6)}
     config = ResFormerConfig.from_pretrained(path, **fields)
     with poisoned_memory():
         return ResFormerForCausalLM.from_pretrained(path, config=config, output_loading_info=True, **options)
@@ -196,6 +197,8 @@ def assert_starts_as_plain_llama(model: PreTrainedModel) -> None:
             assert torch.equal(layer.self_attn.value_residual.bias_gate.weight, torch.zeros(2, 32))
     torch.testing.assert_close(model.model.value_mixing_matrix(), expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(model.model.depth_mixing_matrix(), torch.eye(7)[1:])
+    if model.config.depth_attention:
+        assert not any(parameter.any() for parameter in model.model.depth_attention.parameters())
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), name
 
@@ -208,7 +211,7 @@ def test_plain_checkpoints_load_with_added_parameters_at_their_start(
     model, info = load(plain_checkpoint, name, dtype=dtype)
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
-    added = {key for key, _ in model.named_parameters() if {"value_residual", "depth_average"} & set(key.split("."))}
+    added = {key for key, _ in model.named_parameters() if is_connection(key)}
     assert info["missing_keys"] == added
     assert bool(added) == (name != "transformer")
     assert_starts_as_plain_llama(model)
@@ -219,7 +222,9 @@ def test_plain_checkpoints_load_with_added_parameters_at_their_start(
     assert_same_logits(original.eval(), model.eval(), ragged)
 
 
-@pytest.mark.parametrize("name", ["resformer", "resformer-plus", "resformer-gated", "denseformer"])
+@pytest.mark.parametrize(
+    "name", ["resformer", "resformer-plus", "resformer-gated", "denseformer", "attention-residuals"]
+)
 def test_that_start_is_not_luck(
     plain_checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch, ragged: dict[str, torch.Tensor]
 ) -> None:

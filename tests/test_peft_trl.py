@@ -35,8 +35,16 @@ from resformer import ResFormerConfig, ResFormerForCausalLM, ResFormerForSequenc
 from resformer.modeling.value_residual import GateProjection
 from resformer.training.optimizer import FullPrecisionConnections, is_connection
 
-METHODS = ["transformer", "resformer", "resformer-gated", "resformer-denseformer", "svformer", "cla2"]
-CONNECTIONS = ["value_residual", "depth_average"]
+METHODS = [
+    "transformer",
+    "resformer",
+    "resformer-gated",
+    "resformer-denseformer",
+    "svformer",
+    "cla2",
+    "attention-residuals",
+]
+CONNECTIONS = ["value_residual", "depth_average", "depth_attention"]
 IDS = torch.arange(1, 41).view(2, 20)
 
 

@@ -25,6 +25,7 @@ TRAINED = others_slow(
         "denseformer",
         "resformer-denseformer",
         "neutreno",
+        "attention-residuals",
     ],
     ["resformer-gated", "resformer-denseformer", "svformer"],
 )

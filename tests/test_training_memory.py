@@ -22,6 +22,8 @@ SHAPE = {
     "num_key_value_heads": HEADS,
     "vocab_size": 16,
 }
+#: Depth attention with 8 blocks: sublayers, and deltas that all of them read together.
+SUBLAYERS, READ = 2 * LAYERS, sum(2 * (LAYERS - start) for start in (0, 1, 3, 4, 6, 7, 9, 10))
 #: Method -> numbers a token that it keeps beyond Llama's, less those that it does not need to keep.
 BEYOND_LLAMA = {
     # V_n beside V'_n, for the gradient of a learned coefficient.
@@ -37,6 +39,9 @@ BEYOND_LLAMA = {
     "denseformer": LAYERS * WIDTH,
     "denseformer-4x5": 2 * WIDTH,
     "resformer-denseformer": LAYERS * WIDTH + (LAYERS - 1) * VALUE_WIDTH,
+    # The deltas and their scales; for each that is read a dot product, a gated weight and, for the null source too, one
+    # before the gate; and a copy of w.
+    "attention-residuals": 8 * (WIDTH + 1) + HEADS * (3 * READ + SUBLAYERS) + SUBLAYERS * WIDTH / TOKENS,
 }
 #: Below float32 norms keep a copy of what they read, so that X_j is kept for the averages alone.
 BEYOND_LLAMA_BELOW_FLOAT32 = {
@@ -44,6 +49,8 @@ BEYOND_LLAMA_BELOW_FLOAT32 = {
     "denseformer": (LAYERS + 1) * WIDTH,
     "denseformer-4x5": 5 * WIDTH,  # X_1, X_5, X_2, X_6, X_10
     "resformer-denseformer": (LAYERS + 1) * WIDTH + (LAYERS - 1) * VALUE_WIDTH,
+    # In float32, of twice the size: a copy of the deltas, their scales, dot products and weights, and w for each block.
+    "attention-residuals": 3 * 8 * WIDTH + 16 + HEADS * (5 * READ + 2 * SUBLAYERS) + 2 * READ * WIDTH / TOKENS,
 }
 
 
