@@ -86,7 +86,7 @@ TARGETS = [
 #: Of prefill time over Llama's: (must be, aim), for every method but those that do more work by design.
 PREFILL_TARGET = {"svformer": (1.05, 0.93)}
 PREFILL_DEFAULT = (1.05, 1.00)
-PREFILL_METHODS = [name for name in METHODS if name not in ("resformer-dense", "resformer-gated")]
+PREFILL_METHODS = [name for name in METHODS if name not in ("resformer-dense", "resformer-gated", "depth-attention")]
 PREFILL_TOKENS = 1024
 
 

@@ -22,8 +22,8 @@ __all__ = [
 
 #: The configuration fields of connections; all others are the backbone's. Their defaults are plain Llama.
 CONNECTION_FIELDS = (
-    "value_residual value_residual_init value_residual_layers neutreno_lambda value_sources key_sources dwa "
-    "dwa_dilation dwa_period"
+    "value_residual value_residual_init value_residual_layers value_residual_stride neutreno_lambda value_sources "
+    "key_sources dwa dwa_dilation dwa_period"
 ).split()
 
 
@@ -57,6 +57,7 @@ METHODS: dict[str, Callable[[int], dict[str, Any]]] = {
     },
     "resformer-dense": lambda n: {"value_residual": "dense"},
     "resformer-gated": lambda n: {"value_residual": "gated"},
+    "depth-attention": lambda n: {"value_residual": "depth_attention"},
     "neutreno": lambda n: {"neutreno_lambda": 0.4},
     "resformer-neutreno": lambda n: {"value_residual": "identity", "neutreno_lambda": 0.2},
     "svformer": lambda n: {"value_sources": [0] * n},

@@ -41,7 +41,8 @@ from resformer.modeling.growing_cache import GrowingCache
 from resformer.modeling.mixing import mixing_matrix, weighted_sum
 from resformer.modeling.neutreno import neutreno_term
 from resformer.modeling.sharing import update_cache
-from resformer.modeling.value_residual import ValueGate, mixed_layers, value_residual
+from resformer.modeling.value_depth import depth_values
+from resformer.modeling.value_residual import ValueGate, mixed_layers, mixed_states, value_residual
 from resformer.modeling.wiring import KINDS, wire
 
 __all__ = [
@@ -72,7 +73,10 @@ class ResFormerAttention(nn.Module):
         self.wiring = wire(config)[layer_idx]
         self.key_source = config.all_key_sources[layer_idx]
         self.value_source = config.all_value_sources[layer_idx]
-        self.mixes = mixed_layers(config).get(layer_idx, [])[:-1]  # earlier layers whose values it mixes with its own
+        mixed = mixed_layers(config).get(layer_idx, [])
+        self.mixes = mixed[:-1]  # earlier layers whose values it mixes with its own
+        self.mixed_states = mixed_states(config)
+        self.mixed_keys = [config.all_key_sources[layer] for layer in mixed]  # the layers that make their keys
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
@@ -81,6 +85,7 @@ class ResFormerAttention(nn.Module):
         # Copied: attributes of a configuration are slow to read, and decoding reads them for every token and layer.
         self.qk_norm = config.qk_norm
         self.gated = config.value_residual == "gated"
+        self.attends_over_depth = config.value_residual == "depth_attention"
         self.neutreno_lambda = config.neutreno_lambda
         self.use_rope = config.no_rope_layers is None or bool(config.no_rope_layers[layer_idx])
         sliding = config.layer_types[layer_idx] == "sliding_attention"
@@ -118,8 +123,8 @@ class ResFormerAttention(nn.Module):
             crossing: `wiring.reads`, by name and layer m:
 
                 * `mixing_weights`: the row of layer m = n in the value mixing matrix;
-                * `raw_values`, `current_values`: V_m and V'_m of the current tokens,
-                  `(batch, key/value heads, tokens, head_dim)`;
+                * `raw_values`, `current_values`, `current_keys`: V_m, V'_m and K_m of the current tokens, the keys
+                  before the rotary embedding, `(batch, key/value heads, tokens, head_dim)`;
                 * `keys`, `values`: those that layer m attends to, past tokens included.
         """
         read = dict(zip(self.wiring.reads, crossing, strict=True))
@@ -137,16 +142,20 @@ class ResFormerAttention(nn.Module):
             if self.qk_norm:
                 key_states = self.k_norm(key_states)
             key_states = key_states.transpose(1, 2)
+        current_keys = key_states
 
         raw_values = value_states = None
         if self.value_source == self.layer_idx:
             raw_values = value_states = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
             if self.mixes:
                 # V'_n = l1 V_0 + l2 V_n
-                terms = [*(read["raw_values", earlier] for earlier in self.mixes), raw_values]
+                terms = [*(read[self.mixed_states, earlier] for earlier in self.mixes), raw_values]
                 weights = read["mixing_weights", self.layer_idx]
                 if self.gated:
                     value_states = self.value_residual(hidden_states, *terms, weights)
+                elif self.attends_over_depth:
+                    mixed_keys = [read.get(("current_keys", source), current_keys) for source in self.mixed_keys]
+                    value_states = depth_values(query_states, mixed_keys, terms, weights)
                 else:
                     value_states = weighted_sum(terms, weights)
 
@@ -180,7 +189,13 @@ class ResFormerAttention(nn.Module):
                 attn_output.reshape(head_shape), read["raw_values", 0], current, self.neutreno_lambda
             )
         attn_output = self.o_proj(attn_output.reshape(*input_shape, -1).contiguous())
-        given = {"raw_values": raw_values, "current_values": value_states, "keys": keys, "values": values}
+        given = {
+            "raw_values": raw_values,
+            "current_values": value_states,
+            "current_keys": current_keys,
+            "keys": keys,
+            "values": values,
+        }
         return attn_output, attn_weights, *[given[name] for name in self.wiring.gives]
 
 
@@ -293,7 +308,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
         """M, `(N, N)`: layer n attends to V' = sum_m M[n, m] V_m of the raw values V_m.
 
         float32, detached, on the CPU; lower triangular; the identity for plain Llama. The row of a layer that shares
-        values is its source's. NaN where the mix depends on the token (`"gated"`).
+        values is its source's. NaN where the mix depends on the token (`"gated"`, `"depth_attention"`).
         """
         layers = self.config.num_hidden_layers
         return mixing_matrix(layers, layers, self.value_residual)[self.config.all_value_sources]

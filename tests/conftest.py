@@ -63,11 +63,21 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "dwa": True,
         "num_key_value_heads": 1,
     },
+    "depth-sink": {
+        "value_residual": "depth_attention",
+        "value_residual_stride": 2,
+        "value_residual_layers": [2, 4, 5],
+        "neutreno_lambda": 0.3,
+        "key_sources": [0, 1, 0, 1, 4, 1],
+        "dwa": True,
+        "qk_norm": True,
+        "no_rope_layers": [1, 0, 1, 0, 0, 0],
+    },
 }
 
 VARIANTS = [*METHODS, *COMBINATIONS]
 #: Every mechanism is in one of these: `make test` runs them, `make test-slow` the others.
-QUICK = "transformer resformer resformer-plus svformer denseformer-4x5 kitchen-sink gated-sink".split()
+QUICK = "transformer resformer resformer-plus svformer denseformer-4x5 kitchen-sink gated-sink depth-sink".split()
 
 
 def others_slow(names: Iterable[str], quick: Collection[str] = QUICK) -> list[Any]:

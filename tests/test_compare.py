@@ -272,6 +272,8 @@ def test_operations_of_connections_and_windows(tiny_config: Callable[..., ResFor
     values, width = 2 * 8, 32  # heads x head_dim, hidden_size; 6 layers
     assert cost("connections") == 0
     assert cost("connections", "resformer") == 2 * values * 5 * 2
+    # 3 layers of 2 terms, as many scores, a gate, and the sum of 32 numbers of the queries.
+    assert cost("connections", "depth-attention") == 3 * (2 * values * (2 + 2 + 1) + 32)
     assert cost("connections", "resformer-dense") == 2 * values * (2 + 3 + 4 + 5 + 6)
     assert cost("connections", "resformer-gated") == 2 * values * 5 * 2 + 2 * width * 2 * 5
     assert cost("connections", "neutreno") == 3 * width * 5

@@ -70,7 +70,9 @@ def test_nothing_to_train_is_an_error(train: str, method: str, tiny_model: Calla
         trained_parameters(tiny_model(method), train)
 
 
-@pytest.mark.parametrize("method", ["resformer", "resformer-plus", "resformer-dense", "resformer-gated", "denseformer"])
+@pytest.mark.parametrize(
+    "method", ["resformer", "resformer-plus", "resformer-dense", "resformer-gated", "depth-attention", "denseformer"]
+)
 def test_coefficients_learn_in_a_bfloat16_model_and_reload_as_they_were_saved(method: str, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "llama", dtype=torch.bfloat16)
     retrofit(tmp_path / "llama", tmp_path / "out", method)
