@@ -78,6 +78,13 @@ class ResFormerConfig(PreTrainedConfig):
         value_residual_stride (`int`, *optional*):
             The stride s of `"depth_attention"`: layer n mixes layers n, n - s, n - 2s, ..., and the first to mix is s.
             Default: `num_hidden_layers // 2`, at least 1.
+        value_embeddings (`list[int]`, *optional*):
+            The layers that add to their values a row of a table, picked by the token and gated per key/value head
+            (modded-nanogpt, nanochat; Bank of Values, arXiv 2606.02780), ascending. A table has
+            `vocab_size` x `num_key_value_heads` x `head_dim` numbers. The model then needs `input_ids`.
+        value_embeddings_init (`float`, *optional*):
+            The standard deviation that the tables start with; 0 starts as plain Llama. Default: `initializer_range`, as
+            of every other embedding and projection.
         neutreno_lambda (`float`, defaults to 0.0):
             NeuTRENO's term l (V_0 - V'_n), added to the attention output of every layer but 0 (arXiv 2312.00751,
             0.4 in its language models). Finite and not negative.
@@ -140,6 +147,8 @@ class ResFormerConfig(PreTrainedConfig):
     value_residual_init: list[int | float] | tuple[int | float, ...] | None = None
     value_residual_layers: list[int] | None = None
     value_residual_stride: int | None = positive_int_field(default=None)
+    value_embeddings: list[int] | None = None
+    value_embeddings_init: int | float | None = None
     neutreno_lambda: int | float = 0.0
     value_sources: list[int] | None = None
     key_sources: list[int] | None = None
@@ -234,6 +243,10 @@ class ResFormerConfig(PreTrainedConfig):
             plan["value_residual"] = "replicated_with_grad_allreduce"
         if self.mixing_layers and self.value_residual == "gated":
             plan["layers.*.self_attn.value_residual.bias_gate"] = "colwise"
+        if self.value_embeddings:
+            plan["layers.*.self_attn.value_embedding.bias_gate"] = "colwise"
+            plan["layers.*.self_attn.value_embedding.bias_table"] = "local_params"
+            plan["layers.*.self_attn.value_embedding.bias_table.weight"] = "rowwise"  # by channels, not by tokens
         return plan
 
     @property
@@ -344,13 +357,15 @@ class ResFormerConfig(PreTrainedConfig):
         self._check_value_residual()
         for name in ("key_sources", "value_sources"):
             self._check_sources(name, getattr(self, name))
+        self._check_value_embeddings()
         sources = self.all_value_sources
-        for layer in self.value_residual_layers or ():
-            if sources[layer] != layer:
-                raise ValueError(
-                    f"`value_residual_layers` holds {layer}, but `value_sources`[{layer}] is {sources[layer]}: that "
-                    "layer has no values of its own to mix."
-                )
+        for name in ("value_residual_layers", "value_embeddings"):
+            for layer in getattr(self, name) or ():
+                if sources[layer] != layer:
+                    raise ValueError(
+                        f"`{name}` holds {layer}, but `value_sources`[{layer}] is {sources[layer]}: that layer has no "
+                        "values of its own."
+                    )
         for layer, source in enumerate(sources):
             if self.value_residual == "depth_attention" and source != layer:
                 raise ValueError(
@@ -381,6 +396,16 @@ class ResFormerConfig(PreTrainedConfig):
                         f"{self.num_hidden_layers - 1} (`num_hidden_layers` - 1). Layers before "
                         f"{self.value_stride} have no earlier values to mix in."
                     )
+
+    def _check_value_embeddings(self) -> None:
+        layers, start = self.value_embeddings or [], self.value_embeddings_init
+        if layers != sorted(set(layers)) or not all(0 <= layer < self.num_hidden_layers for layer in layers):
+            raise ValueError(
+                f"`value_embeddings` is {layers}: expected ascending layers from 0 to {self.num_hidden_layers - 1} "
+                "(`num_hidden_layers` - 1), each once."
+            )
+        if start is not None and not (math.isfinite(start) and start >= 0):
+            raise ValueError(f"`value_embeddings_init` is {start}: expected a finite number from 0 up.")
 
     def _check_sources(self, name: str, sources: list[int] | None) -> None:
         if sources is None:
@@ -424,6 +449,11 @@ class ResFormerConfig(PreTrainedConfig):
                 f"`value_residual`={self.value_residual!r} does nothing: no layer from {self.value_stride} on has "
                 f"values of its own to mix (`value_sources`={self.value_sources}, "
                 f"`value_residual_layers`={self.value_residual_layers})."
+            )
+        if self.value_embeddings_init is not None and not self.value_embeddings:
+            _warn(
+                f"`value_embeddings_init`={self.value_embeddings_init} does nothing: `value_embeddings` is "
+                f"{self.value_embeddings}."
             )
         if not self.dwa and (self.dwa_dilation, self.dwa_period) != (1, 1):
             _warn(f"`dwa_dilation`={self.dwa_dilation} and `dwa_period`={self.dwa_period} do nothing: `dwa` is False.")

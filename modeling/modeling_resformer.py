@@ -42,6 +42,7 @@ from resformer.modeling.mixing import mixing_matrix, weighted_sum
 from resformer.modeling.neutreno import neutreno_term
 from resformer.modeling.sharing import update_cache
 from resformer.modeling.value_depth import depth_values
+from resformer.modeling.value_embedding import ValueEmbedding, ValueTable
 from resformer.modeling.value_residual import ValueGate, mixed_layers, mixed_states, value_residual
 from resformer.modeling.wiring import KINDS, wire
 
@@ -103,6 +104,9 @@ class ResFormerAttention(nn.Module):
                 self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         if self.value_source == layer_idx:
             self.v_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
+        self.embeds_values = layer_idx in (config.value_embeddings or ())
+        if self.embeds_values:
+            self.value_embedding = ValueEmbedding(config)
         if self.gated and self.mixes:
             self.value_residual = ValueGate(config)
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=out_bias)
@@ -122,6 +126,7 @@ class ResFormerAttention(nn.Module):
             hidden_states: H_n, `(batch, tokens, hidden_size)`.
             crossing: `wiring.reads`, by name and layer m:
 
+                * `input_ids`: of the current tokens, `(batch, tokens)`;
                 * `mixing_weights`: the row of layer m = n in the value mixing matrix;
                 * `raw_values`, `current_values`, `current_keys`: V_m, V'_m and K_m of the current tokens, the keys
                   before the rotary embedding, `(batch, key/value heads, tokens, head_dim)`;
@@ -147,6 +152,9 @@ class ResFormerAttention(nn.Module):
         raw_values = value_states = None
         if self.value_source == self.layer_idx:
             raw_values = value_states = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
+            if self.embeds_values:
+                input_ids = read["input_ids", self.layer_idx]
+                raw_values = value_states = self.value_embedding(hidden_states, input_ids, raw_values)
             if self.mixes:
                 # V'_n = l1 V_0 + l2 V_n
                 terms = [*(read[self.mixed_states, earlier] for earlier in self.mixes), raw_values]
@@ -268,13 +276,22 @@ class ResFormerPreTrainedModel(PreTrainedModel):
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype | None]:
         # Coefficients are loaded in the dtype that they were saved in: bfloat16 would round away what they learned.
-        return super()._get_dtype_plan(dtype) | dict.fromkeys(kind.module for kind in KINDS if kind.module is not None)
+        kept = [kind.coefficients or kind.module for kind in KINDS if kind.module is not None]
+        return super()._get_dtype_plan(dtype) | dict.fromkeys(kept)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, Connection):
             module.reset_parameters()
+
+    def _resize_token_embeddings(
+        self, new_num_tokens: int | None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        for module in self.modules():
+            if isinstance(module, ValueTable):
+                self._get_resized_embeddings(module, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        return super()._resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
 
 
 class ResFormerModel(ResFormerPreTrainedModel):
@@ -342,6 +359,11 @@ class ResFormerModel(ResFormerPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if input_ids is None and self.config.value_embeddings:
+            raise ValueError(
+                f"`value_embeddings`={self.config.value_embeddings} looks up rows of tokens, and `inputs_embeds` alone "
+                "does not say which tokens: pass `input_ids`."
+            )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
 
@@ -370,10 +392,12 @@ class ResFormerModel(ResFormerPreTrainedModel):
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
-        crossing: dict[Crossing, Any] = {}
+        crossing: dict[Crossing, Any] = {
+            ("input_ids", layer): input_ids for layer in self.config.value_embeddings or ()
+        }
         if self.value_residual is not None:
             rows = self.value_residual(hidden_states.dtype)
-            crossing = {("mixing_weights", layer): weights for layer, weights in rows.items()}
+            crossing |= {("mixing_weights", layer): weights for layer, weights in rows.items()}
         averages = None if self.depth_average is None else self.depth_average.start(self.depth_average())
         if averages is not None:
             hidden_states = averages.append(hidden_states)

@@ -30,7 +30,7 @@ from resformer.modeling.connection import Connection, ConnectionKind, Crossing
 from resformer.modeling.mixing import FreeRows, MixingRows, Row, coefficient_dtype, split_rows
 from resformer.modeling.value_depth import DepthGates
 
-__all__ = ["VALUE_RESIDUAL", "ValueGate", "mixed_layers", "mixed_states", "value_residual"]
+__all__ = ["VALUE_RESIDUAL", "GateProjection", "ValueGate", "mixed_layers", "mixed_states", "value_residual"]
 
 
 def mixed_states(config: ResFormerConfig) -> str:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.cli import app
+from resformer.training.optimizer import is_connection
 
 #: One model small enough for a core and a second: 6 layers, 4 query and 2 key/value heads of width 8.
 TINY = {
@@ -60,6 +61,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "neutreno_lambda": 0.3,
         "value_sources": [0, 1, 1, 3, 3, 5],
         "key_sources": [0, 1, 2, 2, 4, 4],
+        "value_embeddings": [1, 5],
         "dwa": True,
         "num_key_value_heads": 1,
     },
@@ -72,12 +74,15 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "dwa": True,
         "qk_norm": True,
         "no_rope_layers": [1, 0, 1, 0, 0, 0],
+        "value_embeddings": [0, 4],
     },
 }
 
 VARIANTS = [*METHODS, *COMBINATIONS]
 #: Every mechanism is in one of these: `make test` runs them, `make test-slow` the others.
-QUICK = "transformer resformer resformer-plus svformer denseformer-4x5 kitchen-sink gated-sink depth-sink".split()
+QUICK = (
+    "transformer resformer resformer-plus svformer denseformer-4x5 value-embeddings kitchen-sink gated-sink depth-sink"
+).split()
 
 
 def others_slow(names: Iterable[str], quick: Collection[str] = QUICK) -> list[Any]:
@@ -130,7 +135,7 @@ def randomise() -> Callable[..., PreTrainedModel]:
     def draw(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in model.named_parameters():
-            mixing = "value_residual" in name or "depth_average" in name
+            mixing = is_connection(name)
             noise = torch.randn(parameter.shape, generator=generator) * (0.5 if mixing else 0.3)
             parameter.data.copy_(noise + 1.0 if "norm" in name else noise)
         return model

@@ -86,6 +86,13 @@ def naive_hidden_states(
 
         if value_source[n] == n:
             raw[n] = heads(linear(normed, weights, f"{layer}.self_attn.v_proj"), groups)
+            if n in (config.value_embeddings or ()):
+                table = weights[f"{layer}.self_attn.value_embedding.bias_table.weight"]
+                gates = weights[f"{layer}.self_attn.value_embedding.bias_gate.weight"]
+                rows = heads(torch.stack([table[token] for token in tokens]), groups)
+                for head in range(groups):
+                    size = 3 / (1 + torch.exp(-(normed[:, :12] @ gates[head])))
+                    raw[n][head] = raw[n][head] + size[:, None] * rows[head]
             mixed[n] = [torch.zeros_like(value) for value in raw[n]]
             if config.value_residual == "depth_attention":
                 mixed[n] = [

@@ -31,6 +31,8 @@ CONNECTIONS: dict[str, Any] = {
     "value_residual_init": [0.5, 0.5],
     "value_residual_layers": None,
     "value_residual_stride": None,
+    "value_embeddings": None,
+    "value_embeddings_init": None,
     "neutreno_lambda": 0.0,
     "value_sources": None,
     "key_sources": None,
@@ -107,6 +109,7 @@ EXPECTED_METHODS: dict[str, dict[str, Any]] = {
     "resformer-dense": {"value_residual": "dense"},
     "resformer-gated": {"value_residual": "gated"},
     "depth-attention": {"value_residual": "depth_attention", "value_residual_init": [1.0, 0.0]},
+    "value-embeddings": {"value_embeddings": [5, 6, 7]},
     "neutreno": {"neutreno_lambda": 0.4},
     "resformer-neutreno": {"value_residual": "identity", "neutreno_lambda": 0.2},
     "svformer": {"value_sources": [0] * 8},
@@ -119,6 +122,7 @@ EXPECTED_METHODS: dict[str, dict[str, Any]] = {
 #: What follows from the depth, at the papers' 24 layers.
 EXPECTED_AT_24_LAYERS: dict[str, dict[str, Any]] = {
     "resformer-sparse": {"value_residual_layers": [*range(16, 24)]},
+    "value-embeddings": {"value_embeddings": [*range(16, 24)]},
     "svformer": {"value_sources": [0] * 24},
     "cla2": {key: [layer // 2 * 2 for layer in range(24)] for key in ("key_sources", "value_sources")},
     "fusedkv-lite": {"key_sources": [*range(12), *[11] * 12], "value_sources": [*range(12), *[0] * 12]},
@@ -360,6 +364,20 @@ MISUSES: list[tuple[str, dict[str, Any], list[str]]] = [
         {"value_residual": "depth_attention", "value_residual_init": [1, 1]},
         ["`value_residual_init` is [1.0, 1.0]", "(g, 1 - g)"],
     ),
+    *(
+        (
+            f"tables in layers {layers}",
+            {"value_embeddings": layers},
+            [f"`value_embeddings` is {layers}", "0 to 7", "once"],
+        )
+        for layers in ([3, 8], [-1], [4, 2], [2, 2])
+    ),
+    (
+        "a table in a layer without values",
+        {"value_embeddings": [0, 3], "value_sources": [0, 0, 2, 2, 4, 4, 6, 6]},
+        ["`value_embeddings` holds 3", "`value_sources`[3] is 2"],
+    ),
+    ("tables that start below 0", {"value_embeddings": [1], "value_embeddings_init": -0.1}, ["-0.1", "from 0 up"]),
     ("mixing layers of floats", {"value_residual_layers": [1.0]}, ["value_residual_layers", "[1.0]"]),
     ("negative NeuTRENO", {"neutreno_lambda": -0.1}, ["`neutreno_lambda` is -0.1", "from 0 up"]),
     ("nan NeuTRENO", {"neutreno_lambda": float("nan")}, ["`neutreno_lambda` is nan", "finite"]),
@@ -429,6 +447,10 @@ USELESS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mode in one layer": ({"value_residual": "dense", "num_hidden_layers": 1}, ["`value_residual`='dense'"]),
     "dilation without dwa": ({"dwa_dilation": 4}, ["`dwa_dilation`=4", "`dwa` is False"]),
     "period without dwa": ({"dwa_period": 5}, ["`dwa_period`=5", "`dwa` is False"]),
+    "start of no tables": (
+        {"value_embeddings_init": 0.1},
+        ["`value_embeddings_init`=0.1", "`value_embeddings` is None"],
+    ),
     "stride without depth attention": (
         {"value_residual": "learnable", "value_residual_stride": 2},
         ["`value_residual_stride`=2", "'learnable'"],

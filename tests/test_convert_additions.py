@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from resformer import retrofit
 from resformer.checkpoint_cards import checkpoint_card
 from resformer.convert import CheckpointError, revert
+from resformer.training.optimizer import is_connection
 
 RECORD = "resformer_conversion.json"
 
@@ -35,7 +36,7 @@ def move(source: Path, output: Path, kind: str) -> None:
     """Saves the model with random coefficients, those whose names hold `kind`."""
     model = AutoModelForCausalLM.from_pretrained(source)
     for name, parameter in model.named_parameters():
-        if ("value_residual" in name or "depth_average" in name) and kind in name:
+        if is_connection(name) and kind in name:
             parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(output)
 
@@ -49,6 +50,8 @@ def move(source: Path, output: Path, kind: str) -> None:
         ("denseformer", "resformer-dense", torch.float32),
         ("denseformer", "resformer-gated", torch.float32),
         ("svformer", "denseformer", torch.float32),
+        ("depth-attention", "value-embeddings", torch.float32),
+        ("value-embeddings", "resformer", torch.bfloat16),
     ],
 )
 def test_connections_are_added_to_a_trained_model_and_taken_out_again(

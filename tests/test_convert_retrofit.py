@@ -236,8 +236,8 @@ def test_a_wrong_result_is_caught_and_not_written(tmp_path: Path, monkeypatch: p
     save_checkpoint(tmp_path / "llama")
     start = retrofitting.initial_connections
 
-    def off(config: ResFormerConfig) -> dict[str, Tensor]:
-        tensors = start(config)
+    def off(config: ResFormerConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+        tensors = start(config, dtype)
         torch.frombuffer(tensors["model.value_residual.bias"].data, dtype=torch.float32)[0] += 1e-3
         return tensors
 

@@ -83,6 +83,11 @@ def test_a_model_saved_by_transformers_can_be_reverted(tmp_path: Path) -> None:
             r"layers\.2.*bias_gate\.weight",
         ),
         ("depth-attention", "model.value_residual.bias_gate", r"value_residual\[3\]"),
+        (
+            "value-embeddings",
+            "model.layers.5.self_attn.value_embedding.bias_table.weight",
+            r"layers\.5.*bias_table\.weight",
+        ),
         ("denseformer", "model.depth_average.bias", r"depth_average\[0, 0\]"),
     ],
 )

@@ -257,6 +257,7 @@ def test_the_card_of_a_combination_without_a_name_lists_its_connections() -> Non
             "value_residual_stride": 2,
         },
         "V_m$": {"value_residual": "constant", "value_residual_layers": [2]},
+        "picked by the token": {"value_embeddings": [1]},
         "is added to the attention output": {"neutreno_lambda": 0.123},
         "hidden states are averaged over depth": {"dwa": True, "dwa_period": 3},
     }

@@ -133,6 +133,9 @@ def random_fields(seed: int) -> dict[str, Any]:
     fields["key_sources"] = sources(lambda m, n: types[m] == types[n] and rope[m] == rope[n])
     first = (fields["value_residual_stride"] or layers // 2) if over_depth else 1
     owners = [n for n in range(first, layers) if fields["value_sources"] is None or fields["value_sources"][n] == n]
+    if draw.random() < 0.4:
+        with_values = [n for n in range(layers) if fields["value_sources"] is None or fields["value_sources"][n] == n]
+        fields["value_embeddings"] = sorted(draw.sample(with_values, draw.randint(1, len(with_values))))
     if owners and draw.random() < 0.4:
         fields["value_residual_layers"] = sorted(draw.sample(owners, draw.randint(1, len(owners))))
     return fields
@@ -356,6 +359,7 @@ PUBLISHED = {
     "resformer-dense": 48 * 49 // 2 - 1,
     "resformer-gated": 47 * (2 * 32 + 1),
     "depth-attention": 24 * 2,
+    "value-embeddings": 16 * (97 * 16 + 2 * 12),
     "denseformer": 1224,
     "denseformer-4x5": 62,
     "resformer-denseformer": 2 * 47 + 1224,
@@ -376,8 +380,7 @@ def test_added_parameters_lie_in_their_modules_and_are_no_scalars(tiny_model: Ti
     backbone = {name for name, _ in tiny_model(**_backbone(model.config)).named_parameters()}
     for name, parameter in model.named_parameters():
         assert parameter.dim() >= 1, name
-        if name not in backbone:
-            assert {"value_residual", "depth_average"} & set(name.split(".")[:-1]), name
+        assert is_connection(name) == (name not in backbone), name
 
 
 def _backbone(config: ResFormerConfig) -> dict[str, Any]:

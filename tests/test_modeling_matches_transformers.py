@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.convert.families import backbone_config
 from resformer.modeling import ResFormerPreTrainedModel
+from resformer.training.optimizer import is_connection
 
 Randomise = Callable[..., PreTrainedModel]
 
@@ -183,6 +184,8 @@ def poisoned_memory() -> Iterator[None]:
 
 def load(path: Path, method: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     fields = {"value_residual_init": [0.0, 1.0], **METHODS[method](6)}
+    if "value_embeddings" in fields:
+        fields["value_embeddings_init"] = 0.0
     config = ResFormerConfig.from_pretrained(path, **fields)
     with poisoned_memory():
         return ResFormerForCausalLM.from_pretrained(path, config=config, output_loading_info=True, **options)
@@ -198,6 +201,7 @@ def assert_starts_as_plain_llama(model: PreTrainedModel) -> None:
     assert torch.equal(model.model.depth_mixing_matrix(), torch.eye(7)[1:])
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), name
+        assert "value_embedding" not in name or not parameter.any(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -208,18 +212,18 @@ def test_plain_checkpoints_load_with_added_parameters_at_their_start(
     model, info = load(plain_checkpoint, name, dtype=dtype)
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
-    added = {key for key, _ in model.named_parameters() if {"value_residual", "depth_average"} & set(key.split("."))}
+    added = {key for key, _ in model.named_parameters() if is_connection(key)}
     assert info["missing_keys"] == added
     assert bool(added) == (name != "transformer")
     assert_starts_as_plain_llama(model)
     for key, tensor in model.state_dict().items():
-        assert tensor.dtype == (torch.float32 if key in added else dtype), key
+        assert tensor.dtype == (torch.float32 if key in added and "table" not in key else dtype), key
 
     original = LlamaForCausalLM.from_pretrained(plain_checkpoint, dtype=dtype)
     assert_same_logits(original.eval(), model.eval(), ragged)
 
 
-@pytest.mark.parametrize("name", ["resformer", "resformer-plus", "resformer-gated", "denseformer"])
+@pytest.mark.parametrize("name", ["resformer", "resformer-plus", "resformer-gated", "depth-attention", "denseformer"])
 def test_that_start_is_not_luck(
     plain_checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch, ragged: dict[str, torch.Tensor]
 ) -> None:

@@ -29,6 +29,7 @@ BEYOND_LLAMA = {
     "resformer-gated": (LAYERS - 1) * (VALUE_WIDTH + 2 * HEADS),  # and a gate and its tanh
     # In the upper half: V_n, V~_n, the mean query and two keys before the rotary embedding; two weights a head.
     "depth-attention": LAYERS // 2 * (5 * VALUE_WIDTH + 2 * HEADS),
+    "value-embeddings": LAYERS // 3 * (VALUE_WIDTH + 2 * HEADS),  # rows, and a gate and its sigmoid
     # What the attention gives beside what the output projection reads.
     "neutreno": (LAYERS - 1) * WIDTH,
     "resformer-neutreno": (LAYERS - 1) * WIDTH,

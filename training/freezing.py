@@ -18,7 +18,8 @@ def trained_parameters(model: PreTrainedModel, train: str = "all") -> list[str]:
     """The names of the parameters that are trained, in the model's order.
 
     Args:
-        train: "all"; "connections", the parameters under `value_residual` and `depth_average`; or "sharing", these and
+        train: "all"; "connections", the parameters under `value_residual`, `value_embedding` and `depth_average`; or
+            "sharing", these and
             what sharing keys or values touches: `q_proj`, `o_proj` and `input_layernorm` of layers that read another
             layer's keys or values, `k_proj` of the layers whose keys they read, `v_proj` of those whose values.
 
@@ -46,7 +47,7 @@ def trained_parameters(model: PreTrainedModel, train: str = "all") -> list[str]:
     chosen = [name for name in names if is_connection(name) or name.removeprefix(prefix).rpartition(".")[0] in modules]
     if not chosen:
         raise CheckpointError(
-            "train is 'connections', but the model has no parameters under `value_residual` or `depth_average`; "
-            "convert it to a method that has, such as resformer, or use --train all."
+            "train is 'connections', but the model has no parameters under `value_residual`, `value_embedding` or "
+            "`depth_average`; convert it to a method that has, such as resformer, or use --train all."
         )
     return chosen

@@ -13,7 +13,7 @@ __all__ = ["ConnectionTrainer", "FullPrecisionConnections", "is_connection", "se
 
 
 def is_connection(parameter_name: str) -> bool:
-    """Whether the parameter belongs to an added connection: it lies under `value_residual` or `depth_average`."""
+    """Whether the parameter belongs to an added connection: it lies under the `module` of one of `KINDS`."""
     return not {kind.module for kind in KINDS}.isdisjoint(parameter_name.split("."))
 
 
