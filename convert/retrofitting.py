@@ -213,7 +213,7 @@ def write_retrofit(
                 if tensor.name not in source.checkpoint.tensors
             },
             dropped=[name for name in decision.dropped if name not in shapes],
-            memory=max(model_bytes(source.checkpoint, each) for each in (source.dtype, decision.dtype)),
+            memory=max(model_bytes(source.checkpoint, each, decision.added) for each in (source.dtype, decision.dtype)),
             **facts,
         )
 
