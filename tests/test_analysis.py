@@ -361,6 +361,8 @@ def test_depth_claims_are_judged_by_the_matrix(tiny_model: Callable[..., PreTrai
         ("transformer", "transformer"),
         ("resformer", "resformer"),
         ("resformer-gated", "resformer"),
+        ("depth-attention", None),
+        ("value-embeddings", None),
         ("resformer-denseformer", "resformer"),
         ("neutreno", "neutreno"),
         ("resformer-neutreno", None),
