@@ -68,7 +68,7 @@ class Analysis:
     value_mixing_matrix: list[list[float]]  # (N, N); NaN where a gate decides for each token
     depth_mixing_matrix: list[list[float]]  # (N, N + 1)
     neutreno_lambda: float
-    shares: bool  # has connections that the above do not show: shared keys or values, depth attention
+    shares: bool  # has connections that the above do not show: shared keys or values, value embeddings, depth attention
 
     def mean(self, quantity: str) -> list[float]:
         """Per layer."""

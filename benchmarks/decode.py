@@ -36,21 +36,20 @@ import psutil
 import torch
 import transformers
 from transformers import (
+    AutoModelForCausalLM,
     Cache,
     CompileConfig,
     DynamicCache,
     LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     StaticCache,
 )
 
 import resformer
-from resformer import METHODS, GrowingCache, ResFormerConfig, ResFormerForCausalLM
+from resformer import METHODS, GrowingCache, ResFormerConfig
 from resformer.configuration import cache_bytes_per_token
 from resformer.modeling.growing_cache import moved_to_larger_memory, new_slack
 from resformer.modeling.sharing import update_cache
-from resformer.training.optimizer import is_connection
 
 
 def shape(layers: int, width: int, inner: int, heads: int, vocabulary: int = 32000, **more: Any) -> dict[str, Any]:
@@ -125,7 +124,7 @@ TARGETS = [
 #: Of prefill time over Llama's: (must be, aim), for every method but those that do more work by design.
 PREFILL_TARGET = {"svformer": (1.05, 0.93)}
 PREFILL_DEFAULT = (1.05, 1.00)
-PREFILL_METHODS = [name for name in METHODS if name not in ("resformer-dense", "resformer-gated")]
+PREFILL_METHODS = [name for name in METHODS if name not in ("resformer-dense", "resformer-gated", "depth-attention")]
 PREFILL_TOKENS = 1024
 
 
@@ -213,14 +212,9 @@ def measure(
 def built(method: str, shape: dict[str, Any], options: argparse.Namespace) -> PreTrainedModel:
     """Llama or a method with random parameters, in the dtypes that a checkpoint is loaded in."""
     torch.manual_seed(0)
+    config = LlamaConfig(**shape) if method == "llama" else ResFormerConfig.for_method(method, **shape)
     with torch.device(options.device):
-        if method == "llama":
-            model = LlamaForCausalLM(LlamaConfig(**shape))
-        else:
-            model = ResFormerForCausalLM(ResFormerConfig.for_method(method, **shape))
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(torch.float32 if is_connection(name) else getattr(torch, options.dtype))
-    return model.eval()
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).eval()
 
 
 def filled(cache: Cache, model: PreTrainedModel, case: Case) -> Cache:

@@ -6,7 +6,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import field, fields
+from dataclasses import fields
 from threading import RLock
 from typing import Any, Literal
 
@@ -65,13 +65,26 @@ class ResFormerConfig(PreTrainedConfig):
             (ResFormer, arXiv 2410.17897): `"identity"` l1 = l2 = 0.5; `"constant"` both fixed; `"learnable"` both free
             per layer; `"learnable_plus"` l1_n = s softmax(z)_n over the mixing layers, l2_n free; `"dense"` every
             earlier layer's values, all coefficients free; `"gated"` l1 = a + tanh(W_n h) per token and key/value
-            head, l2_n free.
-        value_residual_init (`list[float]`, defaults to `[0.5, 0.5]`):
+            head, l2_n free; `"depth_attention"` V'_n = g_n V~_n + (1 - g_n) V_n, where V~_n is a softmax over earlier
+            layers at the same token, by this layer's queries and their keys (arXiv 2606.05014), and the gate g_n, one
+            per key/value head, is free. It takes `key_sources`, but no `value_sources`.
+        value_residual_init (`list[float]`, *optional*):
             (l1, l2): the values of `"constant"`, the start of the learned modes; `"identity"` ignores it. (0, 1) starts
-            as plain Llama.
+            as plain Llama. For `"depth_attention"` (g_n, 1 - g_n). Default: (1, 0) for `"depth_attention"`, which is
+            the paper, else (0.5, 0.5).
         value_residual_layers (`list[int]`, *optional*):
             The layers that mix, from 1 to `num_hidden_layers - 1`, ascending (Sparse-ResFormer). Default: every layer
             but 0 that has values of its own.
+        value_residual_stride (`int`, *optional*):
+            The stride s of `"depth_attention"`: layer n mixes layers n, n - s, n - 2s, ..., and the first to mix is s.
+            Default: `num_hidden_layers // 2`, at least 1.
+        value_embeddings (`list[int]`, *optional*):
+            The layers that add to their values a row of a table, picked by the token and gated per key/value head
+            (modded-nanogpt, nanochat; Bank of Values, arXiv 2606.02780), ascending. A table has
+            `vocab_size` x `num_key_value_heads` x `head_dim` numbers. The model then needs `input_ids`.
+        value_embeddings_init (`float`, *optional*):
+            The standard deviation that the tables start with; 0 starts as plain Llama. Default: `initializer_range`, as
+            of every other embedding and projection.
         neutreno_lambda (`float`, defaults to 0.0):
             NeuTRENO's term l (V_0 - V'_n), added to the attention output of every layer but 0 (arXiv 2312.00751,
             0.4 in its language models). Finite and not negative.
@@ -135,9 +148,14 @@ class ResFormerConfig(PreTrainedConfig):
     layer_types: list[str] | None = None
     no_rope_layers: list[int] | None = None
 
-    value_residual: Literal["none", "identity", "constant", "learnable", "learnable_plus", "dense", "gated"] = "none"
-    value_residual_init: list[int | float] | tuple[int | float, ...] = field(default_factory=lambda: [0.5, 0.5])
+    value_residual: Literal[
+        "none", "identity", "constant", "learnable", "learnable_plus", "dense", "gated", "depth_attention"
+    ] = "none"
+    value_residual_init: list[int | float] | tuple[int | float, ...] | None = None
     value_residual_layers: list[int] | None = None
+    value_residual_stride: int | None = positive_int_field(default=None)
+    value_embeddings: list[int] | None = None
+    value_embeddings_init: int | float | None = None
     neutreno_lambda: int | float = 0.0
     value_sources: list[int] | None = None
     key_sources: list[int] | None = None
@@ -179,6 +197,8 @@ class ResFormerConfig(PreTrainedConfig):
         if self.layer_types is None:
             kind = "full_attention" if self.sliding_window is None else "sliding_attention"
             self.layer_types = [kind] * self.num_hidden_layers
+        if self.value_residual_init is None:
+            self.value_residual_init = [1.0, 0.0] if self.value_residual == "depth_attention" else [0.5, 0.5]
         self.value_residual_init = [float(value) for value in self.value_residual_init]
         self.neutreno_lambda = float(self.neutreno_lambda)
         self.depth_attention_init = float(self.depth_attention_init)
@@ -226,11 +246,18 @@ class ResFormerConfig(PreTrainedConfig):
         if self.qk_norm:
             plan["layers.*.self_attn.q_norm"] = "replicated_with_grad_allreduce"
             plan["layers.*.self_attn.k_norm"] = "replicated_with_grad_allreduce"
-        if self.mixing_layers and self.value_residual not in ("identity", "constant"):
+        if self.mixing_layers and self.value_residual == "depth_attention":
+            plan["value_residual"] = "local_params"  # each rank has the gates of its own heads
+            plan["value_residual.bias_gate"] = "colwise"
+        elif self.mixing_layers and self.value_residual not in ("identity", "constant"):
             # Each rank mixes the values of its own heads only, so the coefficients' gradients are partial sums.
             plan["value_residual"] = "replicated_with_grad_allreduce"
         if self.mixing_layers and self.value_residual == "gated":
             plan["layers.*.self_attn.value_residual.bias_gate"] = "colwise"
+        if self.value_embeddings:
+            plan["layers.*.self_attn.value_embedding.bias_gate"] = "colwise"
+            plan["layers.*.self_attn.value_embedding.bias_table"] = "local_params"
+            plan["layers.*.self_attn.value_embedding.bias_table.weight"] = "rowwise"  # by channels, not by tokens
         return plan
 
     @property
@@ -244,6 +271,13 @@ class ResFormerConfig(PreTrainedConfig):
         return list(range(self.num_hidden_layers)) if self.key_sources is None else self.key_sources
 
     @property
+    def value_stride(self) -> int:
+        """Depth-Attention's stride, `value_residual_stride` with the default filled in; 1 in the other modes."""
+        if self.value_residual != "depth_attention":
+            return 1
+        return self.value_residual_stride or max(1, self.num_hidden_layers // 2)
+
+    @property
     def mixing_layers(self) -> list[int]:
         """The layers whose values are mixed with earlier layers', ascending."""
         if self.value_residual == "none":
@@ -251,7 +285,7 @@ class ResFormerConfig(PreTrainedConfig):
         if self.value_residual_layers is not None:
             return self.value_residual_layers
         sources = self.all_value_sources
-        return [layer for layer in range(1, self.num_hidden_layers) if sources[layer] == layer]
+        return [layer for layer in range(self.value_stride, self.num_hidden_layers) if sources[layer] == layer]
 
     @property
     def kv_sharing_modes(self) -> list[str] | None:
@@ -264,7 +298,11 @@ class ResFormerConfig(PreTrainedConfig):
     # Every method named validate_* runs when a configuration is made or saved, and when a model is built from it.
 
     def validate_architecture(self) -> None:
-        for name in ("num_key_value_heads", "layer_types"):  # filled in when the configuration was made
+        for name in (
+            "num_key_value_heads",
+            "layer_types",
+            "value_residual_init",
+        ):  # filled in when the configuration was made
             if getattr(self, name) is None:
                 raise ValueError(f"`{name}` is None: give it a value, or make a new configuration without it.")
         heads, groups = self.num_attention_heads, self.num_key_value_heads
@@ -330,12 +368,20 @@ class ResFormerConfig(PreTrainedConfig):
         self._check_value_residual()
         for name in ("key_sources", "value_sources"):
             self._check_sources(name, getattr(self, name))
+        self._check_value_embeddings()
         sources = self.all_value_sources
-        for layer in self.value_residual_layers or ():
-            if sources[layer] != layer:
+        for name in ("value_residual_layers", "value_embeddings"):
+            for layer in getattr(self, name) or ():
+                if sources[layer] != layer:
+                    raise ValueError(
+                        f"`{name}` holds {layer}, but `value_sources`[{layer}] is {sources[layer]}: that layer has no "
+                        "values of its own."
+                    )
+        for layer, source in enumerate(sources):
+            if self.value_residual == "depth_attention" and source != layer:
                 raise ValueError(
-                    f"`value_residual_layers` holds {layer}, but `value_sources`[{layer}] is {sources[layer]}: that "
-                    "layer has no values of its own to mix."
+                    f"`value_residual` is 'depth_attention', but `value_sources`[{layer}] is {source}: that layer has "
+                    "no values of its own to mix. Share keys alone (`key_sources`), or choose another mode."
                 )
         self._warn_of_settings_without_effect()
 
@@ -352,6 +398,11 @@ class ResFormerConfig(PreTrainedConfig):
         init = self.value_residual_init
         if len(init) != 2 or not all(math.isfinite(value) for value in init):
             raise ValueError(f"`value_residual_init` is {init}: expected two finite numbers (on V_0, on V_n).")
+        if self.value_residual == "depth_attention" and not math.isclose(sum(init), 1.0):
+            raise ValueError(
+                f"`value_residual_init` is {init}, but `value_residual` is 'depth_attention': expected (g, 1 - g) "
+                "for a gate that starts at g."
+            )
         if not (math.isfinite(self.neutreno_lambda) and self.neutreno_lambda >= 0):
             raise ValueError(f"`neutreno_lambda` is {self.neutreno_lambda}: expected a finite number from 0 up.")
         layers = self.value_residual_layers
@@ -359,11 +410,22 @@ class ResFormerConfig(PreTrainedConfig):
             if layers != sorted(set(layers)):
                 raise ValueError(f"`value_residual_layers` is {layers}: expected ascending layers, each once.")
             for layer in layers:
-                if not 1 <= layer < self.num_hidden_layers:
+                if not self.value_stride <= layer < self.num_hidden_layers:
                     raise ValueError(
-                        f"`value_residual_layers` holds {layer}: expected 1 to {self.num_hidden_layers - 1} "
-                        "(`num_hidden_layers` - 1). Layer 0 has no earlier values to mix in."
+                        f"`value_residual_layers` holds {layer}: expected {self.value_stride} to "
+                        f"{self.num_hidden_layers - 1} (`num_hidden_layers` - 1). Layers before "
+                        f"{self.value_stride} have no earlier values to mix in."
                     )
+
+    def _check_value_embeddings(self) -> None:
+        layers, start = self.value_embeddings or [], self.value_embeddings_init
+        if layers != sorted(set(layers)) or not all(0 <= layer < self.num_hidden_layers for layer in layers):
+            raise ValueError(
+                f"`value_embeddings` is {layers}: expected ascending layers from 0 to {self.num_hidden_layers - 1} "
+                "(`num_hidden_layers` - 1), each once."
+            )
+        if start is not None and not (math.isfinite(start) and start >= 0):
+            raise ValueError(f"`value_embeddings_init` is {start}: expected a finite number from 0 up.")
 
     def _check_sources(self, name: str, sources: list[int] | None) -> None:
         if sources is None:
@@ -397,10 +459,21 @@ class ResFormerConfig(PreTrainedConfig):
             _warn(
                 f"`value_residual_layers`={self.value_residual_layers} does nothing while `value_residual` is 'none'."
             )
+        if self.value_residual_stride is not None and self.value_residual != "depth_attention":
+            _warn(
+                f"`value_residual_stride`={self.value_residual_stride} does nothing while `value_residual` is "
+                f"{self.value_residual!r}."
+            )
         if self.value_residual != "none" and not self.mixing_layers:
             _warn(
-                f"`value_residual`={self.value_residual!r} does nothing: no layer after 0 has values of its own to mix "
-                f"(`value_sources`={self.value_sources}, `value_residual_layers`={self.value_residual_layers})."
+                f"`value_residual`={self.value_residual!r} does nothing: no layer from {self.value_stride} on has "
+                f"values of its own to mix (`value_sources`={self.value_sources}, "
+                f"`value_residual_layers`={self.value_residual_layers})."
+            )
+        if self.value_embeddings_init is not None and not self.value_embeddings:
+            _warn(
+                f"`value_embeddings_init`={self.value_embeddings_init} does nothing: `value_embeddings` is "
+                f"{self.value_embeddings}."
             )
         if not self.dwa and (self.dwa_dilation, self.dwa_period) != (1, 1):
             _warn(f"`dwa_dilation`={self.dwa_dilation} and `dwa_period`={self.dwa_period} do nothing: `dwa` is False.")

@@ -22,13 +22,17 @@ __all__ = [
 
 #: The configuration fields of connections; all others are the backbone's. Their defaults are plain Llama.
 CONNECTION_FIELDS = (
-    "value_residual value_residual_init value_residual_layers neutreno_lambda value_sources key_sources dwa "
-    "dwa_dilation dwa_period depth_attention depth_attention_blocks depth_attention_init"
+    "value_residual value_residual_init value_residual_layers value_residual_stride neutreno_lambda value_sources "
+    "key_sources value_embeddings value_embeddings_init dwa dwa_dilation dwa_period depth_attention "
+    "depth_attention_blocks depth_attention_init"
 ).split()
 
 
 def _last_third(num_layers: int) -> list[int]:
-    """The layers that Sparse-ResFormer mixes: the last three of eight, generalised to the last third, never layer 0."""
+    """The layers that Sparse-ResFormer mixes: the last three of eight, generalised to the last third, never layer 0.
+
+    Bank of Values has its tables in the last third too; nanochat has them in every second layer, half as many again.
+    """
     return list(range(max(1, num_layers - -(-num_layers // 3)), num_layers))
 
 
@@ -57,6 +61,8 @@ METHODS: dict[str, Callable[[int], dict[str, Any]]] = {
     },
     "resformer-dense": lambda n: {"value_residual": "dense"},
     "resformer-gated": lambda n: {"value_residual": "gated"},
+    "depth-attention": lambda n: {"value_residual": "depth_attention"},
+    "value-embeddings": lambda n: {"value_embeddings": _last_third(n)},
     "neutreno": lambda n: {"neutreno_lambda": 0.4},
     "resformer-neutreno": lambda n: {"value_residual": "identity", "neutreno_lambda": 0.2},
     "svformer": lambda n: {"value_sources": [0] * n},

@@ -15,7 +15,7 @@ from resformer.modeling.connection import Connection
 from resformer.modeling.shapes import parameter_shapes
 from resformer.modeling.wiring import connection_modules
 
-__all__ = ["added_shapes", "expected_shapes", "initial_connections", "read_connections"]
+__all__ = ["added_shapes", "coefficient_shapes", "expected_shapes", "initial_connections", "read_connections"]
 
 
 def expected_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
@@ -32,28 +32,42 @@ def expected_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
 
 def added_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every added parameter."""
-    return {name: tuple(parameter.shape) for name, parameter in _parameters(connection_modules(config)).items()}
+    with torch.device("meta"):
+        return _shapes(connection_modules(config))
 
 
-def initial_connections(config: ResFormerConfig) -> dict[str, Tensor]:
-    """The added parameters at their start."""
+def coefficient_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
+    """`added_shapes` without tables: these are large, have the model's dtype, and no matrix shows them."""
+    with torch.device("meta"):
+        return _shapes({name: module for name, module in connection_modules(config).items() if not module.is_table})
+
+
+def initial_connections(config: ResFormerConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The added parameters at their start; `dtype` is the model's, which tables have."""
     modules = connection_modules(config)
     for module in modules.values():
-        module.reset_parameters()
+        module.to(dtype if module.is_table else None).reset_parameters()
     return {name: to_tensor(name, parameter) for name, parameter in _parameters(modules).items()}
 
 
-def read_connections(config: ResFormerConfig, tensors: Mapping[str, Tensor]) -> dict[str, Connection]:
+def read_connections(
+    config: ResFormerConfig, tensors: Mapping[str, Tensor], *, tables: bool = True
+) -> dict[str, Connection]:
     """Name in the model -> a module with the checkpoint's parameters, for each that holds added ones.
 
     Args:
         tensors: name -> tensor. `check_tensors` has checked that the added parameters are there, in their shapes.
+        tables: also tables.
     """
-    modules = connection_modules(config)
+    modules = {name: module for name, module in connection_modules(config).items() if tables or not module.is_table}
     with torch.no_grad():
         for name, parameter in _parameters(modules).items():
             parameter.copy_(to_torch(tensors[name]))
     return modules
+
+
+def _shapes(modules: Mapping[str, Connection]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in _parameters(modules).items()}
 
 
 def _parameters(modules: Mapping[str, Connection]) -> dict[str, torch.nn.Parameter]:

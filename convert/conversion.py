@@ -225,7 +225,7 @@ def _choose(decision: Decision, options: Options) -> tuple[str, list[str]]:
         return options.verify, []
     source = decision.source
     dtype = max(source.dtype, decision.dtype, key=lambda dtype: dtype.itemsize)
-    needed = memory_for_logits(source.checkpoint, dtype)
+    needed = memory_for_logits(source.checkpoint, dtype, decision.added)
     if source.gguf is not None and source.model is None:  # a dry run; else the dequantised model is in memory already
         needed += model_bytes(source.checkpoint, source.dtype)
     free = free_memory()

@@ -70,7 +70,7 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
         dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.elements
-    connections: dict[str, Any] = read_connections(backbone, tensors)
+    connections: dict[str, Any] = read_connections(backbone, tensors, tables=False)
     layers = backbone.num_hidden_layers
     values = mixing_matrix(layers, layers, connections.get("model.value_residual"))[backbone.all_value_sources]
     depth = mixing_matrix(layers, layers + 1, connections.get("model.depth_average"))

@@ -14,7 +14,7 @@ from transformers import __version__ as transformers_version
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of, method_fields, without_connections
-from resformer.convert.connections import expected_shapes, initial_connections
+from resformer.convert.connections import coefficient_shapes, expected_shapes, initial_connections
 from resformer.convert.conversion import Options, Report, Verify, carry_out, folder_name, published_name
 from resformer.convert.deciding import (
     HEAD,
@@ -213,7 +213,7 @@ def write_retrofit(
                 if tensor.name not in source.checkpoint.tensors
             },
             dropped=[name for name in decision.dropped if name not in shapes],
-            memory=max(model_bytes(source.checkpoint, each) for each in (source.dtype, decision.dtype)),
+            memory=max(model_bytes(source.checkpoint, each, decision.added) for each in (source.dtype, decision.dtype)),
             **facts,
         )
 
@@ -257,11 +257,11 @@ def _decide(
     expected, shapes = expected_shapes(before), expected_shapes(config)
     config.tie_word_embeddings, warnings = check_tensors(source, expected)
     dtype = target_dtype or source.dtype
-    initial = initial_connections(config)
+    initial = initial_connections(config, dtype)
     tensors = source.checkpoint.tensors
     replaced = {name: to_tensor(name, changed[name]) for name in sorted(changed)}
     if target_dtype is not None:  # coefficients keep their dtype: a conversion would round what they have learned
-        replaced |= {name: tensors[name] for name in initial if name in tensors}
+        replaced |= {name: tensors[name] for name in coefficient_shapes(config) if name in tensors}
     if source.gguf is None and not source.checkpoint.has_tokenizer:
         warnings.append(f"{source.name} has no tokenizer that can be read: save one beside the result.")
     decision = Decision(

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from resformer.configuration import ResFormerConfig
-from resformer.convert.connections import added_shapes
+from resformer.convert.connections import coefficient_shapes
 from resformer.convert.families import FAMILIES, supported
 from resformer.convert.gguf_format import dequantise, gguf_config, gguf_headers
 from resformer.convert.hub_files import HubFiles
@@ -90,7 +90,7 @@ class Source:
 
         Args:
             allow_pickle: read `pytorch_model*.bin` where there are no safetensors, restricted to tensors.
-            headers_only: of weights on the Hub read the headers alone, and the parameters of connections; do not
+            headers_only: of weights on the Hub read the headers alone, and the connections' coefficients; do not
                 dequantise a GGUF file. Tensors have names and shapes, but no bytes.
 
         Raises:
@@ -105,7 +105,7 @@ class Source:
                 checkpoint = read_checkpoint(self.folder, hub)
                 _check_layers(checkpoint, self.config.num_hidden_layers)
                 if isinstance(self.config, ResFormerConfig):
-                    shards = hub.with_bytes(checkpoint.shards, added_shapes(self.config))
+                    shards = hub.with_bytes(checkpoint.shards, coefficient_shapes(self.config))
                     checkpoint = replace(checkpoint, shards=shards)
         else:
             pickled = _fetch_from_hub(self, allow_pickle=allow_pickle)

@@ -184,14 +184,14 @@ def _no_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def model_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes of memory that a model takes."""
-    return sum(tensor.elements for tensor in checkpoint.tensors.values()) * dtype.itemsize
+def model_bytes(checkpoint: Checkpoint, dtype: torch.dtype, added: Iterable[Tensor] = ()) -> int:
+    """Bytes of memory that a model takes, with the tensors `added` to those of the checkpoint."""
+    return sum(tensor.elements for tensor in (*checkpoint.tensors.values(), *added)) * dtype.itemsize
 
 
-def memory_for_logits(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+def memory_for_logits(checkpoint: Checkpoint, dtype: torch.dtype, added: Iterable[Tensor] = ()) -> int:
     """Bytes of memory to compare a model's logits: the model, and room for a forward pass."""
-    return int(1.2 * model_bytes(checkpoint, dtype)) + 2**29
+    return int(1.2 * model_bytes(checkpoint, dtype, added)) + 2**29
 
 
 def free_memory(system: Path = Path("/")) -> int:

@@ -245,6 +245,7 @@ def _card(
     carried = well_formed(source_card)
     licence: dict[str, Any] = {name: carried.get(name) for name in ("license", "license_name", "license_link")}
     active = [name for name in FIELDS if fields.get(name) not in (None, False, 0, "none")]
+    active = [mode if (mode := f"{name}.{fields[name]}") in FIELDS else name for name in active]
     papers = papers_of(method, active)
     measured = _as_metrics(metrics)
     tags = ["resformer", *([method] if method else []), *(FIELDS[name]["tag"] for name in active)]

@@ -18,6 +18,9 @@ Crossing = tuple[str, int]
 class Connection(nn.Module):
     """A module whose parameters a connection adds to Llama's."""
 
+    #: Whether it is a table with a row per token of the vocabulary. Tables have the model's dtype.
+    is_table = False
+
     def reset_parameters(self) -> None:
         """Sets the initial values. Called by `_init_weights`: `from_pretrained` discards what `__init__` sets."""
 
@@ -38,6 +41,8 @@ class ConnectionKind:
         losses: configuration -> why a model with it does not start as plain Llama; empty if it does.
         start: connection fields of a retrofit -> fields that make it start as plain Llama, unless it sets them itself.
         flops: configuration -> operations of a forward pass per token; a multiplication and an addition are two.
+        coefficients: the name of those modules whose parameters are loaded in the dtype that they were saved in, not in
+            the model's; `None`: all.
     """
 
     fields: tuple[str, ...]
@@ -47,6 +52,7 @@ class ConnectionKind:
     losses: Callable[[ResFormerConfig], list[str]] = lambda config: []
     start: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
     flops: Callable[[ResFormerConfig], int] = lambda config: 0
+    coefficients: str | None = None
 
     def is_in(self, config: ResFormerConfig) -> bool:
         """Whether `config` sets any of its fields."""

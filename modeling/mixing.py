@@ -33,7 +33,7 @@ def weighted_sum(states: Sequence[torch.Tensor], weights: Row) -> torch.Tensor:
 
     Args:
         states: K >= 1 tensors of one shape and dtype.
-        weights: of any floating dtype; tensors get gradients.
+        weights: of any floating dtype; tensors get gradients. A tensor `(K, ...)` holds K that broadcast to the states.
     """
     scalars: Sequence[Any] = weights.to(states[0]).unbind() if isinstance(weights, torch.Tensor) else weights
     total = states[0] * scalars[0]

@@ -42,7 +42,9 @@ from resformer.modeling.growing_cache import GrowingCache
 from resformer.modeling.mixing import mixing_matrix, weighted_sum
 from resformer.modeling.neutreno import neutreno_term
 from resformer.modeling.sharing import update_cache
-from resformer.modeling.value_residual import ValueGate, mixed_layers, value_residual
+from resformer.modeling.value_depth import depth_values
+from resformer.modeling.value_embedding import ValueEmbedding, ValueTable
+from resformer.modeling.value_residual import ValueGate, mixed_layers, mixed_states, value_residual
 from resformer.modeling.wiring import KINDS, wire
 
 __all__ = [
@@ -73,7 +75,10 @@ class ResFormerAttention(nn.Module):
         self.wiring = wire(config)[layer_idx]
         self.key_source = config.all_key_sources[layer_idx]
         self.value_source = config.all_value_sources[layer_idx]
-        self.mixes = mixed_layers(config).get(layer_idx, [])[:-1]  # earlier layers whose values it mixes with its own
+        mixed = mixed_layers(config).get(layer_idx, [])
+        self.mixes = mixed[:-1]  # earlier layers whose values it mixes with its own
+        self.mixed_states = mixed_states(config)
+        self.mixed_keys = [config.all_key_sources[layer] for layer in mixed]  # the layers that make their keys
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
@@ -82,6 +87,7 @@ class ResFormerAttention(nn.Module):
         # Copied: attributes of a configuration are slow to read, and decoding reads them for every token and layer.
         self.qk_norm = config.qk_norm
         self.gated = config.value_residual == "gated"
+        self.attends_over_depth = config.value_residual == "depth_attention"
         self.neutreno_lambda = config.neutreno_lambda
         self.use_rope = config.no_rope_layers is None or bool(config.no_rope_layers[layer_idx])
         sliding = config.layer_types[layer_idx] == "sliding_attention"
@@ -99,6 +105,9 @@ class ResFormerAttention(nn.Module):
                 self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         if self.value_source == layer_idx:
             self.v_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
+        self.embeds_values = layer_idx in (config.value_embeddings or ())
+        if self.embeds_values:
+            self.value_embedding = ValueEmbedding(config)
         if self.gated and self.mixes:
             self.value_residual = ValueGate(config)
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=out_bias)
@@ -118,9 +127,10 @@ class ResFormerAttention(nn.Module):
             hidden_states: H_n, `(batch, tokens, hidden_size)`.
             crossing: `wiring.reads`, by name and layer m:
 
+                * `input_ids`: of the current tokens, `(batch, tokens)`;
                 * `mixing_weights`: the row of layer m = n in the value mixing matrix;
-                * `raw_values`, `current_values`: V_m and V'_m of the current tokens,
-                  `(batch, key/value heads, tokens, head_dim)`;
+                * `raw_values`, `current_values`, `current_keys`: V_m, V'_m and K_m of the current tokens, the keys
+                  before the rotary embedding, `(batch, key/value heads, tokens, head_dim)`;
                 * `keys`, `values`: those that layer m attends to, past tokens included.
         """
         read = dict(zip(self.wiring.reads, crossing, strict=True))
@@ -138,16 +148,23 @@ class ResFormerAttention(nn.Module):
             if self.qk_norm:
                 key_states = self.k_norm(key_states)
             key_states = key_states.transpose(1, 2)
+        current_keys = key_states
 
         raw_values = value_states = None
         if self.value_source == self.layer_idx:
             raw_values = value_states = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
+            if self.embeds_values:
+                input_ids = read["input_ids", self.layer_idx]
+                raw_values = value_states = self.value_embedding(hidden_states, input_ids, raw_values)
             if self.mixes:
                 # V'_n = l1 V_0 + l2 V_n
-                terms = [*(read["raw_values", earlier] for earlier in self.mixes), raw_values]
+                terms = [*(read[self.mixed_states, earlier] for earlier in self.mixes), raw_values]
                 weights = read["mixing_weights", self.layer_idx]
                 if self.gated:
                     value_states = self.value_residual(hidden_states, *terms, weights)
+                elif self.attends_over_depth:
+                    mixed_keys = [read.get(("current_keys", source), current_keys) for source in self.mixed_keys]
+                    value_states = depth_values(query_states, mixed_keys, terms, weights)
                 else:
                     value_states = weighted_sum(terms, weights)
 
@@ -181,7 +198,13 @@ class ResFormerAttention(nn.Module):
                 attn_output.reshape(head_shape), read["raw_values", 0], current, self.neutreno_lambda
             )
         attn_output = self.o_proj(attn_output.reshape(*input_shape, -1).contiguous())
-        given = {"raw_values": raw_values, "current_values": value_states, "keys": keys, "values": values}
+        given = {
+            "raw_values": raw_values,
+            "current_values": value_states,
+            "current_keys": current_keys,
+            "keys": keys,
+            "values": values,
+        }
         return attn_output, attn_weights, *[given[name] for name in self.wiring.gives]
 
 
@@ -261,13 +284,22 @@ class ResFormerPreTrainedModel(PreTrainedModel):
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype | None]:
         # Coefficients are loaded in the dtype that they were saved in: bfloat16 would round away what they learned.
-        return super()._get_dtype_plan(dtype) | dict.fromkeys(kind.module for kind in KINDS if kind.module is not None)
+        kept = [kind.coefficients or kind.module for kind in KINDS if kind.module is not None]
+        return super()._get_dtype_plan(dtype) | dict.fromkeys(kept)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, Connection):
             module.reset_parameters()
+
+    def _resize_token_embeddings(
+        self, new_num_tokens: int | None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        for module in self.modules():
+            if isinstance(module, ValueTable):
+                self._get_resized_embeddings(module, new_num_tokens, pad_to_multiple_of, mean_resizing)
+        return super()._resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
 
 
 class ResFormerModel(ResFormerPreTrainedModel):
@@ -302,7 +334,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
         """M, `(N, N)`: layer n attends to V' = sum_m M[n, m] V_m of the raw values V_m.
 
         float32, detached, on the CPU; lower triangular; the identity for plain Llama. The row of a layer that shares
-        values is its source's. NaN where the mix depends on the token (`"gated"`).
+        values is its source's. NaN where the mix depends on the token (`"gated"`, `"depth_attention"`).
         """
         layers = self.config.num_hidden_layers
         return mixing_matrix(layers, layers, self.value_residual)[self.config.all_value_sources]
@@ -336,6 +368,11 @@ class ResFormerModel(ResFormerPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if input_ids is None and self.config.value_embeddings:
+            raise ValueError(
+                f"`value_embeddings`={self.config.value_embeddings} looks up rows of tokens, and `inputs_embeds` alone "
+                "does not say which tokens: pass `input_ids`."
+            )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
 
@@ -364,10 +401,12 @@ class ResFormerModel(ResFormerPreTrainedModel):
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
-        crossing: dict[Crossing, Any] = {}
+        crossing: dict[Crossing, Any] = {
+            ("input_ids", layer): input_ids for layer in self.config.value_embeddings or ()
+        }
         if self.value_residual is not None:
             rows = self.value_residual(hidden_states.dtype)
-            crossing = {("mixing_weights", layer): weights for layer, weights in rows.items()}
+            crossing |= {("mixing_weights", layer): weights for layer, weights in rows.items()}
         averages = None if self.depth_average is None else self.depth_average.start(self.depth_average())
         if averages is not None:
             hidden_states = averages.append(hidden_states)

@@ -2,6 +2,7 @@ r"""Value residuals: ResFormer, arXiv 2410.17897.
 
     V'_n = l1_n V_0 + l2_n V_n              for the mixing layers n; V'_n = V_n elsewhere
     V'_n = sum_{m <= n} l_{n,m} V_m         in mode "dense"
+    V'_n = V_n + g_n (V~_n - V_n)           in mode "depth_attention", see `value_depth.py`
 
 V_n is the raw `v_proj` output of layer n, without rotary embedding. Values are mixed before they are cached, so
 decoding needs nothing of past tokens but V'. Gradients flow into V_0.
@@ -14,6 +15,7 @@ decoding needs nothing of past tokens but V'. Gradients flow into V_0.
 | learnable_plus | l1_n = s softmax(z)_n over the L mixing layers, l2_n free | 2 a layer, s | z = 0, s = a L, l2_n = b |
 | dense | l_{n,m} free | N(N+1)/2 - 1 | a on V_0, b on V_n, 0 between |
 | gated | l1_n = a + tanh(W_n h) per token and key/value head, l2_n free | heads x width + 1 a layer | W = 0, l2_n = b |
+| depth_attention | a softmax over depth, g_n free per key/value head | heads a layer | g_n = a, and b = 1 - a |
 """
 
 from collections.abc import Mapping
@@ -26,12 +28,21 @@ from transformers import initialization as init
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.connection import Connection, ConnectionKind, Crossing
 from resformer.modeling.mixing import FreeRows, MixingRows, Row, coefficient_dtype, split_rows
+from resformer.modeling.value_depth import DepthGates
 
-__all__ = ["VALUE_RESIDUAL", "ValueGate", "mixed_layers", "value_residual"]
+__all__ = ["VALUE_RESIDUAL", "GateProjection", "ValueGate", "mixed_layers", "mixed_states", "value_residual"]
+
+
+def mixed_states(config: ResFormerConfig) -> str:
+    """The values of earlier layers that are mixed in: `"raw_values"`, V_m, or `"current_values"`, V'_m."""
+    return "current_values" if config.value_residual == "depth_attention" else "raw_values"
 
 
 def mixed_layers(config: ResFormerConfig) -> dict[int, list[int]]:
-    """Mixing layer n -> the layers whose raw values make V'_n, ascending, n last."""
+    """Mixing layer n -> the layers whose values make V'_n, ascending, n last."""
+    if config.value_residual == "depth_attention":
+        stride = config.value_stride
+        return {layer: list(range(layer % stride, layer + 1, stride)) for layer in config.mixing_layers}
     if config.value_residual != "dense":
         return {layer: [0, layer] for layer in config.mixing_layers}
     with_values = [layer for layer, source in enumerate(config.all_value_sources) if layer == source]
@@ -56,6 +67,8 @@ def value_residual(config: ResFormerConfig) -> MixingRows | None:
             return SoftmaxValueResidual(columns, start)
         case "gated":
             return GatedValueResidual(columns, start)
+        case "depth_attention":
+            return DepthGates(columns, config.num_key_value_heads, a)
     raise ValueError(f"Unknown `value_residual` {config.value_residual!r}.")
 
 
@@ -172,7 +185,11 @@ def _reads(config: ResFormerConfig, layer: int) -> list[Crossing]:
     columns = mixed_layers(config).get(layer)
     if columns is None:
         return []
-    return [("mixing_weights", layer), *(("raw_values", earlier) for earlier in columns[:-1])]
+    reads = [("mixing_weights", layer), *((mixed_states(config), earlier) for earlier in columns[:-1])]
+    if config.value_residual == "depth_attention":
+        sources = [config.all_key_sources[mixed] for mixed in columns]
+        reads += [("current_keys", source) for source in sources if source != layer]
+    return reads
 
 
 def _losses(config: ResFormerConfig) -> list[str]:
@@ -186,15 +203,22 @@ def _losses(config: ResFormerConfig) -> list[str]:
 
 
 def _flops(config: ResFormerConfig) -> int:
-    """2 x key/value heads x head_dim for each term of a mix, and 2 x the weights of a gate."""
+    """2 x key/value heads x head_dim for each term of a mix, and 2 x the weights of a gate.
+
+    Depth-Attention: as much again for each score, for the gate, and the sum of the queries.
+    """
     mixed = mixed_layers(config)
     heads = config.num_key_value_heads
-    gates = 2 * config.hidden_size * heads * len(mixed) if config.value_residual == "gated" else 0
-    return 2 * heads * config.head_dim * sum(map(len, mixed.values())) + gates
+    terms, more = sum(map(len, mixed.values())), 0
+    if config.value_residual == "gated":
+        more = 2 * config.hidden_size * heads * len(mixed)
+    elif config.value_residual == "depth_attention":
+        more = (2 * heads * (terms + len(mixed)) + config.num_attention_heads * len(mixed)) * config.head_dim
+    return 2 * heads * config.head_dim * terms + more
 
 
 def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
-    learned = fields.get("value_residual") in ("learnable", "learnable_plus", "dense", "gated")
+    learned = fields.get("value_residual") in ("learnable", "learnable_plus", "dense", "gated", "depth_attention")
     return {"value_residual_init": [0.0, 1.0]} if learned else {}
 
 
@@ -208,7 +232,7 @@ def _modules(config: ResFormerConfig) -> dict[str, Connection]:
 
 
 VALUE_RESIDUAL = ConnectionKind(
-    ("value_residual", "value_residual_init", "value_residual_layers"),
+    ("value_residual", "value_residual_init", "value_residual_layers", "value_residual_stride"),
     "value_residual",
     _modules,
     _reads,

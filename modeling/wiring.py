@@ -8,11 +8,12 @@ from resformer.modeling.depth_attention import DEPTH_ATTENTION
 from resformer.modeling.depth_average import DEPTH_AVERAGE
 from resformer.modeling.neutreno import NEUTRENO
 from resformer.modeling.sharing import SHARING
+from resformer.modeling.value_embedding import VALUE_EMBEDDING
 from resformer.modeling.value_residual import VALUE_RESIDUAL
 
 __all__ = ["KINDS", "LayerWiring", "connection_modules", "wire"]
 
-KINDS = (SHARING, NEUTRENO, VALUE_RESIDUAL, DEPTH_AVERAGE, DEPTH_ATTENTION)
+KINDS = (SHARING, NEUTRENO, VALUE_EMBEDDING, VALUE_RESIDUAL, DEPTH_AVERAGE, DEPTH_ATTENTION)
 
 
 def connection_modules(config: ResFormerConfig) -> dict[str, Connection]:

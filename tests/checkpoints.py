@@ -38,8 +38,8 @@ from resformer.convert.safetensors_format import Tensor, header_bytes
 
 #: The methods that can start as the identity.
 EXACT = (
-    "transformer resformer resformer-plus resformer-dense resformer-gated denseformer denseformer-4x5 "
-    "resformer-denseformer attention-residuals"
+    "transformer resformer resformer-plus resformer-dense resformer-gated depth-attention value-embeddings "
+    "denseformer denseformer-4x5 resformer-denseformer attention-residuals"
 ).split()
 
 SIZES: dict[str, Any] = {

@@ -62,14 +62,28 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "neutreno_lambda": 0.3,
         "value_sources": [0, 1, 1, 3, 3, 5],
         "key_sources": [0, 1, 2, 2, 4, 4],
+        "value_embeddings": [1, 5],
         "dwa": True,
         "num_key_value_heads": 1,
+    },
+    "depth-sink": {
+        "value_residual": "depth_attention",
+        "value_residual_stride": 2,
+        "value_residual_layers": [2, 4, 5],
+        "neutreno_lambda": 0.3,
+        "key_sources": [0, 1, 0, 1, 4, 1],
+        "dwa": True,
+        "qk_norm": True,
+        "no_rope_layers": [1, 0, 1, 0, 0, 0],
+        "value_embeddings": [0, 4],
     },
 }
 
 VARIANTS = [*METHODS, *COMBINATIONS]
 #: Every mechanism is in one of these: `make test` runs them, `make test-slow` the others.
-QUICK = "transformer resformer resformer-plus svformer denseformer-4x5 kitchen-sink gated-sink".split()
+QUICK = (
+    "transformer resformer resformer-plus svformer denseformer-4x5 value-embeddings kitchen-sink gated-sink depth-sink"
+).split()
 
 
 def others_slow(names: Iterable[str], quick: Collection[str] = QUICK) -> list[Any]:
@@ -122,7 +136,7 @@ def randomise() -> Callable[..., PreTrainedModel]:
     def draw(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in model.named_parameters():
-            mixing = "value_residual" in name or "depth_average" in name
+            mixing = any(part in name for part in ("value_residual", "value_embedding", "depth_average"))
             noise = torch.randn(parameter.shape, generator=generator) * (0.5 if mixing else 0.3)
             parameter.data.copy_(noise + 1.0 if "norm" in name else noise)
         return model

@@ -5,8 +5,8 @@
     U_n  = A_n V'_{s(n)} + l (V_0 - V'_{s(n)})
     h_i  = x_i + g_i concat_h sum_b a_ib^h D_b^h
 
-It reads a state dict by Llama's names and the two matrices, and shares no code with `resformer.modeling`. Gradients go
-through it, to the weights and to both matrices.
+V'_n = V_n + g (V~_n - V_n) for Depth-Attention. It reads a state dict by Llama's names and the two matrices, and shares
+no code with `resformer.modeling`. Gradients go through it, to the weights and to both matrices.
 """
 
 import math
@@ -62,6 +62,7 @@ def naive_hidden_states(
     blocks = [weights["model.embed_tokens.weight"][list(tokens)]]  # X_j
     stream = blocks[0]  # Y_{n-1}
     keys: dict[int, list[torch.Tensor]] = {}  # layer -> one (tokens, head_dim) per key/value head
+    unrotated: dict[int, list[torch.Tensor]] = {}  # the same keys before the rotary embedding
     raw: dict[int, list[torch.Tensor]] = {}  # V_m, likewise
     mixed: dict[int, list[torch.Tensor]] = {}  # V'_m, likewise
     boundaries = []  # the stream at the start of each block of depth attention
@@ -78,6 +79,7 @@ def naive_hidden_states(
         queries = heads(linear(normed, weights, f"{layer}.self_attn.q_proj"), query_heads)
         if config.qk_norm:
             queries = [rms_norm(query, weights[f"{layer}.self_attn.q_norm.weight"], epsilon) for query in queries]
+        plain_queries = queries
         if rotates:
             queries = [rotate(query, config.rope_parameters["rope_theta"]) for query in queries]
 
@@ -85,12 +87,32 @@ def naive_hidden_states(
             own = heads(linear(normed, weights, f"{layer}.self_attn.k_proj"), groups)
             if config.qk_norm:
                 own = [rms_norm(key, weights[f"{layer}.self_attn.k_norm.weight"], epsilon) for key in own]
+            unrotated[n] = own
             keys[n] = [rotate(key, config.rope_parameters["rope_theta"]) for key in own] if rotates else own
 
         if value_source[n] == n:
             raw[n] = heads(linear(normed, weights, f"{layer}.self_attn.v_proj"), groups)
+            if n in (config.value_embeddings or ()):
+                table = weights[f"{layer}.self_attn.value_embedding.bias_table.weight"]
+                gates = weights[f"{layer}.self_attn.value_embedding.bias_gate.weight"]
+                rows = heads(torch.stack([table[token] for token in tokens]), groups)
+                for head in range(groups):
+                    size = 3 / (1 + torch.exp(-(normed[:, :12] @ gates[head])))
+                    raw[n][head] = raw[n][head] + size[:, None] * rows[head]
             mixed[n] = [torch.zeros_like(value) for value in raw[n]]
-            for m in range(n + 1):
+            if config.value_residual == "depth_attention":
+                mixed[n] = [
+                    over_depth(
+                        sum(plain_queries[head * (query_heads // groups) : (head + 1) * (query_heads // groups)])
+                        / (query_heads // groups),
+                        {m: unrotated[key_source[m]][head] for m in range(n + 1)},
+                        {m: mixed[m][head] for m in range(n)} | {n: raw[n][head]},
+                        depth_gate(config, weights, n, head),
+                        config.value_residual_stride or max(1, number_of_layers // 2),
+                    )
+                    for head in range(groups)
+                ]
+            for m in range(n + 1) if config.value_residual != "depth_attention" else ():
                 if m not in raw:
                     assert value_mixing[n, m] == 0, f"M[{n}, {m}] is not 0, but layer {m} has no values"
                     continue
@@ -148,6 +170,34 @@ def with_deltas(
                 read = read + exponential * delta[t].chunk(number)[head]
             slices.append(read / total)
         rows.append(stream[t] + gate * torch.cat(slices))
+    return torch.stack(rows)
+
+
+def depth_gate(config: ResFormerConfig, weights: Weights, n: int, head: int) -> torch.Tensor:
+    """g of a layer and a key/value head; 0 where nothing is mixed."""
+    stride = config.value_residual_stride or max(1, config.num_hidden_layers // 2)
+    layers = config.value_residual_layers or list(range(stride, config.num_hidden_layers))
+    if n not in layers:
+        return torch.zeros((), dtype=torch.float64)
+    return weights["model.value_residual.bias_gate"][head, layers.index(n)]
+
+
+def over_depth(
+    query: torch.Tensor,
+    keys: Mapping[int, torch.Tensor],
+    values: Mapping[int, torch.Tensor],
+    gate: torch.Tensor,
+    stride: int,
+) -> torch.Tensor:
+    """V'_n of one head: each token attends to itself in layers n, n - stride, n - 2 stride, ..."""
+    n = max(values)
+    layers = range(n, -1, -stride)
+    rows = []
+    for t in range(len(query)):
+        exponentials = {m: torch.exp(keys[m][t] @ query[t] / math.sqrt(query.shape[-1])) for m in layers}
+        whole = sum(exponentials.values())
+        over = sum(exponentials[m] / whole * values[m][t] for m in layers)
+        rows.append(values[n][t] + gate * (over - values[n][t]))
     return torch.stack(rows)
 
 

@@ -41,6 +41,7 @@ from resformer.analysis.page import number
 from resformer.cli import app
 from resformer.convert import CheckpointError, retrofit
 from resformer.modeling.mixing import plain_matrix
+from resformer.training.optimizer import is_connection
 
 Batch = dict[str, torch.Tensor]
 
@@ -361,6 +362,8 @@ def test_depth_claims_are_judged_by_the_matrix(tiny_model: Callable[..., PreTrai
         ("transformer", "transformer"),
         ("resformer", "resformer"),
         ("resformer-gated", "resformer"),
+        ("depth-attention", None),
+        ("value-embeddings", None),
         ("resformer-denseformer", "resformer"),
         ("neutreno", "neutreno"),
         ("resformer-neutreno", None),
@@ -446,7 +449,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
         retrofit(folder / "llama", folder / method, method=method)
         model = AutoModelForCausalLM.from_pretrained(folder / method)
         for name, parameter in model.named_parameters():
-            if "value_residual" in name or "depth_average" in name:
+            if is_connection(name):
                 parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
         analyses.append(analyze(model, TEXTS, name=method))
     report = Report(analyses, "resformer analyze a b")

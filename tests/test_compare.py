@@ -275,6 +275,7 @@ def test_operations_are_those_that_torch_counts(tiny_model: Callable[..., PreTra
     gates = parts["connections"] / 2 if config.depth_attention else 0  # scores
     if config.value_residual == "gated":
         gates = 2 * config.hidden_size * config.num_key_value_heads * len(config.mixing_layers)
+    gates += 2 * 12 * config.num_key_value_heads * len(config.value_embeddings or ())
     counted = parts["projections"] + parts["head"] + attention + gates
     averages = 0 if not config.dwa else parts["connections"]
     assert counted * tokens <= counter.get_total_flops() <= (counted + 3 * averages) * tokens
@@ -288,6 +289,9 @@ def test_operations_of_connections_and_windows(tiny_config: Callable[..., ResFor
     values, width = 2 * 8, 32  # heads x head_dim, hidden_size; 6 layers
     assert cost("connections") == 0
     assert cost("connections", "resformer") == 2 * values * 5 * 2
+    # 3 layers of 2 terms, as many scores, a gate, and the sum of 32 numbers of the queries.
+    assert cost("connections", "depth-attention") == 3 * (2 * values * (2 + 2 + 1) + 32)
+    assert cost("connections", "value-embeddings") == 2 * (2 * values + 2 * 12 * 2)  # 2 layers, 2 heads
     assert cost("connections", "resformer-dense") == 2 * values * (2 + 3 + 4 + 5 + 6)
     assert cost("connections", "resformer-gated") == 2 * values * 5 * 2 + 2 * width * 2 * 5
     assert cost("connections", "neutreno") == 3 * width * 5

@@ -30,6 +30,9 @@ CONNECTIONS: dict[str, Any] = {
     "value_residual": "none",
     "value_residual_init": [0.5, 0.5],
     "value_residual_layers": None,
+    "value_residual_stride": None,
+    "value_embeddings": None,
+    "value_embeddings_init": None,
     "neutreno_lambda": 0.0,
     "value_sources": None,
     "key_sources": None,
@@ -40,7 +43,7 @@ CONNECTIONS: dict[str, Any] = {
     "depth_attention_blocks": 8,
     "depth_attention_init": 1.0,
 }
-MODES = ["none", "identity", "constant", "learnable", "learnable_plus", "dense", "gated"]
+MODES = ["none", "identity", "constant", "learnable", "learnable_plus", "dense", "gated", "depth_attention"]
 ALTERNATING = ["full_attention", "sliding_attention"] * 4
 FIELD_NAMES = [field.name for field in fields(ResFormerConfig)]
 
@@ -108,6 +111,8 @@ EXPECTED_METHODS: dict[str, dict[str, Any]] = {
     },
     "resformer-dense": {"value_residual": "dense"},
     "resformer-gated": {"value_residual": "gated"},
+    "depth-attention": {"value_residual": "depth_attention", "value_residual_init": [1.0, 0.0]},
+    "value-embeddings": {"value_embeddings": [5, 6, 7]},
     "neutreno": {"neutreno_lambda": 0.4},
     "resformer-neutreno": {"value_residual": "identity", "neutreno_lambda": 0.2},
     "svformer": {"value_sources": [0] * 8},
@@ -121,6 +126,7 @@ EXPECTED_METHODS: dict[str, dict[str, Any]] = {
 #: What follows from the depth, at the papers' 24 layers.
 EXPECTED_AT_24_LAYERS: dict[str, dict[str, Any]] = {
     "resformer-sparse": {"value_residual_layers": [*range(16, 24)]},
+    "value-embeddings": {"value_embeddings": [*range(16, 24)]},
     "svformer": {"value_sources": [0] * 24},
     "cla2": {key: [layer // 2 * 2 for layer in range(24)] for key in ("key_sources", "value_sources")},
     "fusedkv-lite": {"key_sources": [*range(12), *[11] * 12], "value_sources": [*range(12), *[0] * 12]},
@@ -217,11 +223,15 @@ def test_saved_configuration_comes_back(method: str, tmp_path: Path) -> None:
         ({"value_residual": "learnable"}, [1, 2, 3, 4, 5, 6, 7]),
         ({"value_residual": "dense", "value_residual_layers": [3, 7]}, [3, 7]),
         ({"value_residual": "identity", "value_sources": [0, 0, 2, 2, 4, 4, 6, 6]}, [2, 4, 6]),
+        ({"value_residual": "depth_attention"}, [4, 5, 6, 7]),
+        ({"value_residual": "depth_attention", "value_residual_stride": 6}, [6, 7]),
+        ({"value_residual": "depth_attention", "num_hidden_layers": 1}, []),
     ],
-    ids=["none", "all but the first", "listed", "only layers with values of their own"],
+    ids=["none", "all but the first", "listed", "only layers with values of their own", "half", "stride", "one"],
 )
 def test_mixing_layers(config_fields: dict[str, Any], expected: list[int]) -> None:
-    assert small(**config_fields).mixing_layers == expected
+    with warnings.catch_warnings(action="ignore"):
+        assert small(**config_fields).mixing_layers == expected
 
 
 @pytest.mark.parametrize(
@@ -345,6 +355,36 @@ MISUSES: list[tuple[str, dict[str, Any], list[str]]] = [
         {"value_residual": "learnable", "value_residual_layers": [2, 3], "value_sources": [0, 0, 2, 2, 4, 4, 6, 6]},
         ["`value_residual_layers` holds 3", "`value_sources`[3] is 2"],
     ),
+    ("stride of 0", {"value_residual": "depth_attention", "value_residual_stride": 0}, ["value_residual_stride", "0"]),
+    (
+        "a mixing layer before the stride",
+        {"value_residual": "depth_attention", "value_residual_layers": [3, 5]},
+        ["`value_residual_layers` holds 3", "4 to 7"],
+    ),
+    (
+        "depth attention over shared values",
+        {"value_residual": "depth_attention", "value_sources": [0, 1, 1, 3, 4, 5, 6, 7]},
+        ["`value_residual` is 'depth_attention'", "`value_sources`[2] is 1", "`key_sources`"],
+    ),
+    (
+        "a gate that is no gate",
+        {"value_residual": "depth_attention", "value_residual_init": [1, 1]},
+        ["`value_residual_init` is [1.0, 1.0]", "(g, 1 - g)"],
+    ),
+    *(
+        (
+            f"tables in layers {layers}",
+            {"value_embeddings": layers},
+            [f"`value_embeddings` is {layers}", "0 to 7", "once"],
+        )
+        for layers in ([3, 8], [-1], [4, 2], [2, 2])
+    ),
+    (
+        "a table in a layer without values",
+        {"value_embeddings": [0, 3], "value_sources": [0, 0, 2, 2, 4, 4, 6, 6]},
+        ["`value_embeddings` holds 3", "`value_sources`[3] is 2"],
+    ),
+    ("tables that start below 0", {"value_embeddings": [1], "value_embeddings_init": -0.1}, ["-0.1", "from 0 up"]),
     ("mixing layers of floats", {"value_residual_layers": [1.0]}, ["value_residual_layers", "[1.0]"]),
     ("negative NeuTRENO", {"neutreno_lambda": -0.1}, ["`neutreno_lambda` is -0.1", "from 0 up"]),
     ("nan NeuTRENO", {"neutreno_lambda": float("nan")}, ["`neutreno_lambda` is nan", "finite"]),
@@ -421,6 +461,18 @@ USELESS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "dilation without dwa": ({"dwa_dilation": 4}, ["`dwa_dilation`=4", "`dwa` is False"]),
     "period without dwa": ({"dwa_period": 5}, ["`dwa_period`=5", "`dwa` is False"]),
     "blocks without depth attention": ({"depth_attention_blocks": 4}, ["`depth_attention_blocks`=4", "is False"]),
+    "start of no tables": (
+        {"value_embeddings_init": 0.1},
+        ["`value_embeddings_init`=0.1", "`value_embeddings` is None"],
+    ),
+    "stride without depth attention": (
+        {"value_residual": "learnable", "value_residual_stride": 2},
+        ["`value_residual_stride`=2", "'learnable'"],
+    ),
+    "stride beyond the model": (
+        {"value_residual": "depth_attention", "value_residual_stride": 8},
+        ["`value_residual`='depth_attention'", "from 8 on"],
+    ),
     "period beyond the model": ({"dwa": True, "dwa_period": 9}, ["`dwa_period` (9)", "`num_hidden_layers` (8)"]),
 }
 

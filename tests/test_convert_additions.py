@@ -51,6 +51,8 @@ def move(source: Path, output: Path, kind: str) -> None:
         ("denseformer", "resformer-gated", torch.float32),
         ("svformer", "denseformer", torch.float32),
         ("attention-residuals", "denseformer", torch.float32),
+        ("depth-attention", "value-embeddings", torch.float32),
+        ("value-embeddings", "resformer", torch.bfloat16),
     ],
 )
 def test_connections_are_added_to_a_trained_model_and_taken_out_again(

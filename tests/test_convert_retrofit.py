@@ -104,7 +104,7 @@ def test_a_change_of_dtype_is_measured_and_not_called_identical(
 def test_added_parameters_are_in_the_checkpoint_at_the_identity(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "llama")
     for method in EXACT:
-        retrofit(tmp_path / "llama", tmp_path / method, method)
+        report = retrofit(tmp_path / "llama", tmp_path / method, method)
         model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / method, output_loading_info=True)
         assert not loading["missing_keys"]
         assert not loading["unexpected_keys"]
@@ -113,6 +113,7 @@ def test_added_parameters_are_in_the_checkpoint_at_the_identity(tmp_path: Path) 
             identity[1:, 0] = float("nan")
         assert torch.equal(model.model.value_mixing_matrix().nan_to_num(), identity.nan_to_num())
         assert torch.equal(model.model.depth_mixing_matrix(), torch.eye(6, 7).roll(1, dims=1))
+        assert report.memory >= model.num_parameters() * 4
 
 
 @pytest.mark.parametrize("method", LOSSY)
@@ -236,8 +237,8 @@ def test_a_wrong_result_is_caught_and_not_written(tmp_path: Path, monkeypatch: p
     save_checkpoint(tmp_path / "llama")
     start = retrofitting.initial_connections
 
-    def off(config: ResFormerConfig) -> dict[str, Tensor]:
-        tensors = start(config)
+    def off(config: ResFormerConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+        tensors = start(config, dtype)
         torch.frombuffer(tensors["model.value_residual.bias"].data, dtype=torch.float32)[0] += 1e-3
         return tensors
 

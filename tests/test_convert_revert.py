@@ -82,6 +82,12 @@ def test_a_model_saved_by_transformers_can_be_reverted(tmp_path: Path) -> None:
             "model.layers.2.self_attn.value_residual.bias_gate.weight",
             r"layers\.2.*bias_gate\.weight",
         ),
+        ("depth-attention", "model.value_residual.bias_gate", r"value_residual\[3\]"),
+        (
+            "value-embeddings",
+            "model.layers.5.self_attn.value_embedding.bias_table.weight",
+            r"layers\.5.*bias_table\.weight",
+        ),
         ("denseformer", "model.depth_average.bias", r"depth_average\[0, 0\]"),
         ("attention-residuals", "model.depth_attention.bias_gate", r"depth_attention\.bias_gate\[0\]"),
     ],
@@ -110,11 +116,13 @@ def test_what_was_learned_is_refused_and_measured(
         ("resformer-identity", r"value_residual\[1, 0\] is 0.5"),
         ("resformer-constant", r"value_residual\[1, 0\] is 2"),
         ("resformer-gated", r"value_residual_init\[0\] is 0.5"),
+        ("depth-attention", r"value_residual\[3\] is 0.5"),
     ],
 )
 def test_lossy_methods_cannot_be_reverted(method: str, words: str, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "source")
-    fields = {"value_residual_init": [0.5, 1.0]} if method == "resformer-gated" else {}
+    starts = {"resformer-gated": [0.5, 1.0], "depth-attention": [0.5, 0.5]}
+    fields = {"value_residual_init": starts[method]} if method in starts else {}
     retrofit(tmp_path / "source", tmp_path / "out", method, lossy=True, verify="headers", **fields)
     with pytest.raises(CheckpointError, match=words):
         revert(tmp_path / "out", tmp_path / "back")

@@ -32,7 +32,7 @@ def test_a_step_on_two_ranks_is_the_step_of_one(
     ids = torch.randint(3, 97, (4, 11), generator=torch.Generator().manual_seed(1))
     expected = {}
     fields = {"num_key_value_heads": 2} if kind == "tp" else {}  # each rank needs one
-    for name in [*METHODS, "crossed-sharing", "kitchen-sink", "gated-sink"]:
+    for name in [*METHODS, "crossed-sharing", "kitchen-sink", "gated-sink", "depth-sink"]:
         model = tiny_model(name, **fields).train()
         model.save_pretrained(tmp_path / name)
         torch.save(ids, tmp_path / name / "batch.pt")

@@ -86,7 +86,9 @@ def test_losses_deviate_by_less_than_a_bit_more_than_llamas(method: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["resformer", "resformer-plus", "resformer-dense", "resformer-gated", "denseformer"])
+@pytest.mark.parametrize(
+    "method", ["resformer", "resformer-plus", "resformer-dense", "resformer-gated", "depth-attention", "denseformer"]
+)
 def test_coefficients_of_a_bfloat16_model_learn_what_they_learn_in_float32(method: str) -> None:
     model = build(method, 0)
     start = {name: p.detach().clone() for name, p in model.named_parameters() if is_connection(name)}

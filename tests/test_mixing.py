@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from resformer import METHODS
 from resformer.modeling.mixing import split_rows, weighted_sum
 
-MIXING = [name for name in METHODS if name.startswith("resformer") and "denseformer" not in name]
+MIXING = [name for name in METHODS if name.startswith(("resformer", "depth")) and "denseformer" not in name]
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -252,7 +252,12 @@ def test_tags_name_the_method_its_connections_and_its_papers(method: str) -> Non
 def test_the_card_of_a_combination_without_a_name_lists_its_connections() -> None:
     said = {
         "stores none that it reads": {"value_sources": [0, 0, 2], "key_sources": [0, 1, 1]},
-        "values are mixed over layers": {"value_residual": "constant", "value_residual_layers": [2]},
+        "by a softmax over the keys of earlier layers": {
+            "value_residual": "depth_attention",
+            "value_residual_stride": 2,
+        },
+        "V_m$": {"value_residual": "constant", "value_residual_layers": [2]},
+        "picked by the token": {"value_embeddings": [1]},
         "is added to the attention output": {"neutreno_lambda": 0.123},
         "hidden states are averaged over depth": {"dwa": True, "dwa_period": 3},
         "what earlier blocks of layers added": {"depth_attention": True, "depth_attention_blocks": 2},

@@ -20,7 +20,8 @@ from resformer import METHODS, GrowingCache
 TinyModel = Callable[..., PreTrainedModel]
 Batch = dict[str, torch.Tensor]
 EVERY_MECHANISM = others_slow(
-    [*METHODS, "kitchen-sink", "gated-sink"], ["resformer", "svformer", "denseformer-4x5", "kitchen-sink", "gated-sink"]
+    [*METHODS, "kitchen-sink", "gated-sink", "depth-sink"],
+    ["resformer", "svformer", "denseformer-4x5", "kitchen-sink", "gated-sink", "depth-sink"],
 )
 
 

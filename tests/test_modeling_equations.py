@@ -90,13 +90,17 @@ def test_logits_of_eager_attention_equal_the_twin(
 
 
 def random_fields(seed: int) -> dict[str, Any]:
-    """One of endlessly many valid configurations; every seventh seed has the same mode. Floats are exact in float32."""
+    """One of endlessly many valid configurations; every eighth seed has the same mode. Floats are exact in float32."""
     draw = random.Random(seed)
     layers = draw.choice([3, 5, 6])
     fields: dict[str, Any] = {"num_hidden_layers": layers}
-    modes = ["none", "identity", "constant", "learnable", "learnable_plus", "dense", "gated"]
+    modes = ["none", "identity", "constant", "learnable", "learnable_plus", "dense", "gated", "depth_attention"]
     fields["value_residual"] = modes[seed % len(modes)]
     fields["value_residual_init"] = [draw.randint(-8, 16) / 8, draw.randint(-8, 16) / 8]
+    over_depth = fields["value_residual"] == "depth_attention"
+    if over_depth:
+        fields["value_residual_init"] = None
+        fields["value_residual_stride"] = draw.choice([None, 1, 2])
     fields["num_key_value_heads"] = draw.choice([1, 2, 4])
     fields["head_dim"] = draw.choice([None, 6, 12])
     fields["qk_norm"] = draw.random() < 0.4
@@ -125,9 +129,13 @@ def random_fields(seed: int) -> dict[str, Any]:
             chosen.append(draw.choice([n, *[m for m in range(n) if chosen[m] == m and alike(m, n)]]))
         return chosen
 
-    fields["value_sources"] = sources(lambda m, n: types[m] == types[n])
+    fields["value_sources"] = None if over_depth else sources(lambda m, n: types[m] == types[n])
     fields["key_sources"] = sources(lambda m, n: types[m] == types[n] and rope[m] == rope[n])
-    owners = [n for n in range(1, layers) if fields["value_sources"] is None or fields["value_sources"][n] == n]
+    first = (fields["value_residual_stride"] or layers // 2) if over_depth else 1
+    owners = [n for n in range(first, layers) if fields["value_sources"] is None or fields["value_sources"][n] == n]
+    if draw.random() < 0.4:
+        with_values = [n for n in range(layers) if fields["value_sources"] is None or fields["value_sources"][n] == n]
+        fields["value_embeddings"] = sorted(draw.sample(with_values, draw.randint(1, len(with_values))))
     if owners and draw.random() < 0.4:
         fields["value_residual_layers"] = sorted(draw.sample(owners, draw.randint(1, len(owners))))
     fields["depth_attention"] = draw.random() < 0.4
@@ -136,7 +144,7 @@ def random_fields(seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*do(es)? nothing")
-@pytest.mark.parametrize("seed", range(42))
+@pytest.mark.parametrize("seed", range(48))
 def test_random_combinations_equal_the_twin(
     tiny_model: TinyModel, seed: int, ragged: dict[str, torch.Tensor], float64_throughout: None
 ) -> None:
@@ -145,14 +153,15 @@ def test_random_combinations_equal_the_twin(
 
 
 def test_the_random_combinations_cover_every_field() -> None:
-    drawn = [random_fields(seed) for seed in range(42)]
-    for field in random_fields(0):
+    drawn = [random_fields(seed) for seed in range(48)]
+    for field in random_fields(7):
         assert len({repr(fields.get(field)) for fields in drawn}) > 1, f"`{field}` is the same in all of them"
     for mode in {fields["value_residual"] for fields in drawn}:
         same = [fields for fields in drawn if fields["value_residual"] == mode]
         others = "value_sources key_sources dwa neutreno_lambda no_rope_layers layer_types depth_attention"
         for field in others.split():
-            assert any(fields.get(field) for fields in same), f"`{field}` never comes with {mode}"
+            refused = (mode, field) == ("depth_attention", "value_sources")
+            assert any(fields.get(field) for fields in same) != refused, f"`{field}` never comes with {mode}"
 
 
 def test_every_entry_of_the_matrices_counts(
@@ -190,7 +199,7 @@ def model_loss(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: 
 
 def is_mixing(name: str) -> bool:
     """Whether the twin reads it from the matrices; gates it reads by name."""
-    return name.startswith(("model.value_residual", "model.depth_average"))
+    return name.startswith(("model.value_residual", "model.depth_average")) and not name.endswith("bias_gate")
 
 
 def test_gradients_equal_the_twin(
@@ -266,6 +275,9 @@ def test_matrices_are_copies_in_float32_on_the_cpu_with_nan_where_a_gate_decides
     if model.config.value_residual == "gated":
         gated[:, 0] = torch.tensor([source in model.config.mixing_layers for source in sources])
         assert gated.any()
+    elif model.config.value_residual == "depth_attention":
+        for n in model.config.mixing_layers:
+            gated[n, n % model.config.value_stride : n + 1 : model.config.value_stride] = True
     assert torch.equal(value_mixing.isnan(), gated)
     assert not depth_mixing.isnan().any()
     before = copy.deepcopy(model.state_dict())
@@ -311,12 +323,17 @@ def test_value_mixing_reads_what_the_mode_says(
 
 
 @pytest.mark.parametrize("start", [[0.0, 1.0], [0.25, 0.75], [-2.0, 3.0]])
-@pytest.mark.parametrize("mode", ["identity", "constant", "learnable", "learnable_plus", "dense", "gated"])
+@pytest.mark.parametrize(
+    "mode", ["identity", "constant", "learnable", "learnable_plus", "dense", "gated", "depth_attention"]
+)
 def test_value_residuals_start_as_stated(
     tiny_config: Callable[..., ResFormerConfig], mode: str, start: list[float]
 ) -> None:
     a, b = (0.5, 0.5) if mode == "identity" else start
     model = ResFormerForCausalLM(tiny_config(value_residual=mode, value_residual_init=start))
+    if mode == "depth_attention":
+        assert torch.equal(model.model.value_residual.bias_gate, torch.full((2, 3), a))
+        return
     expected = torch.eye(6)
     for n in range(1, 6):
         expected[n, n] = b
@@ -351,6 +368,8 @@ PUBLISHED = {
     "resformer-plus": 2 * 47 + 1,
     "resformer-dense": 48 * 49 // 2 - 1,
     "resformer-gated": 47 * (2 * 32 + 1),
+    "depth-attention": 24 * 2,
+    "value-embeddings": 16 * (97 * 16 + 2 * 12),
     "denseformer": 1224,
     "denseformer-4x5": 62,
     "resformer-denseformer": 2 * 47 + 1224,
@@ -372,8 +391,7 @@ def test_added_parameters_lie_in_their_modules_and_are_no_scalars(tiny_model: Ti
     backbone = {name for name, _ in tiny_model(**_backbone(model.config)).named_parameters()}
     for name, parameter in model.named_parameters():
         assert parameter.dim() >= 1, name
-        if name not in backbone:
-            assert {"value_residual", "depth_average", "depth_attention"} & set(name.split(".")[:-1]), name
+        assert is_connection(name) == (name not in backbone), name
 
 
 def _backbone(config: ResFormerConfig) -> dict[str, Any]:

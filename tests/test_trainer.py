@@ -20,6 +20,8 @@ TRAINED = others_slow(
         "resformer-plus",
         "resformer-dense",
         "resformer-gated",
+        "depth-attention",
+        "value-embeddings",
         "svformer",
         "cla2",
         "denseformer",

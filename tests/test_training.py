@@ -72,7 +72,7 @@ def test_nothing_to_train_is_an_error(train: str, method: str, tiny_model: Calla
 
 @pytest.mark.parametrize(
     "method",
-    ["resformer", "resformer-plus", "resformer-dense", "resformer-gated", "denseformer", "attention-residuals"],
+    "resformer resformer-plus resformer-dense resformer-gated depth-attention denseformer attention-residuals".split(),
 )
 def test_coefficients_learn_in_a_bfloat16_model_and_reload_as_they_were_saved(method: str, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "llama", dtype=torch.bfloat16)

@@ -29,6 +29,9 @@ BEYOND_LLAMA = {
     # V_n beside V'_n, for the gradient of a learned coefficient.
     **dict.fromkeys(("resformer", "resformer-plus", "resformer-dense"), (LAYERS - 1) * VALUE_WIDTH),
     "resformer-gated": (LAYERS - 1) * (VALUE_WIDTH + 2 * HEADS),  # and a gate and its tanh
+    # In the upper half: V_n, V~_n, the mean query and two keys before the rotary embedding; two weights a head.
+    "depth-attention": LAYERS // 2 * (5 * VALUE_WIDTH + 2 * HEADS),
+    "value-embeddings": LAYERS // 3 * (VALUE_WIDTH + 2 * HEADS),  # rows, and a gate and its sigmoid
     # What the attention gives beside what the output projection reads.
     "neutreno": (LAYERS - 1) * WIDTH,
     "resformer-neutreno": (LAYERS - 1) * WIDTH,
@@ -46,6 +49,7 @@ BEYOND_LLAMA = {
 #: Below float32 norms keep a copy of what they read, so that X_j is kept for the averages alone.
 BEYOND_LLAMA_BELOW_FLOAT32 = {
     **BEYOND_LLAMA,
+    "depth-attention": LAYERS // 2 * (5 * VALUE_WIDTH + 6 * HEADS),  # the weights in float32 too
     "denseformer": (LAYERS + 1) * WIDTH,
     "denseformer-4x5": 5 * WIDTH,  # X_1, X_5, X_2, X_6, X_10
     "resformer-denseformer": (LAYERS + 1) * WIDTH + (LAYERS - 1) * VALUE_WIDTH,

@@ -1,0 +1,71 @@
+r"""Depth-Attention, arXiv 2606.05014, with a gate: values are mixed over depth by the layer's own queries and keys.
+
+    a_{n,m} = softmax_{m in S(n)}( q_n . K_m / sqrt(head_dim) ),   S(n) = {n, n - s, n - 2s, ...}
+    V~_n = a_{n,n} V_n + sum_{m < n} a_{n,m} V'_m
+    V'_n = V_n + g_n (V~_n - V_n)
+
+All of it is at one token: q_n is the mean of the queries that share a key/value head, K_m the keys that layer m attends
+with, V'_m the values that it attends to. There is one gate g_n per key/value head: 0 is plain Llama, 1 the paper, in
+which V' = V~. s is `value_residual_stride`.
+
+Queries and keys are taken before the rotary embedding, which turns both by the same angle: layers with and without it
+are comparable, and its scaling of long contexts has no effect here. They are normed if the model norms them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from resformer.modeling.mixing import MixingRows, coefficient_dtype, weighted_sum
+
+__all__ = ["DepthGates", "depth_values"]
+
+
+def depth_values(
+    queries: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], gate: torch.Tensor
+) -> torch.Tensor:
+    """Returns V'_n, `(batch, key/value heads, tokens, head_dim)`. The softmax is taken in float32.
+
+    Args:
+        queries: of layer n, `(batch, query heads, tokens, head_dim)`.
+        keys, values: of the layers in S(n), n last, `(batch, key/value heads, tokens, head_dim)` each.
+        gate: g_n, `(key/value heads,)`.
+    """
+    own = values[-1]
+    query = queries.unflatten(1, (own.shape[1], -1)).mean(dim=2) * own.shape[-1] ** -0.5
+    dtype = torch.promote_types(own.dtype, torch.float32)
+    scores = torch.stack([(query * key).sum(dim=-1, keepdim=True, dtype=dtype) for key in keys])
+    mixed = weighted_sum(values, scores.softmax(dim=0))
+    return torch.lerp(own, mixed, gate.to(own.dtype)[:, None, None])  # exactly V_n where g = 0, and V~_n where g = 1
+
+
+class DepthGates(MixingRows):
+    """depth_attention: the gates of all layers, `bias_gate`, `(key/value heads, mixing layers)`.
+
+    Heads come first, where tensor parallelism splits a matrix.
+    """
+
+    def __init__(self, columns: dict[int, list[int]], heads: int, start: float):
+        super().__init__(columns)
+        self.start = start
+        self.bias_gate = nn.Parameter(torch.empty(heads, len(columns), dtype=coefficient_dtype()))
+
+    def forward(self, dtype: torch.dtype | None = None) -> dict[int, torch.Tensor]:
+        gates = self.bias_gate.clone()
+        return dict(zip(self.columns, (gates if dtype is None else gates.to(dtype)).unbind(1), strict=True))
+
+    def reset_parameters(self) -> None:
+        init.constant_(self.bias_gate, self.start)
+
+    @torch.no_grad()
+    def deviations(self) -> list[tuple[float, str]]:
+        return [(float(gates.abs().max()), f"[{layer}]") for layer, gates in self().items()]
+
+    @torch.no_grad()
+    def fill(self, matrix: torch.Tensor) -> torch.Tensor:
+        for layer, gates in self().items():
+            if gates.any():
+                matrix[layer, self.columns[layer]] = float("nan")  # depends on the token
+        return matrix

@@ -1,0 +1,114 @@
+r"""Value embeddings: modded-nanogpt, nanochat; in the last third of the layers, Bank of Values (arXiv 2606.02780).
+
+    V_n = W^V_n h + 3 sigmoid(W_n h[:12]) E_n[token]      for the layers in `value_embeddings`
+
+E_n has a row of the width of the values for each token of the vocabulary. The gate, one per token and key/value head,
+reads 12 channels of the layer's normed input h: nanochat's form. Bank of Values has the row in place of W^V_n h. These
+V_n are the raw values of `value_residual.py`.
+
+W_n starts at 0, where the gate is 1.5, and E_n as `value_embeddings_init` says. A retrofit starts with E_n = 0, which
+is plain Llama; then E_n learns first.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from resformer.configuration import ResFormerConfig
+from resformer.modeling.connection import Connection, ConnectionKind, Crossing
+from resformer.modeling.mixing import coefficient_dtype
+from resformer.modeling.value_residual import GateProjection
+
+__all__ = ["VALUE_EMBEDDING", "ValueEmbedding", "ValueTable"]
+
+GATE_CHANNELS = 12
+LARGEST_GATE = 3.0
+
+
+class ValueEmbedding(nn.Module):
+    """The term that one layer adds to its values."""
+
+    def __init__(self, config: ResFormerConfig):
+        super().__init__()
+        self.bias_table = ValueTable(config)  # E
+        channels = min(GATE_CHANNELS, config.hidden_size)
+        heads = config.num_key_value_heads
+        self.bias_gate = GateProjection(channels, heads, bias=False, dtype=coefficient_dtype())  # W
+
+    def forward(self, hidden_states: torch.Tensor, input_ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Returns the values plus the gated rows of the tokens.
+
+        Args:
+            hidden_states: the layer's normed input, `(batch, tokens, hidden_size)`.
+            input_ids: `(batch, tokens)`.
+            values: `(batch, key/value heads, tokens, head_dim)`.
+        """
+        gate = LARGEST_GATE * torch.sigmoid(self.bias_gate(hidden_states[..., : self.bias_gate.in_features]))
+        rows = self.bias_table(input_ids).unflatten(-1, (values.shape[1], -1)).transpose(1, 2)
+        return torch.addcmul(values, rows.to(values.dtype), gate.to(values.dtype).transpose(1, 2).unsqueeze(-1))
+
+
+class ValueTable(Connection, nn.Embedding):
+    """E, `(vocab_size, key/value heads x head_dim)`: as large as embeddings are, so it has their dtype."""
+
+    is_table = True
+
+    def __init__(self, config: ResFormerConfig):
+        self.start = start(config)
+        shape = config.vocab_size, config.num_key_value_heads * config.head_dim
+        super().__init__(*shape, _weight=torch.empty(shape))
+
+    def reset_parameters(self) -> None:
+        init.normal_(self.weight, std=self.start) if self.start else init.zeros_(self.weight)
+
+    def deviations(self) -> list[tuple[float, str]]:
+        return [(float(self.weight.detach().abs().max()), ".weight")]
+
+
+def start(config: ResFormerConfig) -> float:
+    """The standard deviation that E starts with; by default that of every other embedding and projection."""
+    return config.initializer_range if config.value_embeddings_init is None else config.value_embeddings_init
+
+
+def _reads(config: ResFormerConfig, layer: int) -> list[Crossing]:
+    return [("input_ids", layer)] if layer in (config.value_embeddings or ()) else []
+
+
+def _losses(config: ResFormerConfig) -> list[str]:
+    if not config.value_embeddings or not start(config):
+        return []
+    return [f"`value_embeddings_init`={start(config)} starts tables of values away from 0"]
+
+
+def _flops(config: ResFormerConfig) -> int:
+    """2 x key/value heads x (head_dim + the gate's channels) a layer."""
+    per_head = config.head_dim + min(GATE_CHANNELS, config.hidden_size)
+    return 2 * config.num_key_value_heads * per_head * len(config.value_embeddings or ())
+
+
+def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {"value_embeddings_init": 0.0} if fields.get("value_embeddings") else {}
+
+
+def _modules(config: ResFormerConfig) -> dict[str, Connection]:
+    modules: dict[str, Connection] = {}
+    for layer in config.value_embeddings or ():
+        embedding = ValueEmbedding(config)
+        prefix = f"model.layers.{layer}.self_attn.value_embedding"
+        modules |= {f"{prefix}.bias_table": embedding.bias_table, f"{prefix}.bias_gate": embedding.bias_gate}
+    return modules
+
+
+VALUE_EMBEDDING = ConnectionKind(
+    ("value_embeddings", "value_embeddings_init"),
+    "value_embedding",
+    _modules,
+    _reads,
+    _losses,
+    _start,
+    _flops,
+    coefficients="value_embedding.bias_gate",
+)
