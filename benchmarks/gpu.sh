@@ -102,8 +102,7 @@ shape = SHAPES[sys.argv[2] or "SmolLM2-135M"]
 LlamaForCausalLM(LlamaConfig(**{**shape, "vocab_size": max(shape["vocab_size"], 257)})).save_pretrained(sys.argv[1])
 byte_tokenizer().save_pretrained(sys.argv[1])
 END
-    [ -d "$work/small" ] || run -m resformer shrink "$source" "$work/small" --cache 0.84 --calibrate "$work/python.jsonl" \
-        --tokens $((toy ? 2048 : 32768))
+    [ -d "$work/small" ] || run -m resformer shrink "$source" "$work/small" --cache 0.84 --calibrate "$work/python.jsonl"
     healing=$results/healing-$(basename "$source").json
     [ -e "$healing" ] || run -m resformer finetune "$work/small" "$work/healed" --force --data "$work/python.jsonl" \
         --distill "$source" --distill-weight 1 --distill-hidden 1 --train sharing --learning-rate 5e-4 "${options[@]}"
