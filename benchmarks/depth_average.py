@@ -14,7 +14,7 @@ trusted.
 
 The C library is set to keep freed memory. By default it gives blocks above 32 MiB back at once, and clearing new pages
 for every stack of states would then be most of what stacking costs (`"allocator": "default"` shows it). Peak memory is
-the resident set's, or what torch allocates on a GPU, each form in a process of its own with the default allocator.
+the resident set's, each form in a process of its own with the default allocator, or what torch allocates on a GPU.
 """
 
 import argparse
@@ -194,9 +194,11 @@ def seconds(
 
 
 def peak_bytes(device: torch.device) -> int:
-    """This process's largest resident set so far, by Linux, or what it had on the GPU."""
+    """This process's largest resident set so far, by Linux; on a GPU the most allocated since the last call."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
     return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1))
 
 
@@ -212,13 +214,16 @@ def work(kind: str, threads: int, rounds: int, detail: str, device: str) -> dict
     """Runs in a process of its own."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    case, form = json.loads(detail) if kind == "memory" else (detail and json.loads(detail), "")
+    case, names = json.loads(detail or "[null, []]")
     with torch.device(device) as place:
         steps = steps_of_models() if kind == "models" else steps_alone(case)
     if kind == "memory":
-        for _ in range(3):
-            steps[form]()
-        return {"bytes": peak_bytes(place)}
+        peaks = {}
+        for form in names:
+            for _ in range(3):
+                steps[form]()
+            peaks[form] = peak_bytes(place)
+        return peaks
     clock = time.process_time if threads == 1 and device == "cpu" else time.perf_counter
     return seconds(steps, rounds, clock, place)
 
@@ -230,7 +235,7 @@ def described(case: Case) -> dict:
 
 
 def measure_alone(case: Case, threads: int, rounds: int, keep_memory: bool, device: str) -> dict:
-    took = child(["alone", str(threads), str(rounds), json.dumps(case), device], keep_memory)
+    took = child(["alone", str(threads), str(rounds), json.dumps([case, []]), device], keep_memory)
     medians = {form: statistics.median(times) for form, times in took.items()}
     bare = medians.pop("no averages")
     again = medians.pop("no averages, again")
@@ -250,10 +255,9 @@ def measure_alone(case: Case, threads: int, rounds: int, keep_memory: bool, devi
 def measure_memory(case: Case, device: str) -> dict:
     names = ["no averages", "stack + einsum", "addcmul chain", "resformer"]
     names += ["in groups", "without groups", "authors' buffer"] if device != "cpu" else []
-    peaks = {
-        form: child(["memory", "2", "0", json.dumps([case, form]), device], keep_memory=False)["bytes"]
-        for form in names
-    }
+    peaks: dict[str, int] = {}
+    for together in [[form] for form in names] if device == "cpu" else [names]:
+        peaks |= child(["memory", "2", "0", json.dumps([case, together]), device], keep_memory=False)
     net = {form: peaks[form] - peaks["no averages"] for form in names[1:]}
     layers, width, tokens, _, dtype = case
     states = (layers + 1) * width * tokens * getattr(torch, dtype).itemsize

@@ -82,13 +82,17 @@ case $part in
     python_sources
     study=(--sizes 10m --seeds 3 --tokens 100000000 --block 512 --batch 64 --tokenizer bpe:8192 --bf16)
     [ -z "$toy" ] || study=(--sizes tiny --seeds 1 --steps 2 --block 32 --tokenizer bytes --held-out-blocks 2)
-    [ -e "$results/study.json" ] || run -m resformer compare "$work/study" --data "$work/python.jsonl" \
+    [ ! -e "$results/study.json" ] || exit 0
+    run -m resformer compare "$work/study" --data "$work/python.jsonl" \
         --methods resformer,svformer,denseformer --learning-rate 3e-3 "${study[@]}"
-    cp -n "$work/study/study.json" "$results/study.json"
+    cp "$work/study/study.json" "$results/study.json"
     ;;
 6)
     python_sources
-    source=${SOURCE:-$work/random} options=(--steps 3052 --block 512 --batch 32 --bf16)
+    source=${SOURCE:-$work/random}
+    healing=$results/healing-$(basename "$source").json
+    [ ! -e "$healing" ] || exit 0
+    options=(--steps 3052 --block 512 --batch 32 --bf16)
     [ -z "$toy" ] || options=(--steps 2 --block 32 --batch 2)
     [ -d "$source" ] || "$python" - "$source" "${toy:+tiny}" <<'END'
 import sys
@@ -102,12 +106,10 @@ shape = SHAPES[sys.argv[2] or "SmolLM2-135M"]
 LlamaForCausalLM(LlamaConfig(**{**shape, "vocab_size": max(shape["vocab_size"], 257)})).save_pretrained(sys.argv[1])
 byte_tokenizer().save_pretrained(sys.argv[1])
 END
-    [ -d "$work/small" ] || run -m resformer shrink "$source" "$work/small" --cache 0.84 --calibrate "$work/python.jsonl" \
-        --tokens $((toy ? 2048 : 32768))
-    healing=$results/healing-$(basename "$source").json
-    [ -e "$healing" ] || run -m resformer finetune "$work/small" "$work/healed" --force --data "$work/python.jsonl" \
+    [ -d "$work/small" ] || run -m resformer shrink "$source" "$work/small" --cache 0.84 --calibrate "$work/python.jsonl"
+    run -m resformer finetune "$work/small" "$work/healed" --force --data "$work/python.jsonl" \
         --distill "$source" --distill-weight 1 --distill-hidden 1 --train sharing --learning-rate 5e-4 "${options[@]}"
-    cp -n "$work/healed/metrics.json" "$healing"
+    cp "$work/healed/metrics.json" "$healing"
     ;;
 *) echo "unknown part: $part" && exit 2 ;;
 esac

@@ -350,6 +350,14 @@ def test_depth_attention_starts_as_stated(tiny_config: Callable[..., ResFormerCo
     assert not module.bias_query.any()
 
 
+def test_depth_attention_has_no_effect_at_gates_of_zero_unless_its_queries_are_nan(tiny_model: TinyModel) -> None:
+    module = tiny_model("attention-residuals").model.depth_attention
+    nn.init.zeros_(module.bias_gate)
+    assert not any(distance for distance, _ in module.deviations())
+    module.bias_query.data[3, 5] = float("nan")
+    assert [place for distance, place in module.deviations() if distance] == [".bias_query"]
+
+
 def test_scores_of_learnable_plus_learn_from_a_start_at_zero_once_the_scale_has(
     tiny_model: TinyModel, ragged: dict[str, torch.Tensor]
 ) -> None:
