@@ -78,7 +78,11 @@ def serve(checkpoint: Path, log: Path, *options: str) -> Iterator[str]:
 
 @needs_server
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--continuous-batching", "--cb-max-memory-percent", "0.1")], ids=["one by one", "continuous batching"])
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--continuous-batching", "--cb-max-memory-percent", "0.1")],
+    ids=["one by one", "continuous batching"],
+)
 def test_served_checkpoint_answers_the_openai_client(
     checkpoint: Path, options: tuple[str, ...], tmp_path: Path
 ) -> None:
