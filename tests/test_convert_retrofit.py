@@ -13,9 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 import resformer.convert.retrofitting as retrofitting
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, retrofit
 from resformer.configuration.methods import CONNECTION_FIELDS
-from resformer.convert import CheckpointError, VerificationError, inspect
+from resformer.convert import CheckpointError, VerificationError, connections, inspect
 from resformer.convert.deciding import losses
+from resformer.convert.reading import read_checkpoint
 from resformer.convert.safetensors_format import Tensor
+from resformer.convert.tensors import to_torch
 from resformer.convert.verification import compare_logits
 
 LOSSY = [name for name in METHODS if name not in EXACT]
@@ -114,6 +116,23 @@ def test_added_parameters_are_in_the_checkpoint_at_the_identity(tmp_path: Path) 
         assert torch.equal(model.model.value_mixing_matrix().nan_to_num(), identity.nan_to_num())
         assert torch.equal(model.model.depth_mixing_matrix(), torch.eye(6, 7).roll(1, dims=1))
         assert report.memory >= model.num_parameters() * 4
+
+
+def test_tables_have_the_sources_dtype_and_are_not_read_by_inspect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path / "llama", dtype=torch.bfloat16)
+    report = retrofit(tmp_path / "llama", tmp_path / "out", "value-embeddings")
+    stored = read_checkpoint(tmp_path / "out").tensors
+    assert {name.split(".")[-2]: stored[name].dtype for name in report.added} == {
+        "bias_gate": "F32",
+        "bias_table": "BF16",
+    }
+    read: list[str] = []
+    monkeypatch.setattr(connections, "to_torch", lambda tensor: read.append(tensor.name) or to_torch(tensor))
+    assert inspect(tmp_path / "out").added.keys() == report.added.keys()
+    assert [name for name in read if "table" in name] == []
+    assert read
 
 
 @pytest.mark.parametrize("method", LOSSY)
