@@ -107,11 +107,11 @@ def of_text(model: PreTrainedModel, ids: list[int]) -> dict[str, list[float]]:
 
 
 def attended_values(model: PreTrainedModel, raw: dict[int, torch.Tensor], output: Any, n: int) -> list[list[float]]:
-    """V' of each token: by the mixing matrix, or where gates decide, what the cache holds of the layer read."""
+    """V' of each token: by the mixing matrix, or where tokens decide, what the cache holds of the layer read."""
     if not hasattr(model.base_model, "value_mixing_matrix"):
         return raw[n].tolist()
     row = model.base_model.value_mixing_matrix()[n].double()
-    if row.isnan().any():
+    if row.isnan().any() or model.config.value_embeddings:
         cached = output.past_key_values.layers[model.config.all_value_sources[n]]
         values = cached.values if cached.values.numel() else cached.keys  # values alone are stored as the first tensor
         return values[0].transpose(0, 1).flatten(1).tolist()
