@@ -339,7 +339,7 @@ class Table:
             blocks = self.blocks(self.options.texts[name], self.options.blocks)
             sizes = {"batch": 4, "chunk": 128} if chunked else {"batch": 1, "chunk": blocks.shape[1]}
             got = compare_predictions(
-                self.source_logits(name, blocks, **sizes),
+                self.source_logits(name, **sizes),
                 logits_in_chunks(model, blocks, make_cache, **sizes),
                 blocks,
                 **sizes,
@@ -373,18 +373,21 @@ class Table:
                 flush=True,
             )
 
-    def source_logits(self, name: str, blocks: torch.Tensor, batch: int, chunk: int) -> Iterator[torch.Tensor]:
-        """The source's logits in chunks; those of the last text are kept in a file."""
-        if name not in self.logits:
-            count, tokens, size = *blocks.shape, self.source.config.vocab_size
-            with tempfile.NamedTemporaryFile(dir=self.options.scratch) as file:
-                kept = torch.from_file(file.name, shared=True, size=count * tokens * size).view(count, tokens, size)
-            with torch.no_grad():
-                for block, ids in enumerate(blocks.split(1)):
-                    kept[block] = self.source(ids, use_cache=False).logits[0]
-            self.logits = {name: kept}
+    def source_logits(self, name: str, batch: int, chunk: int) -> Iterator[torch.Tensor]:
+        """The source's logits in chunks."""
         for rows in self.logits[name].split(batch):
             yield from rows.split(chunk, dim=1)
+
+    def keep_source_logits(self, name: str) -> None:
+        """Computes them, before a rival edits the source's weights, and keeps those of this text alone, in a file."""
+        blocks = self.blocks(self.options.texts[name], self.options.blocks)
+        count, tokens, size = *blocks.shape, self.source.config.vocab_size
+        with tempfile.NamedTemporaryFile(dir=self.options.scratch) as file:
+            kept = torch.from_file(file.name, shared=True, size=count * tokens * size).view(count, tokens, size)
+        with torch.no_grad():
+            for block, ids in enumerate(blocks.split(1)):
+                kept[block] = self.source(ids, use_cache=False).logits[0]
+        self.logits = {name: kept}
 
 
 def of_layers(counts: tuple[int, ...], layers: int) -> list[int]:
@@ -548,6 +551,7 @@ def main() -> None:
         table = Table(options, results)
         for name in options.texts:  # one text at a time: its logits of the source take gigabytes
             table.options.texts = {name: dict(options.text)[name]}
+            table.keep_source_logits(name)
             for part in options.parts:
                 PARTS[part](table)
     plot(results, options.output.with_suffix(".png"))

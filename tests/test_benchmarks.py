@@ -70,6 +70,7 @@ def test_smaller_caches_are_compared_and_nothing_is_measured_twice(tmp_path: Pat
     command += ["--calibrate", str(tmp_path / "calibration.txt"), "--text", f"code={tmp_path / 'held-out.txt'}"]
     command += ["--shrunken", f"shared={tmp_path / 'shared'}", "--blocks", "2", "--tokens", "300"]
     command += ["--order-blocks", "1", "--fit-blocks", "4", "--output", str(output)]
+    command += ["--parts", "merged", "dropped", "quantised", "shrunken"]  # what edits the source's weights first
     subprocess.run(command, check=True, capture_output=True)
     first = json.loads(output.read_text())
     again = subprocess.run(command, check=True, capture_output=True, text=True)
