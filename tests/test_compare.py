@@ -411,8 +411,8 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
     assert (work / "study" / "study.png").read_bytes().startswith(b"\x89PNG")
     assert not (work / "study" / "unfinished").exists()
 
-    faster = "resformer:learning_rate=1e-2:steps=6"
-    grown = ["study", "--methods", f"{GQA},{faster}", "--seeds", 2, *common, "--json"]
+    faster = "transformer:learning_rate=1e-2:steps=6"
+    grown = ["study", "--methods", f"transformer,{GQA},{faster}", "--seeds", 2, *common, "--json"]
     folder = work / "study" / "unfinished" / min(runs).parent.relative_to(work / "study" / "runs")
     folder.mkdir(parents=True)
     with FileLock(folder / "1.lock"):  # in another process
@@ -438,8 +438,9 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
         ]
         assert row["losses"] == losses
         assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2) / report["bytes_per_token"])
-    of_resformer = [metric for metric in metrics_of(report) if metric.method == "resformer"]
-    assert [metric.value for metric in of_resformer] == [rows[2]["loss"], rows[2]["difference"]["mean"]]
+    of_faster = [metric for metric in metrics_of(report) if faster in metric.note]
+    assert [metric.value for metric in of_faster] == [rows[2]["loss"], rows[2]["difference"]["mean"]]
+    assert {metric.method for metric in of_faster} == {"transformer"}
     assert report["environments"][0]["packages"]["torch"] == metadata.version("torch")
     assert report["data"]["curve_tokens"] == 6 * 32
     assert 6 <= report["data"]["curve_documents"] <= 12
