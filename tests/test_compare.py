@@ -388,7 +388,7 @@ def test_bytes_are_tokens(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         [str(work / "notes.txt")], sample_by="paragraph", tokenizer="bytes", block=32, held_out=0.1, held_out_blocks=6
     )
     assert len(data.tokenizer) == 257
-    ids = torch.cat([block["input_ids"] for block in data.blocks.held_out])
+    ids = torch.cat([block["input_ids"] for block in data.blocks.held_out.whole])
     assert data.bytes_per_token == (ids != data.tokenizer.eos_token_id).sum().item() / len(ids)
     assert data.tokenizer.decode(data.tokenizer("naïve 値")["input_ids"]) == "naïve 値"
     assert len(data.tokenizer("naïve 値")["input_ids"]) == len("naïve 値".encode())
