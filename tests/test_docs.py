@@ -153,7 +153,8 @@ def test_costs_of_smaller_caches_are_the_committed_ones() -> None:
         )
         assert row in page, row
     measured = json.loads((ROOT / "benchmarks" / "results" / "shrink.json").read_text())["rows"]
-    for method, setting in re.findall(r"^\| (drop, by cosine|int4|int8|shared.*?) \| (.*?) \|", page, re.MULTILINE):
+    methods = "drop, by cosine|merge heads, fitted|int4|int8|shared.*?"
+    for method, setting in re.findall(rf"^\| ({methods}) \| (.*?) \|", page, re.MULTILINE):
         rises = {row["text"]: row["rise"] for row in measured if (row["method"], row["setting"]) == (method, setting)}
         cells = " | ".join(f"{rises[text]:+.3f}" if text in rises else "" for text in ("WikiText-2", "Python", "chats"))
         assert re.search(rf"\| {method} \| {setting} \|.*\| {re.escape(cells)} \|", page), (method, setting, cells)
