@@ -298,11 +298,8 @@ class ResFormerConfig(PreTrainedConfig):
     # Every method named validate_* runs when a configuration is made or saved, and when a model is built from it.
 
     def validate_architecture(self) -> None:
-        for name in (
-            "num_key_value_heads",
-            "layer_types",
-            "value_residual_init",
-        ):  # filled in when the configuration was made
+        # Filled in when the configuration was made.
+        for name in ("num_key_value_heads", "layer_types", "value_residual_init"):
             if getattr(self, name) is None:
                 raise ValueError(f"`{name}` is None: give it a value, or make a new configuration without it.")
         heads, groups = self.num_attention_heads, self.num_key_value_heads

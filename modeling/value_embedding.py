@@ -57,18 +57,18 @@ class ValueTable(Connection, nn.Embedding):
     is_table = True
 
     def __init__(self, config: ResFormerConfig):
-        self.start = start(config)
+        self.deviation = table_deviation(config)
         shape = config.vocab_size, config.num_key_value_heads * config.head_dim
         super().__init__(*shape, _weight=torch.empty(shape))
 
     def reset_parameters(self) -> None:
-        init.normal_(self.weight, std=self.start) if self.start else init.zeros_(self.weight)
+        init.normal_(self.weight, std=self.deviation) if self.deviation else init.zeros_(self.weight)
 
     def deviations(self) -> list[tuple[float, str]]:
         return [(float(self.weight.detach().abs().max()), ".weight")]
 
 
-def start(config: ResFormerConfig) -> float:
+def table_deviation(config: ResFormerConfig) -> float:
     """The standard deviation that E starts with; by default that of every other embedding and projection."""
     return config.initializer_range if config.value_embeddings_init is None else config.value_embeddings_init
 
@@ -78,9 +78,9 @@ def _reads(config: ResFormerConfig, layer: int) -> list[Crossing]:
 
 
 def _losses(config: ResFormerConfig) -> list[str]:
-    if not config.value_embeddings or not start(config):
+    if not config.value_embeddings or not table_deviation(config):
         return []
-    return [f"`value_embeddings_init`={start(config)} starts tables of values away from 0"]
+    return [f"`value_embeddings_init`={table_deviation(config)} starts tables of values away from 0"]
 
 
 def _flops(config: ResFormerConfig) -> int:

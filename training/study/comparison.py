@@ -31,7 +31,7 @@ from resformer.training.data import SAMPLE_BY, PackedBlocks
 from resformer.training.study.data import StudyData, study_data
 from resformer.training.study.paired_run import RunSettings, paired_model, paired_run, whole_batches
 from resformer.training.study.plot import check_packages, plot
-from resformer.training.study.table import losses_of, pooled_error, rows_of
+from resformer.training.study.table import pooled_error, rows_of
 
 __all__ = ["SIZES", "StudyOptions", "names", "plan_study", "run_study"]
 
@@ -500,22 +500,22 @@ def _report(study: _Study, results: Sequence[Mapping[str, Any]], command: str) -
         "bytes_per_token": study.data.bytes_per_token,
         "sizes": sizes,
         "baseline": baseline,
-        "notes": _notes(study, results),
+        "notes": _notes(study, sizes, results[0]["held_out"]["tokens"]),
         "metrics": _metrics(study, sizes),
         "environments": environments,
     }
 
 
-def _notes(study: _Study, results: Sequence[Mapping[str, Any]]) -> list[str]:
-    options, held_out = study.options, results[0]["held_out"]
+def _notes(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]], tokens: int) -> list[str]:
+    options = study.options
     budget = f"{options.settings.steps:,} steps of {options.settings.batch} x {options.block} tokens"
     notes = [
-        f"Loss: nats per token after {budget} (or its own steps), on the whole held-out text: {held_out['tokens']:,} "
+        f"Loss: nats per token after {budget} (or its own steps), on the whole held-out text: {tokens:,} "
         f"tokens of {study.data.fingerprint['held_out_documents']:,} documents. Δ: minus that of "
         f"{options.compared_with}, the mean of the seeds. FLOPs: relative to its."
     ]
-    for size in dict.fromkeys(run.size for run in study.runs):
-        losses = losses_of(results, size)
+    for size, rows in sizes.items():
+        losses = {row["method"]: row["losses"] for row in rows}
         if (error := pooled_error(losses)) is None:
             notes.append(f"{size}: one {'seed' if options.seeds == 1 else 'method'}, no interval over seeds.")
         else:

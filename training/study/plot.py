@@ -58,10 +58,9 @@ def plot(study: Mapping[str, Any], runs: Sequence[Run], path: Path) -> None:
 def _losses_by_tokens(runs: Sequence[Run], method: str) -> dict[float, list[Any]]:
     """Millions of training tokens -> the loss of each seed, from the first evaluation after the start on."""
     losses: dict[float, list[Any]] = {}
-    for run in runs:
+    for run in (run for run in runs if run["method"] == method):
         for point in run["curve"][1:]:
-            if run["method"] == method:
-                losses.setdefault(point["tokens"] / 1e6, []).append(point["validation_loss"])
+            losses.setdefault(point["tokens"] / 1e6, []).append(point["validation_loss"])
     return losses
 
 

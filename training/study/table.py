@@ -83,7 +83,7 @@ def rows_of(runs: Sequence[Run], baseline: str) -> dict[str, list[dict[str, Any]
         for run in runs:
             if run["size"] == size:
                 by_method.setdefault(run["method"], []).append(run)
-        losses = losses_of(runs, size)
+        losses = {method: [run["loss"] for run in of_method] for method, of_method in by_method.items()}
         error = pooled_error(losses)
         tables[size] = [
             {
@@ -99,15 +99,6 @@ def rows_of(runs: Sequence[Run], baseline: str) -> dict[str, list[dict[str, Any]
             for method, of_method in by_method.items()
         ]
     return tables
-
-
-def losses_of(runs: Sequence[Run], size: str) -> dict[str, list[float | None]]:
-    """Method -> the final losses of its seeds."""
-    losses: dict[str, list[float | None]] = {}
-    for run in runs:
-        if run["size"] == size:
-            losses.setdefault(run["method"], []).append(run["loss"])
-    return losses
 
 
 def _mean(losses: Sequence[float | None]) -> float | None:
