@@ -218,10 +218,13 @@ class ResFormerConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As the base class, but fields of this class given as keyword arguments replace those of the file before
-        anything is derived from them or validated: `from_pretrained(path, num_hidden_layers=2)` is consistent."""
+        they are validated. `layer_types`, and the start of another mode of value residuals, are derived again."""
         fields_here = {f.name for f in fields(cls)} - {f.name for f in fields(PreTrainedConfig)}
         overrides = {key: kwargs.pop(key) for key in fields_here & kwargs.keys()}
         _warn_of_misspelt_fields(kwargs)
+        mode = config_dict.get("value_residual")
+        if overrides.get("value_residual", mode) != mode:
+            config_dict = {name: value for name, value in config_dict.items() if name != "value_residual_init"}
         config_dict = {**config_dict, **overrides}
         uniform = len(set(config_dict.get("layer_types") or ())) == 1
         rederive = not overrides.keys().isdisjoint(("num_hidden_layers", "sliding_window"))

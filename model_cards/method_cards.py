@@ -46,7 +46,6 @@ def method_card(method: str, metrics: Iterable[Metric] = ()) -> str:
         cache=cache[method],
         papers=[PAPERS[key] for key in facts.papers],
         sources={
-            "independent": "independent",
             **{key: f"[{paper.arxiv}](https://arxiv.org/abs/{paper.arxiv})" for key, paper in PAPERS.items()},
         },
         results=table_rows(results),

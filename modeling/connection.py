@@ -55,5 +55,5 @@ class ConnectionKind:
     coefficients: str | None = None
 
     def is_in(self, config: ResFormerConfig) -> bool:
-        """Whether `config` sets any of its fields."""
-        return not connections_of(config).keys().isdisjoint(self.fields)
+        """Whether `config` sets any of its fields; an initial value alone is no connection."""
+        return any(name in self.fields for name in connections_of(config) if not name.endswith("_init"))

@@ -370,8 +370,8 @@ class ResFormerModel(ResFormerPreTrainedModel):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         if input_ids is None and self.config.value_embeddings:
             raise ValueError(
-                f"`value_embeddings`={self.config.value_embeddings} looks up rows of tokens, and `inputs_embeds` alone "
-                "does not say which tokens: pass `input_ids`."
+                f"`value_embeddings`={self.config.value_embeddings} looks up rows of tokens, which `inputs_embeds` "
+                "does not name: pass `input_ids` instead (soft prompts are not supported)."
             )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -413,7 +413,8 @@ class ResFormerModel(ResFormerPreTrainedModel):
         deltas = None if self.depth_attention is None else self.depth_attention.start(*self.depth_attention())
 
         layer_types = self.config.layer_types
-        for n, (layer, wiring) in enumerate(zip(self.layers, self.wiring, strict=False)):
+        layers = self.layers[: self.config.num_hidden_layers]  # fewer while `assistant_early_exit` drafts
+        for n, (layer, wiring) in enumerate(zip(layers, self.wiring, strict=False)):
             outputs = layer(
                 hidden_states,
                 *[crossing[read] for read in wiring.reads],

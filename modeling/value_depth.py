@@ -38,7 +38,9 @@ def depth_values(
     dtype = torch.promote_types(own.dtype, torch.float32)
     scores = torch.stack([(query * key).sum(dim=-1, keepdim=True, dtype=dtype) for key in keys])
     mixed = weighted_sum(values, scores.softmax(dim=0))
-    return torch.lerp(own, mixed, gate.to(own.dtype)[:, None, None])  # exactly V_n where g = 0, and V~_n where g = 1
+    return torch.lerp(
+        own, mixed, gate.to(own.dtype).view(own.shape[1], 1, 1)
+    )  # exactly V_n where g = 0, and V~_n where g = 1
 
 
 class DepthGates(MixingRows):

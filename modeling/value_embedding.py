@@ -46,7 +46,7 @@ class ValueEmbedding(nn.Module):
             input_ids: `(batch, tokens)`.
             values: `(batch, key/value heads, tokens, head_dim)`.
         """
-        gate = LARGEST_GATE * torch.sigmoid(self.bias_gate(hidden_states[..., : self.bias_gate.in_features]))
+        gate = LARGEST_GATE * torch.sigmoid(self.bias_gate(hidden_states[..., :GATE_CHANNELS]))
         rows = self.bias_table(input_ids).unflatten(-1, (values.shape[1], -1)).transpose(1, 2)
         return torch.addcmul(values, rows.to(values.dtype), gate.to(values.dtype).transpose(1, 2).unsqueeze(-1))
 

@@ -1,6 +1,6 @@
 """Every method compiles whole, once, for all steps of decoding, and exports with any batch and length.
 
-Five that hold every mechanism between them are compiled by `make test`, the rest by `make test-slow`.
+Six named below are compiled by `make test`, the rest by `make test-slow`.
 """
 
 import copy

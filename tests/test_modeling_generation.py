@@ -191,6 +191,18 @@ def test_prompt_lookup_equals_greedy(tiny_model: TinyModel, variant: str) -> Non
     assert sum(passes) > 97 + NEW_TOKENS  # tokens were looked up, and cropped where they were wrong
 
 
+def test_drafts_of_the_first_layers_equal_greedy(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+    model = tiny_model(variant)
+    prompt = {name: tensor[:1] for name, tensor in ragged.items()}
+    passes = []
+    hook = model.model.layers[1].register_forward_hook(lambda *_: passes.append(1))
+    model.model.layers[-1].register_forward_hook(lambda *_: passes.append(-1))
+    got = generate(model, prompt, assistant_early_exit=2)
+    hook.remove()
+    assert sum(passes) > 0, "no pass ended early"
+    assert torch.equal(got.sequences, generate(model, prompt, use_cache=False).sequences)
+
+
 def test_prompts_given_as_embeddings_generate_as_their_tokens(
     tiny_model: TinyModel, variant: str, ragged: Batch
 ) -> None:

@@ -43,8 +43,10 @@ METHODS = [
     "svformer",
     "cla2",
     "attention-residuals",
+    "depth-attention",
+    "value-embeddings",
 ]
-CONNECTIONS = ["value_residual", "depth_average", "depth_attention"]
+CONNECTIONS = ["value_residual", "value_embedding", "depth_average", "depth_attention"]
 IDS = torch.arange(1, 41).view(2, 20)
 
 

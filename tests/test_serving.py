@@ -194,6 +194,21 @@ def test_projections_are_linear_layers_that_engines_may_replace(tiny_model: Tiny
         assert ("self_attn.k_proj" in names) == (model.config.all_key_sources[n] == n)
         assert ("self_attn.v_proj" in names) == (model.config.all_value_sources[n] == n)
 
+    class EngineLinear(nn.Module):  # vLLM's have a weight, and `input_size` for `in_features`
+        def __init__(self, linear: nn.Linear):
+            super().__init__()
+            self.weight, self.bias = linear.weight, linear.bias
+
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(states, self.weight, self.bias)
+
+    ids = torch.arange(12).view(2, 6)
+    expected = model(ids).logits
+    for name, module in [*model.model.named_modules()]:
+        if isinstance(module, nn.Linear):
+            model.model.set_submodule(name, EngineLinear(module))
+    assert torch.equal(model(ids).logits, expected)
+
 
 def test_the_tensor_parallel_plan_names_what_the_model_has(tiny_model: TinyModel, variant: str) -> None:
     model = tiny_model(variant)

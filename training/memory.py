@@ -113,7 +113,8 @@ def predicted_memory(
 
     Returns:
         `weights` (the teacher's among them), `gradients`, `optimizer`, `activations` that the backward pass needs, and
-        `peak`, less than their sum: activations are freed while gradients appear.
+        `peak`, which is not their sum: activations are freed while gradients appear, and the backward pass has
+        temporary tensors.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
         model = build().train()

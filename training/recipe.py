@@ -547,10 +547,10 @@ def _push(options: FinetuneOptions) -> str | None:
     private, revision = (options.trainer.get(name) for name in ("hub_private_repo", "hub_revision"))
     try:
         return push_checkpoint(options.output, options.push, private=bool(private), revision=revision).url
-    except ResFormerError as error:
+    except (ResFormerError, KeyboardInterrupt) as error:
         raise HubError(
-            f"{options.output}: is finished, but was not pushed: {error} To push it: resformer push {options.output} "
-            f"{options.push}"
+            f"{options.output}: is finished, but was not pushed: {str(error) or 'interrupted.'} To push it: "
+            f"resformer push {options.output} {options.push}"
         ) from error
 
 

@@ -182,6 +182,7 @@ def _check_card(folder: Path, repo_id: str, *, bundle: bool) -> list[str]:
         )
     if bundle and "trust_remote_code=True" not in text:
         warnings.append(
-            "README.md loads the checkpoint without trust_remote_code=True, which readers of a bundle need."
+            "README.md loads the checkpoint without trust_remote_code=True, which readers of a bundle need. A folder "
+            f"whose card does: resformer bundle {folder} BUNDLE; resformer card BUNDLE --repository {repo_id}."
         )
     return warnings

@@ -16,10 +16,10 @@ __all__ = ["analyze"]
 
 _SHOWN = {
     "entropy": "entropy",
-    "first_importance": "share",
-    "importance_ratio": "x others",
-    "value_norm_ratio": "value norm",
-    "hidden_norm_ratio": "hidden norm",
+    "first_importance": "first share",
+    "importance_ratio": "first/others",
+    "value_norm_ratio": "first value",
+    "hidden_norm_ratio": "first hidden",
     "similarity": "similarity",
 }
 _OUTCOMES = {True: "holds", False: "does not hold", None: "no finding"}
@@ -107,7 +107,7 @@ def _print(analysis: "Analysis", verdicts: list[dict[str, Any]]) -> None:
     from resformer.analysis.claims import CLAIMS, DEPTH_CLAIMS
     from resformer.analysis.page import number
 
-    echo(f"{analysis.name}: {analysis.texts:,} texts, {analysis.tokens:,} tokens; of the first token:")
+    echo(f"{analysis.name}: {analysis.texts:,} texts, {analysis.tokens:,} tokens")
     echo("layer" + "".join(f"{heading:>13}" for heading in _SHOWN.values()))
     for layer in range(analysis.layers):
         echo(f"{layer:5}" + "".join(f"{number(analysis.mean(quantity)[layer]):>13}" for quantity in _SHOWN))

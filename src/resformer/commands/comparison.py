@@ -46,7 +46,7 @@ def compare(
     split: Annotated[str, typer.Option(help="Split of a Hub dataset.")] = "train",
     text_column: Annotated[str, typer.Option(help="Column that holds the text.")] = "text",
     sample_by: Annotated[
-        str, typer.Option(help="A document of a plain text file: document, paragraph, line.")
+        str, typer.Option(help="A document in a text file: the whole file (document), a paragraph, or a line.")
     ] = "document",
     tokenizer: Annotated[
         str | None,
@@ -63,11 +63,13 @@ def compare(
     ] = None,
     connection_learning_rate: Annotated[
         float | None,
-        typer.Option(help="That of the connections.  [default: the others', or 3e-4 with --from]"),
+        typer.Option(help="Of the connections.  [default: --learning-rate, or 3e-4 with --from]"),
     ] = None,
     warmup: Annotated[float, typer.Option(help="Share of the steps.")] = 0.05,
     weight_decay: Annotated[float, typer.Option(help="Of matrices; never of connections.")] = 0.1,
-    evaluations: Annotated[int, typer.Option(help="On the held-out blocks, per run; a checkpoint after each.")] = 10,
+    evaluations: Annotated[
+        int, typer.Option(help="Evaluations in a run, at even intervals; each saves a checkpoint.")
+    ] = 10,
     held_out: Annotated[float, typer.Option(help="Share of the documents of --data to evaluate on.")] = 0.02,
     held_out_blocks: Annotated[
         int, typer.Option(help="Evaluate on at most this many blocks during the training; on all at its end.")

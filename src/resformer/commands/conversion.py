@@ -103,7 +103,8 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Retrofit a Llama-style checkpoint with cross-layer connections, its logits unchanged."""
-    with reporting_errors():
+    on_hub = () if push is None else (f"{push} may exist, empty or complete. See: resformer inspect {push}",)
+    with reporting_errors(*on_hub):
         from resformer.convert import retrofit
 
         report = retrofit(
@@ -142,7 +143,7 @@ def convert(
             row("rounding", f"{report.rounding.overflowed:,} became infinite, {report.rounding.flushed:,} became 0")
         for loss in report.losses:
             row("lossy", loss)
-        if push is not None:
+        if report.terms:
             row("terms", ", ".join(f"{name} {value}" for name, value in report.terms.items()) + ", as the source's")
         if dry_run:
             row("memory", f"{size(report.memory)} to compare logits, little else")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from resformer.commands.conversion import DryRun, Durable, Force, Output, Revision, Source, print_result
+from resformer.commands.conversion import Durable, Force, Output, Revision, Source, print_result
 from resformer.commands.terminal import AsJson, app, print_json, reporting_errors, row
 
 __all__ = ["shrink"]
@@ -36,12 +36,14 @@ def shrink(
     values_only: Annotated[bool, typer.Option("--values-only", help="Share no keys.")] = False,
     text_column: Annotated[str, typer.Option(help="Column with the text.")] = "text",
     sample_by: Annotated[
-        str, typer.Option(help="A document of a text file: document, paragraph or line.")
+        str, typer.Option(help="A document in a text file: the whole file (document), a paragraph, or a line.")
     ] = "document",
     force: Force = False,
     revision: Revision = None,
     durable: Durable = False,
-    dry_run: DryRun = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Search and measure as usual, for minutes, and write nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make the key/value cache of a checkpoint smaller, without training: layers share keys and values."""

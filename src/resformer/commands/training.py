@@ -50,7 +50,9 @@ def finetune(
     text_column: Annotated[str | None, typer.Option(help="Column that holds the text.  [default: text]")] = None,
     sample_by: Annotated[
         str | None,
-        typer.Option(help="A document of a plain text file: document, paragraph, line.  [default: document]"),
+        typer.Option(
+            help="A document in a text file: the whole file (document), a paragraph, or a line.  [default: document]"
+        ),
     ] = None,
     streaming: Annotated[
         bool | None, typer.Option("--streaming", help="Read as it trains, never all; needs --steps.")
@@ -83,8 +85,12 @@ def finetune(
     distill: Annotated[
         str | None, typer.Option(help="Learn from the logits of this checkpoint too, MODEL's source for one.")
     ] = None,
-    distill_weight: Annotated[float | None, typer.Option(help="Share of the teacher.  [default: 0.5]")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of both distributions.  [default: 1.0]")] = None,
+    distill_weight: Annotated[
+        float | None, typer.Option(help="Weight of the teacher's loss, 0 to 1.  [default: 0.5]")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of the teacher's and the model's softmax.  [default: 1.0]")
+    ] = None,
     distill_hidden: Annotated[
         float | None, typer.Option(help="Weight of the teacher's hidden states.  [default: 0]")
     ] = None,
@@ -175,7 +181,7 @@ def finetune(
             parts = [f"{part} {size(memory[part])}" for part in ("weights", "gradients", "optimizer", "activations")]
             if memory["process"]:
                 parts.append(f"this process {size(memory['process'])}")
-            row("memory", f"{size(memory['peak'])} at most, predicted: {', '.join(parts)}")
+            row("memory", f"{size(memory['peak'])} predicted: {', '.join(parts)}")
             if not options.gradient_checkpointing:
                 row("memory", f"{size(memory['peak_with_gradient_checkpointing'])} with --gradient-checkpointing")
             row("would write", options.output)
