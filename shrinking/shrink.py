@@ -83,7 +83,8 @@ def shrink(
 
     Layers read the keys or values of earlier ones. Which ones is searched for on the calibration text. Each reader's
     output projection is refitted by least squares on the outputs of its attention, and its query projection, where it
-    reads another's keys, on its attention weights. All other weights stay as they are.
+    reads another's keys, on its attention weights. Heads of a reader may change their order. All other weights stay as
+    they are.
 
     Args:
         source: a folder with safetensors, a `.gguf` file (dequantised), or a Hub id.

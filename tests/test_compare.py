@@ -359,6 +359,11 @@ def test_the_evaluations_error_is_that_of_the_documents() -> None:
     interval = rows_of(runs, "a")["small"][1]["over_documents"]
     assert (interval["low"], interval["high"]) == pytest.approx((0.1, 0.3))  # one of the two documents, twice
     assert rows_of([a_run("a", 0, 1.0), a_run("b", 0, 1.25)], "a")["small"][1]["over_documents"] is None
+    assert rows_of(runs, "a", ["x", "x"])["small"][1]["over_documents"] is None
+    documents = ([[10, 10.0], [10, 10.0], [30, 30.0]], [[10, 11.0], [10, 11.0], [30, 39.0]])
+    runs = [a_run("a", 0, 1.0, documents[0]), a_run("b", 0, 1.22, documents[1])]
+    interval = rows_of(runs, "a", ["x", "y", "x"])["small"][1]["over_documents"]
+    assert (interval["low"], interval["high"]) == pytest.approx((0.1, 10 / 40))  # y twice, x twice
 
 
 # Data.
@@ -446,6 +451,7 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
     of_faster = [metric for metric in metrics_of(report) if faster in metric.note]
     assert [metric.value for metric in of_faster] == [rows[2]["loss"], rows[2]["difference"]["mean"]]
     assert {metric.method for metric in of_faster} == {"transformer"}
+    assert all("768 tokens, 2 seeds" in metric.note for metric in of_faster)
     assert report["environments"][0]["packages"]["torch"] == metadata.version("torch")
     assert report["data"]["curve_tokens"] == 6 * 32
     assert 6 <= report["data"]["curve_documents"] <= 12

@@ -92,7 +92,9 @@ def test_results_are_those_of_the_runs(study: Path) -> None:
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in study.with_suffix("").glob("runs/**/*.json")]
     remade = {
         size: {row["method"]: row for row in rows}
-        for size, rows in rows_of(sorted(runs, key=lambda run: run["seed"]), report["baseline"]).items()
+        for size, rows in rows_of(
+            sorted(runs, key=lambda run: run["seed"]), report["baseline"], report["held_out_groups"]
+        ).items()
     }
     for size, rows in report["sizes"].items():
         assert {row["method"] for row in rows} == set(remade[size])

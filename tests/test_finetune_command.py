@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -103,6 +104,7 @@ def test_the_output_is_a_whole_checkpoint_with_true_metrics(work: Path) -> None:
     assert [bool(re.match(r"step \d+/10: held-out loss", line)) for line in lines] == [True] * 11, done.stderr
     model = AutoModelForCausalLM.from_pretrained(work / "out")
     assert isinstance(model, ResFormerForCausalLM)
+    assert model.config.use_cache
     assert (model.model.value_mixing_matrix()[1:, 0] != 0).all()
     assert model.generation_config.temperature == 0.7
     assert len(AutoTokenizer.from_pretrained(work / "out")) == 257
@@ -332,6 +334,7 @@ def test_misuse_is_one_line_with_the_way_out(
         ({"bf16": "yes"}, "bf16 is 'yes'; expected bool"),
         ({"steps": 2.5}, "steps is 2.5; expected int"),
         ({"data": [1]}, r"data is \[1\]; expected a list of str"),
+        ({"attn_implementation": "flash_attention_2"}, "batch is 8; with FlashAttention, documents"),
         ({"distill_hidden_layers": "last"}, "distill_hidden_layers is 'last'; expected a list of int"),
         ({"distill": "c", "distill_hidden": -1}, "distill_hidden is -1.0; expected a finite number from 0 up"),
     ],
@@ -463,8 +466,29 @@ def test_a_refused_push_says_that_the_run_is_finished(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(recipe, "push_checkpoint", refuse)
     words = "out: is finished, but was not pushed: The Hub says no. To push it: resformer push out you/tuned"
+    options = FinetuneOptions(model="a", output="out", data=["c"], push="you/tuned")
     with pytest.raises(HubError, match=words):
-        recipe._push(FinetuneOptions(model="a", output="out", data=["c"], push="you/tuned"))
+        recipe._push(options)
+    monkeypatch.setattr(recipe, "push_checkpoint", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(HubError, match="not pushed: interrupted"):
+        recipe._push(options)
+
+
+def test_a_run_that_died_after_its_last_step_trains_no_more(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"lr_scheduler_type": "constant", "learning_rate": 1e-2}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "replacing", Mock(side_effect=OSError("the disk is full")))
+        with pytest.raises(OSError, match="full"):
+            tuned(work, "died", patch, **options)
+    report = tuned(work, "died", monkeypatch, **options, resume=True)
+    assert (report.steps, report.resumed_from) == (2, 2)
+    _, first, second = (entry["loss"] for entry in report.evaluations)
+    assert report.loss_after == pytest.approx(first, rel=1e-5)  # the "best" is what is written, not the last
+    assert loss_of(work / "died", work, 4) == pytest.approx(first, rel=1e-5)
+    assert second < first
+    assert report.evaluation_tokens is not None
+    assert 3 * 32 < report.evaluation_tokens < 4 * 32  # that are predicted
 
 
 @pytest.mark.parametrize(("optim", "share"), [("adafactor", 0), ("adamw_8bit", 0.5), ("adamw_torch", 2)])

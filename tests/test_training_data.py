@@ -17,6 +17,7 @@ from resformer.analysis import analyze
 from resformer.training.data import (
     Blocks,
     DataError,
+    held_out_groups,
     is_held_out,
     load_documents,
     pack_documents,
@@ -248,7 +249,10 @@ def test_modules_of_the_standard_library_are_held_out_whole() -> None:
     part = Dataset.from_list(files)
     trained = list(training_texts({"x": part}, 0.1))
     assert trained == [file["text"] for file in files if file["text"] and file["group"] not in held_out]
-    assert 0.02 * len(files) < len([file for file in files if file["group"] in held_out]) < 0.3 * len(files)
+    groups = held_out_groups({"x": part}, 0.1)
+    assert groups == [file["group"] for file in files if file["text"] and file["group"] in held_out]
+    assert 0.02 * len(files) < len(groups or []) < 0.3 * len(files)
+    assert held_out_groups({"x": part.remove_columns("group")}, 0.1) is None
 
 
 def test_a_stream_trains_on_what_a_dataset_does(tmp_path: Path) -> None:
@@ -320,6 +324,8 @@ def test_a_column_of_numbers_is_refused(tmp_path: Path) -> None:
     documents = load_documents([str(_jsonl(tmp_path / "rows.jsonl", TEXTS))], text_column="id")
     with pytest.raises(DataError, match="holds 0; expected text; name"):
         pack_documents(documents, byte_tokenizer(), block=8, held_out=0.1, held_out_blocks=4)
+    with pytest.raises(DataError, match="holds 0; expected text; name"):
+        next(training_texts(documents, 0.1))  # that a tokenizer is trained on
 
 
 CHATML = (

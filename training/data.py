@@ -85,8 +85,9 @@ class PackedBlocks(torch.utils.data.Dataset):
     """Blocks of `block` tokens, read from a memory-mapped column of token ids where they lie.
 
     Item i is `input_ids` and `labels`, int64 of shape (block,), and with `separate` also `position_ids` that start
-    again at each document: attention implementations of Transformers then keep the documents of a block apart. Labels
-    of first tokens are -100 there, since no token before them belongs to their document.
+    again at each document: attention implementations of Transformers then keep the documents of a block apart,
+    FlashAttention in batches of one alone. Labels of first tokens are -100 there, since no token before them belongs
+    to their document.
 
     Args:
         tokens: all documents, back to back.
@@ -260,8 +261,16 @@ def training_texts(documents: Mapping[str, Dataset | IterableDataset], held_out:
     """The texts that `pack_documents` does not hold out."""
     for part in documents.values():
         for row in part:
-            if row["text"] and not is_held_out(row.get("group", row["text"]), held_out):
-                yield row["text"]
+            if (text := _checked_text(row)) and not is_held_out(row.get("group", text), held_out):
+                yield text
+
+
+def held_out_groups(documents: Mapping[str, Dataset], held_out: float) -> list[str] | None:
+    """The group of each document that `pack_documents` holds out; `None` if each is held out by itself."""
+    if not all("group" in part.column_names for part in documents.values()):
+        return None
+    rows = (row for part in documents.values() for row in part if row["text"])
+    return [row["group"] for row in rows if is_held_out(row["group"], held_out)]
 
 
 def _load(source: str, *, split: str, sample_by: str, streaming: bool) -> Iterator[Dataset | IterableDataset]:
@@ -452,17 +461,21 @@ def _tokenise(
     return tokens
 
 
+def _checked_text(row: Mapping[str, Any]) -> str:
+    text = row.get("text")
+    if not isinstance(text, str):
+        raise DataError(
+            f"The text column holds {brief(repr(text), 60)}; expected text; name another with --text-column."
+        )
+    return text
+
+
 def _rendered(
     row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, bool, list[tuple[int, int]] | None]:
     """A document's text, whether it is marked with begin and end, and the characters that are learned; None: all."""
     if ("messages" not in row and "completion" not in row) or row.get("text") is not None:
-        text = row.get("text")
-        if not isinstance(text, str):
-            raise DataError(
-                f"The text column holds {brief(repr(text), 60)}; expected text; name another with --text-column."
-            )
-        return text, True, None
+        return _checked_text(row), True, None
     if not tokenizer.is_fast:
         raise DataError("Chats need a tokenizer that tells where in a text its tokens are: a tokenizer.json.")
     prompt, completion = row.get("prompt"), row.get("completion")

@@ -152,6 +152,11 @@ class FinetuneOptions:
             raise ValueError("streaming needs steps: the length of a stream is not known.")
         if self.sample_by not in SAMPLE_BY:
             raise ValueError(f"sample_by is {self.sample_by!r}; expected one of {', '.join(SAMPLE_BY)}.")
+        if self.separate_documents and self.batch > 1 and "flash" in (self.attn_implementation or ""):
+            raise ValueError(
+                f"batch is {self.batch}; with FlashAttention, documents of a block are kept apart in batches of one "
+                "alone. Use --batch 1 and --accumulate, --attn-implementation sdpa, or --join-documents."
+            )
         if self.dtype == "float16":
             raise ValueError(
                 "dtype is float16; its gradients underflow. Train in float32, and save in it with --save-dtype float16."
@@ -310,8 +315,8 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
     torch.manual_seed(options.seed)
     if options.dtype != "float32":
         warnings.warn(
-            f"Weights are trained in {options.dtype}: updates of less than about a hundredth of a weight are rounded "
-            "away. Train in float32, which --bf16 computes with at the same speed.",
+            f"Weights are trained in {options.dtype}: updates of less than about three thousandths of a weight are "
+            "rounded away. Train in float32, which --bf16 computes with at the same speed.",
             stacklevel=2,
         )
     attention = {"attn_implementation": options.attn_implementation}
@@ -353,6 +358,7 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
 
     source_card = _record_origin(options, config, report)
     with replacing(output, force=options.force) if first else nullcontext(output) as folder:
+        model.config.use_cache = config.use_cache  # which the Trainer sets to False
         saved = folder if options.save_dtype is None else options.unfinished / "trained"
         trainer.save_model(str(saved))  # every process takes part where the weights are sharded
         if first:
@@ -397,6 +403,12 @@ class _RecipeTrainer(ConnectionTrainer, DistillationTrainer):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         loss = loss * _labels_per_row(inputs["labels"]) / self.labels_per_block
         return (loss, outputs) if return_outputs else loss
+
+    def _run_epoch(self, **arguments: Any) -> None:
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(**arguments)
+        else:  # resumed from the last checkpoint: the stock loop would train one step more
+            self.control.should_training_stop = True
 
 
 def _labels_per_row(labels: torch.Tensor) -> float:
@@ -446,11 +458,14 @@ def _train(trainer: _RecipeTrainer, last: Path | None, report: FinetuneReport) -
     if not evaluations or evaluations[-1]["step"] != state.global_step:
         evaluations.append({**trainer.evaluate(), "step": state.global_step})
     report.evaluations = [{"step": entry["step"], "loss": entry["eval_loss"]} for entry in evaluations]
-    report.loss_before, report.loss_after = evaluations[0]["eval_loss"], evaluations[-1]["eval_loss"]
+    best = trainer.args.load_best_model_at_end  # loaded after the last evaluation
+    after = trainer.evaluate() if best else evaluations[-1]
+    report.loss_before, report.loss_after = evaluations[0]["eval_loss"], after["eval_loss"]
     report.perplexity_before, report.perplexity_after = _perplexity(report.loss_before), _perplexity(report.loss_after)
     report.steps, report.tokens = state.global_step, int(state.num_input_tokens_seen)
     report.tokens_per_second = (report.tokens - seen_before) / report.seconds
     report.peak_memory = memory.peak
+    report.evaluation_tokens = round(trainer.labels_per_block * report.held_out_blocks)
 
 
 def processor_has_bf16() -> bool:
@@ -654,7 +669,6 @@ def _record_origin(options: FinetuneOptions, config: PreTrainedConfig, report: F
     local = [source for source in options.sources if source == STANDARD_LIBRARY or Path(source).expanduser().exists()]
     report.datasets = [source.partition(":")[0] for source in options.sources if source not in local]
     report.corpus = ", ".join(Path(source).name if source in local else source for source in options.sources)
-    report.evaluation_tokens = report.held_out_tokens
     teacher = Path(options.distill) if options.distill is not None else None
     report.recipe = {
         "train": options.train,

@@ -106,7 +106,8 @@ def results_table(results: dict[str, Any]) -> list[str]:
                 error = metrics.get(f"{metric}_stderr,{filters}")
                 name = metric if filters == "none" else f"{metric} ({filters})"
                 spread = f" +- {error:.2g}" if isinstance(error, float) else ""
-                lines.append(f"{task:24} {name:24} {value:.6g}{spread}")
+                text = f"{value:.6g}" if isinstance(value, (int, float)) else str(value)
+                lines.append(f"{task:24} {name:24} {text}{spread}")
     return lines
 
 

@@ -222,7 +222,7 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
         unfinished = study.output / "unfinished"
         if not any(path.is_file() for path in unfinished.rglob("*")):  # else those of other methods or sizes
             shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.rmtree(study.output / "starts", ignore_errors=True)
+            shutil.rmtree(study.output / "starts", ignore_errors=True)
         results = [json.loads(study.file(run).read_text(encoding="utf-8")) for run in study.runs]
         report = _report(study, results, command)
         _write_json(study.output / "study.json", report)
@@ -484,7 +484,7 @@ def _progress(
 
 def _report(study: _Study, results: Sequence[Mapping[str, Any]], command: str) -> dict[str, Any]:
     baseline = study.options.compared_with
-    sizes = rows_of(results, baseline)
+    sizes = rows_of(results, baseline, study.data.groups)
     for row in (row for rows in sizes.values() for row in rows):
         loss = row["loss"]
         row["bits_per_byte"] = None if loss is None else loss / math.log(2) / study.data.bytes_per_token
@@ -500,6 +500,7 @@ def _report(study: _Study, results: Sequence[Mapping[str, Any]], command: str) -
         "bytes_per_token": study.data.bytes_per_token,
         "sizes": sizes,
         "baseline": baseline,
+        "held_out_groups": study.data.groups,
         "notes": _notes(study, sizes, results[0]["held_out"]["tokens"]),
         "metrics": _metrics(study, sizes),
         "environments": environments,
@@ -525,18 +526,18 @@ def _notes(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]], toke
             )
         if diverged := [method for method in losses if None in losses[method]]:
             notes.append(f"{size}: left out, since a run diverged: {', '.join(diverged)}.")
+    groups = study.data.groups
+    drawn = "held-out documents" if groups is None else f"{len(set(groups))} groups of held-out documents"
     return [
         *notes,
-        "Over documents: 95 % of a bootstrap of the held-out documents, for these models; not simultaneous.",
+        f"Over documents: 95 % of a bootstrap of the {drawn}, for these models; not simultaneous.",
     ]
 
 
 def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """The results that cards print, by the fields of `resformer.model_cards.Metric`."""
     options = study.options
-    tokens = options.settings.steps * options.settings.batch * options.block
-    budget = f"{tokens:,} tokens, {options.seeds} seeds, "
-    budget += "from scratch" if options.start is None else "continued from the checkpoint"
+    seeds = f"{options.seeds} seeds, {'from scratch' if options.start is None else 'continued from the checkpoint'}"
     metrics: list[dict[str, Any]] = []
 
     def add(name: str, value: float, method: str, note: str) -> None:
@@ -544,6 +545,8 @@ def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) ->
         metrics.append({"name": name, "type": "loss", "value": value, **data, "method": method, "note": note})
 
     for size, row in ((size, row) for size, rows in sizes.items() for row in rows if row["loss"] is not None):
+        steps = _read_method(row["method"], options.settings).settings.steps
+        budget = f"{steps * options.settings.batch * options.block:,} tokens, {seeds}"
         note = f"{size}, {row['parameters']:,} parameters, {budget}"
         if row["method"] != row["architecture"]:
             note += f", {row['method']}"

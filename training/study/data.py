@@ -17,6 +17,7 @@ from resformer.training.data import (
     STANDARD_LIBRARY,
     Blocks,
     PackedBlocks,
+    held_out_groups,
     load_documents,
     pack_documents,
     training_texts,
@@ -37,6 +38,7 @@ class StudyData:
     blocks: Blocks
     tokenizer: PreTrainedTokenizerBase
     bytes_per_token: float  # of all held-out blocks
+    groups: list[str] | None = None  # of each held-out document, where they are held out in groups
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -86,7 +88,8 @@ def study_data(
     documents = load_documents(sources, split=split, text_column=text_column, sample_by=sample_by)
     fitted = _tokenizer(tokenizer, training_texts(documents, held_out))
     blocks = pack_documents(documents, fitted, block=block, held_out=held_out, held_out_blocks=held_out_blocks)
-    return StudyData(name, blocks, fitted, bytes_per_token(blocks.held_out.whole, fitted))
+    groups = held_out_groups(documents, held_out)
+    return StudyData(name, blocks, fitted, bytes_per_token(blocks.held_out.whole, fitted), groups)
 
 
 def bytes_per_token(blocks: PackedBlocks, tokenizer: PreTrainedTokenizerBase) -> float:

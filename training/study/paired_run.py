@@ -181,7 +181,7 @@ def paired_run(
         DataError: the training blocks do not fill a batch.
         ValueError: as of `RunSettings.arguments`.
     """
-    arguments = settings.arguments(folder, seed)
+    arguments, use_cache = settings.arguments(folder, seed), model.config.use_cache
     timer = _StepTimer(on_step)
     trainer = ConnectionTrainer(
         model=model,
@@ -210,6 +210,7 @@ def paired_run(
     held_out = _losses_by_document(trainer, blocks.held_out.whole)
     if arguments.should_save:
         if save_to is not None:
+            model.config.use_cache = use_cache  # which the Trainer sets to False
             trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False).save_pretrained(save_to)
         shutil.rmtree(folder, ignore_errors=True)
     return {
@@ -253,7 +254,7 @@ def _losses_by_document(trainer: ConnectionTrainer, blocks: PackedBlocks) -> dic
     return {
         "tokens": int(tokens.sum()),
         "loss": total if finite else None,
-        "documents": [[int(n), float(x)] for n, x in zip(tokens, nats, strict=True) if n] if finite else None,
+        "documents": [[int(n), float(x)] for n, x in zip(tokens, nats, strict=True)] if finite else None,
     }
 
 

@@ -69,13 +69,13 @@ def pooled_error(losses: Mapping[str, Sequence[float | None]]) -> PooledError | 
     return PooledError(methods - 1, degrees, math.sqrt(2 / seeds * float((residuals**2).sum()) / degrees))
 
 
-def rows_of(runs: Sequence[Run], baseline: str) -> dict[str, list[dict[str, Any]]]:
+def rows_of(runs: Sequence[Run], baseline: str, groups: Sequence[str] | None = None) -> dict[str, list[dict[str, Any]]]:
     """Size -> a row for each method, in the order of the runs. Every method has the same seeds.
 
     `difference` is the loss minus the baseline's of the same seed, its mean over the seeds with the simultaneous 95 %
     interval by `pooled_error`, which one seed does not have. `over_documents` is the 95 % interval of the same mean if
-    the held-out documents are drawn anew, by the percentiles of a bootstrap. Both are `None` for the baseline, and
-    where a loss is not finite.
+    the held-out documents are drawn anew, by the percentiles of a bootstrap; those of one of `groups` are drawn
+    together. Both are `None` for the baseline, and where a loss is not finite.
     """
     tables: dict[str, list[dict[str, Any]]] = {}
     for size in dict.fromkeys(run["size"] for run in runs):
@@ -84,16 +84,16 @@ def rows_of(runs: Sequence[Run], baseline: str) -> dict[str, list[dict[str, Any]
             if run["size"] == size:
                 by_method.setdefault(run["method"], []).append(run)
         losses = {method: [run["loss"] for run in of_method] for method, of_method in by_method.items()}
-        error = pooled_error(losses)
+        error, base = pooled_error(losses), by_method[baseline]
         tables[size] = [
             {
                 "method": method,
                 "seeds": [run["seed"] for run in of_method],
                 "losses": losses[method],
                 "loss": _mean(losses[method]),
-                "difference": _difference(losses[method], losses[baseline], error) if method != baseline else None,
-                "over_documents": _over_documents(of_method, by_method[baseline]) if method != baseline else None,
-                "relative_flops": of_method[0]["training_flops"] / by_method[baseline][0]["training_flops"],
+                "difference": None if of_method is base else _difference(losses[method], losses[baseline], error),
+                "over_documents": None if of_method is base else _over_documents(of_method, base, groups),
+                "relative_flops": of_method[0]["training_flops"] / base[0]["training_flops"],
                 **{name: of_method[0][name] for name in ("architecture", "parameters", "cache_bytes_per_token")},
             }
             for method, of_method in by_method.items()
@@ -118,12 +118,19 @@ def _difference(
     return {"mean": mean, "low": low, "high": high, "values": values}
 
 
-def _over_documents(runs: Sequence[Run], baseline: Sequence[Run]) -> dict[str, float] | None:
+def _over_documents(
+    runs: Sequence[Run], baseline: Sequence[Run], groups: Sequence[str] | None
+) -> dict[str, float] | None:
     from scipy import stats
 
-    if any(run["loss"] is None for run in (*runs, *baseline)) or len(runs[0]["held_out"]["documents"]) < 2:
+    if any(run["loss"] is None for run in (*runs, *baseline)):
         return None
     nats, base = (np.mean([run["held_out"]["documents"] for run in each], axis=0) for each in (runs, baseline))
+    if groups is not None:
+        numbers = np.unique(groups, return_inverse=True)[1]
+        nats, base = (np.stack([np.bincount(numbers, column) for column in each.T], axis=1) for each in (nats, base))
+    if len(nats) < 2:
+        return None
     interval = stats.bootstrap(
         (nats[:, 1] - base[:, 1], nats[:, 0]),
         lambda difference, tokens, axis: difference.sum(axis) / tokens.sum(axis),

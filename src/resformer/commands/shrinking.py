@@ -73,7 +73,7 @@ def shrink(
         cost = report.summary
         row("source", f"{report.source} ({report.family}, {report.source_dtype})")
         row("cache", f"{report.cache:.1%} of the source's: {cost.bytes_per_token:,} bytes a token")
-        row("calibrated", f"on {report.calibration['tokens']:,} tokens; {report.refitted} tensors refitted")
+        row("calibrated", f"on {report.calibration['tokens']:,} tokens; {report.refitted} tensors changed")
         for share in report.shares:
             n = share["layer"]
             read = [f"{kind} of {share[f'{kind}_of']}" for kind in ("keys", "values") if share[f"{kind}_of"] != n]
