@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,26 @@ def test_tables_of_results_are_those_of_the_studies() -> None:
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     tables = re.findall(r"^\| method \| loss .*(?:\n\|.*)+", page, re.MULTILINE)
     assert {line for table in tables for line in table.splitlines()} <= studies
+
+
+def decimals(value: Any) -> Iterator[float]:
+    """All numbers below a value of a JSON file."""
+    if isinstance(value, (dict, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from decimals(part)
+    elif isinstance(value, float):
+        yield value
+
+
+def test_numbers_of_results_are_in_the_files_that_the_page_links() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    files = {(ROOT / "docs" / link).resolve() for link in re.findall(r"\]\((\.\./benchmarks/[^)]*\.json)\)", page)}
+    assert len(files) > 2
+    known = [abs(number) for file in files for number in decimals(json.loads(file.read_text()))]
+    prose = re.sub(r"\]\([^)]*\)|`[^`]*`|^\|.*$|^    .*$|arXiv.*?\d+\.\d+", "", page, flags=re.MULTILINE)
+    for number in re.findall(r"\d+\.\d{2,}", prose):
+        places = len(number.partition(".")[2])
+        assert any(f"{value:.{places}f}" == number for value in known), number
 
 
 def test_what_commands_move_is_the_committed_measurement() -> None:

@@ -537,7 +537,8 @@ def _notes(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]], toke
 def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """The results that cards print, by the fields of `resformer.model_cards.Metric`."""
     options = study.options
-    seeds = f"{options.seeds} seeds, {'from scratch' if options.start is None else 'continued from the checkpoint'}"
+    seeds = f"{options.seeds} seed{'s' * (options.seeds > 1)}, "
+    seeds += "from scratch" if options.start is None else "continued from the checkpoint"
     metrics: list[dict[str, Any]] = []
 
     def add(name: str, value: float, method: str, note: str) -> None:
