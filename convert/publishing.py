@@ -27,7 +27,7 @@ from resformer.convert.planning import CarriedShard, Plan, WrittenShard
 from resformer.convert.reading import INDEX
 from resformer.convert.safetensors_format import header_bytes
 from resformer.convert.source import asking_hub
-from resformer.convert.verification import compare_headers
+from resformer.convert.verification import compare_headers, first_bytes
 from resformer.convert.writing import Transfer
 from resformer.errors import CheckpointError, VerificationError, brief, listed
 from resformer.hub import Content, Copied, CopyError, HubError, Push, Pushed, digest, hub_api, repository_files
@@ -83,8 +83,8 @@ def publish(decision: Decision, destination: Destination, options: Options, fini
             return report
         report = replace(report, verified="copies")
         added = [rewrite.origin for shard in plan.written for rewrite in shard.rewrites]
-        digests = {tensor.name: hashlib.sha256(b"".join(tensor.pieces())).hexdigest() for tensor in added}
-        contents |= {name: text.encode() for name, text in finish(report, weight_files(plan, digests)).items()}
+        described = finish(report, weight_files(plan, first_bytes(added)))
+        contents |= {name: text.encode() for name, text in described.items()}
         pushed = _push(contents, decision, destination, options, terms)
     except CopyError as error:
         if not destination.allow_download:
