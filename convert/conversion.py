@@ -92,7 +92,7 @@ class Report:
     carried_files: int  # weight files that are the source's, byte for byte
     written_files: int  # weight files that are new
     transfer: Transfer  # bytes linked, cloned, copied and written
-    verified: str = ""  # headers, hashes or logits; copies: headers, and the hashes of copies made by the Hub
+    verified: str = ""  # headers, hashes or logits; copies, on the Hub: headers, and the hashes of all files
     verification: LogitsComparison | None = None
     rounded: int = 0  # tensors that lost precision to a change of dtype
     rounding: Rounding = field(default_factory=Rounding)
@@ -144,7 +144,7 @@ def carry_out(
     verify, warnings = _choose(decision, options)
     if options.dry_run:
         shards = decision.source.checkpoint.shards
-        forecast.downloaded = sum(each.size for each in shards if each.path is not None and not each.path.exists())
+        forecast.downloaded = sum(each.size for each in shards if not all(t.on_this_disk for t in each.tensors))
         return make_report(decision, output, plan, forecast, warnings)
     check_space(forecast, output)
     to_move = sum(shard.size for shard in plan.shards) + sum(file.size for file in plan.side_files)

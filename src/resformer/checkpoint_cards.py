@@ -51,7 +51,7 @@ class CheckpointCard:
         """
         if path.suffix != ".md":  # `force` would replace a config.json too
             raise CheckpointError(f"{path}: is not a card's file name; expected one that ends in .md.")
-        if not force and path.exists() and not is_as_made(path.read_text(encoding="utf-8")):
+        if not force and path.exists() and not is_as_made(path.read_text(encoding="utf-8", errors="replace")):
             raise CheckpointError(f"{path}: was written or edited by hand. Replace it with --force.", "--force")
         files = {path: str(self.card)}
         files |= {path.parent / name: text for name, text in eval_result_files(self.metrics).items()}
