@@ -563,11 +563,12 @@ def test_command_tells_a_model_from_scratch(copied: Callable[[str], Path]) -> No
 def test_command_leaves_a_card_that_a_person_wrote(copied: Callable[[str], Path]) -> None:
     folder = copied("exact")
     edited = (folder / "README.md").read_text().replace("## Limits", "## Limits\n\nIt cannot sing.")
-    (folder / "README.md").write_text(edited)
-    code, _, said = card(folder)
-    assert code == 3
-    assert "edited by hand" in said
-    assert (folder / "README.md").read_text() == edited
+    for content in (b"Caf\xe9", edited.encode()):
+        (folder / "README.md").write_bytes(content)
+        code, _, said = card(folder)
+        assert code == 3
+        assert "edited by hand" in said
+        assert (folder / "README.md").read_bytes() == content
     assert card(folder, "--force")[0] == 0
     assert "It cannot sing." not in (folder / "README.md").read_text()
 
