@@ -33,8 +33,8 @@ def check_target(target: Path, *inputs: str | Path, mark: str, force: bool) -> N
 
     Args:
         inputs: what the command reads: files, folders, or Hub ids, which are passed over.
-        mark: a file that every result of the command has. With `force`, a folder is replaced only if it holds this file
-            and no sub-folders but those of a checkpoint.
+        mark: a file that every result of the command has. With `force`, a folder is replaced only if it holds this
+            file, no sub-folders but those of a checkpoint, and no code, unless `mark` is code.
 
     Raises:
         CheckpointError: as `check_apart`; or the output is a file, holds something and `force` is not set, or holds
