@@ -37,7 +37,7 @@ def added_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def coefficient_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
-    """`added_shapes` without tables: these are large, have the model's dtype, and no matrix shows them."""
+    """`added_shapes` without value-embedding tables, which are large and not needed for mixing matrices."""
     with torch.device("meta"):
         return _shapes({name: module for name, module in connection_modules(config).items() if not module.is_table})
 

@@ -20,6 +20,7 @@ from resformer.convert.verification import (
     check_bytes,
     check_headers,
     compare_logits,
+    first_bytes,
     free_memory,
     memory_for_logits,
     model_bytes,
@@ -91,7 +92,7 @@ class Report:
     carried_files: int  # weight files that are the source's, byte for byte
     written_files: int  # weight files that are new
     transfer: Transfer  # bytes linked, cloned, copied and written
-    verified: str = ""  # headers, hashes or logits; copies: headers, and the hashes of copies made by the Hub
+    verified: str = ""  # headers, hashes or logits; copies, on the Hub: headers, and the hashes of all files
     verification: LogitsComparison | None = None
     rounded: int = 0  # tensors that lost precision to a change of dtype
     rounding: Rounding = field(default_factory=Rounding)
@@ -143,7 +144,7 @@ def carry_out(
     verify, warnings = _choose(decision, options)
     if options.dry_run:
         shards = decision.source.checkpoint.shards
-        forecast.downloaded = sum(each.size for each in shards if each.path is not None and not each.path.exists())
+        forecast.downloaded = sum(each.size for each in shards if not all(t.on_this_disk for t in each.tensors))
         return make_report(decision, output, plan, forecast, warnings)
     check_space(forecast, output)
     to_move = sum(shard.size for shard in plan.shards) + sum(file.size for file in plan.side_files)
@@ -170,7 +171,7 @@ def carry_out(
             verification=logits,
             rounding=written.rounding,
         )
-        for name, text in finish(report, weight_files(plan, written.digests)).items():
+        for name, text in finish(report, weight_files(plan, first_bytes(stored.tensors.values()))).items():
             write_text(partial / name, text)
         if options.durable:
             flush(partial, written.shared)
@@ -289,7 +290,7 @@ def weight_files(plan: Plan, digests: Mapping[str, str]) -> dict[str, dict[str, 
     """For the record: each weight file, where it is from, and the tensors in it.
 
     Args:
-        digests: tensor -> SHA-256, of those that were made here.
+        digests: tensor -> SHA-256 of its first bytes, of those that are on this disk.
     """
     return {
         shard.name: {
@@ -297,7 +298,7 @@ def weight_files(plan: Plan, digests: Mapping[str, str]) -> dict[str, dict[str, 
             "carried_from": shard.origin if isinstance(shard, CarriedShard) else None,
             "tensors": {
                 tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape)}
-                | ({"sha256": digests[tensor.name]} if tensor.name in digests else {})
+                | ({"first_bytes": digests[tensor.name]} if tensor.name in digests else {})
                 for tensor in shard.tensors
             },
         }

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-#: Old Llamas stored what follows from config.json; Transformers passes over it.
+#: Rotary buffers of old Llama checkpoints; Transformers ignores them and computes them from config.json.
 _OLD_BUFFER = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
 
 

@@ -27,7 +27,7 @@ def gguf_config(path: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
         _check_size(path, config)
     except (ImportError, CheckpointError):
-        raise  # a missing `gguf` says itself what to install
+        raise  # the ImportError names the package to install
     except Exception as error:  # Transformers and gguf raise nearly anything for a bad file
         raise CheckpointError(f"{path}: cannot be read as GGUF: {brief(error)}") from error
     return config

@@ -94,7 +94,7 @@ class HubFiles:
                         f"{self.repo_id}: asked for the bytes {start:,} to {stop:,} of {name}, the server answers "
                         f"{response.status_code} with {sent or 'no range'}. Download the repository and use its folder."
                     )
-                with suppress(HTTPError):  # the connection ended: the length tells
+                with suppress(HTTPError):  # connection lost: the length is checked below
                     for piece in response.iter_bytes():
                         content += piece
                         if len(content) > length:

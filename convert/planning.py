@@ -135,10 +135,10 @@ def plan_shards(
         else:
             planned += _split(rewrites, most)
     new = tuple(Rewrite(tensor, tensor.dtype) for tensor in added)
-    if new and planned and isinstance(planned[-1], tuple):
-        planned[-1:] = _split(planned[-1] + new, most)
-    elif new:
-        planned.append(new)
+    if planned and isinstance(last := planned[-1], tuple):
+        new = last + new
+        planned.pop()
+    planned += _split(new, most)
     return tuple(
         replace(part, name=name) if isinstance(part, CarriedShard) else WrittenShard(name, part)
         for name, part in zip(standard_names(len(planned)), planned, strict=True)

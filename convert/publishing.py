@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
 from huggingface_hub.hf_api import ModelInfo, RepoFile
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from huggingface_hub.utils.sha import git_hash
 
 from resformer.convert.conversion import (
@@ -27,7 +28,7 @@ from resformer.convert.planning import CarriedShard, Plan, WrittenShard
 from resformer.convert.reading import INDEX
 from resformer.convert.safetensors_format import header_bytes
 from resformer.convert.source import asking_hub
-from resformer.convert.verification import compare_headers
+from resformer.convert.verification import compare_headers, first_bytes
 from resformer.convert.writing import Transfer
 from resformer.errors import CheckpointError, VerificationError, brief, listed
 from resformer.hub import Content, Copied, CopyError, HubError, Push, Pushed, digest, hub_api, repository_files
@@ -48,6 +49,7 @@ class Destination:
     def __post_init__(self) -> None:
         if self.repo_id.count("/") != 1:
             raise ValueError(f"push_to={self.repo_id!r}: expected OWNER/NAME.")
+        validate_repo_id(self.repo_id)
 
 
 def publish(decision: Decision, destination: Destination, options: Options, finish: Finish) -> Report:
@@ -58,14 +60,14 @@ def publish(decision: Decision, destination: Destination, options: Options, fini
 
     Raises:
         CheckpointError: the source is not on the Hub, or may not be republished.
-        HubError: the Hub refuses, or does not copy. Nothing was committed.
-        VerificationError: the commit does not hold what was planned.
+        HubError: the Hub refuses, or does not copy; the message says if a commit was made.
+        VerificationError: the commit, which the message names, does not hold what was planned.
     """
     source, repo_id = decision.source, destination.repo_id
     if source.repo_id is None or source.revision is None or any(not s.name for s in source.checkpoint.shards):
         raise CheckpointError(
-            f"{source.name}: only safetensors on the Hub can be copied there. Convert to a folder, then: resformer "
-            f"push FOLDER {repo_id}."
+            f"{source.name}: only safetensors on the Hub that are not dequantised can be copied there. Convert to a "
+            f"folder, then: resformer push FOLDER {repo_id}."
         )
     if repo_id == source.repo_id:
         raise CheckpointError(f"{repo_id}: is the source; push to another repository.")
@@ -83,8 +85,8 @@ def publish(decision: Decision, destination: Destination, options: Options, fini
             return report
         report = replace(report, verified="copies")
         added = [rewrite.origin for shard in plan.written for rewrite in shard.rewrites]
-        digests = {tensor.name: hashlib.sha256(b"".join(tensor.pieces())).hexdigest() for tensor in added}
-        contents |= {name: text.encode() for name, text in finish(report, weight_files(plan, digests)).items()}
+        described = finish(report, weight_files(plan, first_bytes(added)))
+        contents |= {name: text.encode() for name, text in described.items()}
         pushed = _push(contents, decision, destination, options, terms)
     except CopyError as error:
         if not destination.allow_download:
@@ -207,7 +209,8 @@ def _by_download(
     """The same result by way of this disk: downloaded to the Hub's cache, converted beside it, uploaded."""
     size = sum(shard.size for shard in decision.source.checkpoint.shards)
     if options.dry_run:
-        transfer = Transfer(downloaded=size, uploaded=size + sum(shard.file_size for shard in plan.written))
+        uploaded = sum(shard.size for shard in plan.carried) + sum(shard.file_size for shard in plan.written)
+        transfer = Transfer(downloaded=size, uploaded=uploaded)
         return make_report(decision, destination.repo_id, plan, transfer, [], terms=terms)
     decision = replace(decision, source=decision.source.fetch())
     with TemporaryDirectory(dir=constants.HF_HUB_CACHE, prefix=".resformer-") as work:

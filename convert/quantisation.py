@@ -83,11 +83,17 @@ def check_quantisation(where: Path, quantisation: object) -> None:
     method = quantisation.get("quant_method", "bitsandbytes") if isinstance(quantisation, dict) else None
     if method == "fp8":
         return
-    way = "Transformers cannot dequantise it: convert the model that it was made from."
+    way = "convert the model that it was made from."
     if method == "bitsandbytes":
         way = (
             "dequantise it first: "
             'model = AutoModelForCausalLM.from_pretrained(SOURCE, device_map="auto").dequantize(); '
+            'model.save_pretrained("dequantised").'
+        )
+    elif method == "compressed-tensors":
+        way = (
+            "dequantise it first: model = AutoModelForCausalLM.from_pretrained(SOURCE, "
+            "quantization_config=CompressedTensorsConfig(dequantize=True)); "
             'model.save_pretrained("dequantised").'
         )
     raise CheckpointError(f"{where}: the checkpoint is quantised ({shown(quantisation)}); {way}")
@@ -109,7 +115,7 @@ def dequantise_fp8(checkpoint: Checkpoint) -> Checkpoint:
     shards = []
     for shard in checkpoint.shards:
         kept = tuple(made.get(tensor.name, tensor) for tensor in shard.tensors if tensor.name not in used)
-        shards.append(shard if kept == shard.tensors else Shard(None, sum(tensor.nbytes for tensor in kept), kept))
+        shards.append(shard if kept == shard.tensors else Shard(None, shard.size, kept))
     note = f"{checkpoint.folder}: {len(made)} fp8 tensors are dequantised to bfloat16"
     if rounded := sorted(name for name, tensor in made.items() if tensor.rounds):
         note += f", which rounds {len(rounded)} of them, {shown(rounded[0])} for one: their scales have more than 4 "

@@ -35,8 +35,7 @@ _SIDE_FILES = re.compile(
     r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json|vocab\.txt"
     r"|merges\.txt|[\w.-]*\.model|[\w.-]*\.tiktoken|tekken\.json|chat_template\.(jinja|json)|generation_config\.json"
     r"|(chat_templates|additional_chat_templates)/[\w.-]+\.jinja"
-    r"|(LICEN[SC]E|NOTICE|COPYING|USE[_-]POLICY|ACCEPTABLE_USE)[\w-]*(\.(txt|md|rst|pdf))?",
-    re.IGNORECASE,
+    r"|(?i:(LICEN[SC]E|NOTICE|COPYING|USE[_-]POLICY|ACCEPTABLE_USE)[\w-]*(\.(txt|md|rst|pdf))?)"
 )
 _TOKENIZERS = re.compile(r"tokenizer\.json|vocab\.(json|txt)|[\w.-]*\.(model|tiktoken)|tekken\.json")
 #: Side files that hold settings, and so may name code ...
@@ -207,7 +206,9 @@ def _read_all(paths: list[Path], hub: HubFiles | None = None) -> list[Shard]:
                 raise CheckpointError(f"{path}: tensor {shown(tensor.name)} is in {seen[tensor.name].name} too.")
             seen[tensor.name] = path
         if len(seen) > MOST_TENSORS:
-            raise CheckpointError(f"{path}: holds {len(shard.tensors):,} tensors; at most {MOST_TENSORS:,} are read.")
+            raise CheckpointError(
+                f"{path.parent}: its shards hold more than {MOST_TENSORS:,} tensors, the most that are read."
+            )
         shards.append(shard)
     return shards
 

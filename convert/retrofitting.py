@@ -136,9 +136,10 @@ def retrofit(
 
     Raises:
         CheckpointError: the source cannot be converted, the method needs `lossy`, or `output` is in the way.
-        HubError: the Hub refuses, cannot copy, or cannot be reached. Nothing was committed.
+        HubError: the Hub refuses, cannot copy, or cannot be reached; the message says if a commit was made.
         OutputError: the disk is full or read-only. Nothing is left behind.
-        VerificationError: the result does not hold or compute what the source does. Nothing is written.
+        VerificationError: the result does not hold or compute what the source does. An output folder stays as it was, a
+            commit on the Hub is named.
         ValueError: `method`, `fields`, `dtype`, `verify` or `max_shard_size` are wrong.
     """
     options = Options(

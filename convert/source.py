@@ -39,7 +39,7 @@ from resformer.convert.reading import (
     read_side_files,
     why_none,
 )
-from resformer.convert.safetensors_format import MOST_TENSORS, Shard, Tensor
+from resformer.convert.safetensors_format import MOST_TENSORS, Shard
 from resformer.convert.tensors import dominant_dtype, to_torch
 from resformer.errors import CheckpointError, brief, listed, shown
 from resformer.record import RECORD
@@ -50,14 +50,20 @@ __all__ = ["OpenedSource", "Source", "asking_hub", "open_source"]
 #: What is fetched of a Hub repository with its configuration.
 _CONFIG_FILES = ["config.json", "README.md", RECORD]
 #: What is fetched of a Hub repository with its weights.
-_SMALL_HUB_FILES = "*.json *.jinja *.model *.txt *.tiktoken *LICENSE* *LICENCE* *NOTICE* *USE_POLICY* README.md".split()
+_SMALL_HUB_FILES = "*.json *.jinja *.model *.txt *.tiktoken README.md".split()
+#: Licences, in any case: `*[Nn][Oo][Tt]...*`.
+_SMALL_HUB_FILES += [
+    "*" + re.sub("[A-Z]", lambda letter: f"[{letter[0]}{letter[0].lower()}]", word) + "*"
+    for word in "LICENSE LICENCE NOTICE COPYING USE?POLICY ACCEPTABLE_USE".split()
+]
 #: Keys that every configuration may have and that say nothing about the architecture.
 _METADATA_KEYS = set(
     "model_type architectures torch_dtype dtype transformers_version pretraining_tp id2label label2id "
     "is_encoder_decoder chunk_size_feed_forward output_hidden_states return_dict problem_type _from_model_config "
     "use_return_dict output_attentions".split()
 )
-#: Keys that are no fields and that Transformers reads, of older configurations or to refuse them, whatever the family.
+#: Keys that are no dataclass fields but that Transformers reads for every family: older names, and `clip_qkv`, which it
+#: refuses.
 _LEGACY_KEYS = set(
     "head_dim rope_theta rope_scaling partial_rotary_factor original_max_position_embeddings clip_qkv "
     "use_sliding_window".split()
@@ -99,17 +105,16 @@ class Source:
         model = None
         if self.gguf is not None:
             model, tensors = (None, gguf_headers(self.config)) if headers_only else dequantise(self.gguf, self.config)
-            checkpoint = _in_memory(self.folder, tensors)
+            checkpoint = Checkpoint(self.folder, (Shard(None, self.gguf.stat().st_size, tuple(tensors)),))
         elif headers_only and (hub := _hub_files(self)) is not None:
             with asking_hub(self.name):
                 checkpoint = read_checkpoint(self.folder, hub)
-                _check_layers(checkpoint, self.config.num_hidden_layers)
                 if isinstance(self.config, ResFormerConfig):
                     shards = hub.with_bytes(checkpoint.shards, coefficient_shapes(self.config))
                     checkpoint = replace(checkpoint, shards=shards)
         else:
             pickled = _fetch_from_hub(self, allow_pickle=allow_pickle)
-            checkpoint = _read_pickled(self.folder) if pickled else read_checkpoint(self.folder)
+            checkpoint = _read_pickled(self.folder) if pickled else read_checkpoint(self.folder, _hub_files(self))
         if self.raw_config.get("quantization_config") is not None:
             checkpoint = dequantise_fp8(checkpoint)
         _check_layers(checkpoint, self.config.num_hidden_layers)
@@ -313,7 +318,7 @@ def _check_layers(checkpoint: Checkpoint, expected: int) -> None:
     stored = len({match[1] for match in matches if match})
     if stored == 0 and checkpoint.tensors:
         raise CheckpointError(
-            f"{checkpoint.folder}: missing keys: no tensor is called model.layers.N..., but for one "
+            f"{checkpoint.folder}: missing keys: no tensor is called model.layers.N...; one is called "
             f"{shown(next(iter(checkpoint.tensors)))}. Save the model with its head (`...ForCausalLM`)."
         )
     if stored * _TENSORS_OF_A_LAYER > len(checkpoint.tensors):
@@ -326,17 +331,12 @@ def _check_layers(checkpoint: Checkpoint, expected: int) -> None:
         )
 
 
-def _in_memory(folder: Path, tensors: Iterable[Tensor], **rest: Any) -> Checkpoint:
-    loaded = tuple(tensors)
-    return Checkpoint(folder, (Shard(None, sum(tensor.nbytes for tensor in loaded), loaded),), **rest)
-
-
 def _read_pickled(folder: Path) -> Checkpoint:
     tensors = read_pickles(folder)
     side_files, left_behind, notes = read_side_files(folder)
-    return _in_memory(
+    return Checkpoint(
         folder,
-        tensors,
+        (Shard(None, sum(tensor.nbytes for tensor in tensors), tuple(tensors)),),
         side_files=tuple(side_files),
         left_behind=tuple(name for name in left_behind if name != "config.json"),
         notes=tuple(notes),

@@ -25,6 +25,7 @@ __all__ = [
     "check_headers",
     "compare_headers",
     "compare_logits",
+    "first_bytes",
     "free_memory",
     "memory_for_logits",
     "model_bytes",
@@ -100,6 +101,11 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are stored alike."""
     pairs = zip(one.pieces(), other.pieces(), strict=True)
     return one.nbytes == other.nbytes and all(bytes(a) == bytes(b) for a, b in pairs)  # memoryviews compare slowly
+
+
+def first_bytes(tensors: Iterable[Tensor]) -> dict[str, str]:
+    """Name -> SHA-256 of a tensor's first 4 KiB: quick for a model of any size, and training changes them."""
+    return {tensor.name: hashlib.sha256(next(tensor.pieces(4096), b"")).hexdigest() for tensor in tensors}
 
 
 def not_finite(tensors: Iterable[Tensor]) -> list[str]:

@@ -96,8 +96,8 @@ def check_space(transfer: Transfer, target: Path) -> None:
     free, needed = shutil.disk_usage(folder).free, transfer.moved + 64 * MIB
     if needed > free:
         raise OutputError(
-            f"{folder}: has {free:,} bytes free, the result takes {transfer.moved:,} and some room to spare. --link "
-            "(link=True) links whole shards of a source on the same disk instead of copying them."
+            f"{folder}: has {free:,} bytes free, the result takes {transfer.moved:,} and some room to spare. "
+            "convert, revert and bundle can link whole shards of a source on the same disk: --link (link=True)."
         )
 
 

@@ -52,7 +52,9 @@ def test_fp8_becomes_what_transformers_makes_of_it(scale_dtype: torch.dtype, rou
     assert (report.dequantised, report.dequantising_rounded, report.source_dtype) == (True, rounded, "bfloat16")
     note = "42 fp8 tensors are dequantised to bfloat16" + (", which rounds 42 of them, " if rounded else ".")
     assert note in report.warnings[0]
-    assert note in inspect(tmp_path / "fp8").warnings[0]
+    inspection = inspect(tmp_path / "fp8")
+    assert note in inspection.warnings[0]
+    assert inspection.bytes == (tmp_path / "fp8" / "model.safetensors").stat().st_size
     assert verify(tmp_path / "fp8", tmp_path / "out", verify="hashes").same
     (tensor, *_) = open_source(tmp_path / "fp8").fetch().fp8
     pieces = [bytes(piece) for piece in tensor.pieces(100)]
@@ -97,6 +99,10 @@ def test_scales_that_do_not_fit_are_refused(change: Any, words: str, tmp_path: P
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"\.dequantize\(\); model\.save_pretrained"),
         ({"load_in_8bit": True}, r"\.dequantize\(\); model\.save_pretrained"),
+        (
+            {"quant_method": "compressed-tensors"},
+            r"CompressedTensorsConfig\(dequantize=True\)\); model\.save_pretrained",
+        ),
         ({"quant_method": "gptq", "bits": 4}, "convert the model that it was made from"),
         ({"quant_method": "awq"}, "convert the model that it was made from"),
         ([1], "convert the model that it was made from"),

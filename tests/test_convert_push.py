@@ -15,6 +15,7 @@ from checkpoints import save_checkpoint, sparse_checkpoint
 from conftest import others_slow
 from hub_server import HubServer, Repository, Sparse
 from safetensors.torch import load_file, save_file
+from test_convert_fp8 import save_fp8
 from test_hub import COMMANDS
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -63,7 +64,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     folder = tmp_path_factory.mktemp("push")
     save_checkpoint(folder / "llama", shards=True)
     (folder / "llama" / "README.md").write_text(CARD.format("apache-2.0"))
-    (folder / "llama" / "LICENSE").write_text("Do as you like.")
+    (folder / "llama" / "License.md").write_text("Do as you like.")
     with HubServer(copies="made") as hub:
         yield Commands(folder, hub)
 
@@ -112,6 +113,9 @@ def test_the_result_is_that_of_a_conversion_in_one_commit(commands: Commands, tm
         name: {**file, "tensors": record["files"][name]["tensors"]}
         for name, file in json.loads(files["resformer_conversion.json"])["files"].items()
     }
+    fetched = commands("convert", "them/llama", "fetched", "--verify", "headers", "--json")
+    assert json.loads(fetched[1])["left_behind"] == report["left_behind"] == [".gitattributes", "README.md"]
+    assert (commands.folder / "work" / "fetched" / "License.md").exists()
     again = commands("convert", "them/llama", "--push", "you/new", "--json")
     assert again[0] == 1
     assert "Replace its files with --force" in again[2]
@@ -165,8 +169,11 @@ def test_where_the_hub_cannot_copy_nothing_moves_unless_allowed(
     assert message in err
     assert "Nothing was committed. --allow-download" in err
     assert "you/new" not in hub.repositories or hub.repositories["you/new"].messages == ["initial commit"]
-    code, _, err = commands(*command, "--allow-download")
+    command += ["--allow-download", "--json"]
+    (_, dry, _), (code, out, err) = commands(*command, "--dry-run"), commands(*command)
     assert code == 0, err
+    forecast, uploaded = (json.loads(text)["transfer"]["uploaded"] for text in (dry, out))
+    assert forecast <= uploaded
     options = {"method": "svformer", "lossy": True} if "svformer" in words else {}
     retrofit(commands.folder / "llama", tmp_path / "out", verify="headers", progress=False, **options)
     new = hub.repositories["you/new"]
@@ -210,13 +217,19 @@ def test_what_may_not_be_published_again_needs_consent(
         assert hub.repositories["you/copy"].private
 
 
-def test_what_cannot_be_pushed_is_refused_in_one_line(commands: Commands) -> None:
+def test_what_cannot_be_pushed_is_refused_in_one_line(commands: Commands, tmp_path: Path) -> None:
     hub = commands.hub
+    save_fp8(tmp_path / "fp8", torch.float32)
+    hub.add("them/fp8", tmp_path / "fp8")
+    forecast = json.loads(commands("convert", "them/fp8", "out", "--dry-run", "--json")[1])["transfer"]
+    assert forecast["downloaded"] == (tmp_path / "fp8" / "model.safetensors").stat().st_size
     before = hub.commit_id("them/llama")
     for words, token, code, message in (
         (["them/llama", "--push", "other/x"], "hf_test", 1, "other/x: this token may not write there"),
         (["them/llama", "--push", "you/x"], None, 1, "you/x: no token. Run `hf auth login`"),
         (["them/llama", "--push", "x"], "hf_test", 2, "expected OWNER/NAME"),
+        (["them/llama", "--push", "you/a b", "--dry-run"], "hf_test", 2, "'you/a b'"),
+        (["them/fp8", "--push", "you/x"], "hf_test", 3, "that are not dequantised"),
         (["them/llama", "--push", "them/llama"], "hf_test", 3, "is the source"),
         (["them/llama", "out", "--push", "you/x"], "hf_test", 2, "Give either"),
         (["them/llama"], "hf_test", 2, "Give either"),
@@ -226,7 +239,7 @@ def test_what_cannot_be_pushed_is_refused_in_one_line(commands: Commands) -> Non
         assert done[0] == code, done
         assert message in done[2]
         assert len([line for line in done[2].splitlines() if line.startswith("Error: ")]) == 1
-    assert hub.repositories.keys() == {"them/llama"}
+    assert hub.repositories.keys() == {"them/llama", "them/fp8"}
     assert hub.commit_id("them/llama") == before
 
 

@@ -48,6 +48,15 @@ def test_exact_methods_leave_logits_bit_exact(method: str, tmp_path: Path) -> No
     assert report.verification is not None
     assert report.verification.identical
     assert same_logits(source, tmp_path / "out")
+    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    identity = torch.eye(6)
+    if method == "resformer-gated":
+        identity[1:, 0] = float("nan")
+    assert torch.equal(model.model.value_mixing_matrix().nan_to_num(), identity.nan_to_num())
+    assert torch.equal(model.model.depth_mixing_matrix(), torch.eye(6, 7).roll(1, dims=1))
+    assert report.memory >= model.num_parameters() * 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -101,21 +110,6 @@ def test_a_change_of_dtype_is_measured_and_not_called_identical(
     assert f"differ from the source's (in {old}) by at most" in card
     assert "identical" not in card
     assert "the checkpoint computes what its source does" not in card
-
-
-def test_added_parameters_are_in_the_checkpoint_at_the_identity(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "llama")
-    for method in EXACT:
-        report = retrofit(tmp_path / "llama", tmp_path / method, method)
-        model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / method, output_loading_info=True)
-        assert not loading["missing_keys"]
-        assert not loading["unexpected_keys"]
-        identity = torch.eye(6)
-        if method == "resformer-gated":
-            identity[1:, 0] = float("nan")
-        assert torch.equal(model.model.value_mixing_matrix().nan_to_num(), identity.nan_to_num())
-        assert torch.equal(model.model.depth_mixing_matrix(), torch.eye(6, 7).roll(1, dims=1))
-        assert report.memory >= model.num_parameters() * 4
 
 
 def test_tables_have_the_sources_dtype_and_are_not_read_by_inspect(
@@ -314,11 +308,6 @@ class TestRefusals:
         (tmp_path / "empty" / "x.gguf").touch()
         self.refuse(tmp_path / "empty", tmp_path, r"x\.gguf.: name that file")
 
-    def test_of_pickles(self, tmp_path: Path) -> None:
-        save_checkpoint(tmp_path / "llama")
-        (tmp_path / "llama" / "model.safetensors").rename(tmp_path / "llama" / "pytorch_model.bin")
-        self.refuse(tmp_path / "llama", tmp_path, r"pytorch_model\.bin would have to be unpickled")
-
     def test_of_files_that_are_not_gguf(self, tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "llama")
         self.refuse(tmp_path / "llama" / "model.safetensors", tmp_path, "expected a checkpoint folder")
@@ -350,7 +339,9 @@ def test_gguf_files_are_dequantised_and_what_lies_beside_them_is_not_used(
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
     with monkeypatch.context() as patch:
         patch.setattr("resformer.convert.source.dequantise", None)  # neither needs the weights
-        assert inspect(tmp_path / "model.gguf").parameters == source.num_parameters()
+        inspection = inspect(tmp_path / "model.gguf")
+        assert inspection.parameters == source.num_parameters()
+        assert inspection.bytes == (tmp_path / "model.gguf").stat().st_size
         dry = retrofit(tmp_path / "model.gguf", tmp_path / "out", "resformer-denseformer", dry_run=True)
         patch.setattr("resformer.convert.conversion.free_memory", lambda: 0)
         assert "not compared" in retrofit(tmp_path / "model.gguf", tmp_path / "out", dry_run=True).warnings[0]

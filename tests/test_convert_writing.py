@@ -29,9 +29,10 @@ from resformer.convert import (
     verify,
 )
 from resformer.convert.casting import Rounding, converted
+from resformer.convert.planning import plan_shards
 from resformer.convert.safetensors_format import FLOATING, Tensor, header_bytes, read_shard
 from resformer.convert.verification import free_memory
-from resformer.files import replacing
+from resformer.files import replace_text, replacing
 
 
 def weights(folder: Path) -> dict[str, Path]:
@@ -104,6 +105,8 @@ def test_larger_files_are_split_on_demand(size: int | str, tmp_path: Path) -> No
     files = [read_shard(file).tensors for file in weights(tmp_path / "out").values()]
     for one, other in pairwise(files):
         assert sum(t.nbytes for t in one) + other[0].nbytes > 50_000
+    added = [Tensor(name, "U8", (10,), memoryview(bytes(10))) for name in "abc"]
+    assert len(plan_shards([], added=added, max_shard_size=10)) == 3
 
 
 @pytest.mark.parametrize("size", [0, -1, "0GB", "5 GiB", "G", "1e9"])
@@ -464,17 +467,28 @@ def test_force_replaces_an_earlier_result_and_nothing_else(command: Callable[...
         command(source, models / "one")
     (models / "two" / "checkpoint-5").mkdir()
     save_checkpoint(tmp_path / "other", num_hidden_layers=2)
+    refused = [
+        (models, "is not empty, and has no .*, as every result of this command has"),
+        (models / "two", "holds 'checkpoint-5', which no result of this command does"),
+        (tmp_path / "other", "is not empty, and has no"),
+    ]
+    if command is retrofit:
+        bundle(models / "one", tmp_path / "bundle", verify="headers")
+        refused.append((tmp_path / "bundle", "holds 'configuration_resformer.py', .*, which no result"))
     before = contents(tmp_path)
     for force in (False, True):
-        for output, foreign in (
-            (models, "'one', 'two'"),
-            (models / "two", "'checkpoint-5'"),
-            (tmp_path / "other", r"'chat_template\.jinja', 'config\.json', .*"),
-        ):
-            with pytest.raises(CheckpointError, match=f"not empty, and holds {foreign}, which no result") as caught:
+        for output, words in refused:
+            with pytest.raises(CheckpointError, match=words) as caught:
                 command(source, output, verify="headers", force=force)
             assert caught.value.option is None
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["file/README.md", "x" * 250])
+def test_a_text_that_cannot_be_written_is_an_error_with_its_path(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=f"{name}: cannot be written"):
+        replace_text(tmp_path / name, "")
 
 
 @pytest.mark.parametrize("output", [".", "models", "models/m"])

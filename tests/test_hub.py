@@ -226,6 +226,14 @@ def test_push_tries_again_and_never_commits_twice(checkpoint: Path, tmp_path: Pa
         repository = hub.repositories["you/model"]
         assert repository.messages == ["initial commit", "Upload resformer checkpoint"]
         assert json.loads(out)["commit"] == repository.branches["main"] == repository.tags["v1"]
+        (checkpoint / "LICENSE").touch()
+        hub.fail("POST .*/commit/main", "answer")
+        ((code, _, err),) = resformer_commands(
+            hub, tmp_path, ["hf_test", "push", checkpoint, "you/model", "--create-pr"]
+        )
+        assert code == 1
+        assert "The pull request may have been opened: look before" in err
+        assert len(repository.pull_requests) == 1
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from huggingface_hub import ModelCard, parse_eval_result_entries
 from jinja2 import UndefinedError
 from markdown_it import MarkdownIt
 from mdit_py_plugins.dollarmath import dollarmath_plugin
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from resformer import METHODS, ResFormerConfig, retrofit
@@ -563,25 +564,31 @@ def test_command_tells_a_model_from_scratch(copied: Callable[[str], Path]) -> No
 def test_command_leaves_a_card_that_a_person_wrote(copied: Callable[[str], Path]) -> None:
     folder = copied("exact")
     edited = (folder / "README.md").read_text().replace("## Limits", "## Limits\n\nIt cannot sing.")
-    (folder / "README.md").write_text(edited)
-    code, _, said = card(folder)
-    assert code == 3
-    assert "edited by hand" in said
-    assert (folder / "README.md").read_text() == edited
+    for content in (b"Caf\xe9", edited.encode()):
+        (folder / "README.md").write_bytes(content)
+        code, _, said = card(folder)
+        assert code == 3
+        assert "edited by hand" in said
+        assert (folder / "README.md").read_bytes() == content
     assert card(folder, "--force")[0] == 0
     assert "It cannot sing." not in (folder / "README.md").read_text()
 
 
 def test_command_does_not_call_a_trained_model_its_source(copied: Callable[[str], Path]) -> None:
-    folder = copied("exact")
+    folder, trained = copied("exact"), copied("lossy")
     weights = next(folder.glob("*00002.safetensors"))
     weights.rename(folder / "other.safetensors")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"] = {k: v.replace(weights.name, "other.safetensors") for k, v in index["weight_map"].items()}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    code, _, said = card(folder)
-    assert code == 3
-    assert "Was the model trained since?" in said
+    model, size = AutoModelForCausalLM.from_pretrained(trained), (trained / "model.safetensors").stat().st_size
+    model.model.layers[3].mlp.up_proj.weight.data += 1e-3
+    model.save_pretrained(trained)
+    assert (trained / "model.safetensors").stat().st_size == size
+    for changed in (folder, trained):
+        code, _, said = card(changed)
+        assert code == 3
+        assert "Was the model trained since?" in said
 
 
 def test_command_refuses_what_it_cannot_read(checkpoints: Path, tmp_path: Path) -> None:

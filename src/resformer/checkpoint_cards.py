@@ -10,7 +10,9 @@ from jinja2 import UndefinedError
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
+from resformer.convert.reading import Checkpoint
 from resformer.convert.source import open_source
+from resformer.convert.verification import first_bytes
 from resformer.errors import CheckpointError
 from resformer.files import replace_text
 from resformer.model_cards import (
@@ -49,7 +51,7 @@ class CheckpointCard:
         """
         if path.suffix != ".md":  # `force` would replace a config.json too
             raise CheckpointError(f"{path}: is not a card's file name; expected one that ends in .md.")
-        if not force and path.exists() and not is_as_made(path.read_text(encoding="utf-8")):
+        if not force and path.exists() and not is_as_made(path.read_text(encoding="utf-8", errors="replace")):
             raise CheckpointError(f"{path}: was written or edited by hand. Replace it with --force.", "--force")
         files = {path: str(self.card)}
         files |= {path.parent / name: text for name, text in eval_result_files(self.metrics).items()}
@@ -114,7 +116,7 @@ def checkpoint_card(
             card = finetuned_card(**training, **arguments, dtype=dtype, base_model=base_model)
             return CheckpointCard(card, "fine-tuned", results)
         if record is not None:
-            _check_weights(checkpoint, record)
+            _check_weights(opened.checkpoint, record)
             return CheckpointCard(retrofit_card(record, **arguments, base_model=base_model), "retrofitted", results)
         arguments |= {
             name: value for name, value in training.items() if name not in ("source", "revision", "method", "recipe")
@@ -145,11 +147,13 @@ def _read_results(metrics: list[Path], evaluations: list[Path]) -> tuple[dict[st
     }, results
 
 
-def _check_weights(checkpoint: Path, record: Mapping[str, Any]) -> None:
-    """Refuses weights other than those that were written with the record: they have been trained since."""
+def _check_weights(checkpoint: Checkpoint, record: Mapping[str, Any]) -> None:
+    """Refuses files of other sizes, or tensors of other first bytes, than the record says: trained since."""
+    digests = first_bytes(checkpoint.tensors.values())
     for name, file in record["files"].items():
-        path = checkpoint / name
-        if not path.is_file() or path.stat().st_size != file["bytes"]:
+        path = checkpoint.folder / name
+        recorded = {tensor: facts["first_bytes"] for tensor, facts in file["tensors"].items() if "first_bytes" in facts}
+        if not path.is_file() or path.stat().st_size != file["bytes"] or not recorded.items() <= digests.items():
             raise CheckpointError(
                 f"{path}: is not the file that {RECORD} describes. Was the model trained since? Then give --metrics, "
                 f"or remove {RECORD}."

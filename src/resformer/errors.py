@@ -28,7 +28,7 @@ class OutputError(CheckpointError):
 
 
 class VerificationError(CheckpointError):
-    """The converted checkpoint does not hold or compute what its source does; nothing was written."""
+    """The result does not hold or compute what its source does; an output folder stays as it was, a commit is named."""
 
 
 _short = reprlib.Repr()

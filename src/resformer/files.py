@@ -33,8 +33,8 @@ def check_target(target: Path, *inputs: str | Path, mark: str, force: bool) -> N
 
     Args:
         inputs: what the command reads: files, folders, or Hub ids, which are passed over.
-        mark: a file that every result of the command has. With `force`, a folder is replaced only if it holds this file
-            and no sub-folders but those of a checkpoint.
+        mark: a file that every result of the command has. With `force`, a folder is replaced only if it holds this
+            file, no sub-folders but those of a checkpoint, and no code, unless `mark` is code.
 
     Raises:
         CheckpointError: as `check_apart`; or the output is a file, holds something and `force` is not set, or holds
@@ -47,11 +47,11 @@ def check_target(target: Path, *inputs: str | Path, mark: str, force: bool) -> N
         raise CheckpointError(f"{target}: is a file; choose another output.")
     if not os.path.isdir(target) or not any(target.iterdir()):
         return
+    kept = "It is not replaced, with or without --force; choose another output."
+    if not (target / mark).is_file():
+        raise CheckpointError(f"{target}: is not empty, and has no {mark}, as every result of this command has. {kept}")
     if foreign := _foreign_entries(target, mark):
-        raise CheckpointError(
-            f"{target}: is not empty, and holds {listed(foreign)}, which no result of this command ({mark}) does. "
-            "It is not replaced, with or without --force; choose another output."
-        )
+        raise CheckpointError(f"{target}: holds {listed(foreign)}, which no result of this command does. {kept}")
     if not force:
         raise CheckpointError(
             f"{target}: is not empty; replace it with --force (force=True), or choose another output.", "--force"
@@ -165,7 +165,8 @@ def replace_text(path: Path, text: str) -> None:
             partial.write_bytes(text.encode())
             os.replace(partial, path)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # as there is none; the error above is raised
+            partial.unlink()
         raise
 
 
@@ -184,6 +185,9 @@ def _remove_folder(path: Path) -> None:
 
 
 def _foreign_entries(folder: Path, mark: str) -> list[str]:
-    """Names that no result of a command has: unknown sub-folders, or everything if `mark` is missing."""
-    marked = (folder / mark).is_file()
-    return [path.name for path in folder.iterdir() if not marked or (path.is_dir() and path.name not in _SUBFOLDERS)]
+    """Names that no result of a command has: unknown sub-folders, and code unless `mark`, as of a bundle, is code."""
+    return [
+        path.name
+        for path in folder.iterdir()
+        if (path.is_dir() and path.name not in _SUBFOLDERS) or (path.suffix == ".py" and not mark.endswith(".py"))
+    ]

@@ -14,9 +14,10 @@ from huggingface_hub import (
     constants,
     get_token,
 )
-from huggingface_hub.errors import (
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
     FileDuplicationError,
     HfHubHTTPError,
+    HTTPError,  # httpx's or httpx2's
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -29,8 +30,6 @@ __all__ = ["Content", "Copied", "CopyError", "HubError", "Push", "Pushed", "dige
 
 _ATTEMPTS = 4  # of each step, after pauses of 1, 2 and 4 seconds
 _TRANSIENT = {408, 429, 500, 502, 503, 504}
-#: The base of all errors of the HTTP client, of httpx or httpx2, whichever huggingface_hub uses.
-_HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
 #: Files of a repository that holds no model yet.
 _EMPTY = {".gitattributes", "README.md"}
 
@@ -54,7 +53,7 @@ class Copied:
     file: RepoFile
 
 
-#: Of a file to push.
+#: A file's content: on this disk, in memory, or copied by the Hub.
 Content = Path | bytes | Copied
 
 
@@ -167,7 +166,7 @@ class Push:
         for pause in [*(2**attempt for attempt in range(attempts - 1)), None]:
             try:
                 return step()
-            except _HTTPError as error:
+            except HTTPError as error:
                 if pause is None or not _is_transient(error):
                     raise self._error(error) from error
                 time.sleep(pause)
@@ -181,6 +180,9 @@ class Push:
 
     def _error(self, error: BaseException) -> HubError:
         repo_id = self.repo_id
+        again = "Run the command again later: nothing is uploaded or committed twice."
+        if self.create_pr:
+            again = "The pull request may have been opened: look before you run the command again."
         if isinstance(error, RevisionNotFoundError):
             return HubError(f"{repo_id}: has no branch {self.revision}.")
         if isinstance(error, HfHubHTTPError):
@@ -203,11 +205,10 @@ class Push:
                 )
             if isinstance(error, RepositoryNotFoundError):
                 return HubError(f"{repo_id}: there is no such repository, or this token may not see it ({answer}).")
-            return HubError(f"{repo_id}: the Hub answered {status} ({answer}). Run the command again later.")
-        if isinstance(error, _HTTPError):
+            return HubError(f"{repo_id}: the Hub answered {status} ({answer}). {again}")
+        if isinstance(error, HTTPError):
             return HubError(
-                f"{repo_id}: {constants.ENDPOINT} cannot be reached ({brief(error) or type(error).__name__}). Run the "
-                "command again: nothing is uploaded or committed twice."
+                f"{repo_id}: {constants.ENDPOINT} cannot be reached ({brief(error) or type(error).__name__}). {again}"
             )
         return HubError(f"{repo_id}: {brief(error)}")
 
@@ -231,4 +232,4 @@ def digest(file: RepoFile) -> str:
 def _is_transient(error: BaseException) -> bool:
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in _TRANSIENT
-    return isinstance(error, _HTTPError)
+    return isinstance(error, HTTPError)
