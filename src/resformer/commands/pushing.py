@@ -26,7 +26,8 @@ def push(
     as_json: AsJson = False,
 ) -> None:
     """Put a checkpoint on the Hub, in one commit. The token is HF_TOKEN, or that of `hf auth login`."""
-    with reporting_errors("What was uploaded is not sent again: run the command again."):
+    look = "look whether the pull request was opened, or " if create_pr else ""
+    with reporting_errors(f"What was uploaded is not sent again: {look}run the command again."):
         from resformer.pushing import push as push_checkpoint
 
         report = push_checkpoint(
