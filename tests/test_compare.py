@@ -452,6 +452,8 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
     assert [metric.value for metric in of_faster] == [rows[2]["loss"], rows[2]["difference"]["mean"]]
     assert {metric.method for metric in of_faster} == {"transformer"}
     assert all("768 tokens, 2 seeds" in metric.note for metric in of_faster)
+    told_apart = rows[2]["difference"]["low"] * rows[2]["difference"]["high"] > 0
+    assert of_faster[1].note.endswith(": not told apart") != told_apart
     assert report["environments"][0]["packages"]["torch"] == metadata.version("torch")
     assert report["data"]["curve_tokens"] == 6 * 32
     assert 6 <= report["data"]["curve_documents"] <= 12

@@ -555,5 +555,6 @@ def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) ->
         if (difference := row["difference"]) is not None:
             if difference["low"] is not None:
                 note += f"; simultaneous 95 % interval {difference['low']:+.4f} to {difference['high']:+.4f}"
+                note += ": not told apart" * (difference["low"] < 0 < difference["high"])
             add(f"loss minus {study.options.compared_with}'s, {size}", difference["mean"], row["architecture"], note)
     return metrics
