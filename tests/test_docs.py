@@ -72,6 +72,11 @@ def test_tests_that_documents_name_are_there() -> None:
         assert set(named) <= names, document
 
 
+def test_the_readme_shows_what_the_demo_printed() -> None:
+    printed = (ROOT / "benchmarks" / "results" / "demo.txt").read_text(encoding="utf-8")
+    assert f"```text\n{printed}```" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_citation_names_the_papers_and_the_version() -> None:
     yaml = pytest.importorskip("yaml")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
@@ -172,13 +177,15 @@ def test_costs_of_smaller_caches_are_the_committed_ones() -> None:
         cells = " | ".join(f"{rises[text]:+.3f}" if text in rises else "" for text in ("WikiText-2", "Python", "chats"))
         assert re.search(rf"\| {method} \| {setting} \|.*\| {re.escape(cells)} \|", page), (method, setting, cells)
     kl = {(row["method"], row["setting"], row["text"]): f"{row['KL']:.3f}" for row in measured}
-    healing = re.findall(
-        r"^\| (\S+ %) \(\[metrics\]\((.*?)\)\) \| (.*?) \| ([\d,]+) \|.*? minutes \| (.*) \|$", page, re.M
-    )
-    for setting, file, rate, tokens, cells in healing:
+    healing = re.findall(r"^\| (\S+ %) \(\[metrics\]\((.*?)\)\) \| (.*?) \| (.*?) \| (.*?) \| (.*) \|$", page, re.M)
+    assert len(healing) == 2
+    for setting, file, rate, tokens, speed, cells in healing:
         metrics = json.loads((ROOT / "docs" / file).read_text())
-        assert (metrics["arguments"]["learning_rate"], f"{metrics['tokens']:,}") == (float(rate), tokens)
+        assert metrics["arguments"]["learning_rate"] == float(rate)
+        assert (f"{metrics['tokens']:,}", f"{metrics['tokens_per_second']:.0f}") == (tokens, speed)
         before = "shared, refitted" if setting == "91.7 %" else "shared, calibrated on all three"
         for text, cell in zip(("WikiText-2", "Python", "chats"), cells.split(" | "), strict=True):
             after = kl["shared, all weights healed", setting, text]
             assert cell == f"{kl[before, setting, text]} to {after}"
+    for plan in json.loads((ROOT / "benchmarks" / "results" / "shrink_plans.json").read_text())["plans"]:
+        assert f"| {plan['loss_rise']:+.3f} |" in page or plan["plan"].startswith("random"), plan["plan"]
