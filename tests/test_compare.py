@@ -476,7 +476,7 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
 
 def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable[..., Any]) -> None:
     before = {path: path.read_bytes() for path in (work / "checkpoint").iterdir()}
-    common = [*CONTINUED, "--seeds", 2, "--steps", 4, "--evaluations", 2]
+    common = [*CONTINUED, "--seeds", 2, "--first-seed", 1, "--steps", 4, "--evaluations", 2]
     methods = ["resformer:connection_learning_rate=1e-2", "denseformer:dwa_period=2", "svformer"]
     planned = compare("continued", "--methods", ",".join(methods), *common, "--dry-run", "--json")
     assert [run["method"] for run in json.loads(planned.stdout)["runs"]] == ["transformer", *methods]
@@ -501,12 +501,12 @@ def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable
     model = AutoModelForCausalLM.from_pretrained("checkpoint")
     with torch.no_grad():
         loss = model(input_ids=ids, labels=ids).loss.item()
-    assert starts["transformer", 0] == starts["transformer", 1] == pytest.approx(loss, rel=1e-5)
+    assert starts["transformer", 1] == starts["transformer", 2] == pytest.approx(loss, rel=1e-5)
     for method in methods[:2]:  # exact, and kept in the pairs
-        assert starts[method, 0] == starts[method, 1] == starts["transformer", 0]
-    assert starts["svformer", 0] != starts["transformer", 0]
+        assert starts[method, 1] == starts[method, 2] == starts["transformer", 1]
+    assert starts["svformer", 1] != starts["transformer", 1]
     assert len({run["loss"] for run in runs}) == 8  # the order of the batches is the seed's, the rest the method's
-    (folder,) = (work / "continued" / "models" / "checkpoint").glob("resformer*/0")
+    (folder,) = (work / "continued" / "models" / "checkpoint").glob("resformer*/1")
     assert ResFormerForCausalLM.from_pretrained(folder).config.value_residual == "learnable"
 
 
@@ -634,6 +634,8 @@ def test_a_committed_run_begins_as_its_command_says(
 ) -> None:
     """The first run, until its first evaluation."""
     study = json.loads(path.read_text())
+    if {"--data", "--from"} & set(shlex.split(study["command"])):
+        pytest.skip("its text or its checkpoint is not in the repository")
     plan, unfinished = tmp_path / "again" / "plan.json", tmp_path / "again" / "unfinished"
 
     def begin(*args: Any, **options: Any) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class StudyOptions:
     start: str | None = None  # a checkpoint, which `retrofit` converts to every method; None: from scratch
     sizes: Sequence[str] = ()  # NAME[:FIELD=VALUE...]; none: tiny, or the checkpoint's
     seeds: int = 3
+    first_seed: int = 0
     data: Sequence[str] = ()  # as of `load_documents`; none: Python's standard library
     split: str = "train"
     text_column: str = "text"
@@ -105,6 +106,10 @@ class StudyOptions:
             )
         if self.baseline is not None and self.baseline not in self.all_methods:
             raise ValueError(f"baseline is {self.baseline!r}; expected one of {', '.join(self.all_methods)}.")
+
+    @property
+    def all_seeds(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
 
     @property
     def all_methods(self) -> list[str]:
@@ -244,7 +249,8 @@ def _work_on(
     with _locked(folder.with_name(f"{folder.name}.lock")) if pending else nullcontext(False) as free:
         if not broadcast_object_list([free and not study.file(run).is_file()])[0]:
             return False
-        save_to = study.output / "models" / run.place if study.options.save_models and run.seed == 0 else None
+        saved = study.options.save_models and run.seed == study.options.first_seed
+        save_to = study.output / "models" / run.place if saved else None
         settings = run.method.settings
         result = paired_run(
             run.model(), study.data.blocks, settings, run.seed, folder=folder, save_to=save_to, on_step=on_step
@@ -298,7 +304,7 @@ def plan_study(options: StudyOptions) -> dict[str, Any]:
             for run in of_size:
                 done = study.file(run).is_file()
                 seconds += 0 if done else run.method.settings.steps * measured["step_seconds"] + evaluating
-                if run.seed == 0:
+                if run.seed == options.first_seed:
                     rows.append({**_described(run), "parameters": _parameters(run.config), "to_do": 0})
                     del rows[-1]["seed"]
                 next(row for row in rows if (row["size"], row["method"]) == (size, run.method.text))[
@@ -390,7 +396,7 @@ def _runs_from_scratch(options: StudyOptions, methods: Sequence[_Method], data: 
         backbone = ResFormerConfig.for_method(PLAIN, **shape)
         for method in methods:
             config = ResFormerConfig.for_method(method.name, **{**shape, **method.fields})
-            runs += [_Run(size, method, seed, config, backbone, None) for seed in range(options.seeds)]
+            runs += [_Run(size, method, seed, config, backbone, None) for seed in options.all_seeds]
     return runs
 
 
@@ -412,7 +418,7 @@ def _continued_runs(options: StudyOptions, methods: Sequence[_Method], starts: P
             raise ValueError(
                 f"block is {options.block}, but {options.start} has {config.max_position_embeddings} positions."
             )
-        runs += [_Run(size, method, seed, config, config, folder) for seed in range(options.seeds)]
+        runs += [_Run(size, method, seed, config, config, folder) for seed in options.all_seeds]
     return runs
 
 

@@ -34,6 +34,7 @@ def compare(
         typer.Option(help="tiny, 10m, 82m, 180m, or NAME:FIELD=VALUE...; commas between.  [default: tiny]"),
     ] = None,
     seeds: Annotated[int, typer.Option(help="Paired runs of each method.")] = 3,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first run's; the others count on from it.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of each run; or give --tokens.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Training tokens of each run, rounded up to steps.")] = None,
     data: Annotated[
@@ -113,7 +114,7 @@ def compare(
                 echo(json.dumps(plan, indent=2))
                 return
             for each in plan["runs"]:
-                row(each["size"], f"{each['method']}, {each['parameters']:,} parameters, {each['to_do']} runs to do")
+                row(each["size"], f"{each['method']}, {each['parameters']:,} parameters, runs to do: {each['to_do']}")
             row("data", f"{plan['data']['name']}, {plan['data']['training_tokens']:,} tokens to train on")
             row(
                 "held out",
