@@ -18,7 +18,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token
 from resformer.configuration.methods import connections_of, without_connections
 from resformer.model_cards.facts import FACTS, FIELDS, papers_of
-from resformer.model_cards.metrics import Metric, metrics_of, table_rows
+from resformer.model_cards.metrics import Metric, table_rows
 from resformer.model_cards.source_card import well_formed
 from resformer.modeling.shapes import parameter_shapes
 
@@ -51,7 +51,7 @@ def retrofit_card(
     *,
     config: ResFormerConfig | None = None,
     source_card: Mapping[str, Any] | None = None,
-    metrics: Iterable[Metric | Mapping[str, Any]] = (),
+    metrics: Iterable[Metric] = (),
     base_model: str | None = None,
     bundle: bool = False,
 ) -> ModelCard:
@@ -63,7 +63,7 @@ def retrofit_card(
         repository: the Hub id, or path, that the card's code loads; default: the output folder's name.
         config: the checkpoint's; the cost of the cache follows from it.
         source_card: licence, languages and data from the source's card (`carried_metadata`).
-        metrics: further results.
+        metrics: further results, of `metrics_of` or `harness_metrics`.
         base_model: Hub id of the source; default: the source, if it came from the Hub.
         bundle: the folder holds its own code (`auto_map` in config.json).
 
@@ -103,14 +103,14 @@ def finetuned_card(
     datasets: Sequence[str] = (),
     recipe: Mapping[str, Any] | None = None,
     source_card: Mapping[str, Any] | None = None,
-    metrics: Iterable[Metric | Mapping[str, Any]] = (),
+    metrics: Iterable[Metric] = (),
     base_model: str | None = None,
     bundle: bool = False,
 ) -> ModelCard:
     """The card of a fine-tuned retrofit.
 
-    `source`, `revision`, `method`, `corpus`, `evaluation_tokens`, `runs`, `datasets`, `recipe` and `metrics` are the
-    fields of a `metrics.json`.
+    `source`, `revision`, `method`, `corpus`, `evaluation_tokens`, `runs`, `datasets` and `recipe` are the fields of a
+    `metrics.json`.
 
     Args:
         source: the checkpoint that was retrofitted.
@@ -126,7 +126,7 @@ def finetuned_card(
         datasets: Hub ids of the training data.
         recipe: which of the parameters were trained, and the teacher and weights of a distillation.
         source_card: licence, languages and data from the source's card (`carried_metadata`).
-        metrics: further results.
+        metrics: further results, of `metrics_of` or `harness_metrics`.
         base_model: Hub id of the source; default: the source, if it came from the Hub.
         bundle: the folder holds its own code (`auto_map` in config.json).
 
@@ -167,7 +167,7 @@ def scratch_card(
     runs: Sequence[Mapping[str, Any]] = (),
     datasets: Sequence[str] = (),
     source_card: Mapping[str, Any] | None = None,
-    metrics: Iterable[Metric | Mapping[str, Any]] = (),
+    metrics: Iterable[Metric] = (),
     bundle: bool = False,
 ) -> ModelCard:
     """The card of a model that was trained from scratch. Other arguments, and errors, are those of `finetuned_card`.
@@ -238,7 +238,7 @@ def _card(
     dtype: str,
     base_model: str | None,
     source_card: Mapping[str, Any],
-    metrics: Iterable[Metric | Mapping[str, Any]],
+    metrics: Iterable[Metric],
     datasets: Sequence[str] = (),
     **values: Any,
 ) -> ModelCard:
@@ -247,7 +247,7 @@ def _card(
     active = [name for name in FIELDS if fields.get(name) not in (None, False, 0, "none")]
     active = [mode if (mode := f"{name}.{fields[name]}") in FIELDS else name for name in active]
     papers = papers_of(method, active)
-    measured = _as_metrics(metrics)
+    measured = list(metrics)
     tags = ["resformer", *([method] if method else []), *(FIELDS[name]["tag"] for name in active)]
     card_data = ModelCardData(
         library_name="transformers",
@@ -289,12 +289,6 @@ def _digest(text: str) -> str:
 def _as_code(text: object) -> str:
     """Untrusted text as a code span; backticks in it are replaced, so that it cannot end the span."""
     return "`" + " ".join(str(text).replace("`", "'").split()) + "`"
-
-
-def _as_metrics(metrics: Iterable[Metric | Mapping[str, Any]]) -> list[Metric]:
-    return [
-        metric if isinstance(metric, Metric) else metrics_of({"metrics": [metric]}, "card")[0] for metric in metrics
-    ]
 
 
 def _cache(config: ResFormerConfig | None, dtype: str) -> dict[str, Any] | None:

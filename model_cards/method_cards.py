@@ -45,9 +45,7 @@ def method_card(method: str, metrics: Iterable[Metric] = ()) -> str:
         share=cache[method] / cache["transformer"],
         cache=cache[method],
         papers=[PAPERS[key] for key in facts.papers],
-        sources={
-            **{key: f"[{paper.arxiv}](https://arxiv.org/abs/{paper.arxiv})" for key, paper in PAPERS.items()},
-        },
+        sources={key: f"[{paper.arxiv}](https://arxiv.org/abs/{paper.arxiv})" for key, paper in PAPERS.items()},
         results=table_rows(results),
         notes=[f"{metric.name}: {metric.note}" for metric in results if metric.note],
     )

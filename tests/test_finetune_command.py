@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_colla
 
 from resformer import ResFormerForCausalLM, retrofit
 from resformer.checkpoint_cards import checkpoint_card
+from resformer.files import check_target
 from resformer.pushing import HubError
 from resformer.training import recipe
 from resformer.training.data import load_documents, pack_documents
@@ -292,7 +293,7 @@ def broken(work: Path) -> Path:
         (["source", "new", "--data", "notes.txt", "--set", "hub_strategy=end"], 2, "only the finished output"),
         (["source", "new", "--data", "notes.txt", "--push", "you/new"], 3, "source: is no ResFormer model"),
         (["source", "new", "--data", "notes.txt", "--block", "999"], 2, "model has 256 positions; use --block 256"),
-        (["bare", "new", "--data", "notes.txt"], 3, "has no tokenizer that can be loaded; name a checkpoint"),
+        (["bare", "new", "--data", "notes.txt"], 3, "has no tokenizer that can be loaded ("),
         (["source", "new", "--data", "notes.txt", "--set", "weight_decy=1"], 2, "Did you mean 'weight_decay'?"),
         (["source", "new", "--data", "notes.txt", "--set", "max_steps=1"], 2, "max_steps: is called steps here"),
         (["source", "new", "--data", "notes.txt", "--set", "steps=many"], 2, "steps is 'many'; expected int"),
@@ -354,7 +355,8 @@ def tuned(work: Path, output: str, monkeypatch: pytest.MonkeyPatch, **values: An
 
 
 def test_defaults_are_those_of_fine_tuning() -> None:
-    options = FinetuneOptions(model="a", output="b", data=["c"])
+    options = FinetuneOptions.from_mapping({"model": "~/a", "output": "b", "data": ["c"]})
+    assert options.model == str(Path.home() / "a")
     arguments = recipe._training_arguments(options)
     assert (arguments.weight_decay, arguments.adam_beta1, arguments.adam_beta2) == (0.0, 0.9, 0.999)
     assert (options.sample_by, options.separate_documents, options.dtype) == ("document", True, "float32")
@@ -526,6 +528,7 @@ def test_tensorboard_files_are_in_the_output(work: Path, monkeypatch: pytest.Mon
     (folder,) = (work / "logged" / "runs").iterdir()
     events = reader.EventAccumulator(str(folder)).Reload()
     assert [event.step for event in events.Scalars("eval/loss")] == [0, 1, 2]
+    check_target(work / "logged", mark="metrics.json", force=True)
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def record_of(folder: Path) -> dict[str, Any]:
 
 def finetuned(config: ResFormerConfig, **changes: Any) -> ModelCard:
     given = {**TRAINING, "repository": "you/tuned", "config": config, **changes}
-    return finetuned_card(**{**given, "metrics": [*given["metrics"], *harness_metrics(HARNESS)]})
+    return finetuned_card(**{**given, "metrics": [*metrics_of(given), *harness_metrics(HARNESS)]})
 
 
 def cards_and_inputs(checkpoints: Path) -> Iterator[tuple[str, list[Any]]]:
@@ -554,8 +554,13 @@ def test_command_tells_a_model_from_scratch(copied: Callable[[str], Path]) -> No
     folder = copied("exact")
     (folder / "resformer_conversion.json").unlink()
     (folder / "README.md").unlink()
-    assert card(folder)[0] == 0
+    study = {"metrics": [{**asdict(METRIC), "method": name} for name in ("svformer", "resformer-denseformer")]}
+    study["metrics"][0]["value"] = 9.75
+    (folder.parent / "study.json").write_text(json.dumps(study))
+    assert card(folder, "--metrics", str(folder.parent / "study.json"))[0] == 0
     built = ModelCard.load(folder / "README.md")
+    assert "| 3.25 |" in built.text
+    assert "9.75" not in built.text  # another method's
     assert "How it was trained is not recorded here." in built.text
     assert (built.data.base_model, built.data.license) == (None, None)
     assert "resformer-denseformer" in built.data.tags

@@ -6,6 +6,8 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from checkpoints import byte_tokenizer, family_model
@@ -17,6 +19,7 @@ from resformer.analysis import analyze
 from resformer.training.data import (
     Blocks,
     DataError,
+    PackedBlocks,
     held_out_groups,
     is_held_out,
     load_documents,
@@ -42,7 +45,9 @@ def _jsonl(path: Path, texts: list[str], column: str = "text") -> Path:
 
 def _folder(folder: Path) -> Path:
     (folder / "below").mkdir(parents=True)
-    _jsonl(folder / "a.jsonl", TEXTS[:50])
+    _jsonl(folder / "a.jsonl", TEXTS[:30])
+    Dataset.from_dict({"text": TEXTS[30:40]}).to_csv(folder / "b.csv")
+    Dataset.from_dict({"text": TEXTS[40:50]}).to_csv(folder / "b.tsv", sep="\t")
     (folder / "below" / "b.txt").write_text("\n\n".join(TEXTS[50:]))
     (folder / "readme.rst").write_text("not data")
     return folder
@@ -318,6 +323,19 @@ def test_too_little_text_is_said(
     documents = load_documents([str(_jsonl(tmp_path / "rows.jsonl", texts))], streaming=streaming)
     with pytest.raises(DataError, match="held-out documents have 0" if streaming and held_out < 0.5 else words):
         pack_documents(documents, byte_tokenizer(), block=64, held_out=held_out, held_out_blocks=4)
+
+
+def test_a_block_without_a_label_is_left_out() -> None:
+    learned = np.arange(16) == 7  # the first token of a document, which no token of it precedes
+    tokens, starts = pa.chunked_array([pa.array(range(16), pa.int32())]), np.array([0, 7])
+    assert len(PackedBlocks(tokens, starts, 8, learned=learned)) == 1
+    assert len(PackedBlocks(tokens, starts, 8, learned=learned, separate=True)) == 0
+
+
+def test_an_empty_cell_is_left_out() -> None:
+    given = {"notes": Dataset.from_dict({"text": [*TEXTS, None]})}
+    blocks = pack_documents(given, byte_tokenizer(), block=8, held_out=0.1, held_out_blocks=4)
+    assert len(blocks.train) == len(packed(TEXTS, block=8, held_out=0.1, held_out_blocks=4).train)
 
 
 def test_a_column_of_numbers_is_refused(tmp_path: Path) -> None:

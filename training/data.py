@@ -32,6 +32,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from resformer.errors import CheckpointError, brief, listed
+from resformer.version import __version__
 
 __all__ = [
     "SAMPLE_BY",
@@ -65,7 +66,7 @@ _BUILDERS = {
     "jsonl": "json",
     "ndjson": "json",
     "csv": "csv",
-    "tsv": "csv",
+    "tsv": "tsv",  # the builder csv, with tabs
     "parquet": "parquet",
     "arrow": "arrow",
 }
@@ -108,20 +109,19 @@ class PackedBlocks(torch.utils.data.Dataset):
         learned: np.ndarray | None = None,
     ):
         self.tokens, self.starts, self.block, self.separate, self.learned = tokens, starts, block, separate, learned
-        self.kept = np.arange(len(tokens) // block)
+        begins = np.arange(len(tokens) // block) * block
         if learned is not None:
-            learns = learned[: len(self.kept) * block].reshape(-1, block)[:, 1:].any(axis=1)
-            self.kept = self.kept[learns]
-        self.available = len(self.kept)
-        self.length = self.available if most is None else min(self.available, most)
+            if separate:
+                learned[starts[starts < len(learned)]] = False  # no token before them belongs to their document
+            begins = begins[learned[: len(begins) * block].reshape(-1, block)[:, 1:].any(axis=1)]
+        length = len(begins) if most is None else min(len(begins), most)
+        self.begins = begins[np.arange(length) * len(begins) // max(length, 1)]  # each block's first token
 
     def __len__(self) -> int:
-        return self.length
+        return len(self.begins)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if not 0 <= index < self.length:
-            raise IndexError(f"Block {index} of {self.length}.")
-        begin = self._begin(index)
+        begin = int(self.begins[index])
         ids = torch.from_numpy(self.tokens.slice(begin, self.block).to_numpy().astype("int64"))
         labels = ids
         if self.learned is not None:
@@ -147,14 +147,9 @@ class PackedBlocks(torch.utils.data.Dataset):
     @property
     def documents(self) -> np.ndarray:
         """The indices of the documents that have a token in one of the blocks."""
-        begins = np.array([self._begin(index) for index in range(self.length)], dtype=np.int64)
-        firsts = np.searchsorted(self.starts, begins, "right") - 1
-        ends = np.searchsorted(self.starts, begins + self.block)
+        firsts = np.searchsorted(self.starts, self.begins, "right") - 1
+        ends = np.searchsorted(self.starts, self.begins + self.block)
         return np.unique(np.concatenate([np.arange(0), *map(np.arange, firsts, ends)]))
-
-    def _begin(self, index: int) -> int:
-        """The index of a block's first token."""
-        return int(self.kept[index * self.available // self.length]) * self.block
 
 
 @dataclass(frozen=True)
@@ -253,8 +248,14 @@ def load_documents(
                 continue
             part = part.select_columns([text_column])
             parts.append(part if text_column == "text" else part.rename_column(text_column, "text"))
-        documents[source] = concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+        documents[source] = concatenate_datasets(list(map(_as_string, parts))) if len(parts) > 1 else parts[0]
     return documents
+
+
+def _as_string(part: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """`datasets` reads the texts of a CSV file as large_string, and joins them with no other string."""
+    large = (part.features or {}).get("text") == Value("large_string")
+    return part.cast_column("text", Value("string")) if large else part
 
 
 def training_texts(documents: Mapping[str, Dataset | IterableDataset], held_out: float) -> Iterator[str]:
@@ -285,9 +286,8 @@ def _load(source: str, *, split: str, sample_by: str, streaming: bool) -> Iterat
             yield saved.to_iterable_dataset() if streaming else saved
         elif path.exists():
             for builder, files in _files(path).items():
-                options = {"sample_by": sample_by} if builder == "text" else {}
-                if builder == "csv" and any(".tsv" in Path(file).suffixes for file in files):
-                    options["sep"] = "\t"
+                options = {"text": {"sample_by": sample_by}, "tsv": {"sep": "\t"}}.get(builder, {})
+                builder = "csv" if builder == "tsv" else builder
                 yield load_dataset(builder, data_files=files, split="train", streaming=streaming, **options)
         elif path.is_absolute() or source.startswith(".") or _builder(path) is not None or source.count("/") > 1:
             raise DataError(f"{source}: there is no such file or folder.")
@@ -317,8 +317,8 @@ def _builder(path: Path) -> str | None:
     return _BUILDERS.get(suffix.removeprefix(".").lower())
 
 
-def load_tokenizer(name: str | Path, vocab_size: int, remedy: str, **options: Any) -> PreTrainedTokenizerBase:
-    """A checkpoint's tokenizer, for a model with `vocab_size` tokens.
+def load_tokenizer(name: str | Path, vocab_size: int | None, remedy: str, **options: Any) -> PreTrainedTokenizerBase:
+    """A checkpoint's tokenizer, for a model with `vocab_size` tokens, or for any.
 
     Args:
         remedy: what to do without one, for the message.
@@ -330,8 +330,8 @@ def load_tokenizer(name: str | Path, vocab_size: int, remedy: str, **options: An
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # a corrupt file raises any
-        raise CheckpointError(f"{name}: has no tokenizer that can be loaded; {remedy}.") from error
-    if len(tokenizer) > vocab_size:
+        raise CheckpointError(f"{name}: has no tokenizer that can be loaded ({brief(error)}); {remedy}.") from error
+    if vocab_size is not None and len(tokenizer) > vocab_size:
         raise CheckpointError(
             f"{name}: its tokenizer has {len(tokenizer):,} tokens, the model {vocab_size:,}; {remedy}."
         )
@@ -379,10 +379,13 @@ def pack_documents(
         parts = [_read_ahead(part, _READ_AHEAD // len(streams), enough, options) for part in streams]
         held = _packed(parts, block, "held-out", remedy, most=held_out_blocks, separate=separate)
         tokens = [_token_stream(part, options) for part in streams]
-        if weights is not None:
-            tokens = [interleave_datasets(tokens, probabilities=list(weights), seed=seed)]
+        joined = (
+            concatenate_datasets(tokens)
+            if weights is None
+            else interleave_datasets(tokens, probabilities=list(weights), seed=seed)
+        )
         stream = IterableDataset.from_generator(
-            _stream, gen_kwargs={"streams": tokens, "block": block, "separate": separate}
+            _stream, gen_kwargs={"documents": joined, "block": block, "separate": separate}
         )
         if next(iter(stream), None) is None:
             raise DataError(f"The stream does not fill a block of {block} tokens; use more text or a smaller --block.")
@@ -430,10 +433,12 @@ def _tokenise(
     end: list[int],
     share: float,
     wanted: bool,
+    version: str = "",
 ) -> dict[str, list[list[Any]]]:
     """The token ids of those documents that are on the `wanted` side of the split, and which of them are learned.
 
-    Of a document that is learned whole the second list is empty.
+    Of a document that is learned whole the second list is empty. `datasets` names its cache after the arguments, hence
+    the package's version, and not after this code.
     """
     tokens: dict[str, list[list[Any]]] = {"input_ids": [], "learned": []}
     documents = [_rendered(dict(zip(batch, row, strict=True)), tokenizer) for row in zip(*batch.values(), strict=True)]
@@ -462,7 +467,8 @@ def _tokenise(
 
 
 def _checked_text(row: Mapping[str, Any]) -> str:
-    text = row.get("text")
+    if (text := row.get("text")) is None:  # an empty cell; a document without text is left out
+        return ""
     if not isinstance(text, str):
         raise DataError(
             f"The text column holds {brief(repr(text), 60)}; expected text; name another with --text-column."
@@ -514,7 +520,7 @@ def _token_table(documents: Dataset, options: dict[str, Any], *, wanted: bool) -
     """The tokens of one side; no processes, as the tokenizer's own threads use all cores."""
     tokens = documents.map(
         _tokenise,
-        fn_kwargs={**options, "wanted": wanted},
+        fn_kwargs={**options, "wanted": wanted, "version": __version__},
         batched=True,
         remove_columns=documents.column_names,
         features=_TOKENS,
@@ -563,12 +569,11 @@ def _packed(
     lengths = pc.list_value_length(whole.column("input_ids")).to_numpy()
     starts = lengths.cumsum() - lengths
     tokens = pa.chunked_array([chunk.flatten() for chunk in whole.column("input_ids").chunks], pa.int32())
-    learned = np.ones(len(tokens), bool)
     marked = pc.list_value_length(whole.column("learned")).to_numpy().nonzero()[0]
-    for document in marked:
-        learned[starts[document] : starts[document] + lengths[document]] = whole["learned"][int(document)].as_py()
     if len(marked):
-        options["learned"] = learned
+        options["learned"] = learned = np.ones(len(tokens), bool)
+        for document in marked:
+            learned[starts[document] : starts[document] + lengths[document]] = whole["learned"][int(document)].as_py()
     blocks = PackedBlocks(tokens, starts, block, **options)
     if not len(blocks):
         remedies = ", ".join(filter(None, ("more text", remedy, "a smaller --block")))
@@ -579,24 +584,23 @@ def _packed(
     return blocks
 
 
-def _stream(streams: Sequence[IterableDataset], block: int, separate: bool) -> Iterator[dict[str, list[int]]]:
+def _stream(documents: IterableDataset, block: int, separate: bool) -> Iterator[dict[str, list[int]]]:
     ids: list[int] = []
     learned: list[bool] = []
     starts: list[int] = []
-    for documents in streams:
-        for batch in documents.iter(batch_size=64):
-            for document, marks in zip(batch["input_ids"], batch["learned"], strict=True):
-                starts.append(len(ids))
-                ids += document
-                learned += marks or [True] * len(document)
-            blocks = PackedBlocks(
-                pa.chunked_array([pa.array(ids, pa.int32())]),
-                np.array(starts, np.int64),
-                block,
-                separate=separate,
-                learned=np.array(learned, bool),
-            )
-            for index in range(len(blocks)):
-                yield {name: values.tolist() for name, values in blocks[index].items()}
-            whole = len(ids) // block * block
-            ids, learned, starts = ids[whole:], learned[whole:], [start - whole for start in starts if start >= whole]
+    for batch in documents.iter(batch_size=64):
+        for document, marks in zip(batch["input_ids"], batch["learned"], strict=True):
+            starts.append(len(ids))
+            ids += document
+            learned += marks or [True] * len(document)
+        blocks = PackedBlocks(
+            pa.chunked_array([pa.array(ids, pa.int32())]),
+            np.array(starts, np.int64),
+            block,
+            separate=separate,
+            learned=np.array(learned, bool),
+        )
+        for index in range(len(blocks)):
+            yield {name: values.tolist() for name, values in blocks[index].items()}
+        whole = len(ids) // block * block
+        ids, learned, starts = ids[whole:], learned[whole:], [start - whole for start in starts if start >= whole]

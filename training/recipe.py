@@ -3,6 +3,7 @@
 import difflib
 import json
 import math
+import os
 import platform
 import shutil
 import sys
@@ -183,6 +184,8 @@ class FinetuneOptions:
             name = str(key).replace("-", "_")
             if name in types and name != "trainer":
                 known[name] = _checked_type(name, value, types[name])
+                if name in ("model", "output", "distill", "tokenizer") and known[name] is not None:
+                    known[name] = os.path.expanduser(known[name])  # no shell has seen a value of a file
             elif name in _OPTION_NAMES:
                 raise ValueError(f"{key}: is called {_OPTION_NAMES[name]} here.")
             elif name == "hub_token":
@@ -423,7 +426,7 @@ class _EvaluationLines(TrainerCallback):
     ) -> None:
         if state.is_world_process_zero:
             loss = metrics["eval_loss"]
-            steps = f"{state.global_step}/{state.max_steps}" if state.max_steps > 0 else "0"
+            steps = f"{state.global_step}/{state.max_steps}"
             line = f"step {steps}: held-out loss {loss:.4f}, perplexity {_perplexity(loss):.3f}"
             tqdm.write(line, file=sys.stderr)
 
@@ -470,7 +473,7 @@ def _train(trainer: _RecipeTrainer, last: Path | None, report: FinetuneReport) -
 
 def processor_has_bf16() -> bool:
     """Whether bfloat16 matrix products are in hardware, on the accelerator or else on the CPU."""
-    return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else cpu_has_bf16()
+    return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else cpu_has_bf16()
 
 
 def _training_arguments(options: FinetuneOptions) -> TrainingArguments:

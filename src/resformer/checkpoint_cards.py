@@ -97,6 +97,7 @@ def checkpoint_card(
     dtype = str(opened.dtype).removeprefix("torch.")
     if not isinstance(config, ResFormerConfig):
         raise CheckpointError(f"{checkpoint}: is a {config.model_type}, no ResFormer; `resformer convert` makes one.")
+    results = [metric for metric in results if metric.method in (None, method_of(config))]
     source_card = {**carried_metadata(checkpoint / "README.md"), **((record or {}).get("source_card") or {})}
     if license is not None:
         source_card = {name: value for name, value in source_card.items() if not name.startswith("license")}

@@ -94,7 +94,11 @@ def _torch() -> dict[str, Any]:
             for index in range(torch.cuda.device_count()):
                 properties = torch.cuda.get_device_properties(index)
                 report["accelerators"].append(
-                    {"name": properties.name, "memory": properties.total_memory, "bf16": torch.cuda.is_bf16_supported()}
+                    {
+                        "name": properties.name,
+                        "memory": properties.total_memory,
+                        "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
+                    }
                 )
         elif (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
             report["accelerators"].append({"name": accelerator.type})

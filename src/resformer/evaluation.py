@@ -96,19 +96,11 @@ def evaluate(
     return results
 
 
-def results_table(results: dict[str, Any]) -> list[str]:
-    """One line for each task or group and metric: the value, and its standard error if the harness gives one."""
-    lines = []
-    for task, metrics in results["results"].items():
-        for key, value in metrics.items():
-            metric, comma, filters = key.partition(",")
-            if comma and not metric.endswith("_stderr"):
-                error = metrics.get(f"{metric}_stderr,{filters}")
-                name = metric if filters == "none" else f"{metric} ({filters})"
-                spread = f" +- {error:.2g}" if isinstance(error, float) else ""
-                text = f"{value:.6g}" if isinstance(value, (int, float)) else str(value)
-                lines.append(f"{task:24} {name:24} {text}{spread}")
-    return lines
+def results_table(results: dict[str, Any]) -> str:
+    """The harness's own table."""
+    from lm_eval.utils import make_table
+
+    return str(make_table(results))
 
 
 def check_output(path: Path, *, force: bool) -> None:

@@ -186,8 +186,9 @@ def _remove_folder(path: Path) -> None:
 
 def _foreign_entries(folder: Path, mark: str) -> list[str]:
     """Names that no result of a command has: unknown sub-folders, and code unless `mark`, as of a bundle, is code."""
+    known = _SUBFOLDERS | ({"runs"} if mark == "metrics.json" else set())  # TensorBoard's, of a fine-tuning
     return [
         path.name
         for path in folder.iterdir()
-        if (path.is_dir() and path.name not in _SUBFOLDERS) or (path.suffix == ".py" and not mark.endswith(".py"))
+        if (path.is_dir() and path.name not in known) or (path.suffix == ".py" and not mark.endswith(".py"))
     ]

@@ -123,7 +123,7 @@ class StudyOptions:
 
 def names(text: str) -> list[str]:
     """The names of a list such as `svformer,transformer:num_key_value_heads=4`; lists among the values keep commas."""
-    return [name.strip() for name in re.split(r",(?=\s*[a-z0-9]*[a-z])", text) if name.strip()]
+    return [name.strip() for name in re.split(r",(?![^\[]*\])", text) if name.strip()]
 
 
 def _architecture(method: str) -> str:
@@ -555,12 +555,11 @@ def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) ->
         steps = _read_method(row["method"], options.settings).settings.steps
         budget = f"{steps * options.settings.batch * options.block:,} tokens, {seeds}"
         note = f"{size}, {row['parameters']:,} parameters, {budget}"
-        if row["method"] != row["architecture"]:
-            note += f", {row['method']}"
-        add(f"loss, {size}", row["loss"], row["architecture"], note)
+        place = size if row["method"] == row["architecture"] else f"{size}, {row['method']}"
+        add(f"loss, {place}", row["loss"], row["architecture"], note)
         if (difference := row["difference"]) is not None:
             if difference["low"] is not None:
                 note += f"; simultaneous 95 % interval {difference['low']:+.4f} to {difference['high']:+.4f}"
                 note += ": not told apart" * (difference["low"] < 0 < difference["high"])
-            add(f"loss minus {study.options.compared_with}'s, {size}", difference["mean"], row["architecture"], note)
+            add(f"loss minus {study.options.compared_with}'s, {place}", difference["mean"], row["architecture"], note)
     return metrics

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from resformer.errors import CheckpointError, brief
 from resformer.training.data import (
     STANDARD_HELD_OUT,
     STANDARD_LIBRARY,
@@ -19,6 +18,7 @@ from resformer.training.data import (
     PackedBlocks,
     held_out_groups,
     load_documents,
+    load_tokenizer,
     pack_documents,
     training_texts,
 )
@@ -72,7 +72,7 @@ def study_data(
     """Reads and packs the sources, or Python's standard library if there are none.
 
     Args:
-        tokenizer: "bytes"; "bpe:N", trained on the training part; a folder or Hub id; or a loaded tokenizer.
+        tokenizer: "bytes"; "bpe:N", trained on the training part; a folder or Hub id.
         held_out: the share of documents that is held out. Of the standard library it is one module in ten.
         sources, split, text_column, sample_by: as of `load_documents`.
 
@@ -105,9 +105,7 @@ def bytes_per_token(blocks: PackedBlocks, tokenizer: PreTrainedTokenizerBase) ->
     return sum(len(text.encode("utf-8", "replace")) for text in texts) / (len(blocks) * blocks.block)
 
 
-def _tokenizer(tokenizer: str | PreTrainedTokenizerBase, texts: Iterable[str]) -> PreTrainedTokenizerBase:
-    if not isinstance(tokenizer, str):
-        return tokenizer
+def _tokenizer(tokenizer: str, texts: Iterable[str]) -> PreTrainedTokenizerBase:
     name, _, size = tokenizer.partition(":")
     if tokenizer == "bytes":
         vocabulary = {_END: 0, **{letter: index for index, letter in enumerate(_ALPHABET, start=1)}}
@@ -123,13 +121,7 @@ def _tokenizer(tokenizer: str | PreTrainedTokenizerBase, texts: Iterable[str]) -
         )
         model.train_from_iterator(_bounded(texts), trainer)
     else:
-        try:
-            return AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
-        except (OSError, ValueError, ImportError) as error:
-            raise CheckpointError(
-                f"{tokenizer}: is no tokenizer that can be loaded; expected bytes, bpe:N, a folder or a Hub id: "
-                f"{brief(error)}"
-            ) from error
+        return load_tokenizer(tokenizer, None, "expected bytes, bpe:N, a folder or a Hub id")
     model.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=model, eos_token=_END)
 

@@ -59,8 +59,7 @@ def evaluate(
         if results is None:  # not the first of several processes
             return
         # Printed before it is written, so that a full disk does not lose the results.
-        for line in [evaluation.results_json(results)] if as_json else evaluation.results_table(results):
-            echo(line)
+        echo(evaluation.results_json(results) if as_json else evaluation.results_table(results))
         if output is not None:
             evaluation.write_results(results, output)
             if not as_json:
