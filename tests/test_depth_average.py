@@ -6,15 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from conftest import Batch, TinyModel
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from resformer import ResFormerConfig
 from resformer.modeling import depth_average as depth_average_file
 from resformer.modeling.depth_average import Buffer, DepthAverage, RunningAverage, depth_average
 from resformer.modeling.depth_gather import Gather
 
-TinyModel = Callable[..., PreTrainedModel]
 WIDTH = 6
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -370,11 +369,7 @@ def test_no_gradient_outlives_the_backward_pass(blocks: Blocks) -> None:
 
 @pytest.mark.parametrize("group", [0, 3])
 def test_the_model_is_the_same_with_every_form(
-    tiny_model: TinyModel,
-    group: int,
-    ragged: dict[str, torch.Tensor],
-    grouped: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_model: TinyModel, group: int, ragged: Batch, grouped: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grouped(group)
     model = tiny_model("resformer-denseformer", dtype=torch.float64)
@@ -400,7 +395,7 @@ def test_the_model_is_the_same_with_every_form(
 @pytest.mark.parametrize("layers", [6, 25])
 @pytest.mark.parametrize("method", ["denseformer", "denseformer-4x5"])
 def test_a_fresh_model_has_plain_llamas_bits_in_training_prefill_and_decoding(
-    tiny_model: TinyModel, method: str, layers: int, dtype: torch.dtype, ragged: dict[str, torch.Tensor]
+    tiny_model: TinyModel, method: str, layers: int, dtype: torch.dtype, ragged: Batch
 ) -> None:
     plain = tiny_model(num_hidden_layers=layers, dtype=dtype)
     model = tiny_model(method, num_hidden_layers=layers, dtype=dtype)

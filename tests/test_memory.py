@@ -6,12 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import Cache, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
+from conftest import TinyConfig, TinyModel
+from transformers import Cache, DynamicCache, LlamaConfig, StaticCache
 
 from resformer import METHODS, GrowingCache, ResFormerConfig
 from resformer.configuration import cache_bytes, cache_bytes_by_method, cache_bytes_per_token
-
-TinyModel = Callable[..., PreTrainedModel]
 
 
 @pytest.mark.parametrize("new_cache", [DynamicCache, GrowingCache, partial(StaticCache, max_cache_len=11)])
@@ -38,7 +37,7 @@ def test_report_is_what_a_cache_holds(
     )
 
 
-def test_report_of_the_methods_is_the_report_of_each(tiny_config: Callable[..., ResFormerConfig]) -> None:
+def test_report_of_the_methods_is_the_report_of_each(tiny_config: TinyConfig) -> None:
     report = cache_bytes_by_method(tiny_config("cla2"))
     assert list(report) == list(METHODS)
     for method, number in report.items():

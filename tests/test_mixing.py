@@ -1,10 +1,8 @@
 """Coefficients reach the layers alike, whether as one tensor a row or, where no gradient is asked for, as scalars."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from transformers import PreTrainedModel
+from conftest import Batch, TinyModel
 
 from resformer import METHODS
 from resformer.modeling.mixing import split_rows, weighted_sum
@@ -16,11 +14,7 @@ MIXING = [name for name in METHODS if name.startswith(("resformer", "depth")) an
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MIXING)
 def test_values_mix_to_the_same_bits_with_and_without_gradients(
-    tiny_model: Callable[..., PreTrainedModel],
-    name: str,
-    dtype: torch.dtype,
-    autocast: bool,
-    ragged: dict[str, torch.Tensor],
+    tiny_model: TinyModel, name: str, dtype: torch.dtype, autocast: bool, ragged: Batch
 ) -> None:
     if autocast and dtype == torch.bfloat16:
         pytest.skip("nothing is left to cast")

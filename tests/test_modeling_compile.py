@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import COMBINATIONS, others_slow
+from conftest import COMBINATIONS, Batch, TinyModel, others_slow
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 from transformers.exporters.utils import decompose_prefill_decode, get_leaf_tensors
@@ -17,8 +17,6 @@ from transformers.integrations.executorch import TorchExportableModuleForDecoder
 
 from resformer import METHODS, GrowingCache
 
-TinyModel = Callable[..., PreTrainedModel]
-Batch = dict[str, torch.Tensor]
 EVERY_MECHANISM = others_slow(
     [*METHODS, "kitchen-sink", "gated-sink", "depth-sink"],
     ["resformer", "svformer", "denseformer-4x5", "kitchen-sink", "gated-sink", "depth-sink"],

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Batch, TinyConfig, TinyModel
 from naive_twin import naive_logits
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,8 +17,6 @@ from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.modeling.mixing import weighted_sum
 from resformer.modeling.neutreno import neutreno_term
 from resformer.training.optimizer import is_connection
-
-TinyModel = Callable[..., PreTrainedModel]
 
 
 @pytest.fixture
@@ -72,18 +71,14 @@ def assert_logits_equal_the_twin(
         assert (real.double() - naive).abs().max() < tolerance * naive.abs().max()
 
 
-def test_logits_equal_the_twin(
-    tiny_model: TinyModel, variant: str, ragged: dict[str, torch.Tensor], float64_throughout: None
-) -> None:
+def test_logits_equal_the_twin(tiny_model: TinyModel, variant: str, ragged: Batch, float64_throughout: None) -> None:
     model = tiny_model(variant, dtype=torch.float64)
     assert_logits_equal_the_twin(model, ragged["input_ids"][:2, 5:], None, 1e-10)
     assert_logits_equal_the_twin(model, **ragged, tolerance=1e-10)
     assert_logits_equal_the_twin(model, ragged["input_ids"].flip(1), ragged["attention_mask"].flip(1), 1e-10)
 
 
-def test_logits_of_eager_attention_equal_the_twin(
-    tiny_model: TinyModel, variant: str, ragged: dict[str, torch.Tensor]
-) -> None:
+def test_logits_of_eager_attention_equal_the_twin(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
     # With Llama's own norm and rotary embedding, and a softmax that eager attention takes in float32.
     model = tiny_model(variant, dtype=torch.float64, attention="eager")
     assert_logits_equal_the_twin(model, ragged["input_ids"][:1], None, tolerance=1e-5)
@@ -146,7 +141,7 @@ def random_fields(seed: int) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:.*do(es)? nothing")
 @pytest.mark.parametrize("seed", range(48))
 def test_random_combinations_equal_the_twin(
-    tiny_model: TinyModel, seed: int, ragged: dict[str, torch.Tensor], float64_throughout: None
+    tiny_model: TinyModel, seed: int, ragged: Batch, float64_throughout: None
 ) -> None:
     model = tiny_model(dtype=torch.float64, seed=seed, **random_fields(seed))
     assert_logits_equal_the_twin(model, **ragged, tolerance=1e-10)
@@ -164,9 +159,7 @@ def test_the_random_combinations_cover_every_field() -> None:
             assert any(fields.get(field) for fields in same) != refused, f"`{field}` never comes with {mode}"
 
 
-def test_every_entry_of_the_matrices_counts(
-    tiny_model: TinyModel, ragged: dict[str, torch.Tensor], float64_throughout: None
-) -> None:
+def test_every_entry_of_the_matrices_counts(tiny_model: TinyModel, ragged: Batch, float64_throughout: None) -> None:
     # The control: the comparison above would notice a coefficient that is wrong by a millionth.
     model = tiny_model("resformer-denseformer", value_residual="dense", dtype=torch.float64)
     value_mixing, depth_mixing = exact_matrices(model)
@@ -202,9 +195,7 @@ def is_mixing(name: str) -> bool:
     return name.startswith(("model.value_residual", "model.depth_average")) and not name.endswith("bias_gate")
 
 
-def test_gradients_equal_the_twin(
-    tiny_model: TinyModel, variant: str, ragged: dict[str, torch.Tensor], float64_throughout: None
-) -> None:
+def test_gradients_equal_the_twin(tiny_model: TinyModel, variant: str, ragged: Batch, float64_throughout: None) -> None:
     model = tiny_model(variant, dtype=torch.float64).train()
     model_loss(model, **ragged).backward()
 
@@ -226,7 +217,7 @@ def test_gradients_equal_the_twin(
 
 
 def test_mixing_gradients_equal_finite_differences(
-    tiny_model: TinyModel, variant: str, ragged: dict[str, torch.Tensor], float64_throughout: None
+    tiny_model: TinyModel, variant: str, ragged: Batch, float64_throughout: None
 ) -> None:
     model = tiny_model(variant, dtype=torch.float64)
     mixing = [parameter for name, parameter in model.named_parameters() if is_connection(name)]
@@ -326,9 +317,7 @@ def test_value_mixing_reads_what_the_mode_says(
 @pytest.mark.parametrize(
     "mode", ["identity", "constant", "learnable", "learnable_plus", "dense", "gated", "depth_attention"]
 )
-def test_value_residuals_start_as_stated(
-    tiny_config: Callable[..., ResFormerConfig], mode: str, start: list[float]
-) -> None:
+def test_value_residuals_start_as_stated(tiny_config: TinyConfig, mode: str, start: list[float]) -> None:
     a, b = (0.5, 0.5) if mode == "identity" else start
     model = ResFormerForCausalLM(tiny_config(value_residual=mode, value_residual_init=start))
     if mode == "depth_attention":
@@ -344,7 +333,7 @@ def test_value_residuals_start_as_stated(
 
 
 @pytest.mark.parametrize("start", [0.0, 0.25, 1.0])
-def test_depth_attention_starts_as_stated(tiny_config: Callable[..., ResFormerConfig], start: float) -> None:
+def test_depth_attention_starts_as_stated(tiny_config: TinyConfig, start: float) -> None:
     module = ResFormerForCausalLM(tiny_config("attention-residuals", depth_attention_init=start)).model.depth_attention
     assert torch.equal(module.bias_gate, torch.full((12,), start))
     assert not module.bias_query.any()
@@ -359,7 +348,7 @@ def test_depth_attention_has_no_effect_at_gates_of_zero_unless_its_queries_are_n
 
 
 def test_scores_of_learnable_plus_learn_from_a_start_at_zero_once_the_scale_has(
-    tiny_model: TinyModel, ragged: dict[str, torch.Tensor]
+    tiny_model: TinyModel, ragged: Batch
 ) -> None:
     model = tiny_model("resformer-plus")
     residual = model.model.value_residual
@@ -385,9 +374,7 @@ PUBLISHED = {
 }
 
 
-def test_methods_of_48_layers_add_the_published_number_of_parameters(
-    tiny_config: Callable[..., ResFormerConfig], method: str
-) -> None:
+def test_methods_of_48_layers_add_the_published_number_of_parameters(tiny_config: TinyConfig, method: str) -> None:
     with torch.device("meta"):
         model = ResFormerForCausalLM(tiny_config(method, num_hidden_layers=48))
     added = sum(parameter.numel() for name, parameter in model.named_parameters() if is_connection(name))

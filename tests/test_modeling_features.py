@@ -1,12 +1,13 @@
 """What callers expect of a Transformers model: outputs, padding, packing, backends, training, saving, compiling."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload
+from conftest import Batch, TinyModel
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -33,9 +34,6 @@ from resformer.modeling.connection import Connection
 from resformer.modeling.shapes import parameter_shapes
 from resformer.modeling.wiring import KINDS, connection_modules
 from resformer.training.optimizer import is_connection
-
-TinyModel = Callable[..., PreTrainedModel]
-Batch = dict[str, torch.Tensor]
 
 
 def logits_of(model: PreTrainedModel, *args: Any, **inputs: Any) -> torch.Tensor:

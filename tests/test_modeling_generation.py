@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VARIANTS, others_slow
+from conftest import VARIANTS, Batch, TinyModel, others_slow
 from transformers import (
     Cache,
     ContinuousBatchingConfig,
@@ -20,9 +20,6 @@ from transformers import (
 from transformers.cache_utils import QuantizedLayer
 
 from resformer import GrowingCache
-
-TinyModel = Callable[..., PreTrainedModel]
-Batch = dict[str, torch.Tensor]
 
 NEW_TOKENS = 8
 

@@ -1,14 +1,13 @@
 """Which parameters are trained, optimizer groups, coefficients in low precision, memory of a run."""
 
 import mmap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import save_checkpoint
-from conftest import COMBINATIONS
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
+from conftest import COMBINATIONS, TinyModel
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from resformer import ResFormerConfig, ResFormerForCausalLM, retrofit
 from resformer.errors import CheckpointError
@@ -45,7 +44,7 @@ def test_groups_hold_every_parameter_once_and_never_decay_a_connection(
 
 
 @pytest.mark.parametrize("variant", [*COMBINATIONS, "svformer", "cla2"])
-def test_sharing_trains_what_reads_and_what_is_read(variant: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
+def test_sharing_trains_what_reads_and_what_is_read(variant: str, tiny_model: TinyModel) -> None:
     model = tiny_model(variant)
     names = {name for name, _ in model.named_parameters()}
     expected = {name for name in names if is_connection(name)}
@@ -65,7 +64,7 @@ def test_sharing_trains_what_reads_and_what_is_read(variant: str, tiny_model: Ca
 
 
 @pytest.mark.parametrize(("train", "method"), [("sharing", "resformer"), ("connections", "svformer")])
-def test_nothing_to_train_is_an_error(train: str, method: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
+def test_nothing_to_train_is_an_error(train: str, method: str, tiny_model: TinyModel) -> None:
     with pytest.raises(CheckpointError, match=f"train is '{train}', but .* use --train all"):
         trained_parameters(tiny_model(method), train)
 
