@@ -166,6 +166,11 @@ def tiny_model(tiny_config: TinyConfig, randomise: Callable[..., PreTrainedModel
     return build
 
 
+def cli(*arguments: object) -> Result:
+    """`resformer ARGUMENTS` in this process."""
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
 @pytest.fixture
 def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """`invoke(folder, "finetune", "source")`: `resformer finetune source` in this process and in that folder."""
@@ -174,7 +179,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
         monkeypatch.chdir(folder)
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "home" / "datasets")
         datasets.disable_progress_bars()  # as the command itself does off a terminal, before tqdm is imported
-        result = CliRunner().invoke(app, [*map(str, arguments)])
+        result = cli(*arguments)
         datasets.enable_progress_bars()
         return result
 
