@@ -11,11 +11,9 @@ from conftest import Batch, TinyConfig, TinyModel
 from naive_twin import naive_logits
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, repeat_kv
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from resformer import ResFormerConfig, ResFormerForCausalLM
-from resformer.modeling.mixing import weighted_sum
-from resformer.modeling.neutreno import neutreno_term
+from resformer import ResFormerForCausalLM
 from resformer.training.optimizer import is_connection
 
 
@@ -383,61 +381,9 @@ def test_methods_of_48_layers_add_the_published_number_of_parameters(tiny_config
 
 def test_added_parameters_lie_in_their_modules_and_are_no_scalars(tiny_model: TinyModel, variant: str) -> None:
     model = tiny_model(variant)
-    backbone = {name for name, _ in tiny_model(**_backbone(model.config)).named_parameters()}
+    fields = "head_dim num_key_value_heads qk_norm attention_bias attention_out_bias mlp_bias tie_word_embeddings"
+    plain = tiny_model(**{field: getattr(model.config, field) for field in fields.split()})
+    backbone = {name for name, _ in plain.named_parameters()}
     for name, parameter in model.named_parameters():
         assert parameter.dim() >= 1, name
         assert is_connection(name) == (name not in backbone), name
-
-
-def _backbone(config: ResFormerConfig) -> dict[str, Any]:
-    fields = "head_dim num_key_value_heads qk_norm attention_bias attention_out_bias mlp_bias tie_word_embeddings"
-    return {field: getattr(config, field) for field in fields.split()}
-
-
-# The two pure functions
-
-
-@pytest.mark.parametrize("count", [1, 2, 7])
-@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 7, 4)])
-def test_weighted_sum_equals_the_plain_sum(count: int, shape: tuple[int, ...]) -> None:
-    states = [torch.randn(shape, dtype=torch.float64) for _ in range(count)]
-    weights = torch.randn(count, dtype=torch.float64)
-    expected = sum(float(weight) * state for weight, state in zip(weights, states, strict=True))
-    for given in (weights, weights.tolist(), tuple(weights.tolist())):
-        torch.testing.assert_close(weighted_sum(states, given), expected, rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_gradients_of_weighted_sum_equal_finite_differences(count: int) -> None:
-    states = [torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(count)]
-    weights = torch.randn(count, dtype=torch.float64, requires_grad=True)
-    numbers = torch.randn(count).tolist()
-    assert torch.autograd.gradcheck(lambda w, *s: weighted_sum(s, w), (weights, *states))
-    assert torch.autograd.gradcheck(lambda *s: weighted_sum(s, numbers), states)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_weighted_sum_with_ones_and_zeros_changes_no_bit(dtype: torch.dtype, as_tensor: bool) -> None:
-    states = [torch.randn(3, 5, 7).to(dtype) for _ in range(4)]
-    for kept in range(4):
-        weights = [1.0 if k == kept else 0.0 for k in range(4)]
-        out = weighted_sum(states, torch.tensor(weights, dtype=torch.float32) if as_tensor else weights)
-        assert out.dtype == dtype
-        assert torch.equal(out, states[kept])
-
-
-@pytest.mark.parametrize("query_heads", [2, 4, 8])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_neutreno_term_equals_repeat_kv(query_heads: int, groups: int) -> None:
-    batch, tokens, width, strength = 2, 5, 6, 0.4
-    attention_output = torch.randn(batch, tokens, query_heads, width, dtype=torch.float64, requires_grad=True)
-    first, values = (
-        torch.randn(batch, groups, tokens, width, dtype=torch.float64, requires_grad=True) for _ in range(2)
-    )
-    repeats = query_heads // groups
-    pull = strength * (repeat_kv(first, repeats) - repeat_kv(values, repeats))
-    expected = attention_output + pull.transpose(1, 2)
-    got = neutreno_term(attention_output, first, values, strength)
-    torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
-    assert torch.autograd.gradcheck(lambda *t: neutreno_term(*t, strength), (attention_output, first, values))
