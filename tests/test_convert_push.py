@@ -113,8 +113,9 @@ def test_the_result_is_that_of_a_conversion_in_one_commit(commands: Commands, tm
         name: {**file, "tensors": record["files"][name]["tensors"]}
         for name, file in json.loads(files["resformer_conversion.json"])["files"].items()
     }
-    fetched = commands("convert", "them/llama", "fetched", "--verify", "headers", "--json")
-    assert json.loads(fetched[1])["left_behind"] == report["left_behind"] == [".gitattributes", "README.md"]
+    fetched = json.loads(commands("convert", "them/llama", "fetched", "--json")[1])
+    assert fetched["left_behind"] == report["left_behind"] == [".gitattributes", "README.md"]
+    assert (fetched["revision"], fetched["verification"]["identical"]) == (hub.commit_id("them/llama"), True)
     assert (commands.folder / "work" / "fetched" / "License.md").exists()
     again = commands("convert", "them/llama", "--push", "you/new", "--json")
     assert again[0] == 1
