@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, byte_tokenizer, family_model, save_checkpoint
-from conftest import VARIANTS, Batch, TinyModel, others_slow
+from conftest import VARIANTS, Batch, TinyModel, cli, others_slow
 from matplotlib import image
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,14 +31,12 @@ from transformers import (
     GPT2LMHeadModel,
     PreTrainedModel,
 )
-from typer.testing import CliRunner
 
 from resformer.analysis import Analysis, Report, analyze, attention, figures, read_texts, write_report
 from resformer.analysis.attention import IMPLEMENTATION, MaskRows, chunked_attention
 from resformer.analysis.claims import CLAIMS, THRESHOLDS, judge, paper_model
 from resformer.analysis.measuring import DEFINITIONS
 from resformer.analysis.page import number
-from resformer.cli import app
 from resformer.convert import CheckpointError, retrofit
 from resformer.modeling.mixing import plain_matrix
 from resformer.training.optimizer import is_connection
@@ -495,7 +493,6 @@ document.body.append(measured); })</script>"""
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
 @pytest.mark.parametrize("width", [1280, 500])
 def test_page_opens_in_a_browser(report: tuple[Report, Path], tmp_path: Path, width: int) -> None:
-    assert BROWSER is not None
     probed, picture = tmp_path / "report.html", tmp_path / "page.png"
     probed.write_text((report[1] / "report.html").read_text().replace("</body>", f"{PROBE}</body>"))
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
@@ -624,15 +621,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "llama"
 
 
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["analyze", *map(str, arguments)])
-
-
 @pytest.mark.slow
 def test_command_lays_checkpoints_side_by_side(llama: Path, tmp_path: Path) -> None:
     retrofit(llama, tmp_path / "after", method="resformer")
     options = ("--text", llama.parent / "notes.txt", "--max-tokens", 40, "--texts", 3, "--device", "cpu")
-    done = run(llama, tmp_path / "after", *options, "--output", tmp_path / "out", "--json")
+    done = cli("analyze", llama, tmp_path / "after", *options, "--output", tmp_path / "out", "--json")
     assert done.exit_code == 0, done.output
     printed = json.loads(done.stdout)
     assert printed == json.loads((tmp_path / "out" / "analysis.json").read_text())
@@ -641,7 +634,7 @@ def test_command_lays_checkpoints_side_by_side(llama: Path, tmp_path: Path) -> N
     assert (before["texts"], before["tokens"], before["device"]) == (3, 120, "cpu")
     for quantity in DEFINITIONS:  # an exact retrofit computes what its source does
         assert after["quantities"][quantity]["mean"] == pytest.approx(before["quantities"][quantity]["mean"], rel=1e-4)
-    tables = run(llama, tmp_path / "after", *options)
+    tables = cli("analyze", llama, tmp_path / "after", *options)
     assert tables.exit_code == 0
     entropy = number(before["quantities"]["entropy"]["mean"][5])
     assert re.search(rf"^ +5 +{re.escape(entropy)} ", tables.stdout, flags=re.MULTILINE)
@@ -650,7 +643,7 @@ def test_command_lays_checkpoints_side_by_side(llama: Path, tmp_path: Path) -> N
 
 def test_checkpoints_of_one_name_are_told_apart(llama: Path, tmp_path: Path) -> None:
     retrofit(llama, tmp_path / "llama", method="resformer")
-    done = run(llama, tmp_path / "llama", "--text", llama.parent / "notes.txt", "--max-tokens", 8, "--json")
+    done = cli("analyze", llama, tmp_path / "llama", "--text", llama.parent / "notes.txt", "--max-tokens", 8, "--json")
     assert [one["name"] for one in json.loads(done.stdout)["checkpoints"]] == [str(llama), str(tmp_path / "llama")]
 
 
@@ -676,7 +669,7 @@ def test_misuse_has_its_exit_code_and_one_message(llama: Path, tmp_path: Path) -
         ((llama, "--text", notes, "--dtype", "int8"), 2, "--dtype int8"),
         ((llama, "--text", notes, "--texts", "0"), 2, "--texts"),
     ):
-        done = run(*arguments)
+        done = cli("analyze", *arguments)
         assert (done.exit_code, done.stdout) == (code, ""), words
         assert words in done.stderr
         assert "Traceback" not in done.stderr

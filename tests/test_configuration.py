@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import change_json
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -509,8 +510,7 @@ def test_field_misspelt_in_a_file_or_an_override_is_pointed_out(tmp_path: Path) 
     small().save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="`value_residul`; did you mean `value_residual`"):
         ResFormerConfig.from_pretrained(tmp_path, value_residul="identity")
-    config_file = tmp_path / "config.json"
-    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "value_source": [0] * 8}))
+    change_json(tmp_path / "config.json", value_source=[0] * 8)
     with pytest.warns(UserWarning, match="`value_source`; did you mean `value_sources`"):
         ResFormerConfig.from_pretrained(tmp_path)
 
@@ -741,15 +741,11 @@ def invalid_sources(draw: st.DrawFn) -> tuple[list[int], int]:
     return sources, layers
 
 
-def _with_depth(num_layers: int, name: str, sources: list[int]) -> ResFormerConfig:
-    return small(**{"num_hidden_layers": num_layers, name: sources})
-
-
 @pytest.mark.parametrize("name", ["value_sources", "key_sources"])
 @given(sources=valid_sources())
 def test_valid_sources_are_accepted(name: str, sources: list[int]) -> None:
     with warnings.catch_warnings(action="error"):
-        config = _with_depth(len(sources), name, sources)
+        config = small(**{"num_hidden_layers": len(sources), name: sources})
     assert getattr(config, f"all_{name}") == sources
 
 
@@ -758,7 +754,7 @@ def test_valid_sources_are_accepted(name: str, sources: list[int]) -> None:
 def test_invalid_sources_are_refused_by_name(name: str, case: tuple[list[int], int]) -> None:
     sources, num_layers = case
     with refused(f"`{name}`"):
-        _with_depth(num_layers, name, sources)
+        small(**{"num_hidden_layers": num_layers, name: sources})
 
 
 @given(st.lists(st.integers(-2, 8), max_size=9))

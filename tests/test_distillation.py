@@ -95,7 +95,6 @@ def test_a_student_equal_to_its_teacher_has_nothing_to_learn_from_it() -> None:
     loss = distillation_loss(logits, logits, torch.zeros(2, 5, dtype=torch.long), weight=1.0, temperature=3.0)
     loss.backward()
     assert abs(loss.item()) < 1e-6
-    assert logits.grad is not None
     assert logits.grad.abs().max() < 1e-7
 
 
