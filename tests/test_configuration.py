@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from checkpoints import change_json
+from conftest import COMBINATIONS, TinyConfig
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -170,35 +171,23 @@ def test_method_fits_every_depth(method: str) -> None:
 
 
 @pytest.mark.parametrize("use_diff", [True, False], ids=["differences", "everything"])
-def test_every_field_survives_json(use_diff: bool) -> None:
-    config = small(
-        num_key_value_heads=2,
-        head_dim=32,
+def test_every_field_survives_json(use_diff: bool, tiny_config: TinyConfig) -> None:
+    config = tiny_config(
+        "kitchen-sink",
         hidden_act="gelu",
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "linear", "factor": 2.5, "rope_theta": 5e5},
-        attention_bias=True,
-        attention_out_bias=False,
-        mlp_bias=True,
-        qk_norm=True,
-        sliding_window=16,
-        layer_types=ALTERNATING,
-        no_rope_layers=[1, 0] * 4,
         value_residual="constant",
         value_residual_init=[1 / 3, 0.1 + 0.2],
-        value_residual_layers=[2, 6],
-        neutreno_lambda=0.4,
-        value_sources=[0, 1, 2, 3, 4, 5, 6, 3],
-        key_sources=[0, 1, 0, 1, 0, 1, 0, 1],
-        dwa=True,
-        dwa_dilation=2,
+        value_residual_layers=[1, 4],
+        value_embeddings=[0, 3],
+        value_embeddings_init=0.1,
         dwa_period=3,
-        depth_attention=True,
-        depth_attention_blocks=5,
         depth_attention_init=1 / 3,
         eos_token_id=[2, 3],
-        tie_word_embeddings=True,
     )
+    unset = [name for name, default in CONNECTIONS.items() if getattr(config, name) == default]
+    assert unset == ["value_residual_stride"]  # which is of another value_residual
     again = ResFormerConfig.from_dict(json.loads(config.to_json_string(use_diff=use_diff)))
     assert again.to_dict() == config.to_dict()
     assert again.value_residual_init == [1 / 3, 0.1 + 0.2]
@@ -254,37 +243,11 @@ def test_layers_that_share_both_keys_and_values_store_nothing(
 
 # What combines
 
-COMBINATIONS: dict[str, dict[str, Any]] = {
-    "anchored values, mixed": {"value_residual": "learnable", "value_sources": [0, 0, 0, 3, 3, 3, 6, 6]},
-    "keys shared where values are not": {"key_sources": [0, 0, 2, 2, 4, 4, 6, 6]},
-    "grouped queries with all of it": {
-        "num_key_value_heads": 2,
-        "value_residual": "dense",
-        "key_sources": [0, 0, 2, 2, 4, 4, 6, 6],
-        "dwa": True,
-        "neutreno_lambda": 0.4,
-    },
-    "values shared across rotated and unrotated layers": {"no_rope_layers": [1, 0] * 4, "value_sources": [0] * 8},
-    "keys shared among unrotated layers": {"no_rope_layers": [1, 0] * 4, "key_sources": [0, 1, 0, 1, 0, 1, 0, 1]},
-    "sharing within each layer type": {
-        "layer_types": ALTERNATING,
-        "sliding_window": 16,
-        "value_sources": [0, 1, 0, 1, 0, 1, 0, 1],
-        "key_sources": [0, 1, 0, 1, 0, 1, 0, 1],
-    },
-    "a listed layer that is an anchor": {
-        "value_residual": "constant",
-        "value_residual_layers": [4],
-        "value_sources": [0, 0, 0, 0, 4, 4, 4, 4],
-    },
-    "query/key norm and Qwen2's biases": {"qk_norm": True, "attention_bias": True, "attention_out_bias": False},
-}
 
-
-@pytest.mark.parametrize("config_fields", COMBINATIONS.values(), ids=COMBINATIONS)
-def test_combination_is_accepted(config_fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_combination_is_accepted(name: str, tiny_config: TinyConfig) -> None:
     with warnings.catch_warnings(action="error"):
-        ResFormerForCausalLM(small(**config_fields))
+        ResFormerForCausalLM(tiny_config(name))
 
 
 # Misuse: one row is (what is wrong, the fields, what the message must say)
