@@ -155,26 +155,6 @@ def test_packed_sequences_equal_separate_ones(
         assert (logits_of(model, packed)[0, 11:] - expected[11:]).abs().max() > 0.1
 
 
-def test_packed_sequences_train_as_separate_ones(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
-    model = tiny_model(variant).train()
-    sequences = [ids[mask.bool()] for ids, mask in zip(*ragged.values(), strict=True)]
-    separate = sum(
-        nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum") for row in sequences
-    )
-    separate.backward()
-    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-
-    labels = torch.cat([torch.cat((torch.tensor([-100]), row[1:])) for row in sequences])[None]
-    positions = torch.cat([torch.arange(len(row)) for row in sequences])[None]
-    tokens = sum(len(row) - 1 for row in sequences)
-    loss = model(torch.cat(sequences)[None], position_ids=positions, labels=labels).loss
-    torch.testing.assert_close(loss * tokens, separate)
-    (loss * tokens).backward()
-    for name, parameter in model.named_parameters():
-        assert_close(parameter.grad, expected[name], 1e-4)
-
-
 # Backends
 
 

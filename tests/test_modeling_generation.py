@@ -121,18 +121,6 @@ def test_generation_with_a_cache_equals_generation_without(
     assert len({tuple(row) for row in got.sequences[:, -NEW_TOKENS:].tolist()}) == len(got.sequences)
 
 
-def test_positions_go_on_from_the_cache_when_none_are_given(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
-    model = tiny_model(variant)
-    ids = ragged["input_ids"][:1]
-    with torch.no_grad():
-        expected = model(ids, use_cache=False).logits
-        start = model(ids[:, :6], use_cache=True)
-        middle = model(ids[:, 6:10], past_key_values=start.past_key_values)
-        last = model(ids[:, 10:], past_key_values=middle.past_key_values)
-    got = torch.cat((start.logits, middle.logits, last.logits), dim=1)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("sizes", [[1] * 11, [4, 4, 3], [1, 9, 1]])
 def test_chunked_prefill_equals_one_pass(tiny_model: TinyModel, variant: str, sizes: list[int], ragged: Batch) -> None:
     model = tiny_model(variant)
