@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hub_server import Sparse
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CwmConfig,
     CwmForCausalLM,
@@ -125,9 +125,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {"<end>": 0, **{character: index for index, character in enumerate(alphabet, start=1)}}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    from tokenizers.decoders import ByteLevel
-
-    tokenizer.decoder = ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>", chat_template="{{ messages[0].content }}"
     )

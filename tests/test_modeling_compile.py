@@ -82,7 +82,6 @@ def test_exporting_every_method_with_dynamic_batch_and_length(
             mask[1, :3] = 0
             got = program(input_ids=ids, attention_mask=mask, use_cache=False).logits
             expected = model(ids, attention_mask=mask).logits
-            torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
             assert (got - expected)[mask.bool()].abs().max() <= 1e-5 * expected[mask.bool()].abs().max()
 
 
