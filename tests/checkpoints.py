@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from hub_server import Sparse
-from tokenizers import Tokenizer, models, pre_tokenizers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CwmConfig,
     CwmForCausalLM,
@@ -106,7 +107,11 @@ SMOLLM2_135M = {
 def family_model(family: str, **fields: Any) -> PreTrainedModel:
     """A model of the family with random parameters, biases and norms among them."""
     config_class, model_class, own = FAMILIES[family]
-    model = model_class(config_class(**{**SIZES, **own, **fields}))
+    return randomise(model_class(config_class(**{**SIZES, **own, **fields})))
+
+
+def randomise(model: Any) -> Any:
+    """Draws every parameter, the same each time."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -120,12 +125,28 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {"<end>": 0, **{character: index for index, character in enumerate(alphabet, start=1)}}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    from tokenizers.decoders import ByteLevel
-
-    tokenizer.decoder = ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>", chat_template="{{ messages[0].content }}"
     )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below, with its bytes."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+
+
+def stored(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+    """Every tensor of a checkpoint: its dtype, shape and bytes."""
+    tensors = {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
+    return {name: (t.dtype, t.shape, t.view(torch.uint8).numpy().tobytes()) for name, t in tensors.items()}
+
+
+def change_json(path: Path, **fields: Any) -> None:
+    """Sets fields of a JSON object in a file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 def save_notes(folder: Path) -> None:

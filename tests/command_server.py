@@ -4,8 +4,7 @@ Tests use `resformer`, `run` and `Run`. The server is a process without threads:
 that is never released. A request is a line of JSON on its stdin, an answer a line on its stdout:
 
     {"run": arguments, "cwd", "env", "stdout", "stderr": files, "largest_file": bytes or null}    a process id
-    {"wait": id}        its exit code, negative for a signal
-    {"finished": id}    whether it has ended
+    {"wait": id}    its exit code, negative for a signal
 """
 
 import json
@@ -15,9 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +81,6 @@ class Run:
     def wait(self) -> int:
         return self._ask(wait=self.pid)
 
-    def finished(self) -> bool:
-        return bool(self._ask(finished=self.pid))
-
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
-        """Until the condition holds, or the process has ended."""
-        end = time.perf_counter() + seconds
-        while not condition() and not self.finished():
-            assert time.perf_counter() < end
-            time.sleep(0.0005)
-
     def _ask(self, **request: Any) -> int:
         print(json.dumps(request), file=self.server.stdin, flush=True)
         return int(json.loads(self.server.stdout.readline()))
@@ -152,12 +140,8 @@ def _execute(kind: str, what: str, *arguments: str) -> int:
     return 0
 
 
-def _answer(request: dict[str, Any]) -> int | bool:
-    if "run" in request:
-        return _fork(request)
-    if "wait" in request:
-        return os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
-    return os.waitid(os.P_PID, request["finished"], os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+def _answer(request: dict[str, Any]) -> int:
+    return _fork(request) if "run" in request else os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
 
 
 if __name__ == "__main__":

@@ -16,6 +16,10 @@ from typer.testing import CliRunner
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.cli import app
 
+TinyConfig = Callable[..., ResFormerConfig]
+TinyModel = Callable[..., PreTrainedModel]
+Batch = dict[str, torch.Tensor]
+
 #: One model small enough for a core and a second: 6 layers, 4 query and 2 key/value heads of width 8.
 TINY = {
     "vocab_size": 97,
@@ -116,7 +120,7 @@ def variant(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def tiny_config() -> Callable[..., ResFormerConfig]:
+def tiny_config() -> TinyConfig:
     """`tiny_config("svformer", hidden_size=64)`: the configuration of a method or combination, fields on top."""
 
     def build(variant: str = "transformer", **fields: Any) -> ResFormerConfig:
@@ -143,9 +147,7 @@ def randomise() -> Callable[..., PreTrainedModel]:
 
 
 @pytest.fixture
-def tiny_model(
-    tiny_config: Callable[..., ResFormerConfig], randomise: Callable[..., PreTrainedModel]
-) -> Callable[..., PreTrainedModel]:
+def tiny_model(tiny_config: TinyConfig, randomise: Callable[..., PreTrainedModel]) -> TinyModel:
     """`tiny_model("svformer", dtype=torch.float64)`: a model of a variant with random parameters, in eval mode."""
 
     def build(
@@ -164,6 +166,11 @@ def tiny_model(
     return build
 
 
+def cli(*arguments: object) -> Result:
+    """`resformer ARGUMENTS` in this process."""
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
 @pytest.fixture
 def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """`invoke(folder, "finetune", "source")`: `resformer finetune source` in this process and in that folder."""
@@ -172,7 +179,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
         monkeypatch.chdir(folder)
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "home" / "datasets")
         datasets.disable_progress_bars()  # as the command itself does off a terminal, before tqdm is imported
-        result = CliRunner().invoke(app, [*map(str, arguments)])
+        result = cli(*arguments)
         datasets.enable_progress_bars()
         return result
 

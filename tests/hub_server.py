@@ -134,10 +134,10 @@ class HubServer:
         found = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
         return {**found, **({"HF_TOKEN": token} if token else {}), **variables}
 
-    def add(self, repo_id: str, folder: Path, *, private: bool = False) -> Repository:
+    def add(self, repo_id: str, folder: Path) -> Repository:
         """Puts the files of `folder` into a repository, in one commit."""
         files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        repository = self.repositories.setdefault(repo_id, Repository(private=private))
+        repository = self.repositories.setdefault(repo_id, Repository())
         self.store(repository, files)
         return repository
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tracemalloc
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, byte_tokenizer, family_model, save_checkpoint
-from conftest import VARIANTS, others_slow
+from conftest import VARIANTS, Batch, TinyModel, cli, others_slow
 from matplotlib import image
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,19 +31,15 @@ from transformers import (
     GPT2LMHeadModel,
     PreTrainedModel,
 )
-from typer.testing import CliRunner
 
 from resformer.analysis import Analysis, Report, analyze, attention, figures, read_texts, write_report
 from resformer.analysis.attention import IMPLEMENTATION, MaskRows, chunked_attention
 from resformer.analysis.claims import CLAIMS, THRESHOLDS, judge, paper_model
 from resformer.analysis.measuring import DEFINITIONS
 from resformer.analysis.page import number
-from resformer.cli import app
 from resformer.convert import CheckpointError, retrofit
 from resformer.modeling.mixing import plain_matrix
 from resformer.training.optimizer import is_connection
-
-Batch = dict[str, torch.Tensor]
 
 #: Texts of different lengths, as token ids.
 TEXTS = [[5, 17, 3, 60, 9, 9, 41, 22, 80, 4, 33, 71, 8], [64, 2], [12, 90, 31, 7, 55]]
@@ -119,7 +115,7 @@ def attended_values(model: PreTrainedModel, raw: dict[int, torch.Tensor], output
 
 
 @pytest.fixture(params=[*others_slow(VARIANTS), *FAMILIES])
-def any_model(request: pytest.FixtureRequest, tiny_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+def any_model(request: pytest.FixtureRequest, tiny_model: TinyModel) -> PreTrainedModel:
     """A model of every variant, and one of every family of Transformers, in float64."""
     if request.param in FAMILIES:
         return family_model(request.param).double()
@@ -140,9 +136,7 @@ def test_quantities_are_those_of_plain_loops(any_model: PreTrainedModel) -> None
 
 
 @pytest.mark.usefixtures("few_queries_at_a_time")
-def test_importance_by_position_is_the_mean_over_the_texts_that_are_so_long(
-    tiny_model: Callable[..., PreTrainedModel],
-) -> None:
+def test_importance_by_position_is_the_mean_over_the_texts_that_are_so_long(tiny_model: TinyModel) -> None:
     model = tiny_model("resformer", attention="eager", dtype=torch.float64)
     both, first, last = (analyze(model, texts) for texts in (TEXTS[::2], TEXTS[:1], TEXTS[2:]))
     for n in range(6):
@@ -154,7 +148,7 @@ def test_importance_by_position_is_the_mean_over_the_texts_that_are_so_long(
 
 
 @pytest.mark.usefixtures("few_queries_at_a_time")
-def test_uniform_reference_is_what_a_model_without_queries_has(tiny_model: Callable[..., PreTrainedModel]) -> None:
+def test_uniform_reference_is_what_a_model_without_queries_has(tiny_model: TinyModel) -> None:
     model = tiny_model("transformer", dtype=torch.float64)
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.data.zero_()
@@ -164,7 +158,7 @@ def test_uniform_reference_is_what_a_model_without_queries_has(tiny_model: Calla
     assert analysis.uniform.keys() == {"entropy", "first_importance", "importance_ratio"}
 
 
-def test_matrices_are_the_models(tiny_model: Callable[..., PreTrainedModel]) -> None:
+def test_matrices_are_the_models(tiny_model: TinyModel) -> None:
     model = tiny_model("resformer-denseformer")
     analysis = analyze(model, TEXTS)
     assert analysis.value_mixing_matrix == model.model.value_mixing_matrix().tolist()
@@ -184,11 +178,7 @@ def test_matrices_are_the_models(tiny_model: Callable[..., PreTrainedModel]) -> 
 )
 @pytest.mark.usefixtures("few_queries_at_a_time")
 def test_logits_are_those_of_other_attention(
-    any_model: PreTrainedModel,
-    implementation: str,
-    dtype: torch.dtype,
-    tolerance: float,
-    ragged: dict[str, torch.Tensor],
+    any_model: PreTrainedModel, implementation: str, dtype: torch.dtype, tolerance: float, ragged: Batch
 ) -> None:
     outputs = []
     for chosen in (implementation, IMPLEMENTATION):
@@ -198,7 +188,7 @@ def test_logits_are_those_of_other_attention(
     torch.testing.assert_close(outputs[1], outputs[0], rtol=tolerance, atol=tolerance)
 
 
-def test_model_is_as_it_was(tiny_model: Callable[..., PreTrainedModel]) -> None:
+def test_model_is_as_it_was(tiny_model: TinyModel) -> None:
     model = tiny_model("resformer").train()
     analyze(model, TEXTS)
     assert model.config._attn_implementation == "sdpa"
@@ -225,7 +215,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("variant", ["resformer", "kitchen-sink"], indirect=True)
 def test_nothing_as_large_as_tokens_times_tokens_is_made(
-    variant: str, tiny_model: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+    variant: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = 400
     monkeypatch.setattr(attention, "_MOST_WEIGHTS", 4 * tokens * 10)
@@ -240,7 +230,7 @@ def test_nothing_as_large_as_tokens_times_tokens_is_made(
 
 
 @pytest.mark.slow
-def test_memory_grows_by_the_reported_numbers_alone(tiny_model: Callable[..., PreTrainedModel]) -> None:
+def test_memory_grows_by_the_reported_numbers_alone(tiny_model: TinyModel) -> None:
     tensors: dict[int, int] = {}
     arrays: dict[int, int] = {}
     done: list[int] = []
@@ -270,7 +260,7 @@ def test_memory_grows_by_the_reported_numbers_alone(tiny_model: Callable[..., Pr
 # What it refuses
 
 
-def test_texts_are_truncated_and_short_ones_counted(tiny_model: Callable[..., PreTrainedModel]) -> None:
+def test_texts_are_truncated_and_short_ones_counted(tiny_model: TinyModel) -> None:
     model = tiny_model()
     analysis = analyze(model, [[5], *TEXTS], max_tokens=4)
     assert (analysis.texts, analysis.tokens, analysis.skipped) == (3, 10, 1)
@@ -282,7 +272,7 @@ def test_texts_are_truncated_and_short_ones_counted(tiny_model: Callable[..., Pr
         analyze(model, ["a string"])
 
 
-def test_broken_weights_are_named(tiny_model: Callable[..., PreTrainedModel]) -> None:
+def test_broken_weights_are_named(tiny_model: TinyModel) -> None:
     model = tiny_model()
     model.model.layers[3].mlp.down_proj.weight.data.fill_(torch.nan)
     with pytest.raises(CheckpointError, match=r"first_hidden_norm of layer 3 is nan on text 0"):
@@ -314,9 +304,7 @@ def with_means(analysis: Analysis, **means: list[float]) -> Analysis:
     return replace(analysis, quantities={**analysis.quantities, **changed})
 
 
-def test_claims_are_judged_by_the_worst_layer_beside_a_model_that_breaks_them(
-    tiny_model: Callable[..., PreTrainedModel],
-) -> None:
+def test_claims_are_judged_by_the_worst_layer_beside_a_model_that_breaks_them(tiny_model: TinyModel) -> None:
     analysis = analyze(tiny_model("resformer"), TEXTS)
     good = with_means(
         analysis,
@@ -341,7 +329,7 @@ def test_claims_are_judged_by_the_worst_layer_beside_a_model_that_breaks_them(
     assert [(v["holds"], v["value"], v["expected"]) for v in alone] == [(None, v, None) for v in (9.9, 0.51, 2.9)]
 
 
-def test_depth_claims_are_judged_by_the_matrix(tiny_model: Callable[..., PreTrainedModel]) -> None:
+def test_depth_claims_are_judged_by_the_matrix(tiny_model: TinyModel) -> None:
     analysis = analyze(tiny_model("denseformer"), TEXTS)
     matrix = np.eye(6, 7, k=1)
     matrix[:, 0] = [0.3, 0.3, 0.3, 0.3, -0.1, -0.2]
@@ -373,15 +361,11 @@ def test_depth_claims_are_judged_by_the_matrix(tiny_model: Callable[..., PreTrai
     ],
     indirect=["variant"],
 )
-def test_a_model_is_judged_as_what_it_computes(
-    variant: str, name: str | None, tiny_model: Callable[..., PreTrainedModel]
-) -> None:
+def test_a_model_is_judged_as_what_it_computes(variant: str, name: str | None, tiny_model: TinyModel) -> None:
     assert paper_model(analyze(tiny_model(variant), TEXTS)) == name
 
 
-def test_a_retrofit_that_has_hardly_moved_is_not_judged_as_a_resformer(
-    tiny_model: Callable[..., PreTrainedModel],
-) -> None:
+def test_a_retrofit_that_has_hardly_moved_is_not_judged_as_a_resformer(tiny_model: TinyModel) -> None:
     analysis = analyze(tiny_model("transformer"), TEXTS)
     for moved_by, gate, name in (
         (0.04, 0.04, "transformer"),
@@ -509,7 +493,6 @@ document.body.append(measured); })</script>"""
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
 @pytest.mark.parametrize("width", [1280, 500])
 def test_page_opens_in_a_browser(report: tuple[Report, Path], tmp_path: Path, width: int) -> None:
-    assert BROWSER is not None
     probed, picture = tmp_path / "report.html", tmp_path / "page.png"
     probed.write_text((report[1] / "report.html").read_text().replace("</body>", f"{PROBE}</body>"))
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
@@ -638,15 +621,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "llama"
 
 
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["analyze", *map(str, arguments)])
-
-
 @pytest.mark.slow
 def test_command_lays_checkpoints_side_by_side(llama: Path, tmp_path: Path) -> None:
     retrofit(llama, tmp_path / "after", method="resformer")
     options = ("--text", llama.parent / "notes.txt", "--max-tokens", 40, "--texts", 3, "--device", "cpu")
-    done = run(llama, tmp_path / "after", *options, "--output", tmp_path / "out", "--json")
+    done = cli("analyze", llama, tmp_path / "after", *options, "--output", tmp_path / "out", "--json")
     assert done.exit_code == 0, done.output
     printed = json.loads(done.stdout)
     assert printed == json.loads((tmp_path / "out" / "analysis.json").read_text())
@@ -655,7 +634,7 @@ def test_command_lays_checkpoints_side_by_side(llama: Path, tmp_path: Path) -> N
     assert (before["texts"], before["tokens"], before["device"]) == (3, 120, "cpu")
     for quantity in DEFINITIONS:  # an exact retrofit computes what its source does
         assert after["quantities"][quantity]["mean"] == pytest.approx(before["quantities"][quantity]["mean"], rel=1e-4)
-    tables = run(llama, tmp_path / "after", *options)
+    tables = cli("analyze", llama, tmp_path / "after", *options)
     assert tables.exit_code == 0
     entropy = number(before["quantities"]["entropy"]["mean"][5])
     assert re.search(rf"^ +5 +{re.escape(entropy)} ", tables.stdout, flags=re.MULTILINE)
@@ -664,7 +643,7 @@ def test_command_lays_checkpoints_side_by_side(llama: Path, tmp_path: Path) -> N
 
 def test_checkpoints_of_one_name_are_told_apart(llama: Path, tmp_path: Path) -> None:
     retrofit(llama, tmp_path / "llama", method="resformer")
-    done = run(llama, tmp_path / "llama", "--text", llama.parent / "notes.txt", "--max-tokens", 8, "--json")
+    done = cli("analyze", llama, tmp_path / "llama", "--text", llama.parent / "notes.txt", "--max-tokens", 8, "--json")
     assert [one["name"] for one in json.loads(done.stdout)["checkpoints"]] == [str(llama), str(tmp_path / "llama")]
 
 
@@ -690,7 +669,7 @@ def test_misuse_has_its_exit_code_and_one_message(llama: Path, tmp_path: Path) -
         ((llama, "--text", notes, "--dtype", "int8"), 2, "--dtype int8"),
         ((llama, "--text", notes, "--texts", "0"), 2, "--texts"),
     ):
-        done = run(*arguments)
+        done = cli("analyze", *arguments)
         assert (done.exit_code, done.stdout) == (code, ""), words
         assert words in done.stderr
         assert "Traceback" not in done.stderr

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import SIZES, byte_tokenizer, save_checkpoint
+from checkpoints import SIZES, byte_tokenizer, change_json, contents, randomise, save_checkpoint
+from command_server import resformer
 from hub_server import HubServer
 from remote_worker import CHOSEN, numbers
 from safetensors.torch import load_file, save_file
@@ -25,17 +26,9 @@ CODE = [*remote_code()]
 CARD = "---\nlicense: mit\n---\nA card.\n"
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 def save_model(folder: Path, method: str, **fields: Any) -> ResFormerForCausalLM:
     """Saves a model with random coefficients, with its tokenizer and a card."""
-    model = ResFormerForCausalLM(ResFormerConfig.for_method(method, **{**SIZES, **fields})).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + ("norm" in name))
+    model = randomise(ResFormerForCausalLM(ResFormerConfig.for_method(method, **{**SIZES, **fields})))
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     (folder / "README.md").write_text(CARD)
@@ -173,25 +166,19 @@ def test_the_record_of_a_retrofit_goes_along(tmp_path: Path) -> None:
     assert "auto_map" not in json.loads((tmp_path / "back" / "config.json").read_text())
 
 
-def test_a_bundle_of_a_bundle_is_the_same(saved: Path, tmp_path: Path) -> None:
+def test_a_bundle_of_a_bundle_is_the_same_but_for_the_code_of_an_older_version(saved: Path, tmp_path: Path) -> None:
     bundle(saved, tmp_path / "one", verify="headers")
+    expected = contents(tmp_path / "one")
+    (tmp_path / "one" / "module_of_an_older_version.py").touch()
     report = bundle(tmp_path / "one", tmp_path / "other", verify="headers")
-    assert contents(tmp_path / "one") == contents(tmp_path / "other")
-    assert report.left_behind == []
-
-
-def test_the_code_of_an_older_bundle_stays_behind(saved: Path, tmp_path: Path) -> None:
-    bundle(saved, tmp_path / "old", verify="headers")
-    (tmp_path / "old" / "module_of_an_older_version.py").touch()
-    report = bundle(tmp_path / "old", tmp_path / "new", verify="headers")
+    assert contents(tmp_path / "other") == expected
     assert report.left_behind == ["module_of_an_older_version.py"]
-    assert {path.name for path in (tmp_path / "new").glob("*.py")} == {*CODE}
 
 
 def test_code_and_settings_of_a_stranger_stay_behind(saved: Path, tmp_path: Path) -> None:
     config = json.loads((saved / "config.json").read_text())
     theirs = {"auto_map": {"AutoConfig": "evil.Config"}, "_attn_implementation": "evil/kernel"}
-    (saved / "config.json").write_text(json.dumps({**config, **theirs}))
+    change_json(saved / "config.json", **theirs)
     (saved / "modeling_resformer.py").write_text("raise SystemExit('run')")
     (saved / "evil.py").write_text("raise SystemExit('run')")
     report = bundle(saved, tmp_path / "out", verify="logits")
@@ -211,33 +198,27 @@ def test_a_checkpoint_of_the_hub_brings_its_card(saved: Path, tmp_path: Path) ->
     assert (tmp_path / "out" / "README.md").read_text() == CARD
 
 
-def test_other_checkpoints_are_refused(tmp_path: Path) -> None:
+def test_other_checkpoints_and_heads_are_refused(saved: Path, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "llama")
-    with pytest.raises(CheckpointError, match="of 'llama', which Transformers loads by itself"):
-        bundle(tmp_path / "llama", tmp_path / "out")
+    AutoModelForSequenceClassification.from_pretrained(saved).save_pretrained(tmp_path / "classifier")
+    for name, words in (
+        ("llama", "of 'llama', which Transformers loads by itself"),
+        ("classifier", r"Classification'\]; only ResFormerForCausalLM can"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            bundle(tmp_path / name, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_other_heads_are_told_what_to_do(saved: Path, tmp_path: Path) -> None:
-    model = AutoModelForSequenceClassification.from_pretrained(saved)
-    model.save_pretrained(tmp_path / "classifier")
-    with pytest.raises(CheckpointError, match="Classification'\\]; only ResFormerForCausalLM can"):
-        bundle(tmp_path / "classifier", tmp_path / "out")
 
 
 # The command
 
 
-def resformer(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-m", "resformer", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-
-
 @pytest.mark.slow
 def test_the_command_writes_the_same_bytes_in_every_process(saved: Path, tmp_path: Path) -> None:
     bundle(saved, tmp_path / "here", verify="headers")
-    done = resformer("bundle", saved, tmp_path / "there", "--verify", "headers", PYTHONHASHSEED="1")
+    command = [sys.executable, "-m", "resformer", "bundle", saved, tmp_path / "there", "--verify", "headers"]
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"wrote         {tmp_path / 'there'}" in done.stdout
     assert contents(tmp_path / "here") == contents(tmp_path / "there")

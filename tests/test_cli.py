@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 from checkpoints import save_checkpoint
 from command_server import resformer
-from hub_server import HubServer
-from typer.testing import CliRunner
+from conftest import cli
 
 from resformer import METHODS
-from resformer.cli import app
 from resformer.version import __version__
 
 
@@ -111,7 +109,7 @@ def test_after_an_interrupt_a_command_says_what_it_leaves(
 
     module, _, name = function.partition(".")
     monkeypatch.setattr(importlib.import_module(f"resformer.{module}"), name, interrupted)
-    done = CliRunner().invoke(app, command)
+    done = cli(*command)
     assert (done.exit_code, done.stderr.count("\n")) == (130, 1)
     assert words in done.stderr
 
@@ -161,24 +159,6 @@ def test_verify_exits_with_4_where_checkpoints_differ(llama: Path, tmp_path: Pat
     assert "cache         384 bytes a token, 50% of the full one" in done.stdout
     assert "\n              448 with svformer\n              768 with every other method\n" in done.stdout
     assert "M, values     row 1: [0]=1" in done.stdout
-
-
-def test_weights_of_a_family_that_cannot_be_converted_are_not_fetched(llama: Path, tmp_path: Path) -> None:
-    with HubServer() as hub:
-        hub.add("you/moe", llama)
-        config = json.loads(hub.repositories["you/moe"]["config.json"])
-        hub.repositories["you/moe"]["config.json"] = json.dumps({**config, "model_type": "mixtral"}).encode()
-        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
-        done = resformer("convert", "you/moe", tmp_path / "out", **environment)
-        assert done.returncode == 3
-        assert "'mixtral' cannot be converted (it is a mixture of experts)" in done.stderr
-        assert not [request for request in hub.requests if "model.safetensors" in request]
-        hub.add("you/llama", llama)
-        done = resformer("convert", "you/llama", tmp_path / "out", "--json", **environment)
-        assert done.returncode == 0, done.stderr
-        report = json.loads(done.stdout)
-        assert report["revision"] == hub.commit_id("you/llama")
-        assert report["verification"]["identical"] is True
 
 
 def test_methods_lists_every_method() -> None:

@@ -21,12 +21,13 @@ import pytest
 import torch
 from checkpoints import save_checkpoint, save_notes
 from command_server import Run, resformer, run
+from conftest import TinyConfig, TinyModel
 from filelock import FileLock
 from scipy import stats
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
-from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+from resformer import METHODS, ResFormerForCausalLM
 from resformer.model_cards.metrics import metrics_of
 from resformer.training.data import Blocks, PackedBlocks, is_held_out
 from resformer.training.memory import step_memory
@@ -114,7 +115,9 @@ def random_blocks(count: int = 10, block: int = 8, vocabulary: int = 97, most: i
 # Pairs.
 
 
-def test_models_of_a_seed_start_from_one_backbone(tiny_config: Callable[..., ResFormerConfig], method: str) -> None:
+def test_models_of_a_seed_start_from_one_backbone_and_their_own_connections(
+    tiny_config: TinyConfig, method: str
+) -> None:
     backbone = tiny_config()
     llama = paired_model(backbone, backbone, 3).state_dict()
     model = paired_model(tiny_config(method), backbone, 3)
@@ -123,11 +126,13 @@ def test_models_of_a_seed_start_from_one_backbone(tiny_config: Callable[..., Res
             assert name not in llama
         else:
             assert torch.equal(parameter, llama[name]), name
+    starts = [each.model.value_mixing_matrix() for each in (model, ResFormerForCausalLM(tiny_config(method)))]
+    assert torch.equal(*(matrix.nan_to_num(7) for matrix in starts))
     other = paired_model(tiny_config(method), backbone, 4)
     assert not torch.equal(other.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
-def test_fewer_key_value_heads_are_the_first_ones(tiny_config: Callable[..., ResFormerConfig]) -> None:
+def test_fewer_key_value_heads_are_the_first_ones(tiny_config: TinyConfig) -> None:
     backbone = tiny_config(num_key_value_heads=4)
     full, half = (paired_model(tiny_config(num_key_value_heads=heads), backbone, 0) for heads in (4, 2))
     for name, parameter in half.named_parameters():
@@ -136,18 +141,7 @@ def test_fewer_key_value_heads_are_the_first_ones(tiny_config: Callable[..., Res
         assert (len(parameter) < len(whole)) == (".k_proj" in name or ".v_proj" in name)
 
 
-@pytest.mark.parametrize(
-    ("method", "first"),
-    [("resformer", 0.5), ("resformer-plus", 0.5), ("resformer-dense", 0.5), ("resformer-constant", 2)],
-)
-def test_connections_start_at_their_from_scratch_values(
-    tiny_config: Callable[..., ResFormerConfig], method: str, first: float
-) -> None:
-    matrix = paired_model(tiny_config(method), tiny_config(), 0).model.value_mixing_matrix()
-    torch.testing.assert_close(matrix[1:, 0], torch.full((5,), float(first)))
-
-
-def test_methods_of_a_seed_see_the_same_batches(tiny_config: Callable[..., ResFormerConfig], tmp_path: Path) -> None:
+def test_methods_of_a_seed_see_the_same_batches(tiny_config: TinyConfig, tmp_path: Path) -> None:
     def order(method: str, seed: int) -> list[int]:
         blocks = random_blocks()
         assert isinstance(blocks.train, Recorded)
@@ -168,9 +162,7 @@ def test_methods_of_a_seed_see_the_same_batches(tiny_config: Callable[..., ResFo
 # The recipe.
 
 
-def test_the_recipe_is_the_papers(
-    tiny_config: Callable[..., ResFormerConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_is_the_papers(tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[ConnectionTrainer] = []
 
     class Spy(ConnectionTrainer):
@@ -197,7 +189,7 @@ def test_the_recipe_is_the_papers(
     assert optimizer.param_groups[0]["lr"] == pytest.approx(6e-5)
 
 
-def test_micro_batches_make_the_same_step(tiny_config: Callable[..., ResFormerConfig], tmp_path: Path) -> None:
+def test_micro_batches_make_the_same_step(tiny_config: TinyConfig, tmp_path: Path) -> None:
     losses = [
         paired_run(
             paired_model(tiny_config(), tiny_config(), 0), random_blocks(),
@@ -211,7 +203,7 @@ def test_micro_batches_make_the_same_step(tiny_config: Callable[..., ResFormerCo
 
 
 def test_the_last_loss_is_that_of_all_held_out_documents_and_the_curve_has_the_intervals(
-    tiny_config: Callable[..., ResFormerConfig], tmp_path: Path
+    tiny_config: TinyConfig, tmp_path: Path
 ) -> None:
     blocks = random_blocks(most=2)
     result = paired_run(
@@ -239,7 +231,7 @@ def test_the_last_loss_is_that_of_all_held_out_documents_and_the_curve_has_the_i
     assert not (tmp_path / "unfinished").exists()
 
 
-def test_a_stopped_run_goes_on_to_the_same_bits(tiny_config: Callable[..., ResFormerConfig], tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_to_the_same_bits(tiny_config: TinyConfig, tmp_path: Path) -> None:
     def run(told: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
         recipe = RunSettings(steps=12, batch=4, evaluations=4, learning_rate=1e-2)
         model = paired_model(tiny_config("resformer-denseformer"), tiny_config(), 0)
@@ -263,7 +255,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(tiny_config: Callable[..., ResFo
 
 
 @pytest.mark.parametrize("variant", [*METHODS, "crossed-sharing"])
-def test_operations_are_those_that_torch_counts(tiny_model: Callable[..., PreTrainedModel], variant: str) -> None:
+def test_operations_are_those_that_torch_counts(tiny_model: TinyModel, variant: str) -> None:
     tokens = 16
     model = tiny_model(variant, attention="eager")
     config = model.config
@@ -282,7 +274,7 @@ def test_operations_are_those_that_torch_counts(tiny_model: Callable[..., PreTra
     assert training_flops(config, tokens) == 3 * sum(parts.values())
 
 
-def test_operations_of_connections_and_windows(tiny_config: Callable[..., ResFormerConfig]) -> None:
+def test_operations_of_connections_and_windows(tiny_config: TinyConfig) -> None:
     def cost(part: str, variant: str = "transformer", **fields: Any) -> float:
         return forward_flops(tiny_config(variant, **fields), 16)[part]
 
@@ -303,7 +295,7 @@ def test_operations_of_connections_and_windows(tiny_config: Callable[..., ResFor
     assert cost("attention", sliding_window=4) == 4 * width * 6 * (1 + 2 + 3 + 13 * 4) / 16
 
 
-def test_memory_counts_what_a_step_holds(tiny_model: Callable[..., PreTrainedModel]) -> None:
+def test_memory_counts_what_a_step_holds(tiny_model: TinyModel) -> None:
     model = tiny_model("resformer", vocab_size=5000)
     held = 4 * model.num_parameters()
     ids = torch.arange(32)[None]
@@ -349,7 +341,6 @@ def test_differences_have_the_error_of_all_methods_and_seeds() -> None:
     assert rows_of(runs[:2], "a")["small"][1]["difference"]["low"] is None  # one seed
 
     error = pooled_error({"a": [0.0, 0.0], "b": [1.0, 3.0], "c": [2.0, 1.0]})  # residuals of 1/6, 5/6 and 4/6, twice
-    assert error is not None
     assert (error.comparisons, error.degrees_of_freedom) == (2, 2)
     assert error.standard_error == pytest.approx(math.sqrt(2 / 2 * 2 * (1 + 25 + 16) / 36 / 2))
 
@@ -510,7 +501,7 @@ def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable
     assert ResFormerForCausalLM.from_pretrained(folder).config.value_residual == "learnable"
 
 
-def test_a_checkpoint_has_its_own_rates(tiny_config: Callable[..., ResFormerConfig], tmp_path: Path) -> None:
+def test_a_checkpoint_has_its_own_rates(tiny_config: TinyConfig, tmp_path: Path) -> None:
     model = paired_model(tiny_config("resformer"), tiny_config(), 0)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     recipe = RunSettings(steps=1, batch=2, warmup=0.0, learning_rate=1e-5, connection_learning_rate=1e-2, bf16=False)

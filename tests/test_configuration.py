@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import change_json
+from conftest import COMBINATIONS, TinyConfig
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -169,35 +171,23 @@ def test_method_fits_every_depth(method: str) -> None:
 
 
 @pytest.mark.parametrize("use_diff", [True, False], ids=["differences", "everything"])
-def test_every_field_survives_json(use_diff: bool) -> None:
-    config = small(
-        num_key_value_heads=2,
-        head_dim=32,
+def test_every_field_survives_json(use_diff: bool, tiny_config: TinyConfig) -> None:
+    config = tiny_config(
+        "kitchen-sink",
         hidden_act="gelu",
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "linear", "factor": 2.5, "rope_theta": 5e5},
-        attention_bias=True,
-        attention_out_bias=False,
-        mlp_bias=True,
-        qk_norm=True,
-        sliding_window=16,
-        layer_types=ALTERNATING,
-        no_rope_layers=[1, 0] * 4,
         value_residual="constant",
         value_residual_init=[1 / 3, 0.1 + 0.2],
-        value_residual_layers=[2, 6],
-        neutreno_lambda=0.4,
-        value_sources=[0, 1, 2, 3, 4, 5, 6, 3],
-        key_sources=[0, 1, 0, 1, 0, 1, 0, 1],
-        dwa=True,
-        dwa_dilation=2,
+        value_residual_layers=[1, 4],
+        value_embeddings=[0, 3],
+        value_embeddings_init=0.1,
         dwa_period=3,
-        depth_attention=True,
-        depth_attention_blocks=5,
         depth_attention_init=1 / 3,
         eos_token_id=[2, 3],
-        tie_word_embeddings=True,
     )
+    unset = [name for name, default in CONNECTIONS.items() if getattr(config, name) == default]
+    assert unset == ["value_residual_stride"]  # which is of another value_residual
     again = ResFormerConfig.from_dict(json.loads(config.to_json_string(use_diff=use_diff)))
     assert again.to_dict() == config.to_dict()
     assert again.value_residual_init == [1 / 3, 0.1 + 0.2]
@@ -253,37 +243,11 @@ def test_layers_that_share_both_keys_and_values_store_nothing(
 
 # What combines
 
-COMBINATIONS: dict[str, dict[str, Any]] = {
-    "anchored values, mixed": {"value_residual": "learnable", "value_sources": [0, 0, 0, 3, 3, 3, 6, 6]},
-    "keys shared where values are not": {"key_sources": [0, 0, 2, 2, 4, 4, 6, 6]},
-    "grouped queries with all of it": {
-        "num_key_value_heads": 2,
-        "value_residual": "dense",
-        "key_sources": [0, 0, 2, 2, 4, 4, 6, 6],
-        "dwa": True,
-        "neutreno_lambda": 0.4,
-    },
-    "values shared across rotated and unrotated layers": {"no_rope_layers": [1, 0] * 4, "value_sources": [0] * 8},
-    "keys shared among unrotated layers": {"no_rope_layers": [1, 0] * 4, "key_sources": [0, 1, 0, 1, 0, 1, 0, 1]},
-    "sharing within each layer type": {
-        "layer_types": ALTERNATING,
-        "sliding_window": 16,
-        "value_sources": [0, 1, 0, 1, 0, 1, 0, 1],
-        "key_sources": [0, 1, 0, 1, 0, 1, 0, 1],
-    },
-    "a listed layer that is an anchor": {
-        "value_residual": "constant",
-        "value_residual_layers": [4],
-        "value_sources": [0, 0, 0, 0, 4, 4, 4, 4],
-    },
-    "query/key norm and Qwen2's biases": {"qk_norm": True, "attention_bias": True, "attention_out_bias": False},
-}
 
-
-@pytest.mark.parametrize("config_fields", COMBINATIONS.values(), ids=COMBINATIONS)
-def test_combination_is_accepted(config_fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_combination_is_accepted(name: str, tiny_config: TinyConfig) -> None:
     with warnings.catch_warnings(action="error"):
-        ResFormerForCausalLM(small(**config_fields))
+        ResFormerForCausalLM(tiny_config(name))
 
 
 # Misuse: one row is (what is wrong, the fields, what the message must say)
@@ -509,8 +473,7 @@ def test_field_misspelt_in_a_file_or_an_override_is_pointed_out(tmp_path: Path) 
     small().save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="`value_residul`; did you mean `value_residual`"):
         ResFormerConfig.from_pretrained(tmp_path, value_residul="identity")
-    config_file = tmp_path / "config.json"
-    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "value_source": [0] * 8}))
+    change_json(tmp_path / "config.json", value_source=[0] * 8)
     with pytest.warns(UserWarning, match="`value_source`; did you mean `value_sources`"):
         ResFormerConfig.from_pretrained(tmp_path)
 
@@ -741,15 +704,11 @@ def invalid_sources(draw: st.DrawFn) -> tuple[list[int], int]:
     return sources, layers
 
 
-def _with_depth(num_layers: int, name: str, sources: list[int]) -> ResFormerConfig:
-    return small(**{"num_hidden_layers": num_layers, name: sources})
-
-
 @pytest.mark.parametrize("name", ["value_sources", "key_sources"])
 @given(sources=valid_sources())
 def test_valid_sources_are_accepted(name: str, sources: list[int]) -> None:
     with warnings.catch_warnings(action="error"):
-        config = _with_depth(len(sources), name, sources)
+        config = small(**{"num_hidden_layers": len(sources), name: sources})
     assert getattr(config, f"all_{name}") == sources
 
 
@@ -758,7 +717,7 @@ def test_valid_sources_are_accepted(name: str, sources: list[int]) -> None:
 def test_invalid_sources_are_refused_by_name(name: str, case: tuple[list[int], int]) -> None:
     sources, num_layers = case
     with refused(f"`{name}`"):
-        _with_depth(num_layers, name, sources)
+        small(**{"num_hidden_layers": num_layers, name: sources})
 
 
 @given(st.lists(st.integers(-2, 8), max_size=9))

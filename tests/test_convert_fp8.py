@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import save_checkpoint
+from checkpoints import change_json, save_checkpoint
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
@@ -35,19 +35,16 @@ def save_fp8(folder: Path, scale_dtype: torch.dtype, **config: Any) -> None:
         stored = scales.log2() + 127 if scale_dtype is torch.uint8 else scales
         tensors[f"{name}_scale_inv"] = stored.to(scale_dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    path = folder / "config.json"
     quantisation = {"quant_method": "fp8", "weight_block_size": BLOCK, **config}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantisation}))
+    change_json(folder / "config.json", quantization_config=quantisation)
 
 
 @pytest.mark.parametrize(
-    ("scale_dtype", "rounded"),
-    [(torch.float32, 42), (torch.bfloat16, 42), (torch.uint8, 0), (torch.float8_e8m0fnu, 0)],
+    ("scale_dtype", "rounded"), [(torch.float32, 42), (torch.bfloat16, 42), (torch.uint8, 0), (torch.float8_e8m0fnu, 0)]
 )
 def test_fp8_becomes_what_transformers_makes_of_it(scale_dtype: torch.dtype, rounded: int, tmp_path: Path) -> None:
     save_fp8(tmp_path / "fp8", scale_dtype)
     report = retrofit(tmp_path / "fp8", tmp_path / "out")
-    assert report.verification is not None
     assert report.verification.identical
     assert (report.dequantised, report.dequantising_rounded, report.source_dtype) == (True, rounded, "bfloat16")
     note = "42 fp8 tensors are dequantised to bfloat16" + (", which rounds 42 of them, " if rounded else ".")
@@ -110,8 +107,7 @@ def test_scales_that_do_not_fit_are_refused(change: Any, words: str, tmp_path: P
 )
 def test_refusals_of_other_formats_say_the_way_out(quantisation: Any, words: str, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "source")
-    path = tmp_path / "source" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantisation}))
+    change_json(tmp_path / "source" / "config.json", quantization_config=quantisation)
     with pytest.raises(CheckpointError, match=f"is quantised .*{words}"):
         retrofit(tmp_path / "source", tmp_path / "out")
 

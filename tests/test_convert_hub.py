@@ -28,6 +28,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "you/lossy": ({"method": "svformer"}, "lossy=True"),
     "you/field": ({"value_sources": [0]}, "value_sources"),
     "you/quantised": ({}, "the checkpoint is quantised"),
+    "you/moe": ({}, "'mixtral' cannot be converted (it is a mixture of experts)"),
     "you/partial": ({}, "rotary"),
     "you/layers": ({}, "num_hidden_layers is 1,000,000"),
     "you/pickled": ({}, "pytorch_model.bin would have to be unpickled: allow it, restricted to tensors, with --allow-"),
@@ -36,6 +37,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "quantised": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "moe": {"model_type": "mixtral"},
     "partial": {"partial_rotary_factor": 0.5},
     "layers": {"num_hidden_layers": 10**6},
 }

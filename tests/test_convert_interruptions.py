@@ -18,7 +18,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-from checkpoints import save_checkpoint
+from checkpoints import contents, save_checkpoint
 from command_server import Run
 
 import resformer.convert.conversion as conversion
@@ -33,13 +33,6 @@ if sys.platform == "win32":
     pytest.skip("needs fork and POSIX signals", allow_module_level=True)
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below, with its bytes."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
-    }
 
 
 def names(folder: Path) -> list[str]:
@@ -657,14 +650,6 @@ def test_an_output_behind_a_link_is_written_where_the_link_leads(
     assert names(tmp_path / "disk") == ["real"]
 
 
-def test_a_source_that_the_output_links_to_is_not_replaced(source: Path) -> None:
-    before = contents(source)
-    (source.parent / "out").symlink_to("llama")
-    with pytest.raises(CheckpointError, match="source"):
-        retrofit(source, source.parent / "out", verify="headers", force=True)
-    assert contents(source) == before
-
-
 # Bytes and modes.
 
 
@@ -699,22 +684,6 @@ def test_two_runs_write_the_same_bytes_and_no_path_of_this_machine(way: str, sou
     retrofit(source, second, "resformer-denseformer", verify="headers", **WAYS[way])
     assert contents(first) == contents(second)
     assert not [name for name, content in contents(first).items() if str(source.parent).encode() in content]
-
-
-@pytest.mark.parametrize("link", [False, True], ids=["copied", "linked"])
-def test_link_shares_the_weights_of_the_source_and_nothing_else(
-    link: bool, source: Path, small_result: dict[str, bytes]
-) -> None:
-    out = source.parent / "out"
-    before = {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in source.iterdir()}
-    report = retrofit(source, out, verify="headers", link=link)
-    assert contents(out) == small_result
-    weights = [path.stat() for path in source.glob("*.safetensors")]
-    assert report.transfer.linked == (sum(status.st_size for status in weights) if link else 0)
-    inodes = {path.stat().st_ino for path in source.rglob("*") if path.is_file()}
-    shared = {path.stat().st_ino for path in out.rglob("*")} & inodes
-    assert shared == ({status.st_ino for status in weights} if link else set())
-    assert {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in source.iterdir()} == before
 
 
 def test_a_dry_run_writes_nothing_at_all(source: Path) -> None:

@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ import command_server
 import pytest
 import torch
 from checkpoints import save_checkpoint, sparse_checkpoint
-from conftest import others_slow
+from conftest import TinyModel, others_slow
 from hub_server import HubServer, Repository, Sparse
 from safetensors.torch import load_file, save_file
 from test_convert_fp8 import save_fp8
 from test_hub import COMMANDS
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from resformer.convert import inspect, retrofit
 from resformer.convert.verification import compare_logits
@@ -113,8 +113,9 @@ def test_the_result_is_that_of_a_conversion_in_one_commit(commands: Commands, tm
         name: {**file, "tensors": record["files"][name]["tensors"]}
         for name, file in json.loads(files["resformer_conversion.json"])["files"].items()
     }
-    fetched = commands("convert", "them/llama", "fetched", "--verify", "headers", "--json")
-    assert json.loads(fetched[1])["left_behind"] == report["left_behind"] == [".gitattributes", "README.md"]
+    fetched = json.loads(commands("convert", "them/llama", "fetched", "--json")[1])
+    assert fetched["left_behind"] == report["left_behind"] == [".gitattributes", "README.md"]
+    assert (fetched["revision"], fetched["verification"]["identical"]) == (hub.commit_id("them/llama"), True)
     assert (commands.folder / "work" / "fetched" / "License.md").exists()
     again = commands("convert", "them/llama", "--push", "you/new", "--json")
     assert again[0] == 1
@@ -243,9 +244,7 @@ def test_what_cannot_be_pushed_is_refused_in_one_line(commands: Commands, tmp_pa
     assert hub.commit_id("them/llama") == before
 
 
-def test_headers_on_the_hub_say_what_a_folder_says(
-    commands: Commands, tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
-) -> None:
+def test_headers_on_the_hub_say_what_a_folder_says(commands: Commands, tiny_model: TinyModel, tmp_path: Path) -> None:
     """Coefficients that were trained are read too."""
     tiny_model("resformer-denseformer").save_pretrained(tmp_path / "trained", max_shard_size="20KB")
     commands.hub.add("you/trained", tmp_path / "trained")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import save_checkpoint
+from checkpoints import contents, save_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -46,7 +46,11 @@ def weights(folder: Path) -> dict[str, Path]:
 @pytest.mark.parametrize("shards", [False, True])
 def test_shards_that_do_not_change_are_carried_over_whole(link: bool, shards: bool, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "source", shards=shards)
+    status = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in (tmp_path / "source").iterdir()}
     report = retrofit(tmp_path / "source", tmp_path / "out", link=link)
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in (tmp_path / "source").iterdir()} == status
+    shared = {path.stat().st_ino for path in (tmp_path / "out").iterdir()} & {inode for _, inode in status.values()}
+    assert len(shared) == (len(weights(tmp_path / "source")) if link else 0)
     before, after = weights(tmp_path / "source"), weights(tmp_path / "out")
     assert len(after) == len(before) + 1 == report.carried_files + report.written_files
     for one, other in zip(before.values(), after.values(), strict=False):
@@ -55,7 +59,8 @@ def test_shards_that_do_not_change_are_carried_over_whole(link: bool, shards: bo
     *_, new = after.values()
     assert list(load_file(new)) == ["model.value_residual.bias"]
     total = sum(file.stat().st_size for file in before.values())
-    assert (report.transfer.linked if link else report.transfer.cloned + report.transfer.copied) >= total
+    assert report.transfer.linked == (total if link else 0)
+    assert link or report.transfer.cloned + report.transfer.copied >= total
     assert report.transfer.written < 1000
 
 
@@ -119,12 +124,8 @@ def test_a_folder_that_lost_its_index_is_read_by_its_headers(tmp_path: Path) -> 
     save_checkpoint(tmp_path / "source", shards=True)
     (tmp_path / "source" / "model.safetensors.index.json").unlink()
     report = retrofit(tmp_path / "source", tmp_path / "out")
-    assert report.verification is not None
     assert report.verification.identical
     assert "headers of its 12 shards were read instead" in report.warnings[0]
-    next(iter(weights(tmp_path / "source").values())).unlink()
-    with pytest.raises(CheckpointError, match="of 12 shards these numbers are missing: '00001'"):
-        retrofit(tmp_path / "source", tmp_path / "again")
 
 
 def test_an_index_beside_a_lone_file_is_ignored_as_transformers_does(tmp_path: Path) -> None:
@@ -140,7 +141,6 @@ def test_pickles_are_read_on_demand_and_restricted_to_tensors(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="--allow-pickle"):
         retrofit(tmp_path / "source", tmp_path / "out")
     report = retrofit(tmp_path / "source", tmp_path / "out", allow_pickle=True)
-    assert report.verification is not None
     assert report.verification.identical
     assert "pytorch_model.bin" in report.left_behind
 
@@ -166,7 +166,6 @@ def test_tensors_count_as_transformers_loads_them(change: Callable[[Any], object
     change(tensors)
     save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
     report = retrofit(tmp_path / "source", tmp_path / "out")
-    assert report.verification is not None
     assert report.verification.identical
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] == tied
     assert tied or "tie_word_embeddings=False" in report.warnings[0]
@@ -347,7 +346,6 @@ def test_verify_finds_a_retrofit_the_same_as_its_source(tmp_path: Path) -> None:
     for one, other in (("source", "out"), ("out", "source")):
         comparison = verify(tmp_path / one, tmp_path / other)
         assert comparison.same
-        assert comparison.logits is not None
         assert comparison.logits.identical
         assert comparison.added == ["model.depth_average.bias", "model.value_residual.bias"]
 
@@ -360,7 +358,6 @@ def test_verify_measures_what_differs(tmp_path: Path) -> None:
     comparison = verify(tmp_path / "one", tmp_path / "two")
     assert not comparison.same
     assert comparison.different == {"model.norm.weight": pytest.approx(0.25)}
-    assert comparison.logits is not None
     assert comparison.logits.max_difference > 0
     assert not verify(tmp_path / "one", tmp_path / "two", verify="hashes").same
     assert verify(tmp_path / "one", tmp_path / "two", verify="headers").same
@@ -444,10 +441,6 @@ def test_inspect_recognises_the_method(method: str, tmp_path: Path) -> None:
 
 
 # Outputs
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("command", [retrofit, bundle, revert])

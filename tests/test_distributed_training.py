@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ import yaml
 from accelerate.commands.config import load_config_from_file
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from checkpoints import save_checkpoint
-from conftest import others_slow
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
+from conftest import TinyModel, others_slow
+from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.integrations import deepspeed
 
 import resformer.training
@@ -26,9 +25,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 @pytest.mark.parametrize("kind", others_slow(["ddp", "fsdp", "accelerate", "tp"], ["fsdp"]))
-def test_a_step_on_two_ranks_is_the_step_of_one(
-    kind: str, tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
-) -> None:
+def test_a_step_on_two_ranks_is_the_step_of_one(kind: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     ids = torch.randint(3, 97, (4, 11), generator=torch.Generator().manual_seed(1))
     expected = {}
     fields = {"num_key_value_heads": 2} if kind == "tp" else {}  # each rank needs one
@@ -99,7 +96,7 @@ def test_the_fsdp2_configuration_is_read_by_accelerate() -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_deepspeed_configurations_leave_nothing_open(
-    stage: int, tiny_model: Callable[..., PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: int, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deepspeed, "dep_version_check", lambda package: None)  # reading them takes no DeepSpeed
     arguments = TrainingArguments(

@@ -128,7 +128,9 @@ def decimals(value: Any) -> Iterator[float]:
 def test_numbers_of_results_are_in_the_files_of_their_section() -> None:
     checked = 0
     for section in (ROOT / "docs" / "results.md").read_text(encoding="utf-8").split("\n## "):
-        files = [json.loads((ROOT / "docs" / link).read_text()) for link in re.findall(r"\((\.\./\S+\.json)\)", section)]
+        files = [
+            json.loads((ROOT / "docs" / link).read_text()) for link in re.findall(r"\((\.\./\S+\.json)\)", section)
+        ]
         known = [*decimals([file.get("sizes", file.get("checkpoints")) for file in files])]
         prose = re.sub(r"\]\([^)]*\)|`[^`]*`|^\|.*$|^    .*$", "", section, flags=re.MULTILINE)
         for number in re.findall(r"[+-]?\d+\.\d{2,}", prose):
@@ -138,11 +140,17 @@ def test_numbers_of_results_are_in_the_files_of_their_section() -> None:
     assert checked > 10
 
 
-def test_what_commands_move_is_the_committed_measurement() -> None:
+def results(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def test_tables_of_what_commands_move_and_take_are_the_committed_measurements() -> None:
     page = (ROOT / "docs" / "converting.md").read_text(encoding="utf-8")
-    results = json.loads((ROOT / "benchmarks" / "results" / "hub.json").read_text())
+    for case in results("convert")["cases"].values():
+        times = f"{case['seconds_beyond_start_up']:.2f} s | {case['cp_seconds_beyond_start_up']:.2f} s"
+        assert f"` | {times} | {case['peak_mb_beyond_torch']:.0f} MB |" in page
     size = terminal.size
-    for name, source in results["sources"].items():
+    for name, source in results("hub")["sources"].items():
         for case, cost in source["cases"].items():
             cells = [f"{name}, {size(source['bytes_of_weights'])}", case]
             cells += [size(cost["downloaded"]), size(cost["uploaded"])]
@@ -151,16 +159,6 @@ def test_what_commands_move_is_the_committed_measurement() -> None:
             else:
                 cells += [str(cost["requests"]), f"{cost['cpu_seconds']} s", size(1e6 * cost["peak_mb"])]
             assert f"| {' | '.join(cells)} |" in page
-
-
-def test_tables_of_time_and_memory_are_the_committed_measurements() -> None:
-    def results(name: str) -> Any:
-        return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-
-    converting = (ROOT / "docs" / "converting.md").read_text()
-    for case in results("convert")["cases"].values():
-        times = f"{case['seconds_beyond_start_up']:.2f} s | {case['cp_seconds_beyond_start_up']:.2f} s"
-        assert f"` | {times} | {case['peak_mb_beyond_torch']:.0f} MB |" in converting
 
 
 def test_costs_of_smaller_caches_are_the_committed_ones() -> None:
@@ -172,7 +170,7 @@ def test_costs_of_smaller_caches_are_the_committed_ones() -> None:
             f"{cost['kl_p95']:.3f} | {100 * cost['top1_agreement']:.1f} % | {100 * cost['last_word_accuracy']:.1f} % |"
         )
         assert row in page, row
-    measured = json.loads((ROOT / "benchmarks" / "results" / "shrink.json").read_text())["rows"]
+    measured = results("shrink")["rows"]
     methods = "drop, by (?:cosine|loss)|merge heads, fitted|int4|int8|shared.*?"
     for method, setting in re.findall(rf"^\| ({methods}) \| (.*?) \|", page, re.MULTILINE):
         rises = {row["text"]: row["rise"] for row in measured if (row["method"], row["setting"]) == (method, setting)}
@@ -189,5 +187,5 @@ def test_costs_of_smaller_caches_are_the_committed_ones() -> None:
         for text, cell in zip(("WikiText-2", "Python", "chats"), cells.split(" | "), strict=True):
             after = kl["shared, all weights healed", setting, text]
             assert cell == f"{kl[before, setting, text]} to {after}"
-    for plan in json.loads((ROOT / "benchmarks" / "results" / "shrink_plans.json").read_text())["plans"]:
+    for plan in results("shrink_plans")["plans"]:
         assert f"| {plan['loss_rise']:+.3f} |" in page or plan["plan"].startswith("random"), plan["plan"]

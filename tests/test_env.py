@@ -8,14 +8,13 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from conftest import cli
 
-from resformer.cli import app
 from resformer.environment import describe_environment
 
 
 def test_env_tells_the_versions_that_are_installed() -> None:
-    done = CliRunner().invoke(app, ["env", "--json"])
+    done = cli("env", "--json")
     assert done.exit_code == 0, done.output
     environment_report = json.loads(done.stdout)
     for package in ("resformer", "torch", "transformers", "safetensors", "huggingface_hub", "lm-eval"):
@@ -23,7 +22,7 @@ def test_env_tells_the_versions_that_are_installed() -> None:
     assert environment_report["cores"] >= 1
     assert environment_report["memory"] > 2**28
     assert isinstance(environment_report["bf16_on_cpu"], bool)
-    text = CliRunner().invoke(app, ["env"]).stdout
+    text = cli("env").stdout
     assert f"transformers  {metadata.version('transformers')}" in text
 
 

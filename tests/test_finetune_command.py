@@ -126,7 +126,6 @@ def test_a_killed_run_resumes_to_the_bit(work: Path, start: list[str]) -> None:
     whole = finetune(work, arguments[0], "whole", *arguments[1:])
     assert whole.returncode == 0, whole.stderr
     with started(work, arguments[0], "killed", *arguments[1:]) as process:
-        assert process.stderr is not None
         for line in process.stderr:
             if re.match(r"step (9|1\d)/24", line):
                 process.send_signal(signal.SIGKILL)
@@ -159,7 +158,6 @@ def test_a_killed_run_resumes_to_the_bit(work: Path, start: list[str]) -> None:
 @pytest.mark.slow
 def test_an_interrupted_run_says_how_to_go_on(work: Path) -> None:
     with started(work, "source", "stopped", "--data", "notes.txt", *SMALL, "--steps", "500") as process:
-        assert process.stderr is not None
         for line in process.stderr:
             if line.startswith("step 50/"):
                 process.send_signal(signal.SIGINT)
@@ -377,11 +375,7 @@ def test_dtypes_and_attention_are_those_that_were_asked_for(
     name = f"saved-{bf16}"
     tuned(work, name, monkeypatch, save_dtype="float16", distill="source", bf16=bf16, attn_implementation="eager")
     teacher = torch.bfloat16 if bf16 else torch.float32
-    assert loaded == [
-        ("retrofit", torch.float32, "eager"),
-        ("source", teacher, "eager"),
-        ("trained", torch.float16),
-    ]
+    assert loaded == [("retrofit", torch.float32, "eager"), ("source", teacher, "eager"), ("trained", torch.float16)]
     weights = load_file(work / name / "model.safetensors")
     for key, tensor in weights.items():
         assert tensor.dtype == (torch.float32 if is_connection(key) else torch.float16), key
@@ -489,7 +483,6 @@ def test_a_run_that_died_after_its_last_step_trains_no_more(work: Path, monkeypa
     assert report.loss_after == pytest.approx(first, rel=1e-5)  # the "best" is what is written, not the last
     assert loss_of(work / "died", work, 4) == pytest.approx(first, rel=1e-5)
     assert second < first
-    assert report.evaluation_tokens is not None
     assert 3 * 32 < report.evaluation_tokens < 4 * 32  # that are predicted
 
 
@@ -498,7 +491,6 @@ def test_the_optimizers_state_is_in_the_plan(
     optim: str, share: float, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = tuned(work, "planned", monkeypatch, optim=optim, dry_run=True).predicted_memory
-    assert memory is not None
     assert memory["optimizer"] == share * memory["gradients"]
     assert memory["peak"] > memory["process"] > 10 * memory["weights"]
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from conftest import TinyModel
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
@@ -34,7 +35,6 @@ LAYERS, WIDEST, TOKENS, PADDING = 6, 192, 160, 45
 #: Every mechanism is in one of these; compiling every method takes too long.
 COMPILED = pytest.mark.parametrize("variant", ["resformer", "svformer", "gated-sink"], indirect=True)
 
-TinyModel = Callable[..., PreTrainedModel]
 Tensors = dict[str, torch.Tensor]
 
 

@@ -9,24 +9,16 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import family_model
+from conftest import Batch, TinyModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import (
-    Cache,
-    DynamicCache,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedModel,
-)
+from transformers import Cache, DynamicCache, LlamaConfig, MistralConfig
 from transformers.exporters.utils import get_leaf_tensors
 
 from resformer import GrowingCache, ResFormerConfig
 from resformer.configuration import cache_bytes_per_token
 from resformer.modeling.growing_cache import GrowingLayer
-
-TinyModel = Callable[..., PreTrainedModel]
-Batch = dict[str, torch.Tensor]
 
 HEADS, HEAD_DIM = 2, 4
 

@@ -86,11 +86,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def test_every_method_and_revision_loads_with_the_same_logits(tmp_path: Path) -> None:
     with HubServer() as hub:
-        run(
-            hub,
-            tmp_path,
-            PRELUDE
-            + """
+        code = """
 for method in METHODS:
     model = tiny(method)
     model.push_to_hub(f"you/{method}", max_shard_size="20KB")
@@ -106,8 +102,8 @@ for revision, model in {None: second, "main": second, "v1.0": first, sha: first,
     loaded = load("you/revised", **({} if revision is None else {"revision": revision}))
     assert torch.equal(logits(loaded), logits(model)), revision
 assert AutoTokenizer.from_pretrained("you/revised", revision="v1.0")("ab").input_ids == byte_tokenizer()("ab").input_ids
-""",
-        )
+"""
+        run(hub, tmp_path, PRELUDE + code)
         assert set(hub.repositories["you/revised"].branches) == {"main", "experiment"}
         assert hub.asked("PUT /objects/")
 
@@ -115,11 +111,7 @@ assert AutoTokenizer.from_pretrained("you/revised", revision="v1.0")("ab").input
 @pytest.mark.slow
 def test_trainer_pushes_every_save(tmp_path: Path) -> None:
     with HubServer() as hub:
-        run(
-            hub,
-            tmp_path,
-            PRELUDE
-            + """
+        code = """
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 class StepsTakeLongerThanPushes(TrainerCallback):
@@ -141,8 +133,8 @@ trainer = Trainer(
 trainer.train()
 trainer.push_to_hub()
 assert torch.equal(logits(load("you/trained")), logits(model.eval()))
-""",
-        )
+"""
+        run(hub, tmp_path, PRELUDE + code)
         messages = hub.repositories["you/trained"].messages
         assert {"Training in progress, step 1", "Training in progress, step 2", "End of training"} <= set(messages)
         assert {"README.md", "config.json", "model.safetensors"} <= set(hub.repositories["you/trained"])
@@ -319,16 +311,13 @@ def test_bundle_is_pushed_with_the_code_that_loads_it_and_all_that_a_push_takes(
         }
         assert report["files"] == {name: len(repository[name]) for name in sorted(repository) if name[:4] != ".git"}
         assert json.loads(dry[1])["files"] == report["files"]
-        run(
-            hub,
-            tmp_path,
-            """
+        code = """
 import sys
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("you/flat", trust_remote_code=True)
 assert "resformer" not in sys.modules
 assert type(model).__module__.startswith("transformers_modules.")
-""",
-        )
+"""
+        run(hub, tmp_path, code)
     assert sorted(checkpoint.rglob("*")) == folder
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []

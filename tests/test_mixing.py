@@ -1,10 +1,8 @@
 """Coefficients reach the layers alike, whether as one tensor a row or, where no gradient is asked for, as scalars."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from transformers import PreTrainedModel
+from conftest import Batch, TinyModel
 
 from resformer import METHODS
 from resformer.modeling.mixing import split_rows, weighted_sum
@@ -12,18 +10,13 @@ from resformer.modeling.mixing import split_rows, weighted_sum
 MIXING = [name for name in METHODS if name.startswith(("resformer", "depth")) and "denseformer" not in name]
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)], ids=str
+)
 @pytest.mark.parametrize("name", MIXING)
 def test_values_mix_to_the_same_bits_with_and_without_gradients(
-    tiny_model: Callable[..., PreTrainedModel],
-    name: str,
-    dtype: torch.dtype,
-    autocast: bool,
-    ragged: dict[str, torch.Tensor],
+    tiny_model: TinyModel, name: str, dtype: torch.dtype, autocast: bool, ragged: Batch
 ) -> None:
-    if autocast and dtype == torch.bfloat16:
-        pytest.skip("nothing is left to cast")
     model = tiny_model(name).to(dtype)
     if model.model.value_residual is not None:
         model.model.value_residual.float()
@@ -50,3 +43,13 @@ def test_scalars_weigh_as_their_row_does(dtype: torch.dtype) -> None:
         assert expected.dtype == dtype
         assert torch.equal(weighted_sum(states[:size], row), expected)
         assert torch.equal(weighted_sum(states[:size], mine), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_ones_and_zeros_change_no_bit(dtype: torch.dtype) -> None:
+    states = [torch.randn(3, 5, 7).to(dtype) for _ in range(4)]
+    for kept, weights in enumerate(torch.eye(4)):
+        for given in (weights, weights.tolist()):
+            out = weighted_sum(states, given)
+            assert out.dtype == dtype
+            assert torch.equal(out, states[kept])

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,15 +13,14 @@ import pytest
 import yaml
 from checkpoints import EXACT, save_checkpoint
 from command_server import run
+from conftest import cli
 from huggingface_hub import ModelCard, parse_eval_result_entries
 from jinja2 import UndefinedError
 from markdown_it import MarkdownIt
 from mdit_py_plugins.dollarmath import dollarmath_plugin
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from resformer import METHODS, ResFormerConfig, retrofit
-from resformer.cli import app
 from resformer.configuration import cache_bytes_by_method
 from resformer.convert.deciding import losses
 from resformer.convert.loading import model_on_meta
@@ -123,14 +123,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copied(checkpoints: Path, tmp_path: Path) -> Callable[[str], Path]:
     """A checkpoint that a test may change."""
-
-    def copy(name: str) -> Path:
-        (tmp_path / name).mkdir()
-        for file in (checkpoints / name).iterdir():
-            (tmp_path / name / file.name).write_bytes(file.read_bytes())
-        return tmp_path / name
-
-    return copy
+    return lambda name: Path(shutil.copytree(checkpoints / name, tmp_path / name))
 
 
 def record_of(folder: Path) -> dict[str, Any]:
@@ -438,7 +431,7 @@ def test_added_parameters_are_those_of_the_model(method: str, layers: int, qwen:
     assert added_parameters(config) == added_by(config)
 
 
-@pytest.mark.parametrize("layers", [6, 11])
+@pytest.mark.parametrize("layers", [2, 7, 24])
 def test_cache_formulas_are_those_of_the_configuration(method: str, layers: int) -> None:
     formula = FACTS[method].cache.replace("2 N", "2 * N")
     share = eval(formula, {"N": layers, "ceil": math.ceil, "floor": math.floor})
@@ -510,7 +503,7 @@ def test_code_of_a_methods_card_runs(method: str) -> None:
 
 
 def card(*arguments: object) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, ["card", *map(str, arguments)])
+    done = cli("card", *arguments)
     return done.exit_code, done.stdout, done.stderr
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import COMBINATIONS, others_slow
+from conftest import COMBINATIONS, Batch, TinyModel, others_slow
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 from transformers.exporters.utils import decompose_prefill_decode, get_leaf_tensors
@@ -17,8 +17,6 @@ from transformers.integrations.executorch import TorchExportableModuleForDecoder
 
 from resformer import METHODS, GrowingCache
 
-TinyModel = Callable[..., PreTrainedModel]
-Batch = dict[str, torch.Tensor]
 EVERY_MECHANISM = others_slow(
     [*METHODS, "kitchen-sink", "gated-sink", "depth-sink"],
     ["resformer", "svformer", "denseformer-4x5", "kitchen-sink", "gated-sink", "depth-sink"],
@@ -84,7 +82,6 @@ def test_exporting_every_method_with_dynamic_batch_and_length(
             mask[1, :3] = 0
             got = program(input_ids=ids, attention_mask=mask, use_cache=False).logits
             expected = model(ids, attention_mask=mask).logits
-            torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
             assert (got - expected)[mask.bool()].abs().max() <= 1e-5 * expected[mask.bool()].abs().max()
 
 

@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Batch, TinyConfig, TinyModel
 from naive_twin import naive_logits
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, repeat_kv
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from resformer import ResFormerConfig, ResFormerForCausalLM
-from resformer.modeling.mixing import weighted_sum
-from resformer.modeling.neutreno import neutreno_term
+from resformer import ResFormerForCausalLM
 from resformer.training.optimizer import is_connection
-
-TinyModel = Callable[..., PreTrainedModel]
 
 
 @pytest.fixture
@@ -72,18 +69,14 @@ def assert_logits_equal_the_twin(
         assert (real.double() - naive).abs().max() < tolerance * naive.abs().max()
 
 
-def test_logits_equal_the_twin(
-    tiny_model: TinyModel, variant: str, ragged: dict[str, torch.Tensor], float64_throughout: None
-) -> None:
+def test_logits_equal_the_twin(tiny_model: TinyModel, variant: str, ragged: Batch, float64_throughout: None) -> None:
     model = tiny_model(variant, dtype=torch.float64)
     assert_logits_equal_the_twin(model, ragged["input_ids"][:2, 5:], None, 1e-10)
     assert_logits_equal_the_twin(model, **ragged, tolerance=1e-10)
     assert_logits_equal_the_twin(model, ragged["input_ids"].flip(1), ragged["attention_mask"].flip(1), 1e-10)
 
 
-def test_logits_of_eager_attention_equal_the_twin(
-    tiny_model: TinyModel, variant: str, ragged: dict[str, torch.Tensor]
-) -> None:
+def test_logits_of_eager_attention_equal_the_twin(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
     # With Llama's own norm and rotary embedding, and a softmax that eager attention takes in float32.
     model = tiny_model(variant, dtype=torch.float64, attention="eager")
     assert_logits_equal_the_twin(model, ragged["input_ids"][:1], None, tolerance=1e-5)
@@ -146,7 +139,7 @@ def random_fields(seed: int) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:.*do(es)? nothing")
 @pytest.mark.parametrize("seed", range(48))
 def test_random_combinations_equal_the_twin(
-    tiny_model: TinyModel, seed: int, ragged: dict[str, torch.Tensor], float64_throughout: None
+    tiny_model: TinyModel, seed: int, ragged: Batch, float64_throughout: None
 ) -> None:
     model = tiny_model(dtype=torch.float64, seed=seed, **random_fields(seed))
     assert_logits_equal_the_twin(model, **ragged, tolerance=1e-10)
@@ -164,9 +157,7 @@ def test_the_random_combinations_cover_every_field() -> None:
             assert any(fields.get(field) for fields in same) != refused, f"`{field}` never comes with {mode}"
 
 
-def test_every_entry_of_the_matrices_counts(
-    tiny_model: TinyModel, ragged: dict[str, torch.Tensor], float64_throughout: None
-) -> None:
+def test_every_entry_of_the_matrices_counts(tiny_model: TinyModel, ragged: Batch, float64_throughout: None) -> None:
     # The control: the comparison above would notice a coefficient that is wrong by a millionth.
     model = tiny_model("resformer-denseformer", value_residual="dense", dtype=torch.float64)
     value_mixing, depth_mixing = exact_matrices(model)
@@ -202,9 +193,7 @@ def is_mixing(name: str) -> bool:
     return name.startswith(("model.value_residual", "model.depth_average")) and not name.endswith("bias_gate")
 
 
-def test_gradients_equal_the_twin(
-    tiny_model: TinyModel, variant: str, ragged: dict[str, torch.Tensor], float64_throughout: None
-) -> None:
+def test_gradients_equal_the_twin(tiny_model: TinyModel, variant: str, ragged: Batch, float64_throughout: None) -> None:
     model = tiny_model(variant, dtype=torch.float64).train()
     model_loss(model, **ragged).backward()
 
@@ -226,7 +215,7 @@ def test_gradients_equal_the_twin(
 
 
 def test_mixing_gradients_equal_finite_differences(
-    tiny_model: TinyModel, variant: str, ragged: dict[str, torch.Tensor], float64_throughout: None
+    tiny_model: TinyModel, variant: str, ragged: Batch, float64_throughout: None
 ) -> None:
     model = tiny_model(variant, dtype=torch.float64)
     mixing = [parameter for name, parameter in model.named_parameters() if is_connection(name)]
@@ -326,9 +315,7 @@ def test_value_mixing_reads_what_the_mode_says(
 @pytest.mark.parametrize(
     "mode", ["identity", "constant", "learnable", "learnable_plus", "dense", "gated", "depth_attention"]
 )
-def test_value_residuals_start_as_stated(
-    tiny_config: Callable[..., ResFormerConfig], mode: str, start: list[float]
-) -> None:
+def test_value_residuals_start_as_stated(tiny_config: TinyConfig, mode: str, start: list[float]) -> None:
     a, b = (0.5, 0.5) if mode == "identity" else start
     model = ResFormerForCausalLM(tiny_config(value_residual=mode, value_residual_init=start))
     if mode == "depth_attention":
@@ -344,7 +331,7 @@ def test_value_residuals_start_as_stated(
 
 
 @pytest.mark.parametrize("start", [0.0, 0.25, 1.0])
-def test_depth_attention_starts_as_stated(tiny_config: Callable[..., ResFormerConfig], start: float) -> None:
+def test_depth_attention_starts_as_stated(tiny_config: TinyConfig, start: float) -> None:
     module = ResFormerForCausalLM(tiny_config("attention-residuals", depth_attention_init=start)).model.depth_attention
     assert torch.equal(module.bias_gate, torch.full((12,), start))
     assert not module.bias_query.any()
@@ -359,7 +346,7 @@ def test_depth_attention_has_no_effect_at_gates_of_zero_unless_its_queries_are_n
 
 
 def test_scores_of_learnable_plus_learn_from_a_start_at_zero_once_the_scale_has(
-    tiny_model: TinyModel, ragged: dict[str, torch.Tensor]
+    tiny_model: TinyModel, ragged: Batch
 ) -> None:
     model = tiny_model("resformer-plus")
     residual = model.model.value_residual
@@ -385,9 +372,7 @@ PUBLISHED = {
 }
 
 
-def test_methods_of_48_layers_add_the_published_number_of_parameters(
-    tiny_config: Callable[..., ResFormerConfig], method: str
-) -> None:
+def test_methods_of_48_layers_add_the_published_number_of_parameters(tiny_config: TinyConfig, method: str) -> None:
     with torch.device("meta"):
         model = ResFormerForCausalLM(tiny_config(method, num_hidden_layers=48))
     added = sum(parameter.numel() for name, parameter in model.named_parameters() if is_connection(name))
@@ -396,61 +381,9 @@ def test_methods_of_48_layers_add_the_published_number_of_parameters(
 
 def test_added_parameters_lie_in_their_modules_and_are_no_scalars(tiny_model: TinyModel, variant: str) -> None:
     model = tiny_model(variant)
-    backbone = {name for name, _ in tiny_model(**_backbone(model.config)).named_parameters()}
+    fields = "head_dim num_key_value_heads qk_norm attention_bias attention_out_bias mlp_bias tie_word_embeddings"
+    plain = tiny_model(**{field: getattr(model.config, field) for field in fields.split()})
+    backbone = {name for name, _ in plain.named_parameters()}
     for name, parameter in model.named_parameters():
         assert parameter.dim() >= 1, name
         assert is_connection(name) == (name not in backbone), name
-
-
-def _backbone(config: ResFormerConfig) -> dict[str, Any]:
-    fields = "head_dim num_key_value_heads qk_norm attention_bias attention_out_bias mlp_bias tie_word_embeddings"
-    return {field: getattr(config, field) for field in fields.split()}
-
-
-# The two pure functions
-
-
-@pytest.mark.parametrize("count", [1, 2, 7])
-@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 7, 4)])
-def test_weighted_sum_equals_the_plain_sum(count: int, shape: tuple[int, ...]) -> None:
-    states = [torch.randn(shape, dtype=torch.float64) for _ in range(count)]
-    weights = torch.randn(count, dtype=torch.float64)
-    expected = sum(float(weight) * state for weight, state in zip(weights, states, strict=True))
-    for given in (weights, weights.tolist(), tuple(weights.tolist())):
-        torch.testing.assert_close(weighted_sum(states, given), expected, rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_gradients_of_weighted_sum_equal_finite_differences(count: int) -> None:
-    states = [torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(count)]
-    weights = torch.randn(count, dtype=torch.float64, requires_grad=True)
-    numbers = torch.randn(count).tolist()
-    assert torch.autograd.gradcheck(lambda w, *s: weighted_sum(s, w), (weights, *states))
-    assert torch.autograd.gradcheck(lambda *s: weighted_sum(s, numbers), states)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_weighted_sum_with_ones_and_zeros_changes_no_bit(dtype: torch.dtype, as_tensor: bool) -> None:
-    states = [torch.randn(3, 5, 7).to(dtype) for _ in range(4)]
-    for kept in range(4):
-        weights = [1.0 if k == kept else 0.0 for k in range(4)]
-        out = weighted_sum(states, torch.tensor(weights, dtype=torch.float32) if as_tensor else weights)
-        assert out.dtype == dtype
-        assert torch.equal(out, states[kept])
-
-
-@pytest.mark.parametrize("query_heads", [2, 4, 8])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_neutreno_term_equals_repeat_kv(query_heads: int, groups: int) -> None:
-    batch, tokens, width, strength = 2, 5, 6, 0.4
-    attention_output = torch.randn(batch, tokens, query_heads, width, dtype=torch.float64, requires_grad=True)
-    first, values = (
-        torch.randn(batch, groups, tokens, width, dtype=torch.float64, requires_grad=True) for _ in range(2)
-    )
-    repeats = query_heads // groups
-    pull = strength * (repeat_kv(first, repeats) - repeat_kv(values, repeats))
-    expected = attention_output + pull.transpose(1, 2)
-    got = neutreno_term(attention_output, first, values, strength)
-    torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
-    assert torch.autograd.gradcheck(lambda *t: neutreno_term(*t, strength), (attention_output, first, values))

@@ -1,12 +1,13 @@
 """What callers expect of a Transformers model: outputs, padding, packing, backends, training, saving, compiling."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload
+from conftest import Batch, TinyModel
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -33,9 +34,6 @@ from resformer.modeling.connection import Connection
 from resformer.modeling.shapes import parameter_shapes
 from resformer.modeling.wiring import KINDS, connection_modules
 from resformer.training.optimizer import is_connection
-
-TinyModel = Callable[..., PreTrainedModel]
-Batch = dict[str, torch.Tensor]
 
 
 def logits_of(model: PreTrainedModel, *args: Any, **inputs: Any) -> torch.Tensor:
@@ -155,26 +153,6 @@ def test_packed_sequences_equal_separate_ones(
         assert_close(got, expected)
         # The control: in one sequence they would see each other.
         assert (logits_of(model, packed)[0, 11:] - expected[11:]).abs().max() > 0.1
-
-
-def test_packed_sequences_train_as_separate_ones(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
-    model = tiny_model(variant).train()
-    sequences = [ids[mask.bool()] for ids, mask in zip(*ragged.values(), strict=True)]
-    separate = sum(
-        nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum") for row in sequences
-    )
-    separate.backward()
-    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-
-    labels = torch.cat([torch.cat((torch.tensor([-100]), row[1:])) for row in sequences])[None]
-    positions = torch.cat([torch.arange(len(row)) for row in sequences])[None]
-    tokens = sum(len(row) - 1 for row in sequences)
-    loss = model(torch.cat(sequences)[None], position_ids=positions, labels=labels).loss
-    torch.testing.assert_close(loss * tokens, separate)
-    (loss * tokens).backward()
-    for name, parameter in model.named_parameters():
-        assert_close(parameter.grad, expected[name], 1e-4)
 
 
 # Backends

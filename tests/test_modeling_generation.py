@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VARIANTS, others_slow
+from conftest import VARIANTS, Batch, TinyModel, others_slow
 from transformers import (
     Cache,
     ContinuousBatchingConfig,
@@ -20,9 +20,6 @@ from transformers import (
 from transformers.cache_utils import QuantizedLayer
 
 from resformer import GrowingCache
-
-TinyModel = Callable[..., PreTrainedModel]
-Batch = dict[str, torch.Tensor]
 
 NEW_TOKENS = 8
 
@@ -79,12 +76,14 @@ def assert_same_on_real_tokens(got: torch.Tensor, expected: torch.Tensor, mask: 
 
 
 def caches_of(model: PreTrainedModel, length: int = 20) -> dict[str, Cache]:
-    return {
+    caches = {
         "growing": GrowingCache(model.config),
         "dynamic": DynamicCache(config=model.config),
-        "dynamic without a configuration": DynamicCache(),
         "static": StaticCache(config=model.config, max_cache_len=length),
     }
+    if model.config.sliding_window is None:  # or it holds more than Transformers' masks expect
+        caches["dynamic without a configuration"] = DynamicCache()
+    return caches
 
 
 # Every method
@@ -122,25 +121,11 @@ def test_generation_with_a_cache_equals_generation_without(
     assert len({tuple(row) for row in got.sequences[:, -NEW_TOKENS:].tolist()}) == len(got.sequences)
 
 
-def test_positions_go_on_from_the_cache_when_none_are_given(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
-    model = tiny_model(variant)
-    ids = ragged["input_ids"][:1]
-    with torch.no_grad():
-        expected = model(ids, use_cache=False).logits
-        start = model(ids[:, :6], use_cache=True)
-        middle = model(ids[:, 6:10], past_key_values=start.past_key_values)
-        last = model(ids[:, 10:], past_key_values=middle.past_key_values)
-    got = torch.cat((start.logits, middle.logits, last.logits), dim=1)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("sizes", [[1] * 11, [4, 4, 3], [1, 9, 1]])
 def test_chunked_prefill_equals_one_pass(tiny_model: TinyModel, variant: str, sizes: list[int], ragged: Batch) -> None:
     model = tiny_model(variant)
     expected = uncached_logits(model, ragged)
-    for name, cache in caches_of(model).items():
-        if name == "dynamic without a configuration" and model.config.sliding_window is not None:
-            continue  # holds more than the window, which Transformers' masks do not expect of it
+    for cache in caches_of(model).values():
         got = logits_in_chunks(model, ragged, sizes, cache)
         assert_same_on_real_tokens(got, expected, ragged["attention_mask"])
 
@@ -280,9 +265,7 @@ def assert_every_mode_equals_uncached(model: PreTrainedModel, ragged: Batch) -> 
 
     one_pass = uncached_logits(model, ragged)
     for sizes in ([1] * 11, [4, 4, 3], [1, 9, 1]):
-        caches = caches_of(model)
-        del caches["dynamic without a configuration"]  # holds more than the windows
-        for cache in caches.values():
+        for cache in caches_of(model).values():
             got = logits_in_chunks(model, ragged, sizes, cache)
             assert_same_on_real_tokens(got, one_pass, ragged["attention_mask"])
 
@@ -343,12 +326,6 @@ def test_a_custom_loop_that_tries_candidates_equals_uncached(
 def test_a_reset_cache_starts_anew(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
     model = tiny_model(variant)
     for cache in caches_of(model).values():
-        if (
-            model.config.sliding_window is not None
-            and isinstance(cache, DynamicCache)
-            and cache.layer_class_to_replicate
-        ):
-            continue  # holds more than the windows
         flipped = {**ragged, "input_ids": ragged["input_ids"].flip(0).clamp(min=1)}
         logits_in_chunks(model, flipped, [11], cache)
         cache.reset()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import EXACT, FAMILIES
-from conftest import TINY
+from conftest import TINY, Batch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
@@ -61,7 +61,7 @@ def twins(randomise: Randomise) -> Callable[..., tuple[Any, Any]]:
     return build
 
 
-def assert_same_logits(original: PreTrainedModel, model: PreTrainedModel, ragged: dict[str, torch.Tensor]) -> None:
+def assert_same_logits(original: PreTrainedModel, model: PreTrainedModel, ragged: Batch) -> None:
     ids, mask = ragged["input_ids"], ragged["attention_mask"]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     for inputs in (
@@ -82,7 +82,7 @@ def assert_same_logits(original: PreTrainedModel, model: PreTrainedModel, ragged
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_the_originals_bit_for_bit(
-    twins: Callable[..., Any], family: str, attention: str, dtype: torch.dtype, ragged: dict[str, torch.Tensor]
+    twins: Callable[..., Any], family: str, attention: str, dtype: torch.dtype, ragged: Batch
 ) -> None:
     assert_same_logits(*twins(family, dtype, attention), ragged)
 
@@ -91,7 +91,7 @@ def test_logits_are_the_originals_bit_for_bit(
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("rope", ROPES)
 def test_every_rope_type_gives_llamas_logits_bit_for_bit(
-    twins: Callable[..., Any], rope: str, attention: str, dtype: torch.dtype, ragged: dict[str, torch.Tensor]
+    twins: Callable[..., Any], rope: str, attention: str, dtype: torch.dtype, ragged: Batch
 ) -> None:
     # 11 tokens are more than "dynamic" and "longrope" expect, so that both of their branches run.
     pair = twins("llama", dtype, attention, rope_parameters=dict(ROPES[rope]), max_position_embeddings=8)
@@ -100,7 +100,7 @@ def test_every_rope_type_gives_llamas_logits_bit_for_bit(
     assert_same_logits(*pair, {name: tensor[:, 5:] for name, tensor in ragged.items()})
 
 
-def test_the_rope_types_differ_from_each_other(twins: Callable[..., Any], ragged: dict[str, torch.Tensor]) -> None:
+def test_the_rope_types_differ_from_each_other(twins: Callable[..., Any], ragged: Batch) -> None:
     with torch.no_grad():
         logits = [
             twins("llama", rope_parameters=dict(rope), max_position_embeddings=8)[1](ragged["input_ids"]).logits
@@ -109,18 +109,10 @@ def test_the_rope_types_differ_from_each_other(twins: Callable[..., Any], ragged
     assert all(not torch.equal(a, b) for k, a in enumerate(logits) for b in logits[:k])
 
 
-def test_a_model_of_a_configuration_with_nothing_set_has_llamas_parameters() -> None:
-    with torch.device("meta"):
-        small = {"num_hidden_layers": 2}
-        state = ResFormerForCausalLM(ResFormerConfig(**small)).state_dict()
-        expected = LlamaForCausalLM(LlamaConfig(**small)).state_dict()
-    assert {n: (t.shape, t.dtype) for n, t in state.items()} == {n: (t.shape, t.dtype) for n, t in expected.items()}
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_are_the_originals_bit_for_bit(
-    twins: Callable[..., Any], family: str, attention: str, ragged: dict[str, torch.Tensor]
+    twins: Callable[..., Any], family: str, attention: str, ragged: Batch
 ) -> None:
     labels = ragged["input_ids"].masked_fill(ragged["attention_mask"] == 0, -100)
     losses, gradients = [], []
@@ -140,7 +132,7 @@ def test_loss_and_gradients_are_the_originals_bit_for_bit(
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_gives_the_originals_logits_bit_for_bit(
-    twins: Callable[..., Any], family: str, cache: str | None, ragged: dict[str, torch.Tensor]
+    twins: Callable[..., Any], family: str, cache: str | None, ragged: Batch
 ) -> None:
     # Weights as large as real models', for which PyTorch has other kernels than for tiny ones.
     expected, got = (
@@ -209,7 +201,7 @@ def assert_starts_as_plain_llama(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", EXACT)
 def test_plain_checkpoints_load_with_added_parameters_at_their_start(
-    plain_checkpoint: Path, name: str, dtype: torch.dtype, ragged: dict[str, torch.Tensor]
+    plain_checkpoint: Path, name: str, dtype: torch.dtype, ragged: Batch
 ) -> None:
     model, info = load(plain_checkpoint, name, dtype=dtype)
     assert not info["unexpected_keys"]
@@ -226,11 +218,10 @@ def test_plain_checkpoints_load_with_added_parameters_at_their_start(
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["resformer", "resformer-plus", "resformer-gated", "depth-attention", "denseformer", "attention-residuals"],
+    "name", ["resformer", "resformer-plus", "resformer-gated", "depth-attention", "denseformer", "attention-residuals"]
 )
 def test_that_start_is_not_luck(
-    plain_checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch, ragged: dict[str, torch.Tensor]
+    plain_checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch, ragged: Batch
 ) -> None:
     # The control: without `_init_weights` the same check finds the poison.
     monkeypatch.delattr(ResFormerPreTrainedModel, "_init_weights")

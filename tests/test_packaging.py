@@ -36,8 +36,6 @@ MAPPED = dict(re.findall(r"(\S+) = (\S+)", CONFIG["options"]["package_dir"]))
 FOLDERS = {name: folder_of(name) for name in PACKAGES}
 DIST_INFO = f"resformer-{resformer.__version__}.dist-info"
 
-needs_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
-
 
 def sources() -> list[str]:
     """The project's files relative to the root: as git sees them, new ones included, or all where there is no git."""
@@ -138,7 +136,7 @@ def test_editors_link_points_at_the_packages_folder(package: str, folder: str) -
     assert f'"src/{package.replace(".", "/")}"' in (ROOT / "ruff.toml").read_text(), "ruff would check it twice"
 
 
-@needs_git
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
 def test_git_holds_no_other_links() -> None:
     listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     links = {line.split("\t")[1] for line in listed.splitlines() if line.startswith("120000")}
@@ -167,23 +165,7 @@ def test_wheel_of_the_checkout_is_the_wheel_of_the_sdist(links: bool, wheel: Pat
     }
 
 
-def test_wheel_puts_nothing_generic_into_site_packages(wheel: Path) -> None:
-    files = contents(wheel)
-    assert {name.partition("/")[0] for name in files} == {"resformer", DIST_INFO}
-    assert files[f"{DIST_INFO}/top_level.txt"].split() == [b"resformer"]
-
-
-def test_wheel_has_types_templates_and_commands(wheel: Path) -> None:
-    files = contents(wheel)
-    assert "resformer/py.typed" in files
-    assert [name for name in files if re.fullmatch(r"resformer/model_cards/[^/]+\.md\.jinja", name)]
-    commands = files[f"{DIST_INFO}/entry_points.txt"].decode().split("\n")
-    assert {"resformer = resformer.cli:main", "hf-resformer = resformer.cli:main"} <= set(commands)
-    plugin = commands.index("[vllm.general_plugins]")
-    assert commands[plugin + 1] == "resformer = resformer.registration:register_models"
-
-
-def test_wheel_says_what_it_is(wheel: Path) -> None:
+def test_wheel_says_what_it_is_and_has_types_templates_and_commands(wheel: Path) -> None:
     files = contents(wheel)
     metadata = Parser().parsestr(files[f"{DIST_INFO}/METADATA"].decode())
     assert (metadata["Name"], metadata["Version"]) == ("resformer", resformer.__version__)
@@ -191,6 +173,14 @@ def test_wheel_says_what_it_is(wheel: Path) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert files[f"{DIST_INFO}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
     assert metadata.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip() != ""
+    assert files[f"{DIST_INFO}/top_level.txt"].split() == [b"resformer"]
+    assert {name.partition("/")[0] for name in files} == {"resformer", DIST_INFO}
+    assert "resformer/py.typed" in files
+    assert [name for name in files if re.fullmatch(r"resformer/model_cards/[^/]+\.md\.jinja", name)]
+    commands = files[f"{DIST_INFO}/entry_points.txt"].decode().split("\n")
+    assert {"resformer = resformer.cli:main", "hf-resformer = resformer.cli:main"} <= set(commands)
+    plugin = commands.index("[vllm.general_plugins]")
+    assert commands[plugin + 1] == "resformer = resformer.registration:register_models"
 
 
 def test_sdist_holds_the_project(built: Path) -> None:
@@ -261,12 +251,8 @@ print(sorted(p.name for p in importlib.resources.files("resformer.model_cards").
 """
 
 
-def clean_environment(**added: str) -> dict[str, str]:
-    return {**{key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}, **added}
-
-
 def run(*command: str, cwd: Path, **added: str) -> str:
-    environment = clean_environment(**added)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")} | added
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

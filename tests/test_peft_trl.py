@@ -20,32 +20,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from resformer import ResFormerConfig, ResFormerForCausalLM, ResFormerForSequenceClassification
 from resformer.modeling.value_residual import GateProjection
 from resformer.training.optimizer import FullPrecisionConnections, is_connection
 
-METHODS = [
-    "transformer",
-    "resformer",
-    "resformer-gated",
-    "resformer-denseformer",
-    "svformer",
-    "cla2",
-    "attention-residuals",
-    "depth-attention",
-    "value-embeddings",
-]
+METHODS = (
+    "transformer resformer resformer-gated resformer-denseformer svformer cla2 attention-residuals depth-attention "
+    "value-embeddings"
+).split()
 CONNECTIONS = ["value_residual", "value_embedding", "depth_average", "depth_attention"]
 IDS = torch.arange(1, 41).view(2, 20)
 
@@ -78,8 +62,9 @@ def logits_of(model: nn.Module) -> torch.Tensor:
     return model.eval()(IDS).logits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]], ids=["all-linear", "q-v"])
+@pytest.mark.parametrize(
+    ("targets", "dtype"), [("all-linear", torch.float32), (["q_proj", "v_proj"], torch.bfloat16)], ids=str
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_an_adapter_trains_saves_reloads_and_merges_lora_and_connections(
     method: str, targets: str | list[str], dtype: torch.dtype, tmp_path: Path
@@ -276,14 +261,17 @@ def hub(checkpoint: Path) -> Iterator[HubServer]:
         yield hub
 
 
-def trl(hub: HubServer, folder: Path, command: str, rows: list[dict[str, Any]], *options: str) -> Path:
+def trl(
+    hub: HubServer, folder: Path, command: str, rows: list[dict[str, Any]], *options: str, launcher: str = ""
+) -> Path:
     """Runs three steps of `python -m resformer.trl COMMAND` on the checkpoint of the Hub; returns what it wrote."""
     (folder / "data").mkdir()
     (folder / "data" / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     fixed = "--model_name_or_path you/gated --dataset_name data --output_dir out --use_cpu --bf16 false --max_steps 3"
     environment = {**os.environ, **hub.environment(folder / "home")}
     more = ["--report_to", "none", "--learning_rate", "1e-3", *options]
-    done = run("-m", "resformer.trl", command, *fixed.split(), *more, cwd=folder, env=environment)
+    words = [*launcher.split(), "-m", "resformer.trl", command, *fixed.split(), *more]
+    done = run(*words, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "out"
 
@@ -339,15 +327,9 @@ def test_other_commands_train_an_adapter(command: str, hub: HubServer, tmp_path:
 
 @pytest.mark.slow
 def test_accelerate_launches_the_command_line(hub: HubServer, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
-    command = "--num_processes 2 --cpu -m resformer.trl sft --model_name_or_path you/gated --dataset_name data"
-    options = "--output_dir out --use_cpu --bf16 false --max_steps 2 --report_to none --per_device_train_batch_size 2"
-    environment = {**os.environ, **hub.environment(tmp_path / "home")}
-    words = ["accelerate.commands.launch", *command.split(), *options.split()]
-    done = run("-m", *words, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "out")) is ResFormerForCausalLM
+    launcher = "-m accelerate.commands.launch --num_processes 2 --cpu"
+    out = trl(hub, tmp_path, "sft", CHATS, "--per_device_train_batch_size", "2", launcher=launcher)
+    assert type(AutoModelForCausalLM.from_pretrained(out)) is ResFormerForCausalLM
 
 
 @pytest.mark.slow

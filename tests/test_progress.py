@@ -22,14 +22,7 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(progress, "_SECONDS", 0.0)
     work()
     lines = capsys.readouterr().err.split("\n")
-    assert [line[:11] for line in lines] == [
-        "out: 0 of 4",
-        "out: 1 of 4",
-        "out: 2 of 4",
-        "out: 3 of 4",
-        "out: 4 of 4",
-        "",
-    ]
+    assert [line[:11] for line in lines] == [*(f"out: {n} of 4" for n in range(5)), ""]
     with progress_bar(desc="out") as bar:
         bar.update()
     assert capsys.readouterr().err.split("\n") == ["out: 0 [00:00]", "out: 1 [00:00]", ""]

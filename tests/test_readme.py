@@ -1,6 +1,5 @@
 """Every command and every line of code in the README runs, as a reader would run it, against a Hub on loopback."""
 
-import json
 import os
 import re
 import subprocess
@@ -8,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoints import save_checkpoint
+from checkpoints import change_json, save_checkpoint
 from command_server import run
 from hub_server import HubServer
 
@@ -41,8 +40,7 @@ def test_documents_run_from_top_to_bottom(
     blocks = re.findall(BLOCKS, (ROOT / document).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     save_checkpoint(tmp_path / "source", tie_word_embeddings=True)
     (tmp_path / "source" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
-    settings = tmp_path / "source" / "tokenizer_config.json"  # SmolLM2's has no padding token either
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "pad_token": None}))
+    change_json(tmp_path / "source" / "tokenizer_config.json", pad_token=None)  # SmolLM2's has none either
     hub.repositories.clear()
     hub.add("HuggingFaceTB/SmolLM2-135M", tmp_path / "source")
     work = tmp_path / "work"
@@ -69,8 +67,7 @@ def test_documents_run_from_top_to_bottom(
 
 
 def test_make_targets_do_what_the_readme_says() -> None:
-    root = Path(__file__).parents[1]
     for target, command in (("demo", "resformer demo"), ("test", "-m pytest")):
         assert f"make {target}" in README
-        plan = subprocess.run(["make", "-n", target], cwd=root, capture_output=True, text=True, check=True).stdout
+        plan = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         assert command in plan

@@ -7,22 +7,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import SIZES, byte_tokenizer
+from conftest import Batch, TinyModel
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_serve_available
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
-
-TinyModel = Callable[..., PreTrainedModel]
-Batch = dict[str, torch.Tensor]
 
 PROMPT = "Keys and values of"
 

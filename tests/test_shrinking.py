@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from checkpoints import byte_tokenizer, save_checkpoint
+from checkpoints import byte_tokenizer, contents, save_checkpoint
 from command_server import run
 from conftest import TINY
 from safetensors.torch import load_file, save_file
@@ -326,10 +326,6 @@ def shrink(work: Path, output: Path, cache: float | None = None, source: str = "
     sizes = {"tokens": 1280, "block": 64, "evaluation_tokens": 256, "progress": False}
     texts = {"calibrate": [str(work / "text.txt")], "sample_by": "paragraph"}
     return resformer.shrink(work / source, output, cache, **{**sizes, **texts, **options})
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

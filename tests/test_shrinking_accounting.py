@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from checkpoints import byte_tokenizer
 from conftest import TINY
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.errors import CheckpointError
@@ -21,6 +21,7 @@ from resformer.shrinking.accounting import (
     word_accuracy,
 )
 
+TOKENIZER = byte_tokenizer()
 BLOCKS = torch.randint(1, TINY["vocab_size"], (5, 45), generator=torch.Generator().manual_seed(0))
 
 
@@ -38,15 +39,6 @@ def result(source: LlamaForCausalLM) -> ResFormerForCausalLM:
     model = ResFormerForCausalLM(ResFormerConfig(**TINY, value_sources=[0, 0, 2, 3, 4, 4])).eval()
     model.load_state_dict(source.state_dict(), strict=False)
     return model
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = Tokenizer(models.BPE({letter: token for token, letter in enumerate(alphabet)}, []))
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
 def test_losses_and_divergences_equal_their_definition_in_float64(
@@ -115,30 +107,28 @@ def test_last_words_are_whole_words_that_end_a_sentence_or_a_line() -> None:
     assert last_words(["a b", "c. d", " e", "f!"]) == []  # a word shares a token with its neighbours
 
 
-def test_a_last_word_counts_if_its_every_token_is_most_probable(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_last_word_counts_if_its_every_token_is_most_probable() -> None:
     text = "a sentence of some length ends here. so does that."
-    ids = torch.tensor([tokenizer(text)["input_ids"], tokenizer("." * len(text))["input_ids"]])
-    logits = torch.nn.functional.one_hot(ids.roll(-1, dims=1), 256).float()
+    ids = torch.tensor([TOKENIZER(text)["input_ids"], TOKENIZER("." * len(text))["input_ids"]])
+    logits = torch.nn.functional.one_hot(ids.roll(-1, dims=1), 257).float()
     worse = logits.clone()
     worse[0, text.index("here")] = 0.0  # predicts the letter after the first one
     predictions = compare_predictions([logits], [worse], ids)
-    assert word_accuracy(predictions, tokenizer, context=4) == (2, 1.0, 0.5)
-    assert word_accuracy(predictions, tokenizer, context=1000) is None
+    assert word_accuracy(predictions, TOKENIZER, context=4) == (2, 1.0, 0.5)
+    assert word_accuracy(predictions, TOKENIZER, context=1000) is None
 
 
 @pytest.mark.parametrize("depth", [0.1, 0.9])
-def test_a_passkey_is_hidden_at_its_depth_in_a_prompt_of_its_length(
-    tokenizer: PreTrainedTokenizerFast, depth: float
-) -> None:
-    prompt, answer = passkey_prompt(tokenizer, 1500, depth, "73519")
-    text = tokenizer.decode(prompt)
-    assert tokenizer.decode(answer) == " 73519"
+def test_a_passkey_is_hidden_at_its_depth_in_a_prompt_of_its_length(depth: float) -> None:
+    prompt, answer = passkey_prompt(TOKENIZER, 1500, depth, "73519")
+    text = TOKENIZER.decode(prompt)
+    assert TOKENIZER.decode(answer) == " 73519"
     assert 1350 < len(prompt) + len(answer) <= 1500
     assert text.count("73519") == 2
     assert abs(text.index("73519") / len(text) - depth) < 0.15
 
 
-def test_a_passkey_is_found_if_all_of_it_is_repeated(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_passkey_is_found_if_all_of_it_is_repeated() -> None:
     class Copying:
         """Predicts the number after `The pass key is`, or wrong digits in one of two prompts."""
 
@@ -148,15 +138,15 @@ def test_a_passkey_is_found_if_all_of_it_is_repeated(tokenizer: PreTrainedTokeni
             self.calls, self.fails = 0, fails
 
         def __call__(self, input_ids: torch.Tensor, logits_to_keep: int, **_: object) -> object:
-            text = tokenizer.decode(input_ids[0])
+            text = TOKENIZER.decode(input_ids[0])
             start = text.index("The pass key is") + len("The pass key is")
-            answer = tokenizer(text[start : start + 6])["input_ids"]
+            answer = TOKENIZER(text[start : start + 6])["input_ids"]
             self.calls += 1
             answer[-1] += self.calls <= self.fails
-            logits = torch.nn.functional.one_hot(torch.tensor([answer]), 256).float()
+            logits = torch.nn.functional.one_hot(torch.tensor([answer]), 257).float()
             return type("Output", (), {"logits": logits[:, -logits_to_keep:]})
 
-    got = passkey_accuracy(Copying(0), Copying(1), tokenizer, 600, 4)  # type: ignore[arg-type]
+    got = passkey_accuracy(Copying(0), Copying(1), TOKENIZER, 600, 4)  # type: ignore[arg-type]
     assert got == {"length": 600, "questions": 4, "source": 1.0, "result": 0.75}
 
 

@@ -14,21 +14,8 @@ from resformer.training.optimizer import ConnectionTrainer, is_connection, set_c
 
 #: One of every mechanism, and their combination.
 TRAINED = others_slow(
-    [
-        "transformer",
-        "resformer",
-        "resformer-plus",
-        "resformer-dense",
-        "resformer-gated",
-        "depth-attention",
-        "value-embeddings",
-        "svformer",
-        "cla2",
-        "denseformer",
-        "resformer-denseformer",
-        "neutreno",
-        "attention-residuals",
-    ],
+    "transformer resformer resformer-plus resformer-dense resformer-gated depth-attention value-embeddings svformer "
+    "cla2 denseformer resformer-denseformer neutreno attention-residuals".split(),
     ["resformer-gated", "resformer-denseformer", "svformer"],
 )
 

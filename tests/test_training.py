@@ -1,37 +1,26 @@
 """Which parameters are trained, optimizer groups, coefficients in low precision, memory of a run."""
 
 import mmap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import save_checkpoint
-from conftest import COMBINATIONS
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
+from conftest import COMBINATIONS, TinyConfig, TinyModel
+from transformers import AutoModelForCausalLM, TrainingArguments
 
-from resformer import ResFormerConfig, ResFormerForCausalLM, retrofit
+from resformer import ResFormerForCausalLM, retrofit
 from resformer.errors import CheckpointError
 from resformer.training.freezing import trained_parameters
 from resformer.training.memory import PeakMemory
 from resformer.training.optimizer import ConnectionTrainer, is_connection
 
-SMALL = {
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-
 
 @pytest.mark.parametrize("rate", [None, 2.0])
 def test_groups_hold_every_parameter_once_and_never_decay_a_connection(
-    method: str, rate: float | None, tmp_path: Path
+    method: str, rate: float | None, tiny_config: TinyConfig, tmp_path: Path
 ) -> None:
-    model = ResFormerForCausalLM(ResFormerConfig.for_method(method, **SMALL))
+    model = ResFormerForCausalLM(tiny_config(method))
     arguments = TrainingArguments(tmp_path, use_cpu=True, learning_rate=1.0, weight_decay=0.1, report_to="none")
     groups = ConnectionTrainer(model=model, args=arguments, connection_learning_rate=rate).create_optimizer()
     held = [id(parameter) for group in groups.param_groups for parameter in group["params"]]
@@ -45,7 +34,7 @@ def test_groups_hold_every_parameter_once_and_never_decay_a_connection(
 
 
 @pytest.mark.parametrize("variant", [*COMBINATIONS, "svformer", "cla2"])
-def test_sharing_trains_what_reads_and_what_is_read(variant: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
+def test_sharing_trains_what_reads_and_what_is_read(variant: str, tiny_model: TinyModel) -> None:
     model = tiny_model(variant)
     names = {name for name, _ in model.named_parameters()}
     expected = {name for name in names if is_connection(name)}
@@ -65,7 +54,7 @@ def test_sharing_trains_what_reads_and_what_is_read(variant: str, tiny_model: Ca
 
 
 @pytest.mark.parametrize(("train", "method"), [("sharing", "resformer"), ("connections", "svformer")])
-def test_nothing_to_train_is_an_error(train: str, method: str, tiny_model: Callable[..., PreTrainedModel]) -> None:
+def test_nothing_to_train_is_an_error(train: str, method: str, tiny_model: TinyModel) -> None:
     with pytest.raises(CheckpointError, match=f"train is '{train}', but .* use --train all"):
         trained_parameters(tiny_model(method), train)
 

@@ -43,16 +43,6 @@ def _jsonl(path: Path, texts: list[str], column: str = "text") -> Path:
     return path
 
 
-def _folder(folder: Path) -> Path:
-    (folder / "below").mkdir(parents=True)
-    _jsonl(folder / "a.jsonl", TEXTS[:30])
-    Dataset.from_dict({"text": TEXTS[30:40]}).to_csv(folder / "b.csv")
-    Dataset.from_dict({"text": TEXTS[40:50]}).to_csv(folder / "b.tsv", sep="\t")
-    (folder / "below" / "b.txt").write_text("\n\n".join(TEXTS[50:]))
-    (folder / "readme.rst").write_text("not data")
-    return folder
-
-
 def _saved(folder: Path) -> Path:
     DatasetDict({"train": Dataset.from_dict({"text": TEXTS}), "test": Dataset.from_dict({"text": ["x"]})}).save_to_disk(
         folder
@@ -76,7 +66,12 @@ def _source(kind: str, folder: Path) -> Path:
     elif kind == "parquet":
         rows.to_parquet(path)
     elif kind == "folder":
-        _folder(path)
+        (path / "below").mkdir(parents=True)
+        _jsonl(path / "a.jsonl", TEXTS[:30])
+        Dataset.from_dict({"text": TEXTS[30:40]}).to_csv(path / "b.csv")
+        Dataset.from_dict({"text": TEXTS[40:50]}).to_csv(path / "b.tsv", sep="\t")
+        (path / "below" / "b.txt").write_text("\n\n".join(TEXTS[50:]))
+        (path / "readme.rst").write_text("not data")
     else:
         _saved(path)
     return path
@@ -206,17 +201,6 @@ def test_packed_documents_are_computed_as_if_alone() -> None:
     assert documents > 6
 
 
-def test_a_stream_keeps_documents_apart_too(tmp_path: Path) -> None:
-    path = str(_jsonl(tmp_path / "rows.jsonl", TEXTS))
-    options = {"block": 16, "held_out": 0.2, "held_out_blocks": 5, "separate": True}
-    whole, stream = (
-        pack_documents(load_documents([path], streaming=streaming), byte_tokenizer(), **options).train
-        for streaming in (False, True)
-    )
-    expected = [{name: ids.tolist() for name, ids in whole[index].items()} for index in range(len(whole))]
-    assert sorted(map(str, stream)) == sorted(map(str, expected))
-
-
 def llama_like_tokenizer() -> PreTrainedTokenizerFast:
     """The byte tokenizer with a beginning-of-sequence token, 257, which it adds itself as Llama's do."""
     tokenizer = byte_tokenizer()
@@ -260,18 +244,20 @@ def test_modules_of_the_standard_library_are_held_out_whole() -> None:
     assert held_out_groups({"x": part.remove_columns("group")}, 0.1) is None
 
 
-def test_a_stream_trains_on_what_a_dataset_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_stream_trains_on_what_a_dataset_does(separate: bool, tmp_path: Path) -> None:
     path = str(_jsonl(tmp_path / "rows.jsonl", TEXTS))
-    options = {"block": 16, "held_out": 0.2, "held_out_blocks": 5}
+    options = {"block": 16, "held_out": 0.2, "held_out_blocks": 5, "separate": separate}
     whole = pack_documents(load_documents([path]), byte_tokenizer(), **options)
     streams = [
         pack_documents(load_documents([path], streaming=True), byte_tokenizer(), **options, seed=seed)
         for seed in (0, 0, 1)
     ]
-    first, again, other = ([tuple(row["input_ids"]) for row in stream.train] for stream in streams)
+    first, again, other = (list(map(str, stream.train)) for stream in streams)
     assert first == again
     assert first != other
-    assert sorted(first) == sorted(tuple(whole.train[i]["input_ids"].tolist()) for i in range(len(whole.train)))
+    expected = [{name: ids.tolist() for name, ids in whole.train[i].items()} for i in range(len(whole.train))]
+    assert sorted(first) == sorted(map(str, expected))
     assert tokens_of(streams[0].held_out) == tokens_of(whole.held_out)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.training.memory import predicted_memory, step_memory
 
 LAYERS, WIDTH, HEADS, TOKENS = 12, 64, 2, 96
@@ -130,7 +130,3 @@ def test_documents_have_the_committed_figures_and_these_agree() -> None:
         parts = run["weights"], run["gradients"] + run["optimizer"], run["activations"], run["peak"]
         row = " | ".join([f"{run['block']:,}", *(f"{part / 1e9:.1f} GB" for part in parts)])
         assert f"| {row} |" in adapters
-
-
-def test_the_bounds_are_of_methods() -> None:
-    assert BEYOND_LLAMA.keys() <= METHODS.keys()
