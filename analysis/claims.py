@@ -118,6 +118,8 @@ def _of_layers(analysis: Analysis, quantity: str) -> _Verdict:
 
 
 def _of_depth(matrix: np.ndarray) -> list[_Verdict]:
+    if len(matrix) < 2 or not matrix[np.tril(np.ones_like(matrix, dtype=bool), k=1)].all():
+        return []  # the paper's claims are about averages of all earlier states, after every block
     size = np.abs(matrix)
     rows = np.arange(len(matrix))
     diagonal = size[rows, rows + 1]

@@ -8,13 +8,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from resformer.analysis.attention import IMPLEMENTATION
 from resformer.configuration import ResFormerConfig
@@ -104,7 +105,7 @@ def analyze(
             their code is run.
         texts: strings, or sequences of token ids.
         tokenizer: for the strings; default: the checkpoint's.
-        max_tokens: longer texts are truncated.
+        max_tokens: longer texts are truncated, and those longer than the model's positions.
         name: the name in reports; default: the last part of the checkpoint's path or id.
         device: where a checkpoint is run; default: an accelerator if there is one.
         dtype: the dtype that a checkpoint is run in.
@@ -121,8 +122,12 @@ def analyze(
         checkpoint = str(model)
         tokenizer = checkpoint if tokenizer is None else tokenizer
         model = _load(checkpoint, dtype, device)
+    max_tokens = min(max_tokens, getattr(model.config, "max_position_embeddings", None) or max_tokens)
     if isinstance(tokenizer, (str, Path)):
-        tokenizer = _LazyTokenizer(str(tokenizer))
+        from resformer.training.data import load_tokenizer
+
+        load = partial(load_tokenizer, tokenizer, model.config.vocab_size, "name another with --tokenizer (tokenizer=)")
+        tokenizer = _later(load)
     name = name or (os.path.basename(os.path.normpath(checkpoint)) if checkpoint else type(model).__name__)
     base = model.base_model
     layers = _layers(base, name)
@@ -280,28 +285,16 @@ def _load(checkpoint: str, dtype: torch.dtype, device: str | torch.device | None
         raise
     except Exception as error:  # Transformers and safetensors raise many types of exceptions for a bad file
         raise CheckpointError(f"{checkpoint}: cannot be loaded: {brief(error)}") from error
-    if missing := sorted(loading["missing_keys"]):
+    prefix = f"{model.base_model_prefix}."  # the head, which a classifier has not, is not run
+    if missing := sorted(name for name in loading["missing_keys"] if name.startswith(prefix)):
         raise CheckpointError(f"{checkpoint}: {missing[0]} is missing, with {len(missing) - 1} other tensors.")
     return model.to(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
 
 
-class _LazyTokenizer:
-    """A checkpoint's tokenizer, loaded at the first string: texts of token ids need none."""
-
-    def __init__(self, source: str):
-        self.source = source
-        self._loaded: PreTrainedTokenizerBase | None = None
-
-    def __call__(self, text: str, **kwargs: Any) -> Any:
-        if self._loaded is None:
-            try:
-                self._loaded = AutoTokenizer.from_pretrained(self.source, trust_remote_code=False)
-            except Exception as error:  # as above
-                raise CheckpointError(
-                    f"{self.source}: has no tokenizer that Transformers can load: {brief(error)} Name another "
-                    "checkpoint's with --tokenizer (tokenizer=)."
-                ) from error
-        return self._loaded(text, **kwargs)
+def _later(load: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """A tokenizer that is loaded at the first string: texts of token ids need none."""
+    loaded = cache(load)
+    return lambda text, **options: loaded()(text, **options)
 
 
 def _ids(text: str | Sequence[int], tokenizer: Callable[..., Any] | None, max_tokens: int) -> list[int]:

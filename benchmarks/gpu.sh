@@ -6,13 +6,13 @@
 #   4       decoding                            5  methods compared, trained from scratch 6  a smaller cache, healed
 #
 # Results go to benchmarks/results/cuda, or $OUT. A part measures what these lack, so that it can be given again.
-# TOY=1 DEVICE=cpu tries out the script. Part 6 takes SOURCE, a checkpoint's folder; its default are random weights of
+# TOY=1 DEVICE=cpu tries out the script, in build/gpu-toy. Part 6 takes SOURCE, a checkpoint's folder; its default are random weights of
 # SmolLM2-135M's shape, which tell time and memory and nothing of what healing brings back.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 part=${1:?give a part: wheels, or 1 to 6} device=${DEVICE:-cuda} toy=${TOY:-} python=${PYTHON:-python3}
-committed=benchmarks/results/cuda work=build/gpu
-results=${OUT:-$committed}
+committed=benchmarks/results/cuda work=build/gpu${toy:+-toy}
+results=${OUT:-${toy:+$work/results}} results=${results:-$committed}
 mkdir -p "$results" "$work"
 [ "$results" = "$committed" ] || cp -n "$committed"/* "$results" 2>/dev/null || true
 
@@ -90,6 +90,7 @@ case $part in
 6)
     python_sources
     source=${SOURCE:-$work/random}
+    small=$work/small-$(basename "$source") healed=$work/healed-$(basename "$source")
     healing=$results/healing-$(basename "$source").json
     [ ! -e "$healing" ] || exit 0
     options=(--steps 3052 --block 512 --batch 32 --bf16)
@@ -106,10 +107,10 @@ shape = SHAPES[sys.argv[2] or "SmolLM2-135M"]
 LlamaForCausalLM(LlamaConfig(**{**shape, "vocab_size": max(shape["vocab_size"], 257)})).save_pretrained(sys.argv[1])
 byte_tokenizer().save_pretrained(sys.argv[1])
 END
-    [ -d "$work/small" ] || run -m resformer shrink "$source" "$work/small" --cache 0.84 --calibrate "$work/python.jsonl"
-    run -m resformer finetune "$work/small" "$work/healed" --force --data "$work/python.jsonl" \
+    [ -d "$small" ] || run -m resformer shrink "$source" "$small" --cache 0.84 --calibrate "$work/python.jsonl"
+    run -m resformer finetune "$small" "$healed" --force --data "$work/python.jsonl" \
         --distill "$source" --distill-weight 1 --distill-hidden 1 --train sharing --learning-rate 5e-4 "${options[@]}"
-    cp "$work/healed/metrics.json" "$healing"
+    cp "$healed/metrics.json" "$healing"
     ;;
 *) echo "unknown part: $part" && exit 2 ;;
 esac

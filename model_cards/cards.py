@@ -79,7 +79,7 @@ def retrofit_card(
         fields=report["fields"],
         config=config,
         dtype=report["dtype"],
-        base_model=base_model or (report["source"] if report["revision"] is not None else None),
+        base_model=base_model or _hub_id(report["source"], report["revision"]),
         source_card=source_card or report.get("source_card") or {},
         metrics=metrics,
         bundle=bundle,
@@ -141,7 +141,7 @@ def finetuned_card(
         fields={} if config is None else connections_of(config),
         config=config,
         dtype=dtype,
-        base_model=base_model or (source if revision is not None else None),
+        base_model=base_model or _hub_id(source, revision),
         source_card=source_card or {},
         datasets=datasets,
         metrics=[*metrics, *_perplexities(method, corpus, evaluation_tokens, runs)],
@@ -195,6 +195,11 @@ def scratch_card(
         evaluation_tokens=evaluation_tokens,
         runs=_run_table(runs) if runs else None,
     )
+
+
+def _hub_id(source: str, revision: str | None) -> str | None:
+    """The repository of a source on the Hub; of a GGUF file, the one that holds it."""
+    return None if revision is None else "/".join(source.split("/")[:2])
 
 
 def is_as_made(text: str) -> bool:

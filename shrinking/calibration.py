@@ -1,5 +1,7 @@
 """Runs a plain model on calibration text, a layer at a time, and compares a student with it."""
 
+import math
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from resformer.configuration import ResFormerConfig
+from resformer.files import writing
 from resformer.modeling import ResFormerForCausalLM
 from resformer.modeling.modeling_resformer import MASKS
 
@@ -125,7 +128,7 @@ class Calibration:
 
 @contextmanager
 def calibrating(
-    model: ResFormerForCausalLM, blocks: torch.Tensor, chunk: int = 2, progress: Progress = lambda done: None
+    model: ResFormerForCausalLM, blocks: torch.Tensor, progress: Progress = lambda done: None
 ) -> Iterator[Calibration]:
     """Runs the model on the blocks.
 
@@ -139,19 +142,11 @@ def calibrating(
         layer.self_attn.wiring = replace(layer.self_attn.wiring, gives=("keys", "values"))
     shape = (*blocks.shape, config.hidden_size)
     with tempfile.TemporaryDirectory() as folder:
-        hidden = [
-            torch.from_file(
-                str(Path(folder) / f"{n}"),
-                shared=True,
-                size=blocks.numel() * config.hidden_size,
-                dtype=model.dtype,
-            ).view(shape)
-            for n in range(config.num_hidden_layers + 1)
-        ]
+        hidden = [_mapped(Path(folder) / f"{n}", shape, model.dtype) for n in range(config.num_hidden_layers + 1)]
         calibration = Calibration(model, blocks, hidden)
         with torch.inference_mode():
-            for begin in range(0, len(blocks), chunk):
-                rows = slice(begin, begin + chunk)
+            for begin in range(0, len(blocks), 2):
+                rows = slice(begin, begin + 2)
                 states = model.model.embed_tokens(blocks[rows].to(model.device))
                 for n, layer in enumerate(layers):
                     hidden[n][rows] = states
@@ -163,6 +158,15 @@ def calibrating(
                     progress(len(blocks[rows]))
                 hidden[-1][rows] = model.model.norm(states)
         yield calibration
+
+
+def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in a file whose space is taken at once: a full disk is an error here, and a crash later."""
+    size = math.prod(shape)
+    with writing(path), path.open("wb") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
+    return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)
 
 
 def student_of(

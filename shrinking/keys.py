@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from resformer.shrinking.calibration import Calibration, Progress
+from resformer.shrinking.calibration import Calibration
 
 __all__ = ["KeyFit", "complex_scalars", "fit_keys", "fold_into_queries", "key_costs"]
 
@@ -27,7 +27,7 @@ RATE = 0.2
 class KeyFit:
     """A reader's refitted query projection."""
 
-    order: tuple[int, ...]  # group g of the reader faces head order[g] of the source
+    order: tuple[int, ...]  # group g of the reader reads head order[g] of the source
     weight: torch.Tensor  # of q_proj, query heads as in the reader's own checkpoint
     bias: torch.Tensor | None
     error: float  # held-out KL(A || A') per query head and token, in nats
@@ -94,13 +94,12 @@ def fit_keys(
     a: int,
     order: list[int],
     z: torch.Tensor,
-    steps: int = 200,
-    progress: Progress = lambda done: None,
+    steps: int,
 ) -> KeyFit:
     """Fits layer n to the keys of layer a; training that does not lower the held-out error is discarded.
 
     Args:
-        order: group g faces head order[g] of the source.
+        order: group g reads head order[g] of the source.
         z: `(groups, head_dim / 2)`.
     """
     projection = calibration.layers[n].self_attn.q_proj
@@ -147,7 +146,6 @@ def fit_keys(
         queries.backward((scores.softmax(-1) - weights) @ keys)
         optimizer.step()
         schedule.step()
-        progress(1)
     error = held_out_error()
     if error > untrained_error:  # little text, or keys that the scalars alone fit
         weight, error = untrained, untrained_error

@@ -67,7 +67,7 @@ def allowed_sources(config: Any, n: int, kind: str) -> list[int]:
 class Readers:
     """The fits of all readers that a search asks for, each made once.
 
-    An order tells for each group of query heads which head of the source it faces. Groups of a layer are permuted when
+    An order tells for each group of query heads which head of the source it reads. Groups of a layer are permuted when
     the checkpoint is written, which changes nothing that it computes.
     """
 
@@ -114,7 +114,7 @@ class Readers:
                 if source != n:
                     by_head = (self.key_costs if kind == "key" else self.value_folds)(n)[source][0].cpu()
                     by_slot = by_head[:, [slots[source].index(slot) for slot in range(len(by_head))]]
-                    costs = costs + by_slot / by_slot.mean()
+                    costs = costs + by_slot / by_slot.mean().clamp_min(torch.finfo(by_slot.dtype).tiny)
             slots[n] = assign_heads(costs)
             key_order, value_order = (
                 None if source == n else tuple(slots[source].index(slot) for slot in slots[n])
@@ -205,7 +205,8 @@ class Readers:
         if projection.bias is not None:
             weight, bias = weight[:-1], weight[-1].to(calibration.model.dtype)
         output = weight.T.to(calibration.model.dtype).contiguous()
-        return ReaderFit(output, bias, strength, error / float(held_out.square), keys)
+        square = max(float(held_out.square), torch.finfo(torch.float64).tiny)  # 0 where the layer puts nothing out
+        return ReaderFit(output, bias, strength, error / square, keys)
 
     def _value_folds(self, n: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Source -> (costs, `(groups, heads)`; maps M, `(groups, heads, head_dim, head_dim)`).

@@ -4,7 +4,7 @@ Layer n has the attention weights A^i and the values V^g, where query head i bel
 
     y = sum_i A^i V^g(i) W_O^i            tokens x hidden_size
 
-A reader attends to the values S of an earlier layer instead. Its group g faces the source's head order[g]:
+A reader attends to the values S of an earlier layer instead. Its group g reads the source's head order[g]:
 
     y ~ sum_i Z^i W^i,    Z^i = A^i S^order[g(i)]
 
@@ -96,7 +96,7 @@ def fold_heads(moments: Moments, output: torch.Tensor, strength: float = 1e-3) -
 
 
 def assign_heads(costs: torch.Tensor) -> list[int]:
-    """order: group g faces source head order[g], each head once, at the least total cost.
+    """order: group g reads source head order[g], each head once, at the least total cost.
 
     Raises:
         ImportError: scipy is missing; the message says what to install.

@@ -115,26 +115,21 @@ def shrink(
     )
     if sum(each is not None for each in (cache, plan, method)) != 1:
         raise ValueError("Give one of --cache, --plan and --method.")
-    if cache is not None and not 0 < cache <= 1:
-        raise ValueError(f"cache={cache}: expected a share of the source's cache, above 0 and at most 1.")
+    if cache is not None and not 0 < cache < 1:
+        raise ValueError(f"cache={cache}: expected a share of the source's cache, above 0 and below 1.")
     target = Path(output).expanduser()
     inputs = [*calibrate, *evaluate, *([] if plan is None else [plan])]
     check_target(target, source, *inputs, mark=RECORD, force=force)
     opened = open_source(source, revision)
     config: Any = backbone_config(opened.config)
     kinds = ("value",) if values_only or config.qk_norm else ("key", "value")
-    given, parameters = (None, None) if cache is not None else _given_plan(config, plan, method, kinds)
-    if cache is not None:
+    given = None
+    if cache is None:
+        given = _given_plan(config, plan, method, kinds)
+    else:
         _check_budget(opened.name, config, kinds, cache)
     fetched = opened.fetch()
     config.tie_word_embeddings, _ = check_tensors(fetched, expected_shapes(config))
-    if given is not None and parameters is not None:
-        here = model_on_meta(without_connections(config, **given.fields())).num_parameters()
-        if parameters != here:
-            raise CheckpointError(
-                f"{plan}: made for another model: the result had {parameters:,} parameters, and that of {opened.name} "
-                f"has {here:,}. To use it nevertheless, leave nothing but key_sources and value_sources in it."
-            )
     gguf_file = {} if fetched.gguf is None else {"gguf_file": fetched.gguf.name}
     tokenizer = load_tokenizer(
         fetched.folder, config.vocab_size, "save the model's own beside it", local_files_only=True, **gguf_file
@@ -155,8 +150,8 @@ def shrink(
         needed = max(_TOKENS_PER_INPUT * inputs_of_output, 2 * HELD_OUT * calibration_blocks.shape[1])
         raise CheckpointError(
             f"The calibration text has {calibration_blocks.numel():,} tokens, and an output projection of "
-            f"{opened.name} has {inputs_of_output:,} inputs: at least {needed:,} tokens are needed. Give more text, or "
-            "--tokens."
+            f"{opened.name} has {inputs_of_output:,} inputs: at least {needed:,} tokens in {2 * HELD_OUT} sequences "
+            "are needed. Give more text, or --tokens."
         )
     model = plain_model(fetched, config)
     with (
@@ -171,7 +166,7 @@ def shrink(
             bar.update()
 
         with torch.inference_mode():
-            chosen = given or _searched(calibration, kinds, cache or 1.0, stage)
+            chosen = given or _searched(calibration, kinds, cache or 0.0, stage)
             readers = Readers(calibration, _FINAL_STEPS, chosen, lambda done: stage("refitting"))
             fits = readers.fit(chosen)
             result_config, changed = readers.result(chosen)
@@ -202,14 +197,20 @@ def shrink(
         fields=chosen.fields(),
         cache=chosen.kept / (2 * config.num_hidden_layers),
         calibration={
-            "texts": [Path(text).name if Path(text).exists() else text for text in calibrate],
+            "texts": list(map(_text_name, calibrate)),
             "tokens": calibration_blocks.numel(),
-            "evaluated_on": [Path(text).name if Path(text).exists() else text for text in evaluate],
+            "evaluated_on": list(map(_text_name, evaluate)),
         },
         shares=shares,
         cost=cost.as_dict(),
         refitted=len(changed),
     )
+
+
+def _text_name(text: str) -> str:
+    """Of a file or folder its name alone: a card is public."""
+    path = Path(text).expanduser()
+    return path.resolve().name if path.exists() else text
 
 
 def plain_model(source: OpenedSource, config: ResFormerConfig) -> ResFormerForCausalLM:
@@ -248,15 +249,11 @@ def _searched(calibration: Calibration, kinds: Sequence[str], cache: float, stag
     return best_plan(calibration.config.num_hidden_layers, kept, costs, measured_on(_PLANS_ON), stage)
 
 
-def _given_plan(
-    config: ResFormerConfig, path: str | Path | None, method: str | None, kinds: Sequence[str]
-) -> tuple[Plan, int | None]:
-    """(the plan of this file or method, the parameters of the model that the file was written for, if it says)."""
-    content: dict[str, Any] = {}
+def _given_plan(config: ResFormerConfig, path: str | Path | None, method: str | None, kinds: Sequence[str]) -> Plan:
     layers = config.num_hidden_layers
     own = list(range(layers))
     if path is not None:
-        content = read_json(Path(path))
+        content = read_json(Path(path).expanduser())
         fields, where = content.get("fields", content), f"{path}"
         if not isinstance(fields, dict):
             raise CheckpointError(f"{where}: `fields` is a {type(fields).__name__}; expected an object.")
@@ -276,7 +273,7 @@ def _given_plan(
             "the source norms its keys (qk_norm), and queries cannot be refitted" if config.qk_norm else "values only"
         )
         raise CheckpointError(f"{where}: `key_sources` shares keys, but {reason}.")
-    return Plan(tuple(sources["key_sources"]), tuple(sources["value_sources"])), content.get("parameters")
+    return Plan(tuple(sources["key_sources"]), tuple(sources["value_sources"]))
 
 
 def _texts(
@@ -290,9 +287,9 @@ def _texts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks to calibrate on and to evaluate on, of different documents."""
     counts = max(1, tokens // block), max(1, evaluation_tokens // block)
-    documents = load_documents(calibrate, **reading)
+    documents = load_documents(calibrate, chats=True, **reading)
     if evaluate:
-        others = load_documents(evaluate, **reading)
+        others = load_documents(evaluate, chats=True, **reading)
         calibration = pack_all(documents, tokenizer, block=block, most=counts[0], side="calibration")
         evaluation = pack_all(others, tokenizer, block=block, most=counts[1], side="evaluation")
     else:

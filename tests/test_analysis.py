@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, byte_tokenizer, family_model, save_checkpoint
-from conftest import VARIANTS, Batch, TinyModel, cli, others_slow
+from conftest import VARIANTS, Batch, TinyConfig, TinyModel, cli, others_slow
 from matplotlib import image
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +32,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from resformer import ResFormerForSequenceClassification
 from resformer.analysis import Analysis, Report, analyze, attention, figures, read_texts, write_report
 from resformer.analysis.attention import IMPLEMENTATION, MaskRows, chunked_attention
 from resformer.analysis.claims import CLAIMS, THRESHOLDS, judge, paper_model
@@ -331,7 +332,7 @@ def test_claims_are_judged_by_the_worst_layer_beside_a_model_that_breaks_them(ti
 
 def test_depth_claims_are_judged_by_the_matrix(tiny_model: TinyModel) -> None:
     analysis = analyze(tiny_model("denseformer"), TEXTS)
-    matrix = np.eye(6, 7, k=1)
+    matrix = np.eye(6, 7, k=1) + 1e-9 * np.tri(6, 7)
     matrix[:, 0] = [0.3, 0.3, 0.3, 0.3, -0.1, -0.2]
     matrix[3, 2] = 0.1
     held = judge([replace(analysis, depth_mixing_matrix=matrix.tolist())])[0][3:]
@@ -340,6 +341,10 @@ def test_depth_claims_are_judged_by_the_matrix(tiny_model: TinyModel) -> None:
     assert held[1]["detail"] == "against 0.00667", "0.1 among the 15 weights between"
     broken = judge([replace(analysis, depth_mixing_matrix=matrix.tolist())])[0][3:]
     assert [(v["holds"], v["layer"]) for v in broken] == [(False, 4), (False, None), (False, None)]
+    for layer in range(6):  # with a period or dilation most are 0
+        matrix[layer, 1 : layer + 1] = 0
+    averages = judge([replace(analysis, depth_mixing_matrix=matrix.tolist())])[0]
+    assert [verdict["claim"] for verdict in averages] == list(CLAIMS)
     hardly_moved = replace(analysis, depth_mixing_matrix=(np.eye(6, 7, k=1) + 0.04).tolist())
     assert [verdict["claim"] for verdict in judge([hardly_moved])[0]] == list(CLAIMS)
 
@@ -677,9 +682,24 @@ def test_misuse_has_its_exit_code_and_one_message(llama: Path, tmp_path: Path) -
 
 def test_another_tokenizer_reads_for_all(tmp_path: Path) -> None:
     family_model("llama").save_pretrained(tmp_path / "mute")
-    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
     named = analyze(tmp_path / "mute", ["four"], tokenizer=tmp_path / "tokenizer")
     given = analyze(tmp_path / "mute", ["four"], tokenizer=byte_tokenizer())
     assert named.quantities["entropy"]["mean"] == given.quantities["entropy"]["mean"]
     assert named.tokens == 4
     assert named.as_dict()["quantities"]["entropy"]["deviation"] == [None] * 6, "one text has no deviation"
+    tokenizer.add_tokens([f"new {number}" for number in range(9999)])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(CheckpointError, match=r"its tokenizer has .* tokens, the model"):
+        analyze(tmp_path / "mute", ["four"], tokenizer=tmp_path / "tokenizer")
+
+
+def test_texts_end_at_the_models_positions(tiny_model: TinyModel) -> None:
+    model = tiny_model("resformer", max_position_embeddings=8)
+    assert analyze(model, [list(range(1, 30))]).tokens == 8
+
+
+def test_the_base_of_a_classifier_is_analysed(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    ResFormerForSequenceClassification(tiny_config("resformer")).save_pretrained(tmp_path / "judge")
+    assert analyze(tmp_path / "judge", TEXTS[:1]).method == "resformer"

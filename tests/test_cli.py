@@ -10,6 +10,7 @@ from command_server import resformer
 from conftest import cli
 
 from resformer import METHODS
+from resformer.cli import _expanded
 from resformer.version import __version__
 
 
@@ -159,6 +160,11 @@ def test_verify_exits_with_4_where_checkpoints_differ(llama: Path, tmp_path: Pat
     assert "cache         384 bytes a token, 50% of the full one" in done.stdout
     assert "\n              448 with svformer\n              768 with every other method\n" in done.stdout
     assert "M, values     row 1: [0]=1" in done.stdout
+
+
+def test_the_home_folder_is_found_after_an_equals_sign() -> None:
+    assert _expanded("--output=~/x") == f"--output={Path.home() / 'x'}"
+    assert _expanded("--methods=a:b=~") == "--methods=a:b=~"
 
 
 def test_methods_lists_every_method() -> None:

@@ -34,6 +34,7 @@ def shrink(
     ] = None,
     method: Annotated[str | None, typer.Option(help="svformer, cla2 or fusedkv-lite, instead of --cache.")] = None,
     values_only: Annotated[bool, typer.Option("--values-only", help="Share no keys.")] = False,
+    split: Annotated[str, typer.Option(help="Split of a Hub dataset.")] = "train",
     text_column: Annotated[str, typer.Option(help="Column with the text.")] = "text",
     sample_by: Annotated[
         str, typer.Option(help="A document in a text file: the whole file (document), a paragraph, or a line.")
@@ -61,6 +62,7 @@ def shrink(
             plan=plan,
             method=method,
             values_only=values_only,
+            split=split,
             text_column=text_column,
             sample_by=sample_by,
             force=force,
