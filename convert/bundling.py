@@ -35,6 +35,7 @@ AUTO_MAP = {
 }
 _IMPORT = re.compile(r"from resformer\.(configuration|modeling)\.(\w+) import")
 #: The first lines of each module in a bundle; the module as it is in the package follows.
+_RESULTS = ".eval_results"
 _HEAD = """\
 # SPDX-License-Identifier: Apache-2.0
 # A module of resformer {version}, put here by `resformer bundle`: changes belong in the package.
@@ -64,7 +65,7 @@ def bundle(
         source: a folder or a Hub id; a bundle may be bundled again, with the code of this version.
         output: a new or empty folder.
         force, revision: as for `resformer.retrofit`.
-        options: `dry_run`, `link`, `verify`, `durable`, `max_shard_size`, `progress`, as for `resformer.retrofit`.
+        options: `dry_run`, `link`, `verify`, `durable`, `progress`, as for `resformer.retrofit`.
 
     Raises:
         CheckpointError: the source is no causal language model of ours, or `output` is in the way.
@@ -77,9 +78,14 @@ def bundle(
     known = {key: value for key, value in opened.raw_config.items() if key not in opened.dropped_config}
     config = config_with_code({"model_type": opened.config.model_type, **known}, opened.name)
     code = remote_code()
-    report = carry_out(_decide(opened.fetch(), config), target, settings, lambda report, weight_files: code)
+    report = carry_out(
+        _decide(opened.fetch(headers_only=settings.dry_run), config),
+        target,
+        settings,
+        lambda report, weight_files: code,
+    )
     # Code of an older version is replaced, not left behind; its auto_map too.
-    left_behind = [name for name in report.left_behind if name not in {*code, "config.json: auto_map"}]
+    left_behind = [name for name in report.left_behind if name not in {*code, "config.json: auto_map", f"{_RESULTS}/"}]
     sizes = {name: len(text.encode()) for name, text in code.items()}
     return BundleReport(**{**vars(report), "left_behind": left_behind}, code=sizes, auto_map=AUTO_MAP)
 
@@ -91,6 +97,7 @@ def _decide(source: OpenedSource, config: dict[str, Any]) -> Decision:
     if source.config.tie_word_embeddings and not tied:
         config = {**config, "tie_word_embeddings": False}
     names = [name for name in ("README.md", RECORD, "metrics.json") if (source.folder / name).exists()]
+    names += [f"{_RESULTS}/{path.name}" for path in sorted((source.folder / _RESULTS).glob("*.yaml"))]
     return Decision(
         source=source,
         config=json.dumps(config, indent=2, sort_keys=True) + "\n",

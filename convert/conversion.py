@@ -19,6 +19,7 @@ from resformer.convert.verification import (
     LogitsComparison,
     check_bytes,
     check_headers,
+    check_side_files,
     compare_logits,
     first_bytes,
     free_memory,
@@ -27,7 +28,7 @@ from resformer.convert.verification import (
     not_finite,
 )
 from resformer.convert.writing import Transfer, check_space, flush, foresee, write_plan
-from resformer.errors import CheckpointError, VerificationError, brief, listed
+from resformer.errors import CheckpointError, OutputError, VerificationError, brief, listed
 from resformer.files import replacing, write_text
 from resformer.progress import progress_bar
 
@@ -145,6 +146,10 @@ def carry_out(
     if options.dry_run:
         shards = decision.source.checkpoint.shards
         forecast.downloaded = sum(each.size for each in shards if not all(t.on_this_disk for t in each.tensors))
+        try:
+            check_space(forecast, output)
+        except OutputError as error:
+            warnings.append(f"As things are this would fail: {error}")
         return make_report(decision, output, plan, forecast, warnings)
     check_space(forecast, output)
     to_move = sum(shard.size for shard in plan.shards) + sum(file.size for file in plan.side_files)
@@ -159,6 +164,7 @@ def carry_out(
         stored = check_headers(partial, plan.tensors)
         if verify != "headers":
             check_bytes(stored, plan.tensors, written.digests, written.shared, bar.update)
+            check_side_files(partial, plan.side_files, bar.update)
         logits = _compare(decision, output, partial, written.rounding) if verify == "logits" else None
         warnings += [*written.notes, *generation_warnings(stored), *_gguf_extras(decision, partial)]
         report = make_report(
@@ -174,7 +180,7 @@ def carry_out(
         for name, text in finish(report, weight_files(plan, first_bytes(stored.tensors.values()))).items():
             write_text(partial / name, text)
         if options.durable:
-            flush(partial, written.shared)
+            flush(partial)
     return report
 
 

@@ -25,7 +25,7 @@ def gguf_config(path: Path) -> PreTrainedConfig:
     """
     try:
         config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
-        _check_size(path, config)
+        _check(path, config)
     except (ImportError, CheckpointError):
         raise  # the ImportError names the package to install
     except Exception as error:  # Transformers and gguf raise nearly anything for a bad file
@@ -62,12 +62,20 @@ def save_gguf_extras(path: Path, model: PreTrainedModel, output: Path) -> bool:
     return True
 
 
-def _check_size(path: Path, config: PreTrainedConfig) -> None:
-    """A few bytes can claim a model of any size: its numbers must be in the file before memory is taken for them."""
+def _check(path: Path, config: PreTrainedConfig) -> None:
+    """Refuses a file that Transformers would read as another model, or that claims more numbers than it holds.
+
+    A few bytes can claim a model of any size: its numbers must be in the file before memory is taken for them.
+    """
     from gguf import GGUFReader
 
-    backbone = backbone_config(config)
-    stored = {tensor.name: int(tensor.n_elements) for tensor in GGUFReader(path).tensors}
+    backbone, reader = backbone_config(config), GGUFReader(path)
+    stored = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+    if "rope_freqs.weight" in stored or any(key.endswith(".rope.scaling.factor") for key in reader.fields):
+        raise CheckpointError(
+            f"{path}: scales its rotary embedding, which Transformers does not read from GGUF files. Convert the "
+            "safetensors that it was made from."
+        )
     layers = {match[1] for match in (re.match(r"blk\.(\d+)\.", name) for name in stored) if match}
     if len(layers) != backbone.num_hidden_layers:
         raise CheckpointError(

@@ -1,5 +1,6 @@
 """Describes a checkpoint from its configuration, its headers and its added parameters; the model is not loaded."""
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token
 from resformer.configuration.methods import connections_of, method_of, without_connections
 from resformer.convert.connections import expected_shapes, read_connections
-from resformer.convert.deciding import check_tensors
+from resformer.convert.deciding import HEAD, check_tensors
 from resformer.convert.families import family_config, resformer_config
 from resformer.convert.source import open_source
 from resformer.errors import CheckpointError
@@ -86,7 +87,7 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         fields=connections_of(backbone),
         files=len(opened.checkpoint.shards),
         bytes=sum(shard.size for shard in opened.checkpoint.shards),
-        parameters=sum(dtypes.values()),
+        parameters=sum(math.prod(shape) for name, shape in expected.items() if not (tied and name == HEAD)),
         added={name: list(tensors[name].shape) for name in added},
         dtypes=dtypes,
         layers=layers,

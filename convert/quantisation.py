@@ -1,7 +1,7 @@
 """Quantised checkpoints: fp8 is dequantised to bfloat16 as Transformers does, others are refused with a way out."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -99,8 +99,11 @@ def check_quantisation(where: Path, quantisation: object) -> None:
     raise CheckpointError(f"{where}: the checkpoint is quantised ({shown(quantisation)}); {way}")
 
 
-def dequantise_fp8(checkpoint: Checkpoint) -> Checkpoint:
+def dequantise_fp8(checkpoint: Checkpoint, block: Sequence[int] | None) -> Checkpoint:
     """The checkpoint with bfloat16 tensors in the place of fp8 ones and their scales; no weight is read yet.
+
+    Args:
+        block: `weight_block_size` of config.json: the rows and columns that share a scale.
 
     Raises:
         CheckpointError: a scale is missing, or does not belong to whole blocks of its weight.
@@ -109,7 +112,7 @@ def dequantise_fp8(checkpoint: Checkpoint) -> Checkpoint:
     weights = {name: tensor for name, tensor in tensors.items() if tensor.dtype == "F8_E4M3"}
     if not weights:
         return checkpoint
-    made = {name: _dequantised(tensor, tensors.get(f"{name}{_SCALE}")) for name, tensor in weights.items()}
+    made = {name: _dequantised(tensor, tensors.get(f"{name}{_SCALE}"), block) for name, tensor in weights.items()}
     used = {f"{name}{_SCALE}" for name in weights}
     used |= {f"{name.removesuffix('weight')}{_ACTIVATIONS}" for name in weights}
     shards = []
@@ -123,7 +126,7 @@ def dequantise_fp8(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, shards=tuple(shards), notes=(*checkpoint.notes, f"{note}."))
 
 
-def _dequantised(weight: Tensor, scales: Tensor | None) -> Dequantised:
+def _dequantised(weight: Tensor, scales: Tensor | None, block: Sequence[int] | None) -> Dequantised:
     if scales is None:
         raise CheckpointError(f"{weight.place}: is quantised to fp8, and there is no {shown(weight.name + _SCALE)}.")
     if scales.dtype not in _SCALE_DTYPES:
@@ -136,5 +139,14 @@ def _dequantised(weight: Tensor, scales: Tensor | None) -> Dequantised:
     if len(weight.shape) != 2 or not whole:
         raise CheckpointError(
             f"{scales.place}: has shape {list(scales.shape)}, the weight {list(weight.shape)}: no whole blocks."
+        )
+    cut = len(scales.shape) == 2 and any(
+        count > 1 and size % edge and count == -(-size // edge)
+        for size, count, edge in zip(weight.shape, scales.shape, block or (), strict=False)
+    )
+    if cut:
+        raise CheckpointError(
+            f"{scales.place}: the last block of the weight, {list(weight.shape)}, is smaller than weight_block_size, "
+            f"{shown(block)}. Convert the model that it was made from."
         )
     return Dequantised(weight.name, "BF16", weight.shape, memoryview(b""), weight, scales)

@@ -121,7 +121,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index}: has no weight_map from tensor names to files.")
     if len(weight_map) > MOST_TENSORS:
         raise CheckpointError(f"{index}: names {len(weight_map):,} tensors; at most {MOST_TENSORS:,} are read.")
-    names = sorted({bare_name(name, ".safetensors", str(index)) for name in set(map(_hashable, weight_map.values()))})
+    names = sorted({bare_name(name, ".safetensors", str(index)) for name in weight_map.values()})
     if len(names) > _MOST_SHARDS:
         raise CheckpointError(f"{index}: names {len(names):,} files; at most {_MOST_SHARDS:,} are read.")
     folded = {name.casefold(): name for name in names}
@@ -150,10 +150,6 @@ def _indexed_shards(folder: Path, index: Path, hub: HubFiles | None) -> list[Sha
                 f"{folder / name}: holds tensors that the index does not put there: {listed(surplus)}."
             )
     return shards
-
-
-def _hashable(name: object) -> str:
-    return name if isinstance(name, str) else repr(name)[:200]
 
 
 def _unindexed_shards(folder: Path) -> tuple[list[Shard], list[str]]:
@@ -187,10 +183,10 @@ def _unindexed_shards(folder: Path) -> tuple[list[Shard], list[str]]:
 def why_none(names: Iterable[str]) -> str:
     """A hint for a folder or repository of these files that has no safetensors."""
     names = sorted(names)
-    if pickles := [name for name in names if name.endswith(".bin")]:
+    if pickles := [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]:
         return (
-            f" {brief(pickles[0])} would have to be unpickled: allow it, restricted to tensors, with --allow-pickle "
-            "(allow_pickle=True)."
+            f" {brief(pickles[0])} would have to be unpickled: `resformer convert` does it, restricted to tensors, "
+            "with --allow-pickle (allow_pickle=True)."
         )
     if ggufs := [name for name in names if name.endswith(".gguf")]:
         return f" It holds {listed(ggufs)}: name that file."
@@ -219,8 +215,7 @@ def read_side_files(folder: Path, hub: HubFiles | None = None) -> tuple[list[Sid
     for path in sorted(_entries(folder) if hub is None else (folder / name for name in hub.sizes)):
         name = path.relative_to(folder).as_posix()
         if not _SIDE_FILES.fullmatch(name):
-            if not path.is_dir() or path.is_symlink():
-                left_behind.append(name)
+            left_behind.append(f"{name}/" if path.is_dir() and not path.is_symlink() else name)
             continue
         if hub is not None and not path.exists():
             side_files.append(SideFile(name, path, hub.sizes[name]))
@@ -241,7 +236,8 @@ def read_side_files(folder: Path, hub: HubFiles | None = None) -> tuple[list[Sid
 def _entries(folder: Path) -> list[Path]:
     """What is in the folder, and in its folders of chat templates."""
     inside = [folder / name for name in ("chat_templates", "additional_chat_templates")]
-    return [*folder.iterdir(), *(path for each in inside if not each.is_symlink() for path in each.glob("*"))]
+    inside = [path for path in inside if not path.is_symlink()]
+    return [*({*folder.iterdir()} - {*inside}), *(path for each in inside for path in each.glob("*"))]
 
 
 def _without_code(path: Path) -> tuple[bytes | None, list[str]]:

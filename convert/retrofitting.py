@@ -265,6 +265,13 @@ def _decide(
         replaced |= {name: tensors[name] for name in coefficient_shapes(config) if name in tensors}
     if source.gguf is None and not source.checkpoint.has_tokenizer:
         warnings.append(f"{source.name} has no tokenizer that can be read: save one beside the result.")
+    stated = str(source.raw_config.get("dtype") or source.raw_config.get("torch_dtype") or "").removeprefix("torch.")
+    stored, written = (str(each).removeprefix("torch.") for each in (source.dtype, dtype))
+    if stated not in ("", stored) and not source.fp8:
+        warnings.append(
+            f"{source.name}: its config.json states {stated}, its weights are in {stored}. By default Transformers "
+            f"loads the source in {stated} and the result in {written}."
+        )
     decision = Decision(
         source=source,
         config=config_text(config, "ResFormerForCausalLM", dtype),

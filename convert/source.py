@@ -116,7 +116,7 @@ class Source:
             pickled = _fetch_from_hub(self, allow_pickle=allow_pickle)
             checkpoint = _read_pickled(self.folder) if pickled else read_checkpoint(self.folder, _hub_files(self))
         if self.raw_config.get("quantization_config") is not None:
-            checkpoint = dequantise_fp8(checkpoint)
+            checkpoint = dequantise_fp8(checkpoint, self.raw_config["quantization_config"].get("weight_block_size"))
         _check_layers(checkpoint, self.config.num_hidden_layers)
         return OpenedSource(**{**vars(self), "checkpoint": checkpoint, "model": model})
 
@@ -173,13 +173,13 @@ def open_source(source: str | Path, revision: str | None = None, *, resformer: b
     path = Path(source).expanduser()
     if os.path.exists(path) and not path.is_dir() and path.suffix != ".gguf":
         raise CheckpointError(f"{path}: expected a checkpoint folder, a .gguf file or a Hub id.")
+    if revision is not None and os.path.exists(path):
+        raise CheckpointError(f"{path}: --revision {revision} is for Hub ids, this is local.")
     if os.path.isfile(path):
         return _open_gguf(name, path)
     if not os.path.isdir(path):
         with asking_hub(name):
             return _open_hub(name, revision, resformer=resformer)
-    if revision is not None:
-        raise CheckpointError(f"{path}: --revision {revision} is for Hub ids, this is a local folder.")
     return _open_folder(name, path, resformer=resformer)
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from resformer.convert.reading import Checkpoint, read_checkpoint
+from resformer.convert.reading import Checkpoint, SideFile, read_checkpoint
 from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.errors import VerificationError, listed
 
@@ -23,6 +23,7 @@ __all__ = [
     "LogitsComparison",
     "check_bytes",
     "check_headers",
+    "check_side_files",
     "compare_headers",
     "compare_logits",
     "first_bytes",
@@ -95,6 +96,19 @@ def check_bytes(
     written = [tensor for shard in files for tensor in shard.tensors]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         list(pool.map(check, written))
+
+
+def check_side_files(folder: Path, side_files: Iterable[SideFile], progress: Callable[[int], object]) -> None:
+    """Reads tokenizer, templates and other files back.
+
+    Raises:
+        VerificationError: a byte differs.
+    """
+    for file in side_files:
+        expected = file.path.read_bytes() if file.content is None else file.content
+        if (folder / file.name).read_bytes() != expected:
+            raise VerificationError(f"{folder / file.name}: its bytes are not those that were written.")
+        progress(file.size)
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:

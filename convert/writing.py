@@ -137,9 +137,9 @@ def write_plan(
     return done
 
 
-def flush(folder: Path, shared: set[str]) -> None:
-    """Waits until every file of `folder` is on the disk, but those that it shares with the source."""
-    paths = [path for path in (folder, *folder.rglob("*")) if path.name not in shared]
+def flush(folder: Path) -> None:
+    """Waits until every file of `folder` is on the disk."""
+    paths = [folder, *folder.rglob("*")]
     if sys.platform == "win32":  # cannot flush a folder
         paths = [path for path in paths if path.is_file()]
     # In parallel: the disk then orders the writes.
@@ -261,7 +261,7 @@ def _can_clone(source: Path, folder: Path) -> bool:
 
 
 def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows flushes what it may write to
+    descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)  # Windows: only what is writable
     try:
         os.fsync(descriptor)
     finally:

@@ -41,8 +41,8 @@ class ConnectionKind:
         losses: configuration -> why a model with it does not start as plain Llama; empty if it does.
         start: connection fields of a retrofit -> fields that make it start as plain Llama, unless it sets them itself.
         flops: configuration -> operations of a forward pass per token; a multiplication and an addition are two.
-        coefficients: the name of those modules whose parameters are loaded in the dtype that they were saved in, not in
-            the model's; `None`: all.
+        coefficients: the name of those modules whose parameters are in float32 at least, whatever the model's dtype is;
+            `None`: all.
     """
 
     fields: tuple[str, ...]

@@ -10,7 +10,7 @@ given, and is first copied when a token follows.
 
 Layers hold what those of a `DynamicCache` hold, under the same names, so that pytrees and exporters find the same
 tensors. A tensor's attribute `room` is the number of free tokens behind it. Tensors that other code puts into a layer
-lack the attribute and are never written to.
+lack the attribute and are never written to; one of another `GrowingCache` has it, so copy a cache with `copy.deepcopy`.
 """
 
 import math
@@ -212,7 +212,7 @@ class GrowingCache(DynamicCache):
         # torch.nn.DataParallel joins its replicas' caches by calling their class with the tensors of each layer.
         for layer, (keys, values, *_) in enumerate(() if is_config else config):
             if keys is not None:
-                self.update(keys, values, layer)
+                self.update(keys.clone(), values.clone(), layer)
 
 
 def growing(layer: Any) -> Any:

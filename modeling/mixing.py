@@ -1,6 +1,5 @@
 """Weighted sums over earlier layers, for value residuals and depth-weighted averaging."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +9,8 @@ from transformers import initialization as init
 
 from resformer.modeling.connection import Connection
 
-#: The weights of one row: `(K,)`, or K scalars, or K numbers.
-Row = torch.Tensor | Sequence[torch.Tensor] | Sequence[float]
+#: The weights of one row: `(K,)`, or K numbers.
+Row = torch.Tensor | Sequence[float]
 
 __all__ = [
     "FreeRows",
@@ -45,18 +44,10 @@ def weighted_sum(states: Sequence[torch.Tensor], weights: Row) -> torch.Tensor:
     return total
 
 
-def split_rows(flat: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype | None) -> Sequence[Row]:
-    """Splits a vector of weights into rows of these sizes, rounded to `dtype` if that is given.
-
-    With a `dtype` and without gradients a row is a tuple of scalars: unbinding all rows at once is faster than layer by
-    layer. With gradients it is one tensor, since reentrant checkpointing finds no tensors inside tuples.
-    """
-    if dtype is None or is_autocast(flat):  # under autocast each layer rounds to the dtype of its states
-        return flat.split(sizes)
-    if torch.is_grad_enabled():
-        return flat.to(dtype).split(sizes)
-    scalars = iter(flat.to(dtype).unbind())
-    return [tuple(itertools.islice(scalars, size)) for size in sizes]
+def split_rows(flat: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype | None) -> Sequence[torch.Tensor]:
+    """Splits a vector of weights into rows of these sizes, rounded to `dtype` if that is given."""
+    # Under autocast each layer rounds to the dtype of its states.
+    return (flat if dtype is None or is_autocast(flat) else flat.to(dtype)).split(sizes)
 
 
 def is_ordinary(*tensors: torch.Tensor) -> bool:

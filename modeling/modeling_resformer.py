@@ -45,7 +45,7 @@ from resformer.modeling.sharing import update_cache
 from resformer.modeling.value_depth import depth_values
 from resformer.modeling.value_embedding import ValueEmbedding, ValueTable
 from resformer.modeling.value_residual import ValueGate, mixed_layers, mixed_states, value_residual
-from resformer.modeling.wiring import KINDS, wire
+from resformer.modeling.wiring import KINDS, LayerWiring, wire
 
 __all__ = [
     "ResFormerForCausalLM",
@@ -68,11 +68,11 @@ class ResFormerAttention(nn.Module):
     A layer that reads another's keys has no `k_proj`, one that reads another's values no `v_proj`.
     """
 
-    def __init__(self, config: ResFormerConfig, layer_idx: int):
+    def __init__(self, config: ResFormerConfig, layer_idx: int, wiring: LayerWiring):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.wiring = wire(config)[layer_idx]
+        self.wiring = wiring
         self.key_source = config.all_key_sources[layer_idx]
         self.value_source = config.all_value_sources[layer_idx]
         mixed = mixed_layers(config).get(layer_idx, [])
@@ -209,9 +209,9 @@ class ResFormerAttention(nn.Module):
 
 
 class ResFormerDecoderLayer(GradientCheckpointingLayer):
-    def __init__(self, config: ResFormerConfig, layer_idx: int):
+    def __init__(self, config: ResFormerConfig, layer_idx: int, wiring: LayerWiring):
         super().__init__()
-        self.self_attn = ResFormerAttention(config=config, layer_idx=layer_idx)
+        self.self_attn = ResFormerAttention(config, layer_idx, wiring)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -282,10 +282,10 @@ class ResFormerPreTrainedModel(PreTrainedModel):
         if type(config).__name__ == ResFormerConfig.__name__:
             AutoModel.register(type(config), ResFormerModel, exist_ok=True)
 
-    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype | None]:
-        # Coefficients are loaded in the dtype that they were saved in: bfloat16 would round away what they learned.
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        # Coefficients are in float32 at least: bfloat16 would round away what they learn.
         kept = [kind.coefficients or kind.module for kind in KINDS if kind.module is not None]
-        return super()._get_dtype_plan(dtype) | dict.fromkeys(kept)
+        return super()._get_dtype_plan(dtype) | dict.fromkeys(kept, torch.promote_types(dtype, torch.float32))
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -316,15 +316,15 @@ class ResFormerModel(ResFormerPreTrainedModel):
         self.vocab_size = config.vocab_size
 
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.wiring = wire(config)
         self.layers = nn.ModuleList(
-            [ResFormerDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
+            [ResFormerDecoderLayer(config, layer_idx, wiring) for layer_idx, wiring in enumerate(self.wiring)]
         )
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         self.value_residual = value_residual(config)
         self.depth_average = depth_average(config)
         self.depth_attention = depth_attention(config)
-        self.wiring = wire(config)
         self.gradient_checkpointing = False
 
         self.post_init()
@@ -363,8 +363,9 @@ class ResFormerModel(ResFormerPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """As [`~transformers.LlamaModel`].
 
-        `position_ids` that start again within a row are packed sequences and are kept apart, where neither an
-        `attention_mask` nor `past_key_values` is given; whether a cache is made does not matter, as it does for Llama.
+        Without an `attention_mask` and `past_key_values`, a token whose position is not the one before it plus 1 begins
+        a packed sequence, which is kept apart; whether a cache is made does not matter, as it does for Llama. For
+        positions with gaps within one sequence give an `attention_mask` of ones.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
@@ -438,7 +439,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
 
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states),
-            past_key_values=past_key_values if use_cache else None,
+            past_key_values=past_key_values,
         )
 
 

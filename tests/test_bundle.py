@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
-from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, retrofit
+from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, push, retrofit
+from resformer.checkpoint_cards import checkpoint_card
 from resformer.convert import CheckpointError, bundle, revert
 from resformer.convert.bundling import AUTO_MAP, remote_code
 from resformer.version import __version__
@@ -154,6 +155,8 @@ def test_everything_but_the_configuration_goes_along_byte_for_byte(saved: Path, 
 def test_the_record_of_a_retrofit_goes_along(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "llama")
     retrofit(tmp_path / "llama", tmp_path / "retrofit", verify="headers")
+    (tmp_path / "retrofit" / ".eval_results").mkdir()
+    (tmp_path / "retrofit" / ".eval_results" / "arc.yaml").write_text("- value: 1")
     bundle(tmp_path / "retrofit", tmp_path / "out", link=True)
     retrofitted, out = contents(tmp_path / "retrofit"), contents(tmp_path / "out")
     assert {name: out[name] for name in retrofitted if name != "config.json"} == {
@@ -163,6 +166,12 @@ def test_the_record_of_a_retrofit_goes_along(tmp_path: Path) -> None:
     assert (tmp_path / "out" / shard).samefile(tmp_path / "retrofit" / shard)
     assert revert(tmp_path / "out", tmp_path / "back").family == "llama"
     assert not {*CODE} & {*contents(tmp_path / "back")}
+    for path in (tmp_path / "out").glob("*.py"):  # as Transformers saves the model where this package is installed
+        path.unlink()
+    assert "trust_remote_code" not in checkpoint_card(tmp_path / "out").card.text
+    assert any(
+        "code (auto_map) that is not in" in note for note in push(tmp_path / "out", "you/x", dry_run=True).warnings
+    )
     assert "auto_map" not in json.loads((tmp_path / "back" / "config.json").read_text())
 
 

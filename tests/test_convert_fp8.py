@@ -80,6 +80,10 @@ def test_fp8_becomes_what_transformers_makes_of_it(scale_dtype: torch.dtype, rou
         (lambda tensors: tensors.update({f"{NAME}_scale_inv": torch.ones(0, 2)}), "no whole blocks"),
         (lambda tensors: tensors.update({f"{NAME}_scale_inv": torch.ones(6, 2).int()}), "has dtype I32"),
         (lambda tensors: tensors.update({f"{NAME}_scale": torch.ones(6, 2)}), "unexpected"),
+        (
+            lambda tensors: tensors.update({NAME: tensors[NAME][:12].clone(), f"{NAME}_scale_inv": torch.ones(2, 2)}),
+            r"the last block of the weight, \[12, 32\], is smaller",
+        ),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(change: Any, words: str, tmp_path: Path) -> None:

@@ -389,7 +389,16 @@ def test_a_disk_with_no_room_is_refused_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**6))
     with pytest.raises(OutputError, match=r"1,000,000 bytes free.*--link"):
         retrofit(small, tmp_path / "new" / "out", verify="headers")
+    dry = retrofit(small, tmp_path / "new" / "out", verify="headers", dry_run=True)
+    assert "would fail" in dry.warnings[-1]
     assert names(tmp_path) == []
+
+
+def test_a_mount_point_is_refused(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match=r"is a mount point.*choose a folder in it"):
+        retrofit(small, tmp_path / "out")
 
 
 @pytest.mark.parametrize("options", [(), ("--dtype", "float16")], ids=["copied", "converted"])

@@ -332,9 +332,12 @@ def test_gguf_files_are_dequantised_and_what_lies_beside_them_is_not_used(
         torch.testing.assert_close(converted(PROMPT).logits, source(PROMPT).logits)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert AutoTokenizer.from_pretrained(tmp_path / "out").tokenize("cab") == ["c", "ab"]
+    write_gguf(gguf, source, tmp_path / "scaled.gguf", rope_factor=4.0)
+    with pytest.raises(CheckpointError, match="scales its rotary embedding, which Transformers does not read"):
+        retrofit(tmp_path / "scaled.gguf", tmp_path / "other")
 
 
-def write_gguf(gguf: Any, model: Any, path: Path) -> None:
+def write_gguf(gguf: Any, model: Any, path: Path, rope_factor: float | None = None) -> None:
     """What llama.cpp's own converter writes of a Llama: its names, and q and k permuted to its rotary layout."""
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
@@ -347,6 +350,8 @@ def write_gguf(gguf: Any, model: Any, path: Path) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.head_dim)
+    if rope_factor is not None:
+        writer.add_rope_scaling_factor(rope_factor)
     writer.add_vocab_size(config.vocab_size)
     vocabulary = [token for token, _ in sorted(byte_tokenizer().get_vocab().items(), key=lambda item: item[1])]
     vocabulary.append("ab")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import contents, save_checkpoint
+from checkpoints import change_json, contents, save_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -237,6 +237,8 @@ def test_side_files_go_along_and_the_rest_is_named(tmp_path: Path) -> None:
         (source / name).write_bytes(name.encode())
     for name in ("README.md", "modeling_x.py", "optimizer.pt", "training_args.bin", "run.sh"):
         (source / name).write_bytes(b"x")
+    (source / "onnx").mkdir()
+    change_json(source / "config.json", dtype="float16")
     (source / "secret").write_text("key")
     (source / "merges.txt").symlink_to("/etc/hostname")
     report = retrofit(source, tmp_path / "out")
@@ -244,8 +246,18 @@ def test_side_files_go_along_and_the_rest_is_named(tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
     assert not (tmp_path / "out" / "merges.txt").exists()
     assert any("is a link out of its folder" in warning for warning in report.warnings)
-    left = {"README.md", "modeling_x.py", "optimizer.pt", "training_args.bin", "run.sh", "secret", "merges.txt"}
+    left = {
+        "README.md",
+        "modeling_x.py",
+        "optimizer.pt",
+        "training_args.bin",
+        "run.sh",
+        "secret",
+        "merges.txt",
+        "onnx/",
+    }
     assert left == set(report.left_behind)
+    assert any("states float16, its weights are in float32" in warning for warning in report.warnings)
 
 
 def test_weights_and_configuration_may_be_links_to_a_store(tmp_path: Path) -> None:
@@ -280,6 +292,7 @@ def test_a_generation_config_that_cannot_be_saved_again_is_a_warning(tmp_path: P
         ("hashes", -5, {"method": "cla2", "lossy": True}),
         ("logits", 5000, {}),
         ("logits", -5, {"dtype": "bfloat16"}),
+        ("hashes", -1, {}),
     ],
 )
 def test_one_wrong_byte_is_found(
@@ -291,6 +304,7 @@ def test_one_wrong_byte_is_found(
     def corrupting(plan: object, folder: Path, **options: object) -> object:
         written = write(plan, folder, **options)  # type: ignore[arg-type]
         file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+        file = folder / "tokenizer.json" if offset == -1 else file
         content = bytearray(file.read_bytes())
         content[offset + 8 + int.from_bytes(content[:8], "little") if offset > 0 else offset] ^= 1
         file.write_bytes(content)

@@ -5,7 +5,7 @@ import torch
 from conftest import Batch, TinyModel
 
 from resformer import METHODS
-from resformer.modeling.mixing import split_rows, weighted_sum
+from resformer.modeling.mixing import weighted_sum
 
 MIXING = [name for name in METHODS if name.startswith(("resformer", "depth")) and "denseformer" not in name]
 
@@ -27,22 +27,6 @@ def test_values_mix_to_the_same_bits_with_and_without_gradients(
         with torch.no_grad():
             assert torch.equal(model(**ragged).logits, learning)
     assert learning.requires_grad
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_scalars_weigh_as_their_row_does(dtype: torch.dtype) -> None:
-    flat = torch.randn(9)
-    states = [torch.randn(3, 5).to(dtype) for _ in range(4)]
-    sizes = [2, 3, 4]
-    with torch.no_grad():
-        scalars = split_rows(flat, sizes, dtype)
-    assert all(isinstance(row, tuple) for row in scalars)
-    rows = split_rows(flat.requires_grad_(), sizes, dtype)
-    for size, mine, row, plain in zip(sizes, scalars, rows, split_rows(flat, sizes, None), strict=True):
-        expected = weighted_sum(states[:size], plain)
-        assert expected.dtype == dtype
-        assert torch.equal(weighted_sum(states[:size], row), expected)
-        assert torch.equal(weighted_sum(states[:size], mine), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -384,8 +384,9 @@ def test_saving_and_reloading_keeps_every_bit(
     state = model.state_dict()
     assert again.state_dict().keys() == state.keys()
     for name, tensor in again.state_dict().items():
-        assert tensor.dtype == dtype, name
-        assert torch.equal(tensor, state[name]), name
+        coefficient = is_connection(name) and "table" not in name
+        assert tensor.dtype == (torch.float32 if coefficient else dtype), name
+        assert torch.equal(tensor, state[name].to(tensor.dtype)), name
     base = AutoModel.from_pretrained(tmp_path)
     assert type(base) is ResFormerModel
     assert all(torch.equal(tensor, state[f"model.{name}"]) for name, tensor in base.state_dict().items())

@@ -107,7 +107,7 @@ def checkpoint_card(
         "config": config,
         "source_card": source_card,
         "metrics": results,
-        "bundle": "auto_map" in opened.raw_config,
+        "bundle": "auto_map" in opened.raw_config and (checkpoint / "modeling_resformer.py").is_file(),
     }
     try:
         if training and (record is not None or training.get("source") is not None):

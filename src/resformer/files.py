@@ -45,6 +45,8 @@ def check_target(target: Path, *inputs: str | Path, mark: str, force: bool) -> N
     check_apart(target, *inputs)
     if os.path.exists(target) and not target.is_dir():
         raise CheckpointError(f"{target}: is a file; choose another output.")
+    if os.path.ismount(target):
+        raise CheckpointError(f"{target}: is a mount point, which no rename can replace; choose a folder in it.")
     if not os.path.isdir(target) or not any(target.iterdir()):
         return
     kept = "It is not replaced, with or without --force; choose another output."

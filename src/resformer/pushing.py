@@ -97,6 +97,8 @@ def push(
     inspection = inspect(folder)
     contents, left_behind = _select(folder)
     warnings = [*inspection.warnings, *_check_card(folder, repo_id, bundle=bundle)]
+    if not bundle and "auto_map" in read_json(folder / "config.json") and "modeling_resformer.py" not in contents:
+        warnings.append("config.json names code (auto_map) that is not in the folder: push it with --bundle.")
     if bundle:
         config = config_with_code(read_json(folder / "config.json"), str(folder))
         code = remote_code()

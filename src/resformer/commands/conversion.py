@@ -199,7 +199,6 @@ def bundle(
     link: _Link = False,
     verify: _Verify = Verification.AUTO,
     durable: Durable = False,
-    max_shard_size: _MaxShardSize = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -216,7 +215,6 @@ def bundle(
             link=link,
             verify=verify.value,
             durable=durable,
-            max_shard_size=max_shard_size,
         )
         if print_json(report, as_json):
             return
