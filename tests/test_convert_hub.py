@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "you/moe": ({}, "'mixtral' cannot be converted (it is a mixture of experts)"),
     "you/partial": ({}, "rotary"),
     "you/layers": ({}, "num_hidden_layers is 1,000,000"),
-    "you/pickled": ({}, "pytorch_model.bin would have to be unpickled: `resformer convert` does it, restricted to tensors"),
+    "you/pickled": ({}, "pytorch_model.bin would have to be unpickled: `resformer convert` does it, restricted to"),
     "you/gguf": ({}, "It holds 'model.gguf': name that file"),
     "you/cut": ({}, "CheckpointError: you/cut: is neither a local folder nor a .gguf file, and the Hub did not give"),
 }
