@@ -6,8 +6,8 @@
 #   4       decoding                            5  methods compared, trained from scratch 6  a smaller cache, healed
 #
 # Results go to benchmarks/results/cuda, or $OUT. A part measures what these lack, so that it can be given again.
-# TOY=1 DEVICE=cpu tries out the script, in build/gpu-toy. Part 6 takes SOURCE, a checkpoint's folder; its default are random weights of
-# SmolLM2-135M's shape, which tell time and memory and nothing of what healing brings back.
+# TOY=1 DEVICE=cpu tries out the script, in build/gpu-toy. Part 6 takes SOURCE, a checkpoint's folder; its default are
+# random weights of SmolLM2-135M's shape, which tell time and memory and nothing of what healing brings back.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 part=${1:?give a part: wheels, or 1 to 6} device=${DEVICE:-cuda} toy=${TOY:-} python=${PYTHON:-python3}

@@ -15,7 +15,7 @@ from resformer.convert.deciding import Decision, check_tensors
 from resformer.convert.reading import SideFile
 from resformer.convert.source import OpenedSource, open_source
 from resformer.errors import CheckpointError, shown
-from resformer.files import check_target
+from resformer.files import EVAL_RESULTS, check_target
 from resformer.record import RECORD
 from resformer.untrusted import regular_file
 from resformer.version import __version__
@@ -35,7 +35,6 @@ AUTO_MAP = {
 }
 _IMPORT = re.compile(r"from resformer\.(configuration|modeling)\.(\w+) import")
 #: The first lines of each module in a bundle; the module as it is in the package follows.
-_RESULTS = ".eval_results"
 _HEAD = """\
 # SPDX-License-Identifier: Apache-2.0
 # A module of resformer {version}, put here by `resformer bundle`: changes belong in the package.
@@ -85,7 +84,9 @@ def bundle(
         lambda report, weight_files: code,
     )
     # Code of an older version is replaced, not left behind; its auto_map too.
-    left_behind = [name for name in report.left_behind if name not in {*code, "config.json: auto_map", f"{_RESULTS}/"}]
+    left_behind = [
+        name for name in report.left_behind if name not in {*code, "config.json: auto_map", f"{EVAL_RESULTS}/"}
+    ]
     sizes = {name: len(text.encode()) for name, text in code.items()}
     return BundleReport(**{**vars(report), "left_behind": left_behind}, code=sizes, auto_map=AUTO_MAP)
 
@@ -97,7 +98,7 @@ def _decide(source: OpenedSource, config: dict[str, Any]) -> Decision:
     if source.config.tie_word_embeddings and not tied:
         config = {**config, "tie_word_embeddings": False}
     names = [name for name in ("README.md", RECORD, "metrics.json") if (source.folder / name).exists()]
-    names += [f"{_RESULTS}/{path.name}" for path in sorted((source.folder / _RESULTS).glob("*.yaml"))]
+    names += [f"{EVAL_RESULTS}/{path.name}" for path in sorted((source.folder / EVAL_RESULTS).glob("*.yaml"))]
     return Decision(
         source=source,
         config=json.dumps(config, indent=2, sort_keys=True) + "\n",

@@ -99,20 +99,24 @@ def check_quantisation(where: Path, quantisation: object) -> None:
     raise CheckpointError(f"{where}: the checkpoint is quantised ({shown(quantisation)}); {way}")
 
 
-def dequantise_fp8(checkpoint: Checkpoint, block: Sequence[int] | None) -> Checkpoint:
+def dequantise_fp8(checkpoint: Checkpoint, block: object) -> Checkpoint:
     """The checkpoint with bfloat16 tensors in the place of fp8 ones and their scales; no weight is read yet.
 
     Args:
         block: `weight_block_size` of config.json: the rows and columns that share a scale.
 
     Raises:
-        CheckpointError: a scale is missing, or does not belong to whole blocks of its weight.
+        CheckpointError: a scale is missing, or does not belong to whole blocks of its weight; or `block` is not such.
     """
+    if block is not None and not (isinstance(block, list) and all(type(edge) is int and edge > 0 for edge in block)):
+        raise CheckpointError(
+            f"{checkpoint.folder}: weight_block_size is {shown(block)}; expected two numbers above 0."
+        )
     tensors = checkpoint.tensors
     weights = {name: tensor for name, tensor in tensors.items() if tensor.dtype == "F8_E4M3"}
     if not weights:
         return checkpoint
-    made = {name: _dequantised(tensor, tensors.get(f"{name}{_SCALE}"), block) for name, tensor in weights.items()}
+    made = {name: _dequantised(tensor, tensors.get(f"{name}{_SCALE}"), block or ()) for name, tensor in weights.items()}
     used = {f"{name}{_SCALE}" for name in weights}
     used |= {f"{name.removesuffix('weight')}{_ACTIVATIONS}" for name in weights}
     shards = []
@@ -126,7 +130,7 @@ def dequantise_fp8(checkpoint: Checkpoint, block: Sequence[int] | None) -> Check
     return replace(checkpoint, shards=tuple(shards), notes=(*checkpoint.notes, f"{note}."))
 
 
-def _dequantised(weight: Tensor, scales: Tensor | None, block: Sequence[int] | None) -> Dequantised:
+def _dequantised(weight: Tensor, scales: Tensor | None, block: Sequence[int]) -> Dequantised:
     if scales is None:
         raise CheckpointError(f"{weight.place}: is quantised to fp8, and there is no {shown(weight.name + _SCALE)}.")
     if scales.dtype not in _SCALE_DTYPES:
@@ -142,7 +146,7 @@ def _dequantised(weight: Tensor, scales: Tensor | None, block: Sequence[int] | N
         )
     cut = len(scales.shape) == 2 and any(
         count > 1 and size % edge and count == -(-size // edge)
-        for size, count, edge in zip(weight.shape, scales.shape, block or (), strict=False)
+        for size, count, edge in zip(weight.shape, scales.shape, block, strict=False)
     )
     if cut:
         raise CheckpointError(

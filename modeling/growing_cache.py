@@ -10,7 +10,7 @@ given, and is first copied when a token follows.
 
 Layers hold what those of a `DynamicCache` hold, under the same names, so that pytrees and exporters find the same
 tensors. A tensor's attribute `room` is the number of free tokens behind it. Tensors that other code puts into a layer
-lack the attribute and are never written to; one of another `GrowingCache` has it, so copy a cache with `copy.deepcopy`.
+lack the attribute and are never written to. Tensors of another `GrowingCache` have it: copy it with `copy.deepcopy`.
 """
 
 import math

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_fields, method_of, without_connections
 from resformer.convert.connections import expected_shapes
-from resformer.convert.conversion import Options
+from resformer.convert.conversion import Options, folder_name
 from resformer.convert.deciding import check_tensors
 from resformer.convert.families import backbone_config
 from resformer.convert.loading import model_on_meta
@@ -209,8 +209,7 @@ def shrink(
 
 def _text_name(text: str) -> str:
     """Of a file or folder its name alone: a card is public."""
-    path = Path(text).expanduser()
-    return path.resolve().name if path.exists() else text
+    return folder_name(text) if Path(text).expanduser().exists() else text
 
 
 def plain_model(source: OpenedSource, config: ResFormerConfig) -> ResFormerForCausalLM:

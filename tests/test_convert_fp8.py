@@ -95,6 +95,13 @@ def test_scales_that_do_not_fit_are_refused(change: Any, words: str, tmp_path: P
         retrofit(tmp_path / "fp8", tmp_path / "out", verify="headers")
 
 
+@pytest.mark.parametrize("block", [0, "8", [8, 0], [8, "16"], {"rows": 8}])
+def test_a_size_of_blocks_that_is_none_is_refused(block: Any, tmp_path: Path) -> None:
+    save_fp8(tmp_path / "fp8", torch.float32, weight_block_size=block)
+    with pytest.raises(CheckpointError, match=r"weight_block_size is .*; expected \[rows, columns\]"):
+        retrofit(tmp_path / "fp8", tmp_path / "out", verify="headers")
+
+
 @pytest.mark.parametrize(
     ("quantisation", "words"),
     [

@@ -185,7 +185,7 @@ class FinetuneOptions:
             if name in types and name != "trainer":
                 known[name] = _checked_type(name, value, types[name])
                 if name in ("model", "output", "distill", "tokenizer") and known[name] is not None:
-                    known[name] = os.path.expanduser(known[name])  # no shell has seen a value of a file
+                    known[name] = os.path.expanduser(known[name])  # no shell expands ~ in a file
             elif name in _OPTION_NAMES:
                 raise ValueError(f"{key}: is called {_OPTION_NAMES[name]} here.")
             elif name == "hub_token":

@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 from resformer.errors import CheckpointError, OutputError, listed
 
 __all__ = [
+    "EVAL_RESULTS",
     "check_apart",
     "check_target",
     "folder_above",
@@ -24,8 +25,10 @@ __all__ = [
     "writing",
 ]
 
+#: The folder in which a repository of the Hub has its evaluation results.
+EVAL_RESULTS = ".eval_results"
 #: Sub-folders that a checkpoint may have.
-_SUBFOLDERS = {"chat_templates", "additional_chat_templates", ".eval_results"}
+_SUBFOLDERS = {"chat_templates", "additional_chat_templates", EVAL_RESULTS}
 
 
 def check_target(target: Path, *inputs: str | Path, mark: str, force: bool) -> None:

@@ -14,6 +14,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from resformer.convert import inspect
 from resformer.convert.bundling import config_with_code, remote_code
 from resformer.errors import CheckpointError, brief
+from resformer.files import EVAL_RESULTS
 from resformer.hub import HubError, Push
 from resformer.untrusted import MIB, read_bounded, read_json, regular_file
 
@@ -26,7 +27,6 @@ _LEFT_BEHIND = (
     "*.bin *.pt *.pth *.ckpt *.pkl *.pickle *.distcp"  # pickles: optimiser states, arguments, weights that run code
 ).split()
 #: The folder of benchmark results that the Hub shows; `resformer card --eval` writes it.
-_RESULTS = ".eval_results"
 #: Weights that Transformers would load beside, or instead of, those that are pushed.
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 
@@ -145,7 +145,7 @@ def _select(folder: Path) -> tuple[dict[str, Path | bytes], list[str]]:
         for name in sorted([*folders, *files]):
             path = (inner / name).as_posix()
             linked_folder = name in folders and (folder / path).is_symlink()
-            debris = name != _RESULTS and any(fnmatch(name, pattern) for pattern in _LEFT_BEHIND)
+            debris = name != EVAL_RESULTS and any(fnmatch(name, pattern) for pattern in _LEFT_BEHIND)
             if linked_folder or debris:
                 left_behind.append(f"{path}/" if name in folders else path)
             elif name in files:
