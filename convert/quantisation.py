@@ -109,9 +109,7 @@ def dequantise_fp8(checkpoint: Checkpoint, block: object) -> Checkpoint:
         CheckpointError: a scale is missing, or does not belong to whole blocks of its weight; or `block` is not such.
     """
     if block is not None and not (isinstance(block, list) and all(type(edge) is int and edge > 0 for edge in block)):
-        raise CheckpointError(
-            f"{checkpoint.folder}: weight_block_size is {shown(block)}; expected two numbers above 0."
-        )
+        raise CheckpointError(f"{checkpoint.folder}: weight_block_size is {shown(block)}; expected [rows, columns].")
     tensors = checkpoint.tensors
     weights = {name: tensor for name, tensor in tensors.items() if tensor.dtype == "F8_E4M3"}
     if not weights:

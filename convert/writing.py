@@ -261,9 +261,7 @@ def _can_clone(source: Path, folder: Path) -> bool:
 
 
 def _fsync(path: Path) -> None:
-    descriptor = os.open(
-        path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY
-    )  # Windows flushes no others
+    descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)  # Windows flushes no others
     try:
         os.fsync(descriptor)
     finally:
