@@ -129,9 +129,7 @@ def check_verify(verify: str) -> None:
         raise ValueError(f"verify={verify!r}: expected {', '.join(others)} or {last}.")
 
 
-def carry_out(
-    decision: Decision, output: Path, options: Options, finish: Finish = lambda report, weight_files: {}
-) -> Report:
+def carry_out(decision: Decision, output: Path, options: Options, finish: Finish) -> Report:
     """Writes the result beside the output, verifies it, and puts it in place.
 
     Args:
@@ -151,7 +149,6 @@ def carry_out(
         except OutputError as error:
             warnings.append(f"As things are this would fail: {error}")
         return make_report(decision, output, plan, forecast, warnings)
-    check_space(forecast, output)
     to_move = sum(shard.size for shard in plan.shards) + sum(file.size for file in plan.side_files)
     to_read = 0 if verify == "headers" else forecast.moved
     with (
@@ -160,6 +157,7 @@ def carry_out(
             total=to_move + to_read, unit="B", unit_scale=True, desc=output.name, show=options.progress
         ) as bar,
     ):
+        check_space(forecast, partial)  # what a killed run left has been removed
         written = write_plan(plan, partial, link=options.link, digests=verify != "headers", progress=bar.update)
         stored = check_headers(partial, plan.tensors)
         if verify != "headers":

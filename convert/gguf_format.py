@@ -71,7 +71,8 @@ def _check(path: Path, config: PreTrainedConfig) -> None:
 
     backbone, reader = backbone_config(config), GGUFReader(path)
     stored = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
-    if "rope_freqs.weight" in stored or any(key.endswith(".rope.scaling.factor") for key in reader.fields):
+    scaled = (".rope.scaling.factor", ".rope.scale_linear")
+    if "rope_freqs.weight" in stored or any(key.endswith(scaled) for key in reader.fields):
         raise CheckpointError(
             f"{path}: scales its rotary embedding, which Transformers does not read from GGUF files. Convert the "
             "safetensors that it was made from."
@@ -84,7 +85,9 @@ def _check(path: Path, config: PreTrainedConfig) -> None:
     needed = {name: math.prod(shape) for name, shape in expected_shapes(backbone).items()}
     if "output.weight" not in stored:  # the head is the embeddings
         needed.pop("lm_head.weight")
-    if sum(stored.values()) < sum(needed.values()):
+    if sum(stored.values()) != sum(needed.values()):
         raise CheckpointError(
-            f"{path}: holds {sum(stored.values()):,} numbers, its metadata claim a model of {sum(needed.values()):,}."
+            f"{path}: holds {sum(stored.values()):,} numbers, and Transformers reads a model of "
+            f"{sum(needed.values()):,} from its metadata, without biases for one. Convert the safetensors that it was "
+            "made from."
         )

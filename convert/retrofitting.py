@@ -13,7 +13,13 @@ import torch
 from transformers import __version__ as transformers_version
 
 from resformer.configuration import ResFormerConfig
-from resformer.configuration.methods import CONNECTION_FIELDS, connections_of, method_fields, without_connections
+from resformer.configuration.methods import (
+    CONNECTION_FIELDS,
+    connections_of,
+    method_fields,
+    method_of,
+    without_connections,
+)
 from resformer.convert.connections import coefficient_shapes, expected_shapes, initial_connections
 from resformer.convert.conversion import Options, Report, Verify, carry_out, folder_name, published_name
 from resformer.convert.deciding import (
@@ -46,7 +52,7 @@ class RetrofitReport(Report):
     """The result of a retrofit, or the forecast of a dry run."""
 
     family: str
-    method: str
+    method: str | None  # None: the connections have no name
     fields: dict[str, Any]  # the connection fields, as they stand in the new config.json
     source_fields: dict[str, Any]  # those that the source had already; its coefficients stay
     losses: list[str]  # why the connections do not start as the identity; empty if they do
@@ -170,8 +176,9 @@ def retrofit(
     config = _configuration(opened, before, connections, lossy=lossy)
     fetched = opened.fetch(allow_pickle=allow_pickle, headers_only=dry_run or push_to is not None)
     set_fields = {name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections}
+    name = method_of(config) if fields or connections_of(before) else method
     return write_retrofit(
-        fetched, config, target, options, RetrofitReport, dtype=target_dtype, method=method, fields=set_fields
+        fetched, config, target, options, RetrofitReport, dtype=target_dtype, method=name, fields=set_fields
     )
 
 

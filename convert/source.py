@@ -42,6 +42,7 @@ from resformer.convert.reading import (
 from resformer.convert.safetensors_format import MOST_TENSORS, Shard
 from resformer.convert.tensors import dominant_dtype, to_torch
 from resformer.errors import CheckpointError, brief, listed, shown
+from resformer.files import EVAL_RESULTS
 from resformer.record import RECORD
 from resformer.untrusted import MIB, read_json
 
@@ -50,7 +51,7 @@ __all__ = ["OpenedSource", "Source", "asking_hub", "open_source"]
 #: What is fetched of a Hub repository with its configuration.
 _CONFIG_FILES = ["config.json", "README.md", RECORD]
 #: What is fetched of a Hub repository with its weights.
-_SMALL_HUB_FILES = "*.json *.jinja *.model *.txt *.tiktoken README.md".split()
+_SMALL_HUB_FILES = f"*.json *.jinja *.model *.txt *.tiktoken README.md {EVAL_RESULTS}/*.yaml".split()
 #: Licences, in any case: `*[Nn][Oo][Tt]...*`.
 _SMALL_HUB_FILES += [
     "*" + re.sub("[A-Z]", lambda letter: f"[{letter[0]}{letter[0].lower()}]", word) + "*"
@@ -285,6 +286,12 @@ def _clean_config(where: Path, raw: Mapping[str, Any], *, resformer: bool) -> tu
     model_type = _family(where, raw.get("model_type"), resformer=resformer)
     if raw.get("quantization_config") is not None:
         check_quantisation(where, raw["quantization_config"])
+    for key, usual in (("is_causal", True), ("transformers_weights", None)):
+        if raw.get(key, usual) != usual:
+            raise CheckpointError(
+                f"{where}: {key} is {shown(raw[key])}, with which Transformers loads another model than the causal one "
+                "of the usual files; only that can be converted."
+            )
     for key in _SIZES:
         value = raw.get(key)
         if value is not None and not (type(value) is int and 0 <= value < 2**31):

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from resformer import retrofit
 from resformer.checkpoint_cards import checkpoint_card
+from resformer.configuration.methods import method_of
 from resformer.convert import CheckpointError, revert
 from resformer.training.optimizer import is_connection
 
@@ -62,6 +63,8 @@ def test_connections_are_added_to_a_trained_model_and_taken_out_again(
     assert report.written_files == 1
     card = ModelCard.load(tmp_path / "both" / "README.md")
     assert f"own connections stay as they are: `{json.dumps(report.source_fields)}`" in card.text
+    assert report.method == method_of(AutoConfig.from_pretrained(tmp_path / "both"))
+    assert ("A combination of connections that has no name" in card.text) == (report.method is None)
     back = revert(tmp_path / "both", tmp_path / "back")
     assert back.verification.identical
     assert back.remaining == report.source_fields != {}

@@ -392,13 +392,22 @@ def test_a_disk_with_no_room_is_refused_before_anything_is_written(
     dry = retrofit(small, tmp_path / "new" / "out", verify="headers", dry_run=True)
     assert "would fail" in dry.warnings[-1]
     assert names(tmp_path) == []
+    debris = beside(tmp_path / "out", "partial")  # of a killed run
+    debris.mkdir()
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: usage._replace(free=10**6 if any(debris.iterdir()) else 10**9)
+    )
+    (debris / "model.safetensors").touch()
+    retrofit(small, tmp_path / "out", verify="headers")
 
 
 def test_a_mount_point_is_refused(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / "out")
     (tmp_path / "out").mkdir()
-    with pytest.raises(CheckpointError, match=r"is a mount point.*choose a folder in it"):
-        retrofit(small, tmp_path / "out")
+    (tmp_path / "link").symlink_to("out")
+    for output in ("out", "link"):
+        with pytest.raises(CheckpointError, match=r"is a mount point.*choose a folder in it"):
+            retrofit(small, tmp_path / output)
 
 
 @pytest.mark.parametrize("options", [(), ("--dtype", "float16")], ids=["copied", "converted"])

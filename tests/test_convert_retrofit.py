@@ -335,6 +335,9 @@ def test_gguf_files_are_dequantised_and_what_lies_beside_them_is_not_used(
     write_gguf(gguf, source, tmp_path / "scaled.gguf", rope_factor=4.0)
     with pytest.raises(CheckpointError, match="scales its rotary embedding, which Transformers does not read"):
         retrofit(tmp_path / "scaled.gguf", tmp_path / "other")
+    write_gguf(gguf, family_model("llama", vocab_size=258, attention_bias=True), tmp_path / "biased.gguf")
+    with pytest.raises(CheckpointError, match="without biases for one"):
+        retrofit(tmp_path / "biased.gguf", tmp_path / "other")
 
 
 def write_gguf(gguf: Any, model: Any, path: Path, rope_factor: float | None = None) -> None:
@@ -367,7 +370,7 @@ def write_gguf(gguf: Any, model: Any, path: Path, rope_factor: float | None = No
             heads = tensor.shape[0] // config.head_dim
             pairs = tensor.view(heads, 2, config.head_dim // 2, -1)
             tensor = pairs.transpose(1, 2).reshape(tensor.shape)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.numpy())
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -268,6 +268,8 @@ def test_weights_and_configuration_may_be_links_to_a_store(tmp_path: Path) -> No
         if path.suffix == ".safetensors" or path.name in ("config.json", "model.safetensors.index.json"):
             path.rename(store / f"{number}")
             path.symlink_to(store / f"{number}")
+    with pytest.raises(CheckpointError, match="holds the source"):
+        retrofit(tmp_path / "source", store, force=True)
     report = retrofit(tmp_path / "source", tmp_path / "out")
     assert report.warnings == report.left_behind == []
     assert verify(tmp_path / "source", tmp_path / "out").same

@@ -183,7 +183,9 @@ def test_push_is_one_commit_that_loads(checkpoint: Path, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_push_replaces_weights_that_would_be_loaded_instead(checkpoint: Path, tmp_path: Path) -> None:
     with HubServer(tokens={"hf_test": "you", "hf_other": "other"}) as hub:
-        old = hub.add("you/model", tmp_path / "llama")  # one model.safetensors, which wins over an index
+        # An adapter's base model wins over both, and one model.safetensors over an index.
+        (tmp_path / "llama" / "adapter_config.json").write_text("{}")
+        old = hub.add("you/model", tmp_path / "llama")
         branch, request, foreign = resformer_commands(
             hub,
             tmp_path,
@@ -191,7 +193,7 @@ def test_push_replaces_weights_that_would_be_loaded_instead(checkpoint: Path, tm
             ["hf_test", "push", checkpoint, "you/model", "--create-pr", "--json"],
             ["hf_other", "push", checkpoint, "you/model", "--create-pr", "--json"],
         )
-        assert json.loads(branch[1])["deleted"] == ["model.safetensors"], branch[2]
+        assert json.loads(branch[1])["deleted"] == ["adapter_config.json", "model.safetensors"], branch[2]
         new = old.commits[old.branches["next"]]
         assert "model.safetensors" not in new
         assert {"model.safetensors.index.json", "model-00002-of-00002.safetensors"} <= set(new)

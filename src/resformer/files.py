@@ -19,6 +19,7 @@ __all__ = [
     "check_target",
     "folder_above",
     "json_value",
+    "locked",
     "replace_text",
     "replacing",
     "write_text",
@@ -42,14 +43,17 @@ def check_target(target: Path, *inputs: str | Path, mark: str, force: bool) -> N
     Raises:
         CheckpointError: as `check_apart`; or the output is a file, holds something and `force` is not set, or holds
             something else than a result of the command.
+        OutputError: the folder that it lies in cannot be written to.
     """
     if target.is_symlink() and not target.exists():
         raise CheckpointError(f"{target}: is a link that leads nowhere; choose another output.")
     check_apart(target, *inputs)
     if os.path.exists(target) and not target.is_dir():
         raise CheckpointError(f"{target}: is a file; choose another output.")
-    if os.path.ismount(target):
+    if os.path.ismount(target.resolve()):
         raise CheckpointError(f"{target}: is a mount point, which no rename can replace; choose a folder in it.")
+    if not os.access(folder_above(target), os.W_OK):
+        raise OutputError(f"{folder_above(target)}: cannot be written to.")
     if not os.path.isdir(target) or not any(target.iterdir()):
         return
     kept = "It is not replaced, with or without --force; choose another output."
@@ -64,13 +68,15 @@ def check_target(target: Path, *inputs: str | Path, mark: str, force: bool) -> N
 
 
 def check_apart(target: Path, *inputs: str | Path) -> None:
-    """Refuses an output that is, or holds, one of the `inputs`, or lies in one that is a folder."""
+    """Refuses an output that is, or holds, one of the `inputs` or what a link in one leads to, or lies in one."""
     output = Path(os.path.realpath(target))
     for name in inputs:
         path = Path(os.path.realpath(Path(name).expanduser()))
         if not os.path.exists(path):  # a Hub id
             continue
-        if output == path or output in path.parents:
+        entries = path.iterdir() if path.is_dir() else ()
+        read = {path, *(Path(os.path.realpath(entry)) for entry in entries)}
+        if any(output in (each, *each.parents) for each in read):
             raise CheckpointError(f"{target}: holds the source {name}; choose another output.")
         if path in output.parents and path.is_dir():
             raise CheckpointError(f"{target}: lies in the source folder {name}; choose another output.")
@@ -79,6 +85,27 @@ def check_apart(target: Path, *inputs: str | Path) -> None:
 def folder_above(target: Path) -> Path:
     """The innermost existing folder above `target`."""
     return next(parent for parent in Path(os.path.realpath(target)).parents if os.path.isdir(parent))
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Whether no other process holds this file, which is held until the block ends, or the process is killed."""
+    absent = [parent for parent in path.parents if not parent.exists()]
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    with writing(path), suppress(Timeout):
+        lock.acquire(timeout=-1 if wait else 0)
+    try:
+        yield lock.is_locked
+    finally:
+        if lock.is_locked:
+            with suppress(OSError):  # Windows removes it on release
+                path.unlink()  # before the release: nobody else can hold it yet
+            lock.release()
+        for parent in absent:
+            with suppress(OSError):  # something lies in it
+                parent.rmdir()
 
 
 @contextmanager

@@ -24,11 +24,11 @@ __all__ = ["HubError", "PushReport", "push"]
 _LEFT_BEHIND = (
     ".* __pycache__ checkpoint-* global_step* runs wandb "
     "*.tmp *.lock *.pyc *.log events.out.tfevents.* trainer_state.json zero_to_fp32.py latest "
+    "adapter_config.json adapter_model* "  # Transformers would load the adapter's base model instead
     "*.bin *.pt *.pth *.ckpt *.pkl *.pickle *.distcp"  # pickles: optimiser states, arguments, weights that run code
 ).split()
-#: The folder of benchmark results that the Hub shows; `resformer card --eval` writes it.
-#: Weights that Transformers would load beside, or instead of, those that are pushed.
-_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
+#: What Transformers would load beside, or instead of, the weights that are pushed.
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|adapter_config\.json")
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ def push(
 ) -> PushReport:
     """Puts a checkpoint folder on the Hub, in one commit; the token is `HF_TOKEN` or that of `hf auth login`.
 
-    Weights of an earlier push that Transformers would load instead of these are deleted in the same commit. Passing
-    errors are tried again; after a failure, a second push uploads only what is missing.
+    Weights and an `adapter_config.json` of an earlier push, which Transformers would load instead, are deleted in the
+    same commit. Passing errors are tried again; after a failure, a second push uploads only what is missing.
 
     Args:
         checkpoint: a folder with `config.json`, safetensors and a model card, `README.md`.

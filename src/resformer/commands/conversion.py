@@ -132,7 +132,7 @@ def convert(
         added = sum(report.added.values())
         dequantised = " dequantised" if report.dequantised else ""
         row("source", f"{report.source} ({report.family}, {report.source_dtype}{dequantised})")
-        row("method", f"{report.method} {json.dumps(report.fields)}")
+        row("method", f"{report.method or 'without a name'} {json.dumps(report.fields)}")
         if report.source_fields:
             row("as they were", json.dumps(report.source_fields))
         row("parameters", f"{report.parameters:,}: {added:,} added in {len(report.added)} tensors")
