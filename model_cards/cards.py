@@ -73,7 +73,7 @@ def retrofit_card(
     """
     return _card(
         "shrunk.md.jinja" if "shares" in report else "retrofit.md.jinja",
-        title=f"{PurePath(report['source']).name} with {report['method']}",
+        title=f"{PurePath(report['source']).name} with {report['method'] or 'cross-layer connections'}",
         repository=repository or PurePath(report["output"]).name,
         method=report["method"],
         fields=report["fields"],
@@ -332,9 +332,9 @@ def _run_table(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _perplexities(
     method: str | None, corpus: str, evaluation_tokens: int, runs: Sequence[Mapping[str, Any]]
 ) -> list[Metric]:
-    """The held-out perplexity of the run whose name is `method`."""
+    """The held-out perplexity of the run whose name is the method's, or "the model"."""
     return [
         Metric("perplexity", run["perplexity_after"], corpus, "held out", note=f"{evaluation_tokens} tokens")
         for run in runs
-        if run.get("name") == method and run.get("perplexity_after") is not None
+        if run.get("name") == (method or "the model") and run.get("perplexity_after") is not None
     ]

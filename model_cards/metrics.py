@@ -1,5 +1,7 @@
 """Results from `metrics.json` files and from lm-evaluation-harness, as rows of a card and files for the Hub."""
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,12 +11,15 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_yaml
 
-__all__ = ["Metric", "eval_result_files", "harness_metrics", "metrics_of"]
+from resformer.configuration import ResFormerConfig
+from resformer.configuration.methods import backbone_fields, connections_of, method_of
+
+__all__ = ["Metric", "architecture_digest", "eval_result_files", "harness_metrics", "metrics_of"]
 
 #: Values of `dataset_path` that name a file format, not a dataset of the Hub.
 _READERS = ("arrow", "csv", "generator", "json", "pandas", "parquet", "sql", "text", "webdataset", "xml")
 #: The harness evaluates on the first of these that a task has.
-_SPLITS = ("test_split", "validation_split", "training_split")
+_SPLITS = ("test_split", "validation_split")
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Metric:
     of_samples: int | None = None  # number in the dataset; None: the same
     shots: int | None = None
     method: str | None = None  # in a study: the method of the model
+    model: str | None = None  # in a study: the model's `architecture_digest`
     note: str | None = None  # how it was measured
 
     def __post_init__(self) -> None:
@@ -45,6 +51,12 @@ class Metric:
             raise ValueError(
                 f"`value` of the metric {self.name!r} on {self.dataset!r} is {self.value!r}: no finite number."
             )
+
+    def is_of(self, config: ResFormerConfig) -> bool:
+        """Whether it was measured of a model of this architecture, or, where only a method is known, of this method."""
+        if self.model is not None:
+            return self.model == architecture_digest(config)
+        return self.method in (None, method_of(config))
 
     def as_eval_result(self) -> EvalResult:
         """The entry of the Hub's `model-index`."""
@@ -59,6 +71,14 @@ class Metric:
             metric_name=self.name,
             metric_value=self.value,
         )
+
+
+def architecture_digest(config: ResFormerConfig) -> str:
+    """SHA-256 of all fields of `ResFormerConfig` that are not at their default, a connection's or not."""
+    plain = type(config)(num_hidden_layers=config.num_hidden_layers)
+    fields = {**backbone_fields(config), **connections_of(config)}
+    changed = {name: value for name, value in fields.items() if value != getattr(plain, name)}
+    return hashlib.sha256(json.dumps([config.num_hidden_layers, changed], sort_keys=True).encode()).hexdigest()
 
 
 def metrics_of(values: Mapping[str, Any], where: str = "metrics") -> list[Metric]:
@@ -152,7 +172,13 @@ def eval_result_files(metrics: Iterable[Metric]) -> dict[str, str]:
             dataset_revision=metric.revision,
             notes=", ".join(filter(None, notes)),
         )
-        name = re.sub(r"[^\w.-]+", "-", f"{metric.dataset_id}_{metric.task}_{metric.name}").strip("-.")
+        parts = [
+            metric.dataset_id,
+            metric.task,
+            metric.name,
+            *([] if metric.shots is None else [f"{metric.shots}-shot"]),
+        ]
+        name = re.sub(r"[^\w.-]+", "-", "_".join(parts)).strip("-.")
         files[f".eval_results/{name}.yaml"] = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
     return files
 

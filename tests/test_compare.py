@@ -498,7 +498,18 @@ def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable
     assert starts["svformer", 1] != starts["transformer", 1]
     assert len({run["loss"] for run in runs}) == 8  # the order of the batches is the seed's, the rest the method's
     (folder,) = (work / "continued" / "models" / "checkpoint").glob("resformer*/1")
-    assert ResFormerForCausalLM.from_pretrained(folder).config.value_residual == "learnable"
+    model = ResFormerForCausalLM.from_pretrained(folder)
+    assert model.config.value_residual == "learnable"
+    of_it = {metric.method for metric in metrics_of(report) if metric.is_of(model.config)}
+    assert of_it == {"resformer"}
+
+    weights = (work / "checkpoint" / "model.safetensors").read_bytes()
+    try:
+        (work / "checkpoint" / "model.safetensors").write_bytes(weights[:-4] + b"1234")
+        other = compare("continued", "--methods", ",".join(methods), *common, "--save-models")
+    finally:
+        (work / "checkpoint" / "model.safetensors").write_bytes(weights)
+    assert (other.exit_code, "holds another study: start_weights was" in other.stderr) == (3, True)
 
 
 def test_a_checkpoint_has_its_own_rates(tiny_config: TinyConfig, tmp_path: Path) -> None:
@@ -520,6 +531,22 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(work: Path, compare: Calla
     assert [(run["method"], run["to_do"]) for run in plan["runs"]] == [("transformer", 3), ("resformer", 3)]
     assert "min at the speed of" in compare("planned", "--tokens", 700, *SMALL, "--seeds", 1, "--dry-run").stdout
     assert set(work.iterdir()) - before <= {work / "home"}
+
+
+def test_a_dry_run_that_fails_leaves_what_another_process_has_begun(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun(*given: Any) -> None:
+        (work / "begun").mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(comparison, "_runs_from_scratch", begun)
+    data = {"data": ["notes.txt"], "sample_by": "paragraph", "held_out": 0.1, "block": 32}
+    options = comparison.StudyOptions("begun", RunSettings(4), tokenizer="bytes", **data)
+    with pytest.raises(KeyboardInterrupt):
+        comparison.plan_study(options)
+    assert (work / "begun").is_dir()
 
 
 @pytest.mark.parametrize(
@@ -546,6 +573,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(work: Path, compare: Calla
         (CONTINUED, ["--steps", 1, "--methods", "resformer,resfomer"], 2, "Unknown method 'resfomer'"),
         (CONTINUED, ["--steps", 1, "--methods", GQA], 2, "`num_key_value_heads` is not a field that a retrofit"),
         (CONTINUED, ["--steps", 1, "--block", 512], 2, "block is 512, but checkpoint has"),
+        (CONTINUED, ["--steps", 1, "--tokenizer", "bpe:900"], 2, "tokens, but checkpoint"),
     ],
 )
 def test_misuse_is_one_line_with_the_way_out_and_leaves_nothing(

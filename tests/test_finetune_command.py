@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_colla
 
 from resformer import ResFormerForCausalLM, retrofit
 from resformer.checkpoint_cards import checkpoint_card
-from resformer.files import check_target
+from resformer.errors import OutputError
+from resformer.files import check_target, locked
 from resformer.pushing import HubError
 from resformer.training import recipe
 from resformer.training.data import load_documents, pack_documents
@@ -325,6 +327,15 @@ def test_misuse_is_one_line_with_the_way_out(
     assert set(broken.iterdir()) - before <= {broken / "home"}
 
 
+def test_one_process_at_a_time_trains_an_output(work: Path) -> None:
+    options = FinetuneOptions(model=str(work / "source"), output=str(work / "busy"), data=[str(work / "notes.txt")])
+    with (
+        locked(work / ".busy.training.resformer-lock"),
+        pytest.raises(OutputError, match="another process is training"),
+    ):
+        finetune_checkpoint(options)
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -334,6 +345,7 @@ def test_misuse_is_one_line_with_the_way_out(
         ({"steps": 2.5}, "steps is 2.5; expected int"),
         ({"data": [1]}, r"data is \[1\]; expected a list of str"),
         ({"attn_implementation": "flash_attention_2"}, "batch is 8; with FlashAttention, documents"),
+        ({"label_smoothing_factor": 0.1}, "perplexities would be smoothed"),
         ({"distill_hidden_layers": "last"}, "distill_hidden_layers is 'last'; expected a list of int"),
         ({"distill": "c", "distill_hidden": -1}, "distill_hidden is -1.0; expected a finite number from 0 up"),
     ],
@@ -463,8 +475,11 @@ def test_a_refused_push_says_that_the_run_is_finished(monkeypatch: pytest.Monkey
     monkeypatch.setattr(recipe, "push_checkpoint", refuse)
     words = "out: is finished, but was not pushed: The Hub says no. To push it: resformer push out you/tuned"
     options = FinetuneOptions(model="a", output="out", data=["c"], push="you/tuned")
-    with pytest.raises(HubError, match=words):
+    with pytest.raises(HubError, match=f"{words}$"):
         recipe._push(options)
+    hub = {"hub_private_repo": True, "hub_revision": "next"}
+    with pytest.raises(HubError, match=f"{words} --private --revision next$"):
+        recipe._push(replace(options, trainer=hub))
     monkeypatch.setattr(recipe, "push_checkpoint", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(HubError, match="not pushed: interrupted"):
         recipe._push(options)

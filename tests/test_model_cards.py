@@ -39,6 +39,7 @@ from resformer.model_cards import (
 )
 from resformer.model_cards.cards import added_parameters
 from resformer.model_cards.facts import FACTS, PAPERS
+from resformer.model_cards.metrics import architecture_digest
 
 ROOT = Path(__file__).parents[1]
 
@@ -393,7 +394,7 @@ def test_results_have_the_hubs_legacy_and_current_form() -> None:
         ("allenai/ai2_arc", "arc_easy", 0.4321),
         ("allenai/ai2_arc", "arc_easy", 0.3943),
     ]
-    assert all(re.fullmatch(r"\.eval_results/[\w.-]+\.yaml", name) for name in files)
+    assert all(re.fullmatch(r"\.eval_results/[\w.-]+_5-shot\.yaml", name) for name in files)
     assert "5-shot" in entries[0].notes
 
 
@@ -535,10 +536,13 @@ def test_command_makes_the_card_of_a_training(copied: Callable[[str], Path], tmp
     assert "\n8,123 of 94,567 parameters were trained: the projections and norms that sharing" in built.text
     assert "\nDistilled from `owner/llama`, with weight 0.91 on its logits at temperature 2.5 and weight" in built.text
     assert sorted(path.name for path in (folder / ".eval_results").iterdir()) == [
-        "allenai-ai2_arc_arc_easy_acc.yaml",
-        "allenai-ai2_arc_arc_easy_acc_norm.yaml",
+        "allenai-ai2_arc_arc_easy_acc_5-shot.yaml",
+        "allenai-ai2_arc_arc_easy_acc_norm_5-shot.yaml",
     ]
-    assert card(folder, *results)[0] == 0  # a card without edits is replaced
+    (folder / ".eval_results" / "old.yaml").touch()
+    code, _, err = card(folder, *results)  # a card without edits is replaced
+    assert (code, len(err.splitlines())) == (0, 1)
+    assert "old.yaml is not of these results" in err
     assert ModelCard.load(folder / "README.md").data.license == "mit"  # and the licence is kept
 
 
@@ -553,6 +557,18 @@ def test_command_tells_a_model_from_scratch(copied: Callable[[str], Path]) -> No
     built = ModelCard.load(folder / "README.md")
     assert "| 3.25 |" in built.text
     assert "9.75" not in built.text  # another method's
+    for metric, model in zip(
+        study["metrics"], (ResFormerConfig.from_pretrained(folder), ResFormerConfig()), strict=True
+    ):
+        metric["model"] = architecture_digest(model)
+    (folder.parent / "study.json").write_text(json.dumps(study))
+    assert card(folder, "--metrics", str(folder.parent / "study.json"))[0] == 0
+    text = ModelCard.load(folder / "README.md").text
+    assert "9.75" in text  # which is known to be of this architecture
+    assert "3.25" not in text
+    (folder.parent / "study.json").write_text(json.dumps({"metrics": study["metrics"][1:]}))
+    code, _, err = card(folder, "--metrics", str(folder.parent / "study.json"))
+    assert (code, "no result is of this model" in err) == (3, True), err
     assert "How it was trained is not recorded here." in built.text
     assert (built.data.base_model, built.data.license) == (None, None)
     assert "resformer-denseformer" in built.data.tags

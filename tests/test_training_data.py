@@ -428,5 +428,6 @@ def test_weights_are_told_from_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
     Path("notes:2").touch()
     assert weighted_sources(["notes:2", "you/set:en"]) == (["notes:2", "you/set:en"], None)
     assert weighted_sources(["a/b:en:.5", "c:1.5"]) == (["a/b:en", "c"], [0.25, 0.75])
+    assert weighted_sources(["you/set:2019"]) == (["you/set:2019"], None)  # one source needs no weight
     with pytest.raises(ValueError, match="give a weight above 0 to every source, or to none"):
         weighted_sources(["a:0.7", "b"])

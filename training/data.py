@@ -192,7 +192,7 @@ def weighted_sources(sources: Sequence[str]) -> tuple[list[str], list[float] | N
     names, weights = [], []
     for source in sources:
         name, _, weight = source.rpartition(":")
-        if re.fullmatch(r"\d*\.?\d+", weight) and name and not Path(source).exists():
+        if len(sources) > 1 and re.fullmatch(r"\d*\.?\d+", weight) and name and not Path(source).exists():
             names.append(name)
             weights.append(float(weight))
         else:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import shutil
 import sys
 import time
@@ -42,8 +43,8 @@ from transformers.utils import cached_file
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
 from resformer.environment import cpu_has_bf16
-from resformer.errors import CheckpointError, ResFormerError, brief
-from resformer.files import check_apart, check_target, replacing
+from resformer.errors import CheckpointError, OutputError, ResFormerError, brief
+from resformer.files import check_apart, check_target, locked, replacing
 from resformer.model_cards import TRAINING_FIELDS, carried_metadata, finetuned_card
 from resformer.pushing import HubError
 from resformer.pushing import push as push_checkpoint
@@ -194,6 +195,8 @@ class FinetuneOptions:
                 raise ValueError(
                     f"{key}: only the finished output is pushed, once; expected {', '.join(_PUSH_FIELDS)}."
                 )
+            elif name == "label_smoothing_factor" and value:
+                raise ValueError(f"{key}: held-out losses and perplexities would be smoothed, too; leave it out.")
             elif name in _TRAINER_FIELDS:
                 trainer[name] = value
             else:
@@ -271,10 +274,20 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
         CheckpointError: the model or its tokenizer cannot be loaded, it has nothing of what `options.train` names, or
             the output or an unfinished run is in the way.
         DataError: the data cannot be read or do not suffice.
+        OutputError: another process is training the same output, or it cannot be written.
         ValueError: an argument of the Trainer makes no sense.
     """
-    output = Path(options.output)
     arguments = _training_arguments(options)
+    target = Path(os.path.realpath(options.unfinished))
+    writes = arguments.process_index == 0 and not options.dry_run
+    with locked(target.with_name(f".{target.name}.resformer-lock")) if writes else nullcontext(True) as free:
+        if not free:
+            raise OutputError(f"{options.output}: another process is training it; wait for it, or choose another.")
+        return _finetune(options, arguments)
+
+
+def _finetune(options: FinetuneOptions, arguments: TrainingArguments) -> FinetuneReport:
+    output = Path(options.output)
     first = arguments.process_index == 0
     if first:
         inputs = [name for name in (options.model, *options.sources, options.distill, options.tokenizer) if name]
@@ -356,7 +369,8 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
         (options.unfinished / "arguments.json").write_text(json.dumps(options.run, indent=2))
     PartialState().wait_for_everyone()
     _train(trainer, last, report)
-    if not math.isfinite(report.loss_after or 0.0):
+    assert report.loss_after is not None
+    if not math.isfinite(report.loss_after):
         raise CheckpointError(f"The loss is {report.loss_after}; nothing was written. Try a lower --learning-rate.")
 
     source_card = _record_origin(options, config, report)
@@ -563,12 +577,14 @@ def _push(options: FinetuneOptions) -> str | None:
     """The URL of the commit that holds the finished output."""
     assert options.push is not None
     private, revision = (options.trainer.get(name) for name in ("hub_private_repo", "hub_revision"))
+    again = ["resformer", "push", options.output, options.push]
+    again += ["--private"] * bool(private) + ([] if revision is None else ["--revision", revision])
     try:
         return push_checkpoint(options.output, options.push, private=bool(private), revision=revision).url
     except (ResFormerError, KeyboardInterrupt) as error:
         raise HubError(
             f"{options.output}: is finished, but was not pushed: {str(error) or 'interrupted.'} To push it: "
-            f"resformer push {options.output} {options.push}"
+            f"{shlex.join(again)}"
         ) from error
 
 

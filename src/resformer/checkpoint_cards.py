@@ -13,7 +13,7 @@ from resformer.configuration.methods import method_of
 from resformer.convert.reading import Checkpoint
 from resformer.convert.source import open_source
 from resformer.convert.verification import first_bytes
-from resformer.errors import CheckpointError
+from resformer.errors import CheckpointError, listed
 from resformer.files import replace_text
 from resformer.model_cards import (
     TRAINING_FIELDS,
@@ -73,8 +73,8 @@ def checkpoint_card(
 
     Args:
         checkpoint: its folder.
-        metrics: files `metrics.json` of trainings or studies; one of them may describe this model's training. Default:
-            the one in the folder.
+        metrics: `metrics.json` of a training, one at most, which describes this model's (default: the one in the
+            folder), and `study.json` of studies.
         evaluations: JSON files of lm-evaluation-harness.
         repository: Hub id in the card's code; default: the folder's name.
         base_model: Hub id of the source, if it was read from a folder.
@@ -89,7 +89,8 @@ def checkpoint_card(
         raise ValueError(f"license {license!r}: expected a name such as apache-2.0, mit, llama3 or other.")
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint}: is not a folder; a card needs a local checkpoint.")
-    training, results = _read_results(list(map(Path, metrics)), list(map(Path, evaluations)))
+    metric_files = list(map(Path, metrics))
+    training, results = _read_results(metric_files, list(map(Path, evaluations)))
     if not training and (checkpoint / "metrics.json").is_file():  # written by `resformer finetune`
         training, _ = _read_results([checkpoint / "metrics.json"], [])
     opened = open_source(str(checkpoint), resformer=True).fetch()
@@ -97,7 +98,11 @@ def checkpoint_card(
     dtype = str(opened.dtype).removeprefix("torch.")
     if not isinstance(config, ResFormerConfig):
         raise CheckpointError(f"{checkpoint}: is a {config.model_type}, no ResFormer; `resformer convert` makes one.")
-    results = [metric for metric in results if metric.method in (None, method_of(config))]
+    of_this = [metric for metric in results if metric.is_of(config)]
+    if results and not of_this:
+        raise CheckpointError(
+            f"{listed(list(map(str, metric_files)))}: no result is of this model; a study has those of its own models."
+        )
     source_card = {**carried_metadata(checkpoint / "README.md"), **((record or {}).get("source_card") or {})}
     if license is not None:
         source_card = {name: value for name, value in source_card.items() if not name.startswith("license")}
@@ -106,7 +111,7 @@ def checkpoint_card(
         "repository": repository or checkpoint.resolve().name,
         "config": config,
         "source_card": source_card,
-        "metrics": results,
+        "metrics": of_this,
         "bundle": "auto_map" in opened.raw_config and (checkpoint / "modeling_resformer.py").is_file(),
     }
     try:
@@ -115,16 +120,16 @@ def checkpoint_card(
                 training |= {name: record[name] for name in ("source", "revision", "method")}
             training = {"revision": None, "method": method_of(config), **training}
             card = finetuned_card(**training, **arguments, dtype=dtype, base_model=base_model)
-            return CheckpointCard(card, "fine-tuned", results)
+            return CheckpointCard(card, "fine-tuned", of_this)
         if record is not None:
             _check_weights(opened.checkpoint, record)
-            return CheckpointCard(retrofit_card(record, **arguments, base_model=base_model), "retrofitted", results)
+            return CheckpointCard(retrofit_card(record, **arguments, base_model=base_model), "retrofitted", of_this)
         arguments |= {
             name: value for name, value in training.items() if name not in ("source", "revision", "method", "recipe")
         }
         parameters = sum(tensor.elements for tensor in opened.checkpoint.tensors.values())
         card = scratch_card(method=method_of(config), parameters=parameters, dtype=dtype, **arguments)
-        return CheckpointCard(card, "from-scratch", results)
+        return CheckpointCard(card, "from-scratch", of_this)
     except (KeyError, TypeError, AttributeError, UndefinedError, ValueError) as error:  # fields that JSON files lack
         raise CheckpointError(f"{checkpoint}: its record or the metrics lack what a card states: {error}") from error
 

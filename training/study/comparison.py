@@ -1,6 +1,7 @@
 """A comparison study: methods trained under one budget, from scratch or from a checkpoint, paired and resumable."""
 
 import difflib
+import hashlib
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,20 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from resformer.configuration import METHODS, ResFormerConfig, cache_bytes_per_token
 from resformer.convert.retrofitting import retrofit
+from resformer.convert.source import open_source
+from resformer.convert.verification import first_bytes
 from resformer.environment import describe_environment
 from resformer.errors import CheckpointError, brief
-from resformer.files import replace_text, replacing
+from resformer.files import locked, replace_text, replacing
+from resformer.model_cards.metrics import architecture_digest
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.data import SAMPLE_BY, PackedBlocks
+from resformer.training.recipe import processor_has_bf16
 from resformer.training.study.data import StudyData, study_data
 from resformer.training.study.paired_run import RunSettings, paired_model, paired_run, whole_batches
 from resformer.training.study.plot import check_packages, plot
@@ -169,6 +173,7 @@ class _Study:
 
     options: StudyOptions
     data: StudyData
+    start_weights: str | None  # which the checkpoint has: see `_weights`
     runs: list[_Run] = field(default_factory=list)
 
     @property
@@ -184,10 +189,12 @@ class _Study:
         return {
             "data": {"name": self.data.name, **self.data.fingerprint},
             "start": self.options.start,
+            "start_weights": self.start_weights,
             "tokenizer": self.options.tokenizer,
             "block": self.options.block,
             "save_models": self.options.save_models,
             **asdict(self.options.settings),
+            "bf16": processor_has_bf16() if self.options.settings.bf16 is None else self.options.settings.bf16,
         }
 
 
@@ -210,7 +217,7 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
     first = options.settings.arguments(Path(options.output), 0).process_index == 0  # joins the processes, too
     target = Path(os.path.realpath(options.output))
     lock = target.with_name(f".{target.name}.resformer-lock")  # of the output's beginning, and of the report
-    with PartialState().main_process_first(), _locked(lock, wait=True) if first else nullcontext():
+    with PartialState().main_process_first(), locked(lock, wait=True) if first else nullcontext():
         study = _prepared(options, Path(options.output, "starts"), write=first)
     steps = sum(run.method.settings.steps for run in study.runs if not study.file(run).is_file())
     with _progress(steps, quiet=not first) as (on_step, on_run):
@@ -223,7 +230,7 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
         told = f"In work in other processes: {len(in_work)} runs. The last process to end writes the report."
         tqdm.write(told, file=sys.stderr)
         return None
-    with _locked(lock, wait=True):
+    with locked(lock, wait=True):
         unfinished = study.output / "unfinished"
         if not any(path.is_file() for path in unfinished.rglob("*")):  # else those of other methods or sizes
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -246,7 +253,7 @@ def _work_on(
     """Trains and writes a run unless it is done, or in work in another process that is not of this launch."""
     folder = study.output / "unfinished" / run.place
     pending = first and not study.file(run).is_file()
-    with _locked(folder.with_name(f"{folder.name}.lock")) if pending else nullcontext(False) as free:
+    with locked(folder.with_name(f"{folder.name}.lock")) if pending else nullcontext(False) as free:
         if not broadcast_object_list([free and not study.file(run).is_file()])[0]:
             return False
         saved = study.options.save_models and run.seed == study.options.first_seed
@@ -264,22 +271,6 @@ def _work_on(
             on_run(f"{done}/{len(study.runs)} {run.size} {run.method.text} seed {run.seed}", result)
         PartialState().wait_for_everyone()
     return True
-
-
-@contextmanager
-def _locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Whether no other process holds this file, which is held until the block ends, or the process is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path)
-    with suppress(Timeout):
-        lock.acquire(timeout=-1 if wait else 0)
-    try:
-        yield lock.is_locked
-    finally:
-        if lock.is_locked:
-            with suppress(OSError):  # Windows removes it on release
-                path.unlink()  # before the release: nobody else can hold it yet
-            lock.release()
 
 
 def plan_study(options: StudyOptions) -> dict[str, Any]:
@@ -342,21 +333,21 @@ def _prepared(options: StudyOptions, starts: Path, *, write: bool) -> _Study:
         text_column=options.text_column,
         sample_by=options.sample_by,
     )
-    study = _Study(options, data)
+    study = _Study(options, data, None if options.start is None else _weights(options.start))
     whole_batches(data.blocks, options.settings.batch)  # raises if there are too few, before anything is written
     if record.is_file():
         _check_same(record, study.plan)
-    new = [path for path in (output, saved, record, starts) if not path.exists()]
+    new = [path for path in (output, saved, record, starts) if write and not path.exists()]
     try:
-        if write and record in new:
+        if record in new:
             _write_json(record, study.plan)
-        if write and saved in new:
+        if saved in new:
             with replacing(saved, force=True) as folder:
                 data.tokenizer.save_pretrained(folder)
         if options.start is None:
             runs = _runs_from_scratch(options, methods, data)
         else:
-            runs = _continued_runs(options, methods, starts)
+            runs = _continued_runs(options, methods, data, starts)
         study.runs = sorted(runs, key=lambda run: run.seed)  # a study that is cut short has whole pairs
         if len({run.place for run in study.runs}) < len(study.runs):
             raise ValueError("Two of the methods, or of the sizes, have the same name but for punctuation.")
@@ -400,7 +391,14 @@ def _runs_from_scratch(options: StudyOptions, methods: Sequence[_Method], data: 
     return runs
 
 
-def _continued_runs(options: StudyOptions, methods: Sequence[_Method], starts: Path) -> list[_Run]:
+def _weights(checkpoint: str) -> str:
+    """The commit of a checkpoint on the Hub, or a digest of one on this disk: of the first bytes of each tensor."""
+    source = open_source(checkpoint, resformer=True)
+    tensors = source.fetch(headers_only=True).checkpoint.tensors.values() if source.revision is None else ()
+    return source.revision or hashlib.sha256(json.dumps(first_bytes(tensors), sort_keys=True).encode()).hexdigest()
+
+
+def _continued_runs(options: StudyOptions, methods: Sequence[_Method], data: StudyData, starts: Path) -> list[_Run]:
     """Converts the checkpoint to each architecture, once, into a folder of `starts`."""
     assert options.start is not None
     size = Path(options.start).resolve().name if Path(options.start).exists() else options.start.rpartition("/")[2]
@@ -417,6 +415,11 @@ def _continued_runs(options: StudyOptions, methods: Sequence[_Method], starts: P
         if options.block > config.max_position_embeddings:
             raise ValueError(
                 f"block is {options.block}, but {options.start} has {config.max_position_embeddings} positions."
+            )
+        if len(data.tokenizer) > config.vocab_size:
+            raise ValueError(
+                f"The tokenizer has {len(data.tokenizer):,} tokens, but {options.start} {config.vocab_size:,}; give it "
+                "the checkpoint's own with --tokenizer."
             )
         runs += [_Run(size, method, seed, config, config, folder) for seed in options.all_seeds]
     return runs
@@ -523,7 +526,9 @@ def _notes(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]], toke
     ]
     for size, rows in sizes.items():
         losses = {row["method"]: row["losses"] for row in rows}
-        if (error := pooled_error(losses)) is None:
+        if None in losses[options.compared_with]:
+            notes.append(f"{size}: no differences, since {options.compared_with} diverged.")
+        elif (error := pooled_error(losses)) is None:
             notes.append(f"{size}: one {'seed' if options.seeds == 1 else 'method'}, no interval over seeds.")
         else:
             notes.append(
@@ -545,21 +550,26 @@ def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) ->
     options = study.options
     seeds = f"{options.seeds} seed{'s' * (options.seeds > 1)}, "
     seeds += "from scratch" if options.start is None else "continued from the checkpoint"
+    models = {(run.size, run.method.text): architecture_digest(run.config) for run in study.runs}
     metrics: list[dict[str, Any]] = []
-
-    def add(name: str, value: float, method: str, note: str) -> None:
-        data = {"dataset": study.data.name, "split": "held-out"}
-        metrics.append({"name": name, "type": "loss", "value": value, **data, "method": method, "note": note})
 
     for size, row in ((size, row) for size, rows in sizes.items() for row in rows if row["loss"] is not None):
         steps = _read_method(row["method"], options.settings).settings.steps
         budget = f"{steps * options.settings.batch * options.block:,} tokens, {seeds}"
         note = f"{size}, {row['parameters']:,} parameters, {budget}"
         place = size if row["method"] == row["architecture"] else f"{size}, {row['method']}"
-        add(f"loss, {place}", row["loss"], row["architecture"], note)
+        common = {
+            "type": "loss",
+            "dataset": study.data.name,
+            "split": "held-out",
+            "method": row["architecture"],
+            "model": models[size, row["method"]],
+        }
+        metrics.append({"name": f"loss, {place}", "value": row["loss"], **common, "note": note})
         if (difference := row["difference"]) is not None:
             if difference["low"] is not None:
                 note += f"; simultaneous 95 % interval {difference['low']:+.4f} to {difference['high']:+.4f}"
                 note += ": not told apart" * (difference["low"] < 0 < difference["high"])
-            add(f"loss minus {study.options.compared_with}'s, {place}", difference["mean"], row["architecture"], note)
+            name = f"loss minus {options.compared_with}'s, {place}"
+            metrics.append({"name": name, "value": difference["mean"], **common, "note": note})
     return metrics

@@ -130,6 +130,8 @@ class _StepTimer(TrainerCallback):
         self.start = time.perf_counter()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # its kernels are queued, not done
         self.seconds.append(time.perf_counter() - self.start)
         self.on_step(state.global_step)
         if state.global_step == state.max_steps:

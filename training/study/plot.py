@@ -103,22 +103,27 @@ def _draw_final(axes: Any, rows: Sequence[Mapping[str, Any]], colours: Mapping[s
 
 def _is_swept(runs: Sequence[Run], setting: str) -> bool:
     """Whether an architecture has several values of the setting."""
-    values = {(run["architecture"], run[setting]) for run in runs}
+    values = {(run["architecture"], _rate(run, setting)) for run in runs}
     return len(values) > len({architecture for architecture, _ in values})
+
+
+def _rate(run: Run, setting: str) -> float:
+    """Connections that have no rate of their own have the others'."""
+    return float(run["learning_rate"] if run[setting] is None else run[setting])
 
 
 def _draw_rates(axes: Any, runs: Sequence[Run], setting: str, colours: Mapping[str, Any]) -> None:
     for architecture in dict.fromkeys(run["architecture"] for run in runs):
         losses: dict[float, list[float]] = {}
         for run in runs:
-            if run["architecture"] == architecture and None not in (run[setting], run["loss"]):
-                losses.setdefault(run[setting], []).append(run["loss"])
+            if run["architecture"] == architecture and run["loss"] is not None:
+                losses.setdefault(_rate(run, setting), []).append(run["loss"])
                 colour = colours[run["method"]]
         points = sorted((rate, fmean(values)) for rate, values in losses.items())
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", label=architecture, color=colour)
     axes.set_xscale("log")
-    rates = sorted({run[setting] for run in runs if run["loss"] is not None} - {None})
+    rates = sorted({_rate(run, setting) for run in runs if run["loss"] is not None})
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axes.minorticks_off()
     axes.set(title="loss on the whole held-out text, mean of the seeds", xlabel=setting.replace("_", " "))

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from resformer.commands.terminal import app, echo, reporting_errors, row
+from resformer.files import EVAL_RESULTS
 
 __all__ = ["card"]
 
@@ -16,7 +17,9 @@ _Files = list[Path] | None
 def card(
     checkpoint: Annotated[Path | None, typer.Argument(help="The folder of a ResFormer checkpoint.")] = None,
     method: Annotated[str | None, typer.Option(help="Print the card of this method instead.")] = None,
-    metrics: Annotated[_Files, typer.Option(help="metrics.json of a training or a study; repeatable.")] = None,
+    metrics: Annotated[
+        _Files, typer.Option(help="metrics.json of a training, study.json of a study; repeatable.")
+    ] = None,
     eval_: Annotated[_Files, typer.Option("--eval", help="JSON of lm-evaluation-harness; repeatable.")] = None,
     output: Annotated[Path | None, typer.Option(help="The file. [default: README.md in CHECKPOINT]")] = None,
     repository: Annotated[str | None, typer.Option(help="Hub id in the card's code. [default: folder's name]")] = None,
@@ -52,3 +55,5 @@ def card(
         row("results", len(built.metrics))
         for path in others:
             row("also wrote", path)
+        for path in sorted(set((target.parent / EVAL_RESULTS).glob("*.yaml")) - set(others)):
+            echo(f"Warning: {path} is not of these results: remove it if it is out of date.", err=True)

@@ -93,7 +93,7 @@ def compare(
         if steps is None:
             if tokens is None:
                 raise ValueError("the budget is missing: give --steps or --tokens.")
-            steps = math.ceil(tokens / (batch * block))
+            steps = math.ceil(tokens / max(batch * block, 1))
         elif tokens is not None:
             raise ValueError(f"--steps is {steps} and --tokens {tokens}: give one of them.")
         from resformer.training.study.comparison import StudyOptions, names, plan_study, run_study
