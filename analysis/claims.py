@@ -54,7 +54,7 @@ def paper_model(analysis: Analysis) -> str | None:
     values = np.asarray(analysis.value_mixing_matrix)
     mixes = _moved(values)
     gates_alone = not mixes and np.isnan(values).any()  # the matrix does not show whether they have moved
-    if analysis.shares or gates_alone or (mixes and analysis.neutreno_lambda):
+    if analysis.other_connections or gates_alone or (mixes and analysis.neutreno_lambda):
         return None
     if mixes:
         return "resformer"

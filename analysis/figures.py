@@ -134,8 +134,9 @@ def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
         low = np.maximum(mean - deviation, mean / 10) if logarithmic else mean - deviation
         axes.fill_between(layer, low, mean + deviation, color=look["color"], alpha=0.15, linewidth=0)
         axes.plot(layer, mean, **look, markersize=4, linewidth=1.6, label=analysis.name)
-    if key in analyses[0].uniform:
-        axes.axhline(analyses[0].uniform[key], color="black", alpha=0.5, linestyle=":", label="uniform attention")
+        if key in analysis.uniform:  # of the lengths of the texts, which the tokenizer decides
+            named = {"label": "uniform attention"} if analysis is analyses[0] else {}
+            axes.axhline(analysis.uniform[key], color=look["color"], alpha=0.5, linestyle=":", **named)
     if logarithmic:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(_short)

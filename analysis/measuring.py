@@ -69,7 +69,7 @@ class Analysis:
     value_mixing_matrix: list[list[float]]  # (N, N); NaN where a gate decides for each token
     depth_mixing_matrix: list[list[float]]  # (N, N + 1)
     neutreno_lambda: float
-    shares: bool  # has connections that the above do not show: shared keys or values, value embeddings, depth attention
+    other_connections: bool  # shared keys or values, value embeddings or depth attention, which the above do not show
 
     def mean(self, quantity: str) -> list[float]:
         """Per layer."""
@@ -183,7 +183,7 @@ def analyze(
         value_mixing_matrix=(base.value_mixing_matrix() if connected else plain_matrix(count, count)).tolist(),
         depth_mixing_matrix=(base.depth_mixing_matrix() if connected else plain_matrix(count, count + 1)).tolist(),
         neutreno_lambda=config.neutreno_lambda if connected else 0.0,
-        shares=connected and not all(name.startswith(_SHOWN) for name in connections_of(config)),
+        other_connections=connected and not all(name.startswith(_SHOWN) for name in connections_of(config)),
     )
 
 

@@ -186,7 +186,9 @@ def _range(key: str, checkpoint: dict[str, Any]) -> str:
         first, second = checkpoint["importance_by_position"][layer][:2]
         return f"{number(first)} for the first token of layer {layer}, {number(second)} for the second"
     if key.endswith("_mixing"):
-        weights = [weight for row in checkpoint[f"{key}_matrix"] for weight in row if weight is not None]
+        matrix = checkpoint[f"{key}_matrix"]
+        newest = len(matrix[0]) - len(matrix)  # row n ends with column n, or n + 1
+        weights = [weight for n, row in enumerate(matrix) for weight in row[: n + newest + 1] if weight is not None]
         return f"weights from {number(min(weights))} to {number(max(weights))}"
     values = checkpoint["quantities"][key]["mean"]
     (low, lowest), (high, highest) = _extreme(values, min), _extreme(values, max)

@@ -71,7 +71,7 @@ class ResFormerConfig(PreTrainedConfig):
         value_residual_init (`list[float]`, *optional*):
             (l1, l2): the values of `"constant"`, the start of the learned modes; `"identity"` ignores it. (0, 1) starts
             as plain Llama. For `"depth_attention"` (g_n, 1 - g_n). Default: (1, 0) for `"depth_attention"`, which is
-            the paper, else (0.5, 0.5).
+            the paper, else (0.5, 0.5). Filled in at construction: a mode that is assigned later keeps it.
         value_residual_layers (`list[int]`, *optional*):
             The layers that mix, from 1 to `num_hidden_layers - 1`, ascending (Sparse-ResFormer). Default: every layer
             but 0 that has values of its own.
@@ -222,9 +222,13 @@ class ResFormerConfig(PreTrainedConfig):
         fields_here = {f.name for f in fields(cls)} - {f.name for f in fields(PreTrainedConfig)}
         overrides = {key: kwargs.pop(key) for key in fields_here & kwargs.keys()}
         _warn_of_misspelt_fields(kwargs)
-        mode = config_dict.get("value_residual")
+        mode, depth = config_dict.get("value_residual"), config_dict.get("num_hidden_layers", cls.num_hidden_layers)
         if overrides.get("value_residual", mode) != mode:
             config_dict = {name: value for name, value in config_dict.items() if name != "value_residual_init"}
+        elif mode == "depth_attention" and overrides.get("num_hidden_layers", depth) != depth:
+            # The default stride follows from the depth, and the file's gates are those of its own stride.
+            stride = config_dict.get("value_residual_stride") or max(1, depth // 2)
+            config_dict = {**config_dict, "value_residual_stride": stride}
         config_dict = {**config_dict, **overrides}
         uniform = len(set(config_dict.get("layer_types") or ())) == 1
         rederive = not overrides.keys().isdisjoint(("num_hidden_layers", "sliding_window"))

@@ -20,7 +20,6 @@ __all__ = [
     "is_ordinary",
     "mixing_matrix",
     "plain_matrix",
-    "split_rows",
     "weighted_sum",
 ]
 
@@ -42,12 +41,6 @@ def weighted_sum(states: Sequence[torch.Tensor], weights: Row) -> torch.Tensor:
         else:
             total = torch.add(total, state, alpha=weight)
     return total
-
-
-def split_rows(flat: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype | None) -> Sequence[torch.Tensor]:
-    """Splits a vector of weights into rows of these sizes, rounded to `dtype` if that is given."""
-    # Under autocast each layer rounds to the dtype of its states.
-    return (flat if dtype is None or is_autocast(flat) else flat.to(dtype)).split(sizes)
 
 
 def is_ordinary(*tensors: torch.Tensor) -> bool:
@@ -94,12 +87,8 @@ class MixingRows(Connection):
         super().__init__()
         self.columns = columns
 
-    def forward(self, dtype: torch.dtype | None = None) -> Mapping[int, Row]:
-        """Row n -> its weights, in the order of `columns[n]`.
-
-        Args:
-            dtype: of the states to be mixed, to which the weights are rounded; `None` leaves them as they are.
-        """
+    def forward(self) -> Mapping[int, Row]:
+        """Row n -> its weights, in the order of `columns[n]`. Whoever mixes rounds them to the dtype of the states."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -130,9 +119,9 @@ class FreeRows(MixingRows):
         self.sizes = [len(row) for row in columns.values()]
         self.bias = nn.Parameter(torch.empty(sum(self.sizes), dtype=coefficient_dtype()))
 
-    def forward(self, dtype: torch.dtype | None = None) -> Mapping[int, Row]:
+    def forward(self) -> Mapping[int, Row]:
         # A copy: FSDP2 frees the parameter itself when this returns.
-        return dict(zip(self.columns, split_rows(self.bias.clone(), self.sizes, dtype), strict=True))
+        return dict(zip(self.columns, self.bias.clone().split(self.sizes), strict=True))
 
     def start_at(self, rows: list[list[float]]) -> None:
         init.copy_(self.bias, torch.tensor([weight for row in rows for weight in row]))

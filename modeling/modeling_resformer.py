@@ -406,8 +406,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
             ("input_ids", layer): input_ids for layer in self.config.value_embeddings or ()
         }
         if self.value_residual is not None:
-            rows = self.value_residual(hidden_states.dtype)
-            crossing |= {("mixing_weights", layer): weights for layer, weights in rows.items()}
+            crossing |= {("mixing_weights", layer): weights for layer, weights in self.value_residual().items()}
         averages = None if self.depth_average is None else self.depth_average.start(self.depth_average())
         if averages is not None:
             hidden_states = averages.append(hidden_states)

@@ -38,9 +38,8 @@ def depth_values(
     dtype = torch.promote_types(own.dtype, torch.float32)
     scores = torch.stack([(query * key).sum(dim=-1, keepdim=True, dtype=dtype) for key in keys])
     mixed = weighted_sum(values, scores.softmax(dim=0))
-    return torch.lerp(
-        own, mixed, gate.to(own.dtype).view(own.shape[1], 1, 1)
-    )  # exactly V_n where g = 0, and V~_n where g = 1
+    # Exactly V_n where g = 0, and V~_n where g = 1.
+    return torch.lerp(own, mixed, gate.to(own.dtype).view(own.shape[1], 1, 1))
 
 
 class DepthGates(MixingRows):
@@ -54,9 +53,8 @@ class DepthGates(MixingRows):
         self.start = start
         self.bias_gate = nn.Parameter(torch.empty(heads, len(columns), dtype=coefficient_dtype()))
 
-    def forward(self, dtype: torch.dtype | None = None) -> dict[int, torch.Tensor]:
-        gates = self.bias_gate.clone()
-        return dict(zip(self.columns, (gates if dtype is None else gates.to(dtype)).unbind(1), strict=True))
+    def forward(self) -> dict[int, torch.Tensor]:
+        return dict(zip(self.columns, self.bias_gate.clone().unbind(1), strict=True))
 
     def reset_parameters(self) -> None:
         init.constant_(self.bias_gate, self.start)

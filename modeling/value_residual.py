@@ -27,7 +27,7 @@ from transformers import initialization as init
 
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.connection import Connection, ConnectionKind, Crossing
-from resformer.modeling.mixing import FreeRows, MixingRows, Row, coefficient_dtype, split_rows
+from resformer.modeling.mixing import FreeRows, MixingRows, Row, coefficient_dtype
 from resformer.modeling.value_depth import DepthGates
 
 __all__ = ["VALUE_RESIDUAL", "GateProjection", "ValueGate", "mixed_layers", "mixed_states", "value_residual"]
@@ -79,7 +79,7 @@ class FixedValueResidual(MixingRows):
         super().__init__(columns)
         self.weights = weights
 
-    def forward(self, dtype: torch.dtype | None = None) -> dict[int, tuple[float, float]]:
+    def forward(self) -> dict[int, tuple[float, float]]:
         return dict.fromkeys(self.columns, self.weights)
 
 
@@ -106,10 +106,10 @@ class SoftmaxValueResidual(MixingRows):
         self.bias_scale = nn.Parameter(torch.empty(1, dtype=coefficient_dtype()))  # s
         self.bias_own = nn.Parameter(torch.empty(layers, dtype=coefficient_dtype()))  # l2
 
-    def forward(self, dtype: torch.dtype | None = None) -> Mapping[int, Row]:
+    def forward(self) -> Mapping[int, Row]:
         first = self.bias_scale * self.bias_score.softmax(dim=0)
         flat = torch.stack((first, self.bias_own), dim=1).flatten()
-        return dict(zip(self.columns, split_rows(flat, [2] * len(self.columns), dtype), strict=True))
+        return dict(zip(self.columns, flat.split(2), strict=True))
 
     def reset_parameters(self) -> None:
         a, b = self.start
@@ -126,9 +126,8 @@ class GatedValueResidual(MixingRows):
         self.start = start
         self.bias_own = nn.Parameter(torch.empty(len(columns), dtype=coefficient_dtype()))  # l2
 
-    def forward(self, dtype: torch.dtype | None = None) -> dict[int, torch.Tensor]:
-        weights = self.bias_own.clone()
-        return dict(zip(self.columns, (weights if dtype is None else weights.to(dtype)).split(1), strict=True))
+    def forward(self) -> dict[int, torch.Tensor]:
+        return dict(zip(self.columns, self.bias_own.clone().split(1), strict=True))
 
     def reset_parameters(self) -> None:
         init.constant_(self.bias_own, self.start[1])

@@ -5,8 +5,8 @@ k_j = k[j] + i k[j + head_dim/2], the own keys are approximated as k ~ z s, wher
 
     q . k ~ q' . s,    q'_j = conj(z_j) q_j
 
-which is an edit of q_proj. From there all of q_proj is trained for some steps on KL(A || A'), the divergence of the
-layer's own attention weights from those with the source's keys. Nothing else of the model is run.
+which is an edit of q_proj. From there the weight of q_proj is trained for some steps on KL(A || A'), the divergence of
+the layer's own attention weights from those with the source's keys. Nothing else of the model is run.
 """
 
 from dataclasses import dataclass
@@ -147,7 +147,7 @@ def fit_keys(
         optimizer.step()
         schedule.step()
     error = held_out_error()
-    if error > untrained_error:  # little text, or keys that the scalars alone fit
+    if not error < untrained_error:  # little text, or keys that the scalars alone fit
         weight, error = untrained, untrained_error
     return KeyFit(tuple(order), weight.detach().to(dtype), None if bias is None else bias.to(dtype), error)
 

@@ -623,6 +623,9 @@ def test_depth_can_be_overridden_while_reading(tmp_path: Path) -> None:
     assert unused == {"something_else": 1}
     config = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=3, dwa=True)
     assert (type(config), config.num_hidden_layers, config.dwa) == (ResFormerConfig, 3, True)
+    small(value_residual="depth_attention").save_pretrained(tmp_path)
+    assert ResFormerConfig.from_pretrained(tmp_path, num_hidden_layers=7).value_stride == 4  # the file's
+    assert ResFormerConfig.from_pretrained(tmp_path, num_hidden_layers=8).value_residual_stride is None
     small(value_sources=[0] * 8).save_pretrained(tmp_path)
     with refused("`value_sources` has 8", "`num_hidden_layers` is 3"):
         ResFormerConfig.from_pretrained(tmp_path, num_hidden_layers=3)

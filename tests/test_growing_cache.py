@@ -382,7 +382,7 @@ def test_copies_go_their_own_ways(duplicate: str, window: int | None) -> None:
 
 @pytest.mark.parametrize("variant", ["resformer", "svformer", "crossed-sharing", "kitchen-sink"], indirect=True)
 def test_it_has_the_leaves_of_a_dynamic_cache(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
-    # What exporters and pytrees find in it; a step afterwards there is memory behind the tensors, which they must not.
+    # Exporters and pytrees must find the cached tokens, and not the free memory behind them.
     model = tiny_model(variant)
     caches = GrowingCache(model.config), DynamicCache(config=model.config)
     with torch.no_grad():

@@ -53,7 +53,8 @@ def test_generate_with_a_static_cache_compiles_one_whole_graph(
     assert torch.equal(got.sequences, expected.sequences)
     for mine, naive in zip(got.logits, expected.logits, strict=True):
         torch.testing.assert_close(mine, naive, rtol=1e-4, atol=1e-4)
-    # Transformers' static windows count in a Python number, which the compiler learns to be one at its second value.
+    # Static windows count in a Python int: the compiler takes its first value for a constant, and compiles again at
+    # the second.
     once = 2 if "sliding_attention" in model.config.layer_types else 1
     assert len(graphs) == once
     # A shorter prompt and fewer tokens: the same graph.
@@ -86,7 +87,7 @@ def test_exporting_every_method_with_dynamic_batch_and_length(
 
 
 def test_a_compiled_model_takes_a_growing_cache(tiny_model: TinyModel, ragged: Batch) -> None:
-    # It concatenates there, as a DynamicCache: what a graph writes to must not grow under it.
+    # Within torch.compile it concatenates, as a DynamicCache does: growing in place breaks graphs.
     model = tiny_model("svformer", num_hidden_layers=2)
     ids = ragged["input_ids"][:1]
     expected = model(ids, use_cache=False).logits

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from resformer import ResFormerForCausalLM
+from resformer.modeling.mixing import weighted_sum
 from resformer.training.optimizer import is_connection
 
 
@@ -387,3 +388,13 @@ def test_added_parameters_lie_in_their_modules_and_are_no_scalars(tiny_model: Ti
     for name, parameter in model.named_parameters():
         assert parameter.dim() >= 1, name
         assert is_connection(name) == (name not in backbone), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_of_one_and_zero_change_no_bit(dtype: torch.dtype) -> None:
+    states = [torch.randn(3, 5, 7).to(dtype) for _ in range(4)]
+    for kept, weights in enumerate(torch.eye(4)):
+        for given in (weights, weights.tolist()):
+            out = weighted_sum(states, given)
+            assert out.dtype == dtype
+            assert torch.equal(out, states[kept])

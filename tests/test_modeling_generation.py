@@ -116,7 +116,7 @@ def test_generation_with_a_cache_equals_generation_without(
     assert expected.past_key_values is None
     assert type(got.past_key_values) is CACHES[options.get("cache_implementation")]
     assert_same_generation(got, expected)
-    # Something that could have gone wrong: the continuations vary, and depend on the prompt.
+    # Control: the continuations vary and depend on the prompt, so that a wrong cache would show.
     assert len(got.sequences[:, -NEW_TOKENS:].unique()) > 5
     assert len({tuple(row) for row in got.sequences[:, -NEW_TOKENS:].tolist()}) == len(got.sequences)
 
@@ -312,7 +312,7 @@ def test_a_custom_loop_that_tries_candidates_equals_uncached(
             torch.testing.assert_close(tried, expected, rtol=1e-4, atol=1e-4)
             chosen = [int(tried.amax(dim=-1).argmin())]
             cache.batch_select_indices(torch.tensor(chosen))
-            if step % 2:  # second thoughts
+            if step % 2:  # takes the last token back and feeds it again
                 cache.crop(-1)
                 tried[chosen] = model(candidates[chosen], past_key_values=cache).logits[:, -1]
             ids, last = torch.cat((ids, candidates[chosen]), dim=1), tried[chosen]

@@ -28,7 +28,7 @@ def executed(model: Path, folder: Path) -> tuple[nbformat.NotebookNode, HubServe
     notebook = nbformat.read(TOUR, as_version=4)
     with HubServer() as hub:
         hub.add("HuggingFaceTB/SmolLM2-135M-Instruct", model)
-        variables = {**os.environ, **hub.environment(folder / "home"), "IPYTHONDIR": str(folder), "PIP_NO_INDEX": "1"}
+        variables = {**os.environ, **hub.environment(folder / "home"), "IPYTHONDIR": str(folder)}
         client = NotebookClient(notebook, record_timing=False, resources={"metadata": {"path": str(folder)}})
         client.execute(env=variables)
     for cell in notebook.cells:

@@ -57,7 +57,10 @@ def demo(
     batch: Annotated[int, typer.Option(help="Sequences per step.", min=1)] = 2,
     prompt: Annotated[str, typer.Option(help="The prompt to generate from at the end.")] = "def read_lines(path):\n",
 ) -> None:
-    """Retrofit a model, check that its logits are unchanged, fine-tune both, save, reload and generate."""
+    """Retrofit a model, check that its logits are unchanged, fine-tune both, save, reload and generate.
+
+    The model is kept in ~/.cache/resformer, or in RESFORMER_CACHE: 0.5 GB.
+    """
     with reporting_errors("Finished checkpoints stay in the output folder; run the command again."):
         from resformer.demo import run_demo
 

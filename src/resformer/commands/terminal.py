@@ -37,6 +37,7 @@ app = typer.Typer(
     help="Cross-layer connections for Hugging Face Transformers.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # Rich takes `[default: 8]` for markup, and drops it
     pretty_exceptions_enable=False,
 )
 _options = {"traceback": False}
