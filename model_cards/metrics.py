@@ -21,6 +21,9 @@ _READERS = ("arrow", "csv", "generator", "json", "pandas", "parquet", "sql", "te
 #: The harness evaluates on the first of these that a task has.
 _SPLITS = ("test_split", "validation_split")
 
+#: Fields that training or use may change in the same architecture.
+_ANYWHERE = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -74,10 +77,13 @@ class Metric:
 
 
 def architecture_digest(config: ResFormerConfig) -> str:
-    """SHA-256 of all fields of `ResFormerConfig` that are not at their default, a connection's or not."""
+    """SHA-256 of the fields of `ResFormerConfig` that are not at their default, but for tokens' ids and `use_cache`."""
     plain = type(config)(num_hidden_layers=config.num_hidden_layers)
-    fields = {**backbone_fields(config), **connections_of(config)}
-    changed = {name: value for name, value in fields.items() if value != getattr(plain, name)}
+    changed = {
+        name: value
+        for name, value in {**backbone_fields(config), **connections_of(config)}.items()
+        if value != getattr(plain, name) and name not in _ANYWHERE
+    }
     return hashlib.sha256(json.dumps([config.num_hidden_layers, changed], sort_keys=True).encode()).hexdigest()
 
 

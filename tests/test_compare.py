@@ -499,6 +499,7 @@ def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable
     assert len({run["loss"] for run in runs}) == 8  # the order of the batches is the seed's, the rest the method's
     (folder,) = (work / "continued" / "models" / "checkpoint").glob("resformer*/1")
     model = ResFormerForCausalLM.from_pretrained(folder)
+    model.config.use_cache = False
     assert model.config.value_residual == "learnable"
     of_it = {metric.method for metric in metrics_of(report) if metric.is_of(model.config)}
     assert of_it == {"resformer"}
