@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import backbone_fields, connections_of, method_of
+from resformer.files import EVAL_RESULTS
 
 __all__ = ["Metric", "architecture_digest", "eval_result_files", "harness_metrics", "metrics_of"]
 
@@ -185,7 +186,7 @@ def eval_result_files(metrics: Iterable[Metric]) -> dict[str, str]:
             *([] if metric.shots is None else [f"{metric.shots}-shot"]),
         ]
         name = re.sub(r"[^\w.-]+", "-", "_".join(parts)).strip("-.")
-        files[f".eval_results/{name}.yaml"] = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
+        files[f"{EVAL_RESULTS}/{name}.yaml"] = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
     return files
 
 

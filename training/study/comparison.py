@@ -31,7 +31,6 @@ from resformer.files import locked, replace_text, replacing
 from resformer.model_cards.metrics import architecture_digest
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.data import SAMPLE_BY, PackedBlocks
-from resformer.training.recipe import processor_has_bf16
 from resformer.training.study.data import StudyData, study_data
 from resformer.training.study.paired_run import RunSettings, paired_model, paired_run, whole_batches
 from resformer.training.study.plot import check_packages, plot
@@ -194,7 +193,7 @@ class _Study:
             "block": self.options.block,
             "save_models": self.options.save_models,
             **asdict(self.options.settings),
-            "bf16": processor_has_bf16() if self.options.settings.bf16 is None else self.options.settings.bf16,
+            "bf16": self.options.settings.autocast,
         }
 
 

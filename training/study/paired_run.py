@@ -72,6 +72,11 @@ class RunSettings:
         """Steps between evaluations."""
         return -(-self.steps // self.evaluations)
 
+    @property
+    def autocast(self) -> bool:
+        """`bf16` with its default filled in."""
+        return processor_has_bf16() if self.bf16 is None else self.bf16
+
     def arguments(self, folder: Path, seed: int) -> TrainingArguments:
         """The stock Trainer's arguments.
 
@@ -96,7 +101,7 @@ class RunSettings:
             save_steps=self.interval,
             save_total_limit=1,
             prediction_loss_only=True,
-            bf16=processor_has_bf16() if self.bf16 is None else self.bf16,
+            bf16=self.autocast,
             use_cpu=not torch.accelerator.is_available(),
             ddp_find_unused_parameters=False,
             report_to="none",
