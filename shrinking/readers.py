@@ -19,6 +19,8 @@ __all__ = ["Plan", "ReaderFit", "Readers", "allowed_sources"]
 
 #: Blocks that heads are assigned on: a head has few unknowns.
 FOLD_BLOCKS = 4
+#: The least error of a share.
+TINY = 1e-12
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class ReaderFit:
 
 
 def allowed_sources(config: Any, n: int, kind: str) -> list[int]:
-    """The layers whose keys or values layer n can read: earlier ones of the same type."""
-    rope = config.no_rope_layers if kind == "key" else None
+    """The layers whose keys, values or both layer n can read: earlier ones of the same type."""
+    rope = None if kind == "value" else config.no_rope_layers
     return [
         a for a in range(n) if config.layer_types[a] == config.layer_types[n] and (rope is None or rope[a] == rope[n])
     ]
@@ -92,15 +94,20 @@ class Readers:
             return [source] if source != n else []
         return allowed_sources(self.calibration.config, n, kind)
 
-    def value_error(self, n: int, a: int) -> float:
-        """The squared error of the head-wise fold alone; comparable between the sources of one reader."""
-        costs, _ = self.value_folds(n)[a]
-        return float(costs[range(len(costs)), assign_heads(costs)].sum())
+    def errors(self, n: int, kind: str) -> dict[int, float]:
+        """Source -> the error of its best head-wise map alone, comparable between the sources of one reader.
 
-    def key_error(self, n: int, a: int) -> float:
-        """KL(A || A') of the complex scalars alone."""
-        costs, _ = self.key_costs(n)[a]
-        return float(costs[range(len(costs)), assign_heads(costs)].mean())
+        For values the squared error of the fold; for keys KL(A || A') of the complex scalars; for both, each relative
+        to its mean over the sources.
+        """
+        parts = []
+        for each in ("key", "value") if kind == "both" else (kind,):
+            costs = {a: (self.key_costs if each == "key" else self.value_folds)(n)[a][0] for a in self.sources(n, kind)}
+            # Rounding can make the error of an exact share negative.
+            errors = {a: max(float(c[range(len(c)), assign_heads(c)].sum()), TINY) for a, c in costs.items()}
+            scale = sum(errors.values()) / len(errors) if kind == "both" and errors else 1.0
+            parts.append({a: error / scale for a, error in errors.items()})
+        return {a: sum(part[a] for part in parts) for a in parts[0]}
 
     def fit(self, plan: Plan) -> dict[int, tuple[list[int], ReaderFit]]:
         """Reader -> (the slot in which each of its groups is stored, its fit)."""

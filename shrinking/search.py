@@ -1,14 +1,14 @@
 """Chooses which layers read another's keys or values, for a given size of the cache.
 
-A share is one layer that reads another's keys, or values. Its cost alone is measured end to end, for the source with
-the least error; other sources cost in proportion to their errors. Costs of several shares do not add up, so shares are
-then accepted a few at a time, and what comes next is measured on top of them.
+A share is one layer that reads another's keys, or values, or both of the same layer. Its cost alone is measured end to
+end, for the source with the least error; other sources cost in proportion to their errors. Costs of several shares do
+not add up, so shares are then accepted a few at a time, and what comes next is measured on top of them.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from resformer.shrinking.readers import Plan, Readers, allowed_sources
+from resformer.shrinking.readers import TINY, Plan, Readers, allowed_sources
 
 __all__ = ["best_plan", "single_costs", "smallest"]
 
@@ -16,20 +16,21 @@ __all__ = ["best_plan", "single_costs", "smallest"]
 TRIED, ACCEPTED = 5, 2
 #: Alternatives to each share that are measured at the end.
 SWAPPED = 1
-#: The least error and the least cost of a share.
-TINY = 1e-12
+#: What a share takes off the 2N layers' keys and values.
+SAVED = {"key": 1, "value": 1, "both": 2}
 
 Progress = Callable[[str], object]
 
 
-Slot = tuple[str, int]  # ("key" or "value", the layer that reads another's)
+Slot = tuple[str, int]  # ("key", "value" or "both", the layer that reads another's)
 Costs = dict[Slot, dict[int, float]]  # slot -> source -> cost
 
 
 def smallest(config: Any, kinds: Collection[str]) -> int:
     """The least number of layers' keys and values that can be stored, of 2N, if `kinds` are shared."""
-    layers = range(config.num_hidden_layers)
-    return sum(kind not in kinds or not allowed_sources(config, n, kind) for kind in ("key", "value") for n in layers)
+    layers = config.num_hidden_layers
+    saved = (SAVED[kind] for kind in kinds for n in range(layers) if allowed_sources(config, n, kind))
+    return 2 * layers - sum(saved)
 
 
 def single_costs(
@@ -39,14 +40,12 @@ def single_costs(
     layers = readers.calibration.model.config.num_hidden_layers
     costs: Costs = {}
     for kind in kinds:
-        error = readers.key_error if kind == "key" else readers.value_error
         for n in range(layers):
-            # Rounding can make the error or the cost of an exact share negative.
-            if errors := {a: max(error(n, a), TINY) for a in readers.sources(n, kind)}:
+            if errors := readers.errors(n, kind):
                 best = min(errors, key=errors.__getitem__)
-                cost = max(measure(_plan(layers, {(kind, n): best})), TINY)
+                cost = max(measure(_plan(layers, {(kind, n): best})), TINY)  # rounding can make it negative
                 costs[kind, n] = {a: cost * each / errors[best] for a, each in errors.items()}
-            progress(f"{kind}s of layer {n}")
+            progress(f"shares of layer {n}")
     return costs
 
 
@@ -57,7 +56,7 @@ def best_plan(
     measure: Callable[[Plan], float],
     progress: Progress = lambda stage: None,
 ) -> Plan:
-    """The plan that stores `kept` layers' keys and values, of 2N, at the least cost that the search finds.
+    """The plan that stores at most `kept` layers' keys and values, of 2N, at the least cost that the search finds.
 
     Args:
         costs: of each share by itself.
@@ -78,9 +77,10 @@ def best_plan(
             larger, key=lambda each: (sum(costs[s][a] for s, a in _sources(each, costs).items()), sorted(each))
         )
 
-    while (missing := 2 * layers - kept - len(chosen)) > 0:
+    while (missing := 2 * layers - kept - sum(SAVED[kind] for kind, _ in chosen)) > 0:
         ranked = sorted(by_sum(chosen)[:TRIED], key=score)
-        chosen = frozenset().union(chosen, *ranked[: min(ACCEPTED, missing)])
+        accepted = min(ACCEPTED, -(-missing // max(SAVED[kind] for kind, _ in costs)))
+        chosen = frozenset().union(chosen, *ranked[:accepted])
         progress(f"{len(chosen)} shares")
     # One pass of swaps: each share, the dearest first, against what would take its place.
     for slot in sorted(chosen, key=lambda slot: min(costs[slot].values()), reverse=True):
@@ -100,5 +100,7 @@ def _sources(slots: Collection[Slot], costs: Costs) -> dict[Slot, int]:
 
 
 def _plan(layers: int, sources: Mapping[Slot, int]) -> Plan:
-    keys, values = ([sources.get((kind, n), n) for n in range(layers)] for kind in ("key", "value"))
+    keys, values = (
+        [sources.get((kind, n), sources.get(("both", n), n)) for n in range(layers)] for kind in ("key", "value")
+    )
     return Plan(tuple(keys), tuple(values))

@@ -34,6 +34,9 @@ __all__ = ["ShrinkReport", "shrink"]
 
 #: Steps of training a query projection: while plans are compared, and for the result.
 _SEARCH_STEPS, _FINAL_STEPS = 50, 300
+#: `share` -> what one layer may read of another.
+_SHARED = {"any": ("key", "value"), "values": ("value",), "both": ("both",)}
+_WORDS = dict(zip(_SHARED.values(), ("keys and values", "values", "keys and values of the same layer"), strict=True))
 #: Held-out blocks that shares by themselves are measured on, and those that plans are compared on.
 _SINGLES_ON, _PLANS_ON = 2, 4
 #: The fewest calibration tokens for each input of an output projection.
@@ -68,7 +71,7 @@ def shrink(
     evaluation_tokens: int = 8192,
     plan: str | Path | None = None,
     method: str | None = None,
-    values_only: bool = False,
+    share: str = "any",
     text_column: str = "text",
     sample_by: str = "document",
     split: str = "train",
@@ -98,7 +101,8 @@ def shrink(
         plan: a JSON file with `key_sources` and `value_sources`, instead of `cache`: the output of `--dry-run --json`,
             or an edited one.
         method: a method that shares keys or values, instead of `cache`: `"svformer"`, `"cla2"` or `"fusedkv-lite"`.
-        values_only: share no keys.
+        share: `"any"`, `"values"` (no keys) or `"both"` (keys and values of the same layer: engines that store pages
+            for both, such as vLLM, then save memory too).
         text_column, sample_by, split: see `resformer.training.data.load_documents`.
         force, revision, durable, max_shard_size, progress: as of `resformer.retrofit`.
         dry_run: calibrate, search and measure, but write nothing.
@@ -115,6 +119,8 @@ def shrink(
     )
     if sum(each is not None for each in (cache, plan, method)) != 1:
         raise ValueError("Give one of --cache, --plan and --method.")
+    if share not in _SHARED:
+        raise ValueError(f"share={share!r}: expected one of {', '.join(_SHARED)}.")
     if cache is not None and not 0 < cache < 1:
         raise ValueError(f"cache={cache}: expected a share of the source's cache, above 0 and below 1.")
     target = Path(output).expanduser()
@@ -122,7 +128,7 @@ def shrink(
     check_target(target, source, *inputs, mark=RECORD, force=force)
     opened = open_source(source, revision)
     config: Any = backbone_config(opened.config)
-    kinds = ("value",) if values_only or config.qk_norm else ("key", "value")
+    kinds = _kinds(opened.name, config, share)
     given = None
     if cache is None:
         given = _given_plan(config, plan, method, kinds)
@@ -222,11 +228,19 @@ def plain_model(source: OpenedSource, config: ResFormerConfig) -> ResFormerForCa
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
-def _check_budget(name: str, config: Any, kinds: Sequence[str], cache: float) -> None:
+def _kinds(name: str, config: Any, share: str) -> tuple[str, ...]:
+    if config.qk_norm and share == "both":
+        raise CheckpointError(
+            f"{name}: norms its keys (qk_norm), and queries cannot be refitted to another layer's: share values only."
+        )
+    return ("value",) if config.qk_norm else _SHARED[share]
+
+
+def _check_budget(name: str, config: Any, kinds: tuple[str, ...], cache: float) -> None:
     least = smallest(config, kinds)
     if _kept(config, cache) < least:
         raise CheckpointError(
-            f"{name}: no plan takes {cache:.1%} of the cache: with {' and '.join(kinds)}s shared, at least "
+            f"{name}: no plan takes {cache:.1%} of the cache: with {_WORDS[kinds]} shared, at least "
             f"{least / (2 * config.num_hidden_layers):.1%} is left."
         )
 
@@ -267,7 +281,13 @@ def _given_plan(config: ResFormerConfig, path: str | Path | None, method: str | 
         without_connections(config, **sources)
     except Exception as error:  # its validators' any
         raise CheckpointError(f"{where}: does not fit the source, which has {layers} layers: {brief(error)}") from error
-    if sources["key_sources"] != own and "key" not in kinds:
+    if kinds == ("both",) and sources["key_sources"] != sources["value_sources"]:
+        n = next(n for n in own if sources["key_sources"][n] != sources["value_sources"][n])
+        raise CheckpointError(
+            f"{where}: layer {n} reads the keys of layer {sources['key_sources'][n]} and the values of layer "
+            f"{sources['value_sources'][n]}, but both are to be of the same layer."
+        )
+    if sources["key_sources"] != own and kinds == ("value",):
         reason = (
             "the source norms its keys (qk_norm), and queries cannot be refitted" if config.qk_norm else "values only"
         )

@@ -248,6 +248,7 @@ def test_sources_are_earlier_layers_of_the_same_type(fields: dict[str, Any], key
     assert tuple(readers.sources(n, "value") for n in OWN) == values
     assert smallest(readers.calibration.config, ("key", "value")) == keys.count([]) + values.count([])
     assert smallest(readers.calibration.config, ("value",)) == 4 + values.count([])
+    assert smallest(readers.calibration.config, ("both",)) == 2 * keys.count([])
 
 
 # Plans.
@@ -255,23 +256,29 @@ def test_sources_are_earlier_layers_of_the_same_type(fields: dict[str, Any], key
 
 def cost_of(plan: Plan, costs: Mapping[tuple[str, int], Mapping[int, float]]) -> float:
     pairs = (("key", plan.key_sources), ("value", plan.value_sources))
+    if any(kind == "both" for kind, _ in costs):
+        assert plan.key_sources == plan.value_sources
+        pairs = (("both", plan.key_sources),)
     return sum(costs[kind, n][a] for kind, sources in pairs for n, a in enumerate(sources) if a != n)
 
 
-def all_plans(kept: int) -> list[Plan]:
+def all_plans(kept: int, kinds: Sequence[str]) -> list[Plan]:
     each = [s for s in itertools.product(*(range(n + 1) for n in OWN)) if all(s[a] == a for a in s)]
-    return [plan for plan in itertools.starmap(Plan, itertools.product(each, each)) if plan.kept == kept]
+    pairs = zip(each, each, strict=True) if kinds == ["both"] else itertools.product(each, each)
+    return [plan for plan in itertools.starmap(Plan, pairs) if plan.kept == kept]
 
 
+@pytest.mark.parametrize("kinds", [["key", "value"], ["both"]], ids="+".join)
 @pytest.mark.parametrize("kept", [8, 6, 5, 4, 2])
-def test_the_plan_is_the_cheapest_one_where_costs_add_up(kept: int) -> None:
+def test_the_plan_is_the_cheapest_one_where_costs_add_up(kept: int, kinds: list[str]) -> None:
     draw = random.Random(kept).random
+    plans = all_plans(kept - kept % 2 if kinds == ["both"] else kept, kinds)
     for _ in range(5):
-        costs = {(kind, n): {a: draw() for a in range(n)} for kind in ("key", "value") for n in (1, 2, 3)}
+        costs = {(kind, n): {a: draw() for a in range(n)} for kind in kinds for n in (1, 2, 3)}
         measure = partial(cost_of, costs=costs)
         plan = best_plan(4, kept, costs, measure)
-        assert plan in all_plans(kept)  # every source keeps its own
-        assert measure(plan) == pytest.approx(min(map(measure, all_plans(kept))))
+        assert plan in plans  # every source keeps its own
+        assert measure(plan) == pytest.approx(min(map(measure, plans)))
 
 
 def test_shares_that_cost_more_together_are_not_chosen_together() -> None:
@@ -289,9 +296,11 @@ def test_shares_that_cost_more_together_are_not_chosen_together() -> None:
 
 @pytest.mark.parametrize("rounding", [-1e-9, 0.0])
 def test_rounding_does_not_decide_which_source_an_exact_share_has(rounding: float) -> None:
-    with calibrating(shareable_model({}, {3: (1, (1, 2, 0))}), BLOCKS) as calibration, torch.inference_mode():
-        costs = single_costs(Readers(calibration, 0), ("value",), lambda plan: rounding)["value", 3]
-    assert min(costs, key=costs.__getitem__) == 1
+    share = {3: (1, (1, 2, 0))}
+    for kind, keys in (("value", {}), ("both", share)):
+        with calibrating(shareable_model(keys, share), BLOCKS) as calibration, torch.inference_mode():
+            costs = single_costs(Readers(calibration, 0), (kind,), lambda plan: rounding)[kind, 3]
+        assert min(costs, key=costs.__getitem__) == 1
 
 
 # From end to end.
@@ -398,7 +407,7 @@ def test_the_command_plans_and_follows_a_plan(work: Path, tmp_path: Path) -> Non
     texts = ("--calibrate", work / "text.txt", "--sample-by", "paragraph", "--tokens", 1280, "--block", 64)
     environment = {**os.environ, "HF_HOME": str(work / "home")}
     command = partial(run, "-m", "resformer", "shrink", work / "llama", "out", *texts, env=environment, cwd=tmp_path)
-    planned = json.loads(command("--cache", 0.84, "--values-only", "--dry-run", "--json").stdout)
+    planned = json.loads(command("--cache", 0.84, "--share", "values", "--dry-run", "--json").stdout)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "plan.json").write_text(json.dumps({"value_sources": planned["fields"]["value_sources"]}))
     printed = command("--plan", "plan.json").stdout
@@ -440,7 +449,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"plan": {"value_sources": [0, 0, 1]}}, "must be its own source"),
     ("llama", {"plan": {"fields": {"value_sources": [0, 1, 2]}}}, "plan.json: shares neither keys nor values"),
     ("llama", {"plan": {"fields": [0, 0, 2]}}, "plan.json: `fields` is a list"),
-    ("llama", {"plan": {"key_sources": [0, 0, 2]}, "values_only": True}, "shares keys, but values only"),
+    ("llama", {"plan": {"key_sources": [0, 0, 2]}, "share": "values"}, "shares keys, but values only"),
+    (
+        "llama",
+        {"plan": {"key_sources": [0, 0, 2]}, "share": "both"},
+        "layer 1 reads the keys of layer 0 and",
+    ),
+    ("llama", {"cache": 0.3, "share": "both"}, "with keys and values of the same layer shared, at least 33.3%"),
+    ("llama", {"cache": 0.8, "share": "keys"}, "share='keys': expected one of any, values, both"),
+    ("qwen3", {"cache": 0.8, "share": "both"}, "norms its keys.*share values only"),
     ("qwen3", {"plan": {"key_sources": [0, 0, 2]}}, "qk_norm"),
     ("qwen3", {"cache": 0.6}, "with values shared, at least 66.7%"),
     ("ministral", {"plan": {"value_sources": [0, 0, 2]}}, "layer_types"),

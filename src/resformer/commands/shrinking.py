@@ -33,7 +33,9 @@ def shrink(
         typer.Option(help="JSON with key_sources and value_sources, of --dry-run --json, instead of --cache."),
     ] = None,
     method: Annotated[str | None, typer.Option(help="svformer, cla2 or fusedkv-lite, instead of --cache.")] = None,
-    values_only: Annotated[bool, typer.Option("--values-only", help="Share no keys.")] = False,
+    share: Annotated[
+        str, typer.Option(help="any, values (no keys), or both: keys and values of the same layer, which vLLM needs.")
+    ] = "any",
     split: Annotated[str, typer.Option(help="Split of a Hub dataset.")] = "train",
     text_column: Annotated[str, typer.Option(help="Column with the text.")] = "text",
     sample_by: Annotated[
@@ -61,7 +63,7 @@ def shrink(
             block=block,
             plan=plan,
             method=method,
-            values_only=values_only,
+            share=share,
             split=split,
             text_column=text_column,
             sample_by=sample_by,
@@ -76,10 +78,10 @@ def shrink(
         row("source", f"{report.source} ({report.family}, {report.source_dtype})")
         row("cache", f"{report.cache:.1%} of the source's: {cost.bytes_per_token:,} bytes a token")
         row("calibrated", f"on {report.calibration['tokens']:,} tokens; {report.refitted} tensors changed")
-        for share in report.shares:
-            n = share["layer"]
-            read = [f"{kind} of {share[f'{kind}_of']}" for kind in ("keys", "values") if share[f"{kind}_of"] != n]
-            row(f"layer {n}", f"{' and '.join(read)}, error {share['output_error']:.1%}")
+        for reader in report.shares:
+            n = reader["layer"]
+            read = [f"{kind} of {reader[f'{kind}_of']}" for kind in ("keys", "values") if reader[f"{kind}_of"] != n]
+            row(f"layer {n}", f"{' and '.join(read)}, error {reader['output_error']:.1%}")
         row("loss", f"{cost.source_loss:.4f} to {cost.loss:.4f} nats a token, on {cost.tokens:,} held-out tokens")
         row("divergence", f"{cost.kl_mean:.4f} nats a token, 95th percentile {cost.kl_p95:.3f}")
         row("top-1", f"{cost.top1_agreement:.1%} agree")
