@@ -158,7 +158,7 @@ if __name__ == "__main__":
 
     del datasets, transformers
     for module in pkgutil.walk_packages(resformer.__path__, "resformer."):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith(("__main__", ".vllm")):  # vLLM imports the latter
             importlib.import_module(module.name)
     torch.set_num_threads(1)
     threads = Path("/proc/self/task")

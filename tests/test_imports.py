@@ -24,7 +24,7 @@ training
 training.study, analysis, shrinking
 registration
 __init__
-demo, evaluation, serving, trl
+demo, evaluation, serving, trl, vllm
 commands
 cli
 __main__

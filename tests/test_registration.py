@@ -1,6 +1,5 @@
 """`import resformer` is all a user needs, costs nothing and works in every order."""
 
-import configparser
 import json
 import os
 import pickle
@@ -181,19 +180,6 @@ print(json.dumps(found))"""
         saved = model_class.from_pretrained(checkpoints / name).state_dict()
         checksum = sum(value.double().abs().sum() for value in saved.values()).item()
         assert found[name] == [model_class.__module__, model_class.__name__, {}, pytest.approx(checksum, rel=1e-12)]
-
-
-def test_a_process_of_vllm_finds_the_model_class(checkpoint: Path, tmp_path: Path) -> None:
-    setup = configparser.ConfigParser()
-    setup.read(Path(__file__).parents[1] / "setup.cfg")
-    plugin = setup["options.entry_points"]["vllm.general_plugins"].strip()
-    code = f"""
-from importlib.metadata import EntryPoint
-EntryPoint("resformer", {plugin!r}.partition(" = ")[2], "vllm.general_plugins").load()()
-import transformers  # vLLM takes the class from here, and falls back on remote code
-model_class = getattr(transformers, transformers.AutoConfig.from_pretrained(sys.argv[1]).architectures[0])
-print(json.dumps([model_class.__module__, model_class.is_backend_compatible()]))"""
-    assert python(code, checkpoint, cwd=tmp_path) == [ResFormerForCausalLM.__module__, True]
 
 
 # Tokenizers beside a checkpoint
