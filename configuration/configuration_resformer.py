@@ -3,22 +3,23 @@
 import copy
 import difflib
 import math
-import sys
-import warnings
-from collections.abc import Callable
 from dataclasses import fields
-from threading import RLock
+from importlib import import_module
 from typing import Any, Literal
 
-from huggingface_hub.dataclasses import strict
+from huggingface_hub.dataclasses import as_validated_field, strict
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
-from transformers.utils.type_validators import interval, positive_int_field
+from transformers.utils import logging
+from transformers.utils.type_validators import interval
 
 from resformer.configuration.methods import method_fields
+from resformer.configuration.sources import mixing_layers, value_sources
 
 __all__ = ["ResFormerConfig"]
+
+logger = logging.get_logger(__name__)
 
 #: Keys of `config.json` files and keyword arguments that are not fields here and not misspelt fields either.
 _KNOWN_EXTRA_KEYS = frozenset(
@@ -27,11 +28,18 @@ _KNOWN_EXTRA_KEYS = frozenset(
 )
 #: Families whose `config.json` can be read as it is. The converter translates those of other families.
 _SAME_MEANING = ("resformer", "llama", "mistral")
+#: Fields of checkpoints from before the first release -> what they are called now.
+_RENAMED = {
+    "depth_attention": "attention_residuals",
+    "depth_attention_blocks": "attention_residual_blocks",
+    "value_residual_stride": "depth_attention_stride",
+}
 
-#: Functions called once, before the first configuration is made. `resformer/registration.py` adds the registration of
-#: the model classes: `import resformer` stays cheap, and AutoModel knows the models before it can be asked for one.
-before_first_use: list[Callable[[], None]] = []
-_first_use = RLock()  # other threads wait until all are done
+
+@as_validated_field
+def positive(value: int | None = None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"Value must be a positive integer, got {value}")
 
 
 @strict
@@ -61,23 +69,21 @@ class ResFormerConfig(PreTrainedConfig):
         no_rope_layers (`list[int]`, *optional*):
             SmolLM3's list: 1 where a layer uses the rotary embedding, 0 where it has none. Default: all 1.
         value_residual (`str`, defaults to `"none"`):
-            How the values V'_n of a mixing layer are made from the raw ones, V'_n = l1 V_0 + l2 V_n
-            (ResFormer, arXiv 2410.17897): `"identity"` l1 = l2 = 0.5; `"constant"` both fixed; `"learnable"` both free
-            per layer; `"learnable_plus"` l1_n = s softmax(z)_n over the mixing layers, l2_n free; `"dense"` every
-            earlier layer's values, all coefficients free; `"gated"` l1 = a + tanh(W_n h) per token and key/value
-            head, l2_n free; `"depth_attention"` V'_n = g_n V~_n + (1 - g_n) V_n, where V~_n is a softmax over earlier
-            layers at the same token, by this layer's queries and their keys (arXiv 2606.05014), and the gate g_n, one
-            per key/value head, is free. It takes `key_sources`, but no `value_sources`.
-        value_residual_init (`list[float]`, *optional*):
-            (l1, l2): the values of `"constant"`, the start of the learned modes; `"identity"` ignores it. (0, 1) starts
-            as plain Llama. For `"depth_attention"` (g_n, 1 - g_n). Default: (1, 0) for `"depth_attention"`, which is
-            the paper, else (0.5, 0.5). Filled in at construction: a mode that is assigned later keeps it.
+            How the values of a mixing layer are made from its own and earlier layers' (ResFormer, arXiv 2410.17897;
+            Depth-Attention, arXiv 2606.05014): `"none"`, `"identity"`, `"constant"`, `"learnable"`,
+            `"learnable_plus"`, `"dense"`, `"gated"` or `"depth_attention"`, whose equations are in
+            `modeling/value_residual.py` and `modeling/depth_attention.py`. `"depth_attention"` takes `key_sources`, but
+            no `value_sources`.
+        value_residual_init (`list[float]`, defaults to [0.5, 0.5]):
+            The coefficients on V_0 and V_n: the values of `"constant"`, the start of the learned modes. `"identity"`
+            and `"depth_attention"` ignore it. (0, 1) starts as plain Llama.
         value_residual_layers (`list[int]`, *optional*):
             The layers that mix, from 1 to `num_hidden_layers - 1`, ascending (Sparse-ResFormer). Default: every layer
             but 0 that has values of its own.
-        value_residual_stride (`int`, *optional*):
+        depth_attention_stride (`int`, defaults to 1):
             The stride s of `"depth_attention"`: layer n mixes layers n, n - s, n - 2s, ..., and the first to mix is s.
-            Default: `num_hidden_layers // 2`, at least 1.
+        depth_attention_init (`float`, defaults to 1.0):
+            The start of the gates of `"depth_attention"`. 1 is the paper, 0 plain Llama.
         value_embeddings (`list[int]`, *optional*):
             The layers that add to their values a row of a table, picked by the token and gated per key/value head
             (modded-nanogpt, nanochat; Bank of Values, arXiv 2606.02780), ascending. A table has
@@ -97,12 +103,12 @@ class ResFormerConfig(PreTrainedConfig):
             Depth-weighted averaging of all earlier layers' outputs (DenseFormer, arXiv 2402.02622).
         dwa_dilation, dwa_period (`int`, default to 1):
             DenseFormer's k x p: average after every p-th block, over every k-th earlier output.
-        depth_attention (`bool`, defaults to `False`):
+        attention_residuals (`bool`, defaults to `False`):
             Sublayers read, beside the residual stream, a softmax over what earlier blocks of layers added to it (delta
             attention residuals, arXiv 2605.18855), for each head (arXiv 2607.27230), times a learned gate.
-        depth_attention_blocks (`int`, defaults to 8):
+        attention_residual_blocks (`int`, defaults to 8):
             Number of blocks, from 1 to `num_hidden_layers`.
-        depth_attention_init (`float`, defaults to 1.0):
+        attention_residual_init (`float`, defaults to 1.0):
             The start of the gates. 0 starts as plain Llama.
 
     Raises:
@@ -120,14 +126,14 @@ class ResFormerConfig(PreTrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]
     # No pipeline plan: V_0, shared keys and values, and DWA's history do not cross a pipeline stage.
 
-    vocab_size: int = positive_int_field(default=32000)
-    hidden_size: int = positive_int_field(default=4096)
-    intermediate_size: int = positive_int_field(default=11008)
-    num_hidden_layers: int = positive_int_field(default=32)
-    num_attention_heads: int = positive_int_field(default=32)
-    num_key_value_heads: int | None = positive_int_field(default=None)
+    vocab_size: int = positive(default=32000)
+    hidden_size: int = positive(default=4096)
+    intermediate_size: int = positive(default=11008)
+    num_hidden_layers: int = positive(default=32)
+    num_attention_heads: int = positive(default=32)
+    num_key_value_heads: int | None = positive(default=None)
     hidden_act: str = "silu"
-    max_position_embeddings: int = positive_int_field(default=2048)
+    max_position_embeddings: int = positive(default=2048)
     initializer_range: float = interval(min=0.0, max=1.0)(default=0.02)
     rms_norm_eps: float = 1e-6
     use_cache: bool = True
@@ -140,49 +146,53 @@ class ResFormerConfig(PreTrainedConfig):
     attention_bias: bool = False
     attention_dropout: int | float | None = 0.0
     mlp_bias: bool = False
-    head_dim: int | None = positive_int_field(default=None)
+    head_dim: int | None = positive(default=None)
 
     attention_out_bias: bool | None = None
     qk_norm: bool = False
-    sliding_window: int | None = positive_int_field(default=None)
+    sliding_window: int | None = positive(default=None)
     layer_types: list[str] | None = None
     no_rope_layers: list[int] | None = None
 
     value_residual: Literal[
         "none", "identity", "constant", "learnable", "learnable_plus", "dense", "gated", "depth_attention"
     ] = "none"
-    value_residual_init: list[int | float] | tuple[int | float, ...] | None = None
+    value_residual_init: list[int | float] | tuple[int | float, ...] = (0.5, 0.5)
     value_residual_layers: list[int] | None = None
-    value_residual_stride: int | None = positive_int_field(default=None)
+    depth_attention_stride: int = positive(default=1)
+    depth_attention_init: int | float = 1.0
     value_embeddings: list[int] | None = None
     value_embeddings_init: int | float | None = None
     neutreno_lambda: int | float = 0.0
     value_sources: list[int] | None = None
     key_sources: list[int] | None = None
     dwa: bool = False
-    dwa_dilation: int = positive_int_field(default=1)
-    dwa_period: int = positive_int_field(default=1)
-    depth_attention: bool = False
-    depth_attention_blocks: int = positive_int_field(default=8)
-    depth_attention_init: int | float = 1.0
+    dwa_dilation: int = positive(default=1)
+    dwa_period: int = positive(default=1)
+    attention_residuals: bool = False
+    attention_residual_blocks: int = positive(default=8)
+    attention_residual_init: int | float = 1.0
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ResFormerConfig":
-        with _first_use:  # here, since unpickling calls no __init__
-            while before_first_use:
-                before_first_use.pop()()
+        # Its import registers the models, before AutoModel can be asked for one; unpickling calls no `__init__`. A
+        # bundle has them in its own folder.
+        if __package__ == "resformer.configuration":
+            import_module("resformer.modeling")
         return super().__new__(cls)
 
     def __post_init__(self, **kwargs: Any) -> None:
         # A Llama checkpoint read as a ResFormerConfig would otherwise call the instance "llama".
         family = kwargs.pop("model_type", self.model_type)
-        if family not in _SAME_MEANING:
-            _warn(
+        if family not in (*_SAME_MEANING, self.model_type):
+            logger.warning_once(
                 f"A configuration of model_type {family!r} is read as a ResFormerConfig, which takes the fields that "
                 "bear the same name and nothing else. `resformer convert` (resformer.retrofit) translates all of it."
             )
         if kwargs.pop("use_sliding_window", None) is False:  # Qwen2's switch
             self.sliding_window = None
         kwargs.pop("base_model_tp_plan", None)  # follows from the fields
+        for name in _RENAMED.keys() & kwargs:
+            raise ValueError(f"`{name}` is called `{_RENAMED[name]}` now: rename it, in config.json too.")
         _warn_of_misspelt_fields(kwargs)
         # Copies: Transformers fills the rope dicts in place, and the caller may reuse its lists.
         for f in fields(ResFormerConfig):
@@ -197,11 +207,10 @@ class ResFormerConfig(PreTrainedConfig):
         if self.layer_types is None:
             kind = "full_attention" if self.sliding_window is None else "sliding_attention"
             self.layer_types = [kind] * self.num_hidden_layers
-        if self.value_residual_init is None:
-            self.value_residual_init = [1.0, 0.0] if self.value_residual == "depth_attention" else [0.5, 0.5]
         self.value_residual_init = [float(value) for value in self.value_residual_init]
         self.neutreno_lambda = float(self.neutreno_lambda)
         self.depth_attention_init = float(self.depth_attention_init)
+        self.attention_residual_init = float(self.attention_residual_init)
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -218,17 +227,10 @@ class ResFormerConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As the base class, but fields of this class given as keyword arguments replace those of the file before
-        they are validated. `layer_types`, and the start of another mode of value residuals, are derived again."""
+        they are validated. `layer_types` that are all alike follow a new depth or window."""
         fields_here = {f.name for f in fields(cls)} - {f.name for f in fields(PreTrainedConfig)}
         overrides = {key: kwargs.pop(key) for key in fields_here & kwargs.keys()}
         _warn_of_misspelt_fields(kwargs)
-        mode, depth = config_dict.get("value_residual"), config_dict.get("num_hidden_layers", cls.num_hidden_layers)
-        if overrides.get("value_residual", mode) != mode:
-            config_dict = {name: value for name, value in config_dict.items() if name != "value_residual_init"}
-        elif mode == "depth_attention" and overrides.get("num_hidden_layers", depth) != depth:
-            # The default stride follows from the depth, and the file's gates are those of its own stride.
-            stride = config_dict.get("value_residual_stride") or max(1, depth // 2)
-            config_dict = {**config_dict, "value_residual_stride": stride}
         config_dict = {**config_dict, **overrides}
         uniform = len(set(config_dict.get("layer_types") or ())) == 1
         rederive = not overrides.keys().isdisjoint(("num_hidden_layers", "sliding_window"))
@@ -253,13 +255,14 @@ class ResFormerConfig(PreTrainedConfig):
         if self.qk_norm:
             plan["layers.*.self_attn.q_norm"] = "replicated_with_grad_allreduce"
             plan["layers.*.self_attn.k_norm"] = "replicated_with_grad_allreduce"
-        if self.mixing_layers and self.value_residual == "depth_attention":
+        mode = self.value_residual if mixing_layers(self) else "none"
+        if mode == "depth_attention":
             plan["value_residual"] = "local_params"  # each rank has the gates of its own heads
             plan["value_residual.bias_gate"] = "colwise"
-        elif self.mixing_layers and self.value_residual not in ("identity", "constant"):
+        elif mode not in ("none", "identity", "constant"):
             # Each rank mixes the values of its own heads only, so the coefficients' gradients are partial sums.
             plan["value_residual"] = "replicated_with_grad_allreduce"
-        if self.mixing_layers and self.value_residual == "gated":
+        if mode == "gated":
             plan["layers.*.self_attn.value_residual.bias_gate"] = "colwise"
         if self.value_embeddings:
             plan["layers.*.self_attn.value_embedding.bias_gate"] = "colwise"
@@ -268,45 +271,18 @@ class ResFormerConfig(PreTrainedConfig):
         return plan
 
     @property
-    def all_value_sources(self) -> list[int]:
-        """Entry n is the layer whose values layer n attends to; `value_sources` with the default filled in."""
-        return list(range(self.num_hidden_layers)) if self.value_sources is None else self.value_sources
-
-    @property
-    def all_key_sources(self) -> list[int]:
-        """Entry n is the layer whose keys layer n attends to; `key_sources` with the default filled in."""
-        return list(range(self.num_hidden_layers)) if self.key_sources is None else self.key_sources
-
-    @property
-    def value_stride(self) -> int:
-        """Depth-Attention's stride, `value_residual_stride` with the default filled in; 1 in the other modes."""
-        if self.value_residual != "depth_attention":
-            return 1
-        return self.value_residual_stride or max(1, self.num_hidden_layers // 2)
-
-    @property
-    def mixing_layers(self) -> list[int]:
-        """The layers whose values are mixed with earlier layers', ascending."""
-        if self.value_residual == "none":
-            return []
-        if self.value_residual_layers is not None:
-            return self.value_residual_layers
-        sources = self.all_value_sources
-        return [layer for layer in range(self.value_stride, self.num_hidden_layers) if sources[layer] == layer]
-
-    @property
     def kv_sharing_modes(self) -> list[str] | None:
         """`"reuse"` for a layer that stores neither keys nor values; Transformers' caches read it."""
         if self.value_sources is None or self.key_sources is None:
             return None
-        pairs = zip(self.all_key_sources, self.all_value_sources, strict=True)
+        pairs = zip(self.key_sources, self.value_sources, strict=True)
         return ["reuse" if key != n and value != n else "store" for n, (key, value) in enumerate(pairs)]
 
     # Every method named validate_* runs when a configuration is made or saved, and when a model is built from it.
 
     def validate_architecture(self) -> None:
         # Filled in when the configuration was made.
-        for name in ("num_key_value_heads", "layer_types", "value_residual_init"):
+        for name in ("num_key_value_heads", "layer_types"):
             if getattr(self, name) is None:
                 raise ValueError(f"`{name}` is None: give it a value, or make a new configuration without it.")
         heads, groups = self.num_attention_heads, self.num_key_value_heads
@@ -350,7 +326,7 @@ class ResFormerConfig(PreTrainedConfig):
 
     def validate_rope(self) -> None:
         rope = self.rope_parameters or {}
-        if self.nested_rope_parameter_keys(rope):
+        if not rope.keys().isdisjoint(self.layer_types):
             raise ValueError("`rope_parameters` differ between layer types: only one set for all layers is supported.")
         allowed = ("default", *ROPE_INIT_FUNCTIONS)
         if rope.get("rope_type", "default") not in allowed:
@@ -373,7 +349,7 @@ class ResFormerConfig(PreTrainedConfig):
         for name in ("key_sources", "value_sources"):
             self._check_sources(name, getattr(self, name))
         self._check_value_embeddings()
-        sources = self.all_value_sources
+        sources = value_sources(self)
         for name in ("value_residual_layers", "value_embeddings"):
             for layer in getattr(self, name) or ():
                 if sources[layer] != layer:
@@ -389,37 +365,33 @@ class ResFormerConfig(PreTrainedConfig):
                 )
         self._warn_of_settings_without_effect()
 
-    def validate_depth_attention(self) -> None:
-        if not math.isfinite(self.depth_attention_init):
-            raise ValueError(f"`depth_attention_init` is {self.depth_attention_init}: expected a finite number.")
-        if self.depth_attention and self.depth_attention_blocks > self.num_hidden_layers:
+    def validate_attention_residuals(self) -> None:
+        if not math.isfinite(self.attention_residual_init):
+            raise ValueError(f"`attention_residual_init` is {self.attention_residual_init}: expected a finite number.")
+        if self.attention_residuals and self.attention_residual_blocks > self.num_hidden_layers:
             raise ValueError(
-                f"`depth_attention_blocks` is {self.depth_attention_blocks}: expected 1 to {self.num_hidden_layers} "
-                "(`num_hidden_layers`), a block has a layer at least."
+                f"`attention_residual_blocks` is {self.attention_residual_blocks}: expected 1 to "
+                f"{self.num_hidden_layers} (`num_hidden_layers`), a block has a layer at least."
             )
 
     def _check_value_residual(self) -> None:
         init = self.value_residual_init
         if len(init) != 2 or not all(math.isfinite(value) for value in init):
             raise ValueError(f"`value_residual_init` is {init}: expected two finite numbers (on V_0, on V_n).")
-        if self.value_residual == "depth_attention" and not math.isclose(sum(init), 1.0):
-            raise ValueError(
-                f"`value_residual_init` is {init}, but `value_residual` is 'depth_attention': expected (g, 1 - g) "
-                "for a gate that starts at g."
-            )
+        if not math.isfinite(self.depth_attention_init):
+            raise ValueError(f"`depth_attention_init` is {self.depth_attention_init}: expected a finite number.")
         if not (math.isfinite(self.neutreno_lambda) and self.neutreno_lambda >= 0):
             raise ValueError(f"`neutreno_lambda` is {self.neutreno_lambda}: expected a finite number from 0 up.")
-        layers = self.value_residual_layers
-        if layers is not None:
-            if layers != sorted(set(layers)):
-                raise ValueError(f"`value_residual_layers` is {layers}: expected ascending layers, each once.")
-            for layer in layers:
-                if not self.value_stride <= layer < self.num_hidden_layers:
-                    raise ValueError(
-                        f"`value_residual_layers` holds {layer}: expected {self.value_stride} to "
-                        f"{self.num_hidden_layers - 1} (`num_hidden_layers` - 1). Layers before "
-                        f"{self.value_stride} have no earlier values to mix in."
-                    )
+        layers = self.value_residual_layers or []
+        first = self.depth_attention_stride if self.value_residual == "depth_attention" else 1
+        if layers != sorted(set(layers)):
+            raise ValueError(f"`value_residual_layers` is {layers}: expected ascending layers, each once.")
+        for layer in layers:
+            if not first <= layer < self.num_hidden_layers:
+                raise ValueError(
+                    f"`value_residual_layers` holds {layer}: expected {first} to {self.num_hidden_layers - 1} "
+                    f"(`num_hidden_layers` - 1). Layers before {first} have no earlier values to mix in."
+                )
 
     def _check_value_embeddings(self) -> None:
         layers, start = self.value_embeddings or [], self.value_embeddings_init
@@ -459,35 +431,29 @@ class ResFormerConfig(PreTrainedConfig):
                 )
 
     def _warn_of_settings_without_effect(self) -> None:
+        def warn(names: str, reason: str) -> None:
+            settings = " and ".join(f"`{name}`={getattr(self, name)!r}" for name in names.split())
+            logger.warning_once(f"{settings} changes nothing: {reason}.")
+
+        mode = f"`value_residual` is {self.value_residual!r}"
         if self.value_residual_layers is not None and self.value_residual == "none":
-            _warn(
-                f"`value_residual_layers`={self.value_residual_layers} does nothing while `value_residual` is 'none'."
-            )
-        if self.value_residual_stride is not None and self.value_residual != "depth_attention":
-            _warn(
-                f"`value_residual_stride`={self.value_residual_stride} does nothing while `value_residual` is "
-                f"{self.value_residual!r}."
-            )
-        if self.value_residual != "none" and not self.mixing_layers:
-            _warn(
-                f"`value_residual`={self.value_residual!r} does nothing: no layer from {self.value_stride} on has "
-                f"values of its own to mix (`value_sources`={self.value_sources}, "
-                f"`value_residual_layers`={self.value_residual_layers})."
+            warn("value_residual_layers", mode)
+        depth = (self.depth_attention_stride, self.depth_attention_init)
+        if depth != (1, 1.0) and self.value_residual != "depth_attention":
+            warn("depth_attention_stride depth_attention_init", mode)
+        if self.value_residual != "none" and not mixing_layers(self):
+            warn(
+                "value_residual value_residual_layers value_sources",
+                "no layer has both values of its own and earlier layers' to mix in",
             )
         if self.value_embeddings_init is not None and not self.value_embeddings:
-            _warn(
-                f"`value_embeddings_init`={self.value_embeddings_init} does nothing: `value_embeddings` is "
-                f"{self.value_embeddings}."
-            )
+            warn("value_embeddings_init", f"`value_embeddings` is {self.value_embeddings}")
         if not self.dwa and (self.dwa_dilation, self.dwa_period) != (1, 1):
-            _warn(f"`dwa_dilation`={self.dwa_dilation} and `dwa_period`={self.dwa_period} do nothing: `dwa` is False.")
+            warn("dwa_dilation dwa_period", "`dwa` is False")
         if self.dwa and self.dwa_period > self.num_hidden_layers:
-            _warn(
-                f"`dwa`=True does nothing: `dwa_period` ({self.dwa_period}) is above `num_hidden_layers` "
-                f"({self.num_hidden_layers})."
-            )
-        if not self.depth_attention and self.depth_attention_blocks != 8:
-            _warn(f"`depth_attention_blocks`={self.depth_attention_blocks} does nothing: `depth_attention` is False.")
+            warn("dwa", f"`dwa_period` ({self.dwa_period}) is above `num_hidden_layers` ({self.num_hidden_layers})")
+        if not self.attention_residuals and self.attention_residual_blocks != 8:
+            warn("attention_residual_blocks", "`attention_residuals` is False")
 
 
 def _warn_of_misspelt_fields(extra: dict[str, Any]) -> None:
@@ -497,15 +463,4 @@ def _warn_of_misspelt_fields(extra: dict[str, Any]) -> None:
         if key.startswith("_") or key in _KNOWN_EXTRA_KEYS or key in names:
             continue
         if match := difflib.get_close_matches(key, names, n=1, cutoff=0.75):
-            _warn(f"ResFormerConfig has no field `{key}`; did you mean `{match[0]}`? Nothing reads it.")
-
-
-def _warn(message: str) -> None:
-    """Warns with the line that made the configuration, outside of the packages in `_INSIDE`."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in _INSIDE:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
-
-
-_INSIDE = (__name__.partition(".")[0], "transformers", "huggingface_hub")
+            logger.warning_once(f"ResFormerConfig has no field `{key}`; did you mean `{match[0]}`? Nothing reads it.")

@@ -10,6 +10,7 @@ numbers: (N + 1) / 2N of the full cache for SVFormer (arXiv 2410.17897), a half 
 from typing import Any
 
 from resformer.configuration.methods import METHODS, method_fields
+from resformer.configuration.sources import key_sources, value_sources
 
 __all__ = ["cache_bytes", "cache_bytes_by_method", "cache_bytes_per_token"]
 
@@ -46,7 +47,7 @@ def cache_bytes_per_token(config: Any, dtype: Any = "bfloat16") -> int:
     >>> cache_bytes_per_token(ResFormerConfig.for_method("svformer", **shape))
     51200
     ```"""
-    return _bytes_per_row(config, dtype) * (len(set(_sources(config, "key"))) + len(set(_sources(config, "value"))))
+    return _bytes_per_row(config, dtype) * (len(set(key_sources(config))) + len(set(value_sources(config))))
 
 
 def cache_bytes(config: Any, tokens: int, batch_size: int = 1, dtype: Any = "bfloat16") -> int:
@@ -57,7 +58,7 @@ def cache_bytes(config: Any, tokens: int, batch_size: int = 1, dtype: Any = "bfl
     Args and errors: as of `cache_bytes_per_token`.
     """
     held = [_tokens_held(config, layer, tokens) for layer in range(config.num_hidden_layers)]
-    rows = sum(held[layer] for kind in ("key", "value") for layer in set(_sources(config, kind)))
+    rows = sum(held[layer] for sources in (key_sources, value_sources) for layer in set(sources(config)))
     return _bytes_per_row(config, dtype) * rows * batch_size
 
 
@@ -80,11 +81,6 @@ def _bytes_per_row(config: Any, dtype: Any) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return heads * head_dim * _SIZES[name]
-
-
-def _sources(config: Any, kind: str) -> list[int]:
-    given = getattr(config, f"{kind}_sources", None)
-    return list(range(config.num_hidden_layers)) if given is None else given
 
 
 def _tokens_held(config: Any, layer: int, tokens: int) -> int:

@@ -22,9 +22,9 @@ __all__ = [
 
 #: The configuration fields of connections; all others are the backbone's. Their defaults are plain Llama.
 CONNECTION_FIELDS = (
-    "value_residual value_residual_init value_residual_layers value_residual_stride neutreno_lambda value_sources "
-    "key_sources value_embeddings value_embeddings_init dwa dwa_dilation dwa_period depth_attention "
-    "depth_attention_blocks depth_attention_init"
+    "value_residual value_residual_init value_residual_layers depth_attention_stride depth_attention_init "
+    "neutreno_lambda value_sources key_sources value_embeddings value_embeddings_init dwa dwa_dilation dwa_period "
+    "attention_residuals attention_residual_blocks attention_residual_init"
 ).split()
 
 
@@ -61,7 +61,7 @@ METHODS: dict[str, Callable[[int], dict[str, Any]]] = {
     },
     "resformer-dense": lambda n: {"value_residual": "dense"},
     "resformer-gated": lambda n: {"value_residual": "gated"},
-    "depth-attention": lambda n: {"value_residual": "depth_attention"},
+    "depth-attention": lambda n: {"value_residual": "depth_attention", "depth_attention_stride": max(1, n // 2)},
     "value-embeddings": lambda n: {"value_embeddings": _last_third(n)},
     "neutreno": lambda n: {"neutreno_lambda": 0.4},
     "resformer-neutreno": lambda n: {"value_residual": "identity", "neutreno_lambda": 0.2},
@@ -74,7 +74,7 @@ METHODS: dict[str, Callable[[int], dict[str, Any]]] = {
         "value_sources": _second_half(n, 0),
     },
     "resformer-denseformer": lambda n: {"value_residual": "learnable", "dwa": True},
-    "attention-residuals": lambda n: {"depth_attention": True, "depth_attention_blocks": min(8, n)},
+    "attention-residuals": lambda n: {"attention_residuals": True, "attention_residual_blocks": min(8, n)},
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token
+from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token, value_sources
 from resformer.configuration.methods import connections_of, method_of, without_connections
 from resformer.convert.connections import expected_shapes, read_connections
 from resformer.convert.deciding import HEAD, check_tensors
@@ -73,7 +73,7 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.elements
     connections: dict[str, Any] = read_connections(backbone, tensors, tables=False)
     layers = backbone.num_hidden_layers
-    values = mixing_matrix(layers, layers, connections.get("model.value_residual"))[backbone.all_value_sources]
+    values = mixing_matrix(layers, layers, connections.get("model.value_residual"))[value_sources(backbone)]
     depth = mixing_matrix(layers, layers + 1, connections.get("model.depth_average"))
     per_token = cache_bytes_per_token(backbone, dtype)
     plain = without_connections(backbone)

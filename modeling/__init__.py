@@ -1,5 +1,8 @@
-"""The decoder and its cross-layer connections, one file each."""
+"""The decoder and its cross-layer connections, one file each. The import registers the models with the Auto classes."""
 
+import transformers
+
+from resformer.configuration import ResFormerConfig
 from resformer.modeling.growing_cache import GrowingCache
 from resformer.modeling.modeling_resformer import (
     ResFormerForCausalLM,
@@ -19,3 +22,15 @@ __all__ = [
     "ResFormerModel",
     "ResFormerPreTrainedModel",
 ]
+
+for auto_class, model_class in {
+    transformers.AutoModel: ResFormerModel,
+    transformers.AutoModelForCausalLM: ResFormerForCausalLM,
+    transformers.AutoModelForSequenceClassification: ResFormerForSequenceClassification,
+    transformers.AutoModelForTokenClassification: ResFormerForTokenClassification,
+    transformers.AutoModelForQuestionAnswering: ResFormerForQuestionAnswering,
+}.items():
+    if ResFormerConfig not in auto_class._model_mapping:  # the user may have registered a class of their own
+        auto_class.register(ResFormerConfig, model_class)
+    # TRL, vLLM and `transformers serve` look the name in config.json's `architectures` up here.
+    setattr(transformers, model_class.__name__, model_class)

@@ -1,174 +1,71 @@
-r"""Delta attention residuals, multi-head and gated: arXiv 2605.18855, 2607.27230.
+r"""Depth-Attention, arXiv 2606.05014, with a gate: values are mixed over depth by the layer's own queries and keys.
 
-What sublayer i (the attention of layer n for i = 2n, its MLP for i = 2n + 1) reads, before its norm:
+    a_{n,m} = softmax_{m in S(n)}( q_n . K_m / sqrt(head_dim) ),   S(n) = {n, n - s, n - 2s, ...}
+    V~_n = a_{n,n} V_n + sum_{m < n} a_{n,m} V'_m
+    V'_n = V_n + g_n (V~_n - V_n)
 
-    h_i = x_i + g_i concat_h sum_b a_ib^h D_b^h         a_ib^h = exp(s_ib^h) / (1 + sum_c exp(s_ic^h))
-    s_ib^h = w_i^h . RMSNorm(D_b)^h
+All of it is at one token: q_n is the mean of the queries that share a key/value head, K_m the keys that layer m attends
+with, V'_m the values that it attends to. There is one gate g_n per key/value head: 0 is plain Llama, 1 the paper, in
+which V' = V~. s is `depth_attention_stride`.
 
-x_i is the residual stream, `(batch, tokens, hidden_size)`, to which the sublayer's output is added as in Llama. The
-layers form B blocks. D_0 are the embeddings, and D_b, b >= 1, is what block b - 1 added to the stream. Sublayers read
-the D_b of all blocks before their own: at most B. Heads h are contiguous slices of D_b and of w_i; their number is that
-of key/value heads, or its greatest common divisor with `hidden_size`. The 1 is a null source of score 0 and value 0, so
-that a head can read nothing. w_i, `(hidden_size)`, starts at 0, a mean over all sources; g_i, a scalar, starts at
-`depth_attention_init`. At g = 0 this is plain Llama: x + 0 D changes no bit for finite D.
-
-It departs from the published code in three points. There D_b is the stream minus D_(b-1) for b >= 2, and the attention
-of a block's first layer does not read the block before it. The null source and the norm's scale are learned; here w_i
-has the effect of the latter.
+Queries and keys are taken before the rotary embedding, which turns both by the same angle: layers with and without it
+are comparable, and its scaling of long contexts has no effect here. They are normed if the model norms them.
 """
 
-import itertools
-import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.utils.generic import maybe_autocast
 
-from resformer.configuration import ResFormerConfig
-from resformer.modeling.connection import Connection, ConnectionKind
-from resformer.modeling.mixing import coefficient_dtype
+from resformer.modeling.mixing import MixingRows, coefficient_dtype, weighted_sum
 
-__all__ = ["DEPTH_ATTENTION", "BlockDeltas", "DepthAttention", "add_deltas", "depth_attention"]
+__all__ = ["DepthGates", "depth_values"]
 
 
-def depth_attention(config: ResFormerConfig) -> "DepthAttention | None":
-    """The module with the parameters; `None` if the configuration has none."""
-    return DepthAttention(config) if config.depth_attention else None
+def depth_values(
+    queries: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], gate: torch.Tensor
+) -> torch.Tensor:
+    """Returns V'_n, `(batch, key/value heads, tokens, head_dim)`. The softmax is taken in float32.
+
+    Args:
+        queries: of layer n, `(batch, query heads, tokens, head_dim)`.
+        keys, values: of the layers in S(n), n last, `(batch, key/value heads, tokens, head_dim)` each.
+        gate: g_n, `(key/value heads,)`.
+    """
+    own = values[-1]
+    query = queries.unflatten(1, (own.shape[1], -1)).mean(dim=2) * own.shape[-1] ** -0.5
+    dtype = torch.promote_types(own.dtype, torch.float32)
+    scores = torch.stack([(query * key).sum(dim=-1, keepdim=True, dtype=dtype) for key in keys])
+    mixed = weighted_sum(values, scores.softmax(dim=0))
+    # Exactly V_n where g = 0, and V~_n where g = 1.
+    return torch.lerp(own, mixed, gate.to(own.dtype).view(own.shape[1], 1, 1))
 
 
-class DepthAttention(Connection):
-    """The w and g of all sublayers, attention and MLP of layer 0 first.
+class DepthGates(MixingRows):
+    """depth_attention: the gates of all layers, `bias_gate`, `(key/value heads, mixing layers)`.
 
-    ```python
-    >>> deltas = depth_attention.start(*depth_attention())
-    >>> for n, layer in enumerate(layers):
-    ...     hidden_states = layer(hidden_states, *deltas.read(n, hidden_states))
-    ```"""
+    Heads come first, where tensor parallelism splits a matrix.
+    """
 
-    def __init__(self, config: ResFormerConfig):
-        super().__init__()
-        self.blocks = dict(itertools.pairwise([*_starts(config), config.num_hidden_layers]))  # first layer -> end
-        self.heads = math.gcd(config.num_key_value_heads, config.hidden_size)
-        self.epsilon = config.rms_norm_eps
-        self.gate = config.depth_attention_init
-        sublayers = 2 * config.num_hidden_layers
-        # "bias": the stock `Trainer` leaves such names out of weight decay.
-        self.bias_query = nn.Parameter(torch.empty(sublayers, config.hidden_size, dtype=coefficient_dtype()))  # w
-        self.bias_gate = nn.Parameter(torch.empty(sublayers, dtype=coefficient_dtype()))  # g
+    def __init__(self, columns: dict[int, list[int]], heads: int, start: float):
+        super().__init__(columns)
+        self.start = start
+        self.bias_gate = nn.Parameter(torch.empty(heads, len(columns), dtype=coefficient_dtype()))
 
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns w, `(2N, heads, hidden_size / heads)`, and g, `(2N)`."""
-        # Copies: FSDP2 frees the parameters themselves when this returns.
-        return self.bias_query.clone().unflatten(-1, (self.heads, -1)), self.bias_gate.clone()
-
-    def start(self, query: torch.Tensor, gate: torch.Tensor) -> "BlockDeltas":
-        """Returns the deltas of one forward pass; the arguments are what `forward()` returned."""
-        return BlockDeltas(self, query, gate)
+    def forward(self) -> dict[int, torch.Tensor]:
+        return dict(zip(self.columns, self.bias_gate.clone().unbind(1), strict=True))
 
     def reset_parameters(self) -> None:
-        init.zeros_(self.bias_query)
-        init.constant_(self.bias_gate, self.gate)
+        init.constant_(self.bias_gate, self.start)
 
     @torch.no_grad()
     def deviations(self) -> list[tuple[float, str]]:
-        gates = [(abs(float(gate)), f".bias_gate[{sublayer}]") for sublayer, gate in enumerate(self.bias_gate)]
-        return [*gates, (float((0 * self.bias_query).sum()), ".bias_query")]  # with gates of 0, NaN alone has an effect
+        return [(float(gates.abs().max()), f"[{layer}]") for layer, gates in self().items()]
 
-
-class BlockDeltas:
-    """The deltas of one forward pass, and how much of each the sublayers of the current block read."""
-
-    def __init__(self, module: DepthAttention, query: torch.Tensor, gate: torch.Tensor):
-        self.module = module
-        self.query, self.gate = query, gate
-        self.stream: torch.Tensor | None = None  # at the start of the current block
-        self.deltas: list[torch.Tensor] = []  # D_b, (batch, tokens, heads, width)
-        self.scores: list[torch.Tensor] = []  # s_ib, (sublayers from the current block on, batch, tokens, heads)
-        self.weights: list[torch.Tensor] = []  # g_i a_ib of the current block's layers
-
-    def read(self, layer: int, hidden_states: torch.Tensor) -> list[torch.Tensor]:
-        """What `add_deltas` takes in this layer: g_i a_ib, `(2, D, batch, tokens, heads, 1)`, and the D deltas.
-
-        Args:
-            hidden_states: the stream that the layer reads, `(batch, tokens, hidden_size)`.
-        """
-        if layer in self.module.blocks:
-            self.begin(layer, self.module.blocks[layer], hidden_states)
-        return [self.weights.pop(0), *self.deltas]
-
-    def begin(self, layer: int, end: int, stream: torch.Tensor) -> None:
-        """Adds the delta of the block that ended before `layer`, for the layers from there up to `end`."""
-        device = stream.device  # with `device_map`, layers are on several devices
-        delta = stream if self.stream is None else stream - self.stream.to(device)
-        self.stream = stream
-        query = self.query[2 * layer :].to(device)
-        dtype = torch.promote_types(delta.dtype, torch.float32)
-        with maybe_autocast(device_type=device.type, enabled=False):
-            full = delta.to(dtype)
-            scale = torch.rsqrt(full.pow(2).mean(-1, keepdim=True) + self.module.epsilon)
-            delta = delta.unflatten(-1, (self.module.heads, -1))
-            scores = scale * torch.einsum("bthk,shk->sbth", full.view_as(delta), query.to(dtype))
-        self.deltas = [*(earlier.to(device) for earlier in self.deltas), delta]
-        self.scores = [*(earlier[-len(query) :].to(device) for earlier in self.scores), scores]
-
-        here = 2 * (end - layer)
-        read = [scores[:here] for scores in self.scores]
-        weights = torch.stack([torch.zeros_like(read[0]), *read], dim=1).softmax(dim=1)[:, 1:]  # 0: the null source
-        weights = self.gate[2 * layer : 2 * end].to(weights).view(-1, 1, 1, 1, 1) * weights
-        self.weights = list(weights.to(delta.dtype).unsqueeze(-1).split(2))
-
-
-def add_deltas(
-    hidden_states: torch.Tensor, sublayer: int, weights: torch.Tensor | None = None, *deltas: torch.Tensor
-) -> torch.Tensor:
-    """Returns what a sublayer reads, x + sum_b w_b D_b; x itself without deltas.
-
-    Weights of exactly 0 change no bit of x, for finite deltas.
-
-    Args:
-        hidden_states: x, `(batch, tokens, hidden_size)`.
-        sublayer: of the layer, 0 for its attention and 1 for its MLP.
-        weights, deltas: what `BlockDeltas.read` returned for the layer.
-    """
-    if weights is None:
-        return hidden_states
-    total = hidden_states.view_as(deltas[0])
-    for delta, weight in zip(deltas, weights[sublayer].unbind(), strict=True):
-        total = torch.addcmul(total, delta, weight)
-    return total.view_as(hidden_states)
-
-
-def _starts(config: ResFormerConfig) -> list[int]:
-    """The first layer of each block; sizes differ by 1 at most."""
-    blocks = config.depth_attention_blocks
-    return [block * config.num_hidden_layers // blocks for block in range(blocks)]
-
-
-def _losses(config: ResFormerConfig) -> list[str]:
-    start = config.depth_attention_init
-    if not config.depth_attention or start == 0.0:
-        return []
-    return [f"`depth_attention_init`={start} starts away from 0"]
-
-
-def _flops(config: ResFormerConfig) -> int:
-    """4 x hidden_size for each delta that a sublayer reads: its score, and its term of the sum."""
-    layers = config.num_hidden_layers
-    read = sum(2 * (layers - start) for start in _starts(config)) if config.depth_attention else 0
-    return 4 * config.hidden_size * read
-
-
-def _modules(config: ResFormerConfig) -> dict[str, Connection]:
-    module = depth_attention(config)
-    return {} if module is None else {"model.depth_attention": module}
-
-
-DEPTH_ATTENTION = ConnectionKind(
-    ("depth_attention", "depth_attention_blocks", "depth_attention_init"),
-    "depth_attention",
-    modules=_modules,
-    losses=_losses,
-    start=lambda fields: {"depth_attention_init": 0.0} if fields.get("depth_attention") else {},
-    flops=_flops,
-)
+    @torch.no_grad()
+    def fill(self, matrix: torch.Tensor) -> torch.Tensor:
+        for layer, gates in self().items():
+            if gates.any():
+                matrix[layer, self.columns[layer]] = float("nan")  # depends on the token
+        return matrix

@@ -34,15 +34,15 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from resformer.configuration import ResFormerConfig
+from resformer.configuration import ResFormerConfig, key_sources, value_sources
+from resformer.modeling.attention_residuals import add_deltas, attention_residuals
 from resformer.modeling.connection import Connection, Crossing
-from resformer.modeling.depth_attention import add_deltas, depth_attention
+from resformer.modeling.depth_attention import depth_values
 from resformer.modeling.depth_average import depth_average
 from resformer.modeling.growing_cache import GrowingCache
 from resformer.modeling.mixing import mixing_matrix, weighted_sum
 from resformer.modeling.neutreno import neutreno_term
 from resformer.modeling.sharing import update_cache
-from resformer.modeling.value_depth import depth_values
 from resformer.modeling.value_embedding import ValueEmbedding, ValueTable
 from resformer.modeling.value_residual import ValueGate, mixed_layers, mixed_states, value_residual
 from resformer.modeling.wiring import KINDS, LayerWiring, wire
@@ -73,12 +73,12 @@ class ResFormerAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.wiring = wiring
-        self.key_source = config.all_key_sources[layer_idx]
-        self.value_source = config.all_value_sources[layer_idx]
+        self.key_source = key_sources(config)[layer_idx]
+        self.value_source = value_sources(config)[layer_idx]
         mixed = mixed_layers(config).get(layer_idx, [])
         self.mixes = mixed[:-1]  # earlier layers whose values it mixes with its own
         self.mixed_states = mixed_states(config)
-        self.mixed_keys = [config.all_key_sources[layer] for layer in mixed]  # the layers that make their keys
+        self.mixed_keys = [key_sources(config)[layer] for layer in mixed]  # the layers that make their keys
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
@@ -279,8 +279,8 @@ class ResFormerPreTrainedModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
         # In a bundle (remote code), AutoConfig loads its own copy of the configuration class. The heads of Transformers
         # build the decoder by `AutoModel.from_config`, which must know that copy too.
-        if type(config).__name__ == ResFormerConfig.__name__:
-            AutoModel.register(type(config), ResFormerModel, exist_ok=True)
+        if type(config).__name__ == ResFormerConfig.__name__ and type(config) not in AutoModel._model_mapping:
+            AutoModel.register(type(config), ResFormerModel)
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         # Coefficients are in float32 at least: bfloat16 would round away what they learn.
@@ -324,7 +324,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         self.value_residual = value_residual(config)
         self.depth_average = depth_average(config)
-        self.depth_attention = depth_attention(config)
+        self.attention_residuals = attention_residuals(config)
         self.gradient_checkpointing = False
 
         self.post_init()
@@ -337,7 +337,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
         values is its source's. NaN where the mix depends on the token (`"gated"`, `"depth_attention"`).
         """
         layers = self.config.num_hidden_layers
-        return mixing_matrix(layers, layers, self.value_residual)[self.config.all_value_sources]
+        return mixing_matrix(layers, layers, self.value_residual)[value_sources(self.config)]
 
     @torch.no_grad()
     def depth_mixing_matrix(self) -> torch.Tensor:
@@ -410,7 +410,9 @@ class ResFormerModel(ResFormerPreTrainedModel):
         averages = None if self.depth_average is None else self.depth_average.start(self.depth_average())
         if averages is not None:
             hidden_states = averages.append(hidden_states)
-        deltas = None if self.depth_attention is None else self.depth_attention.start(*self.depth_attention())
+        deltas = (
+            None if self.attention_residuals is None else self.attention_residuals.start(*self.attention_residuals())
+        )
 
         layer_types = self.config.layer_types
         layers = self.layers[: self.config.num_hidden_layers]  # fewer while `assistant_early_exit` drafts

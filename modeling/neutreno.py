@@ -8,7 +8,7 @@ and needs the current tokens only.
 
 import torch
 
-from resformer.configuration import ResFormerConfig
+from resformer.configuration import ResFormerConfig, value_sources
 from resformer.modeling.connection import ConnectionKind, Crossing
 
 __all__ = ["NEUTRENO", "neutreno_term"]
@@ -32,7 +32,7 @@ def neutreno_term(
 def _reads(config: ResFormerConfig, layer: int) -> list[Crossing]:
     if not config.neutreno_lambda or layer == 0:
         return []
-    source = config.all_value_sources[layer]
+    source = value_sources(config)[layer]
     return [("raw_values", 0), *([("current_values", source)] if source != layer else [])]
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from resformer.configuration import ResFormerConfig
+from resformer.configuration import ResFormerConfig, key_sources, value_sources
 from resformer.configuration.methods import without_connections
 from resformer.modeling.modeling_resformer import ResFormerForCausalLM
 from resformer.modeling.wiring import connection_modules
@@ -23,8 +23,8 @@ def parameter_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
         for name, tensor in ResFormerForCausalLM(one).state_dict().items():
             _, in_layer, rest = name.partition("model.layers.0.")
             for layer in range(config.num_hidden_layers) if in_layer else [0]:
-                reads_keys = config.all_key_sources[layer] != layer and rest.startswith("self_attn.k_")
-                reads_values = config.all_value_sources[layer] != layer and rest.startswith("self_attn.v_")
+                reads_keys = key_sources(config)[layer] != layer and rest.startswith("self_attn.k_")
+                reads_values = value_sources(config)[layer] != layer and rest.startswith("self_attn.v_")
                 if not (reads_keys or reads_values):
                     shapes[name.replace("model.layers.0.", f"model.layers.{layer}.")] = tuple(tensor.shape)
         for prefix, module in connection_modules(config).items():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import BaseQuantizedLayer, Cache
 
-from resformer.configuration import ResFormerConfig
+from resformer.configuration import ResFormerConfig, key_sources, value_sources
 from resformer.modeling.connection import ConnectionKind, Crossing
 
 __all__ = ["SHARING", "update_cache"]
@@ -70,7 +70,7 @@ class _StoresOne(BaseQuantizedLayer):
 
 
 def _reads(config: ResFormerConfig, layer: int) -> list[Crossing]:
-    sources = (("keys", config.all_key_sources[layer]), ("values", config.all_value_sources[layer]))
+    sources = (("keys", key_sources(config)[layer]), ("values", value_sources(config)[layer]))
     return [(name, source) for name, source in sources if source != layer]
 
 

@@ -2,7 +2,7 @@ r"""Value residuals: ResFormer, arXiv 2410.17897.
 
     V'_n = l1_n V_0 + l2_n V_n              for the mixing layers n; V'_n = V_n elsewhere
     V'_n = sum_{m <= n} l_{n,m} V_m         in mode "dense"
-    V'_n = V_n + g_n (V~_n - V_n)           in mode "depth_attention", see `value_depth.py`
+    V'_n = V_n + g_n (V~_n - V_n)           in mode "depth_attention", see `depth_attention.py`
 
 V_n is the raw `v_proj` output of layer n, without rotary embedding. Values are mixed before they are cached, so
 decoding needs nothing of past tokens but V'. Gradients flow into V_0.
@@ -15,7 +15,7 @@ decoding needs nothing of past tokens but V'. Gradients flow into V_0.
 | learnable_plus | l1_n = s softmax(z)_n over the L mixing layers, l2_n free | 2 a layer, s | z = 0, s = a L, l2_n = b |
 | dense | l_{n,m} free | N(N+1)/2 - 1 | a on V_0, b on V_n, 0 between |
 | gated | l1_n = a + tanh(W_n h) per token and key/value head, l2_n free | heads x width + 1 a layer | W = 0, l2_n = b |
-| depth_attention | a softmax over depth, g_n free per key/value head | heads a layer | g_n = a, and b = 1 - a |
+| depth_attention | a softmax over depth, g_n free per key/value head | heads a layer | `depth_attention_init` |
 """
 
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from resformer.configuration import ResFormerConfig
+from resformer.configuration import ResFormerConfig, key_sources, mixing_layers, value_sources
 from resformer.modeling.connection import Connection, ConnectionKind, Crossing
+from resformer.modeling.depth_attention import DepthGates
 from resformer.modeling.mixing import FreeRows, MixingRows, Row, coefficient_dtype
-from resformer.modeling.value_depth import DepthGates
 
 __all__ = ["VALUE_RESIDUAL", "GateProjection", "ValueGate", "mixed_layers", "mixed_states", "value_residual"]
 
@@ -41,12 +41,12 @@ def mixed_states(config: ResFormerConfig) -> str:
 def mixed_layers(config: ResFormerConfig) -> dict[int, list[int]]:
     """Mixing layer n -> the layers whose values make V'_n, ascending, n last."""
     if config.value_residual == "depth_attention":
-        stride = config.value_stride
-        return {layer: list(range(layer % stride, layer + 1, stride)) for layer in config.mixing_layers}
+        stride = config.depth_attention_stride
+        return {layer: list(range(layer % stride, layer + 1, stride)) for layer in mixing_layers(config)}
     if config.value_residual != "dense":
-        return {layer: [0, layer] for layer in config.mixing_layers}
-    with_values = [layer for layer, source in enumerate(config.all_value_sources) if layer == source]
-    return {layer: [earlier for earlier in with_values if earlier <= layer] for layer in config.mixing_layers}
+        return {layer: [0, layer] for layer in mixing_layers(config)}
+    with_values = [layer for layer, source in enumerate(value_sources(config)) if layer == source]
+    return {layer: [earlier for earlier in with_values if earlier <= layer] for layer in mixing_layers(config)}
 
 
 def value_residual(config: ResFormerConfig) -> MixingRows | None:
@@ -68,7 +68,7 @@ def value_residual(config: ResFormerConfig) -> MixingRows | None:
         case "gated":
             return GatedValueResidual(columns, start)
         case "depth_attention":
-            return DepthGates(columns, config.num_key_value_heads, a)
+            return DepthGates(columns, config.num_key_value_heads, config.depth_attention_init)
     raise ValueError(f"Unknown `value_residual` {config.value_residual!r}.")
 
 
@@ -186,18 +186,21 @@ def _reads(config: ResFormerConfig, layer: int) -> list[Crossing]:
         return []
     reads = [("mixing_weights", layer), *((mixed_states(config), earlier) for earlier in columns[:-1])]
     if config.value_residual == "depth_attention":
-        sources = [config.all_key_sources[mixed] for mixed in columns]
+        sources = [key_sources(config)[mixed] for mixed in columns]
         reads += [("current_keys", source) for source in sources if source != layer]
     return reads
 
 
 def _losses(config: ResFormerConfig) -> list[str]:
     mode, start = config.value_residual, config.value_residual_init
-    if not config.mixing_layers:
+    if not mixing_layers(config):
         return []
     if mode == "identity" or (mode == "constant" and start != [0.0, 1.0]):
         weights = [0.5, 0.5] if mode == "identity" else start
         return [f"`value_residual`={mode!r} mixes with fixed coefficients {weights}"]
+    if mode == "depth_attention":
+        gate = config.depth_attention_init
+        return [f"`depth_attention_init`={gate} starts away from 0"] if gate else []
     return [] if start == [0.0, 1.0] else [f"`value_residual_init`={start} starts away from (0, 1)"]
 
 
@@ -217,8 +220,10 @@ def _flops(config: ResFormerConfig) -> int:
 
 
 def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
-    learned = fields.get("value_residual") in ("learnable", "learnable_plus", "dense", "gated", "depth_attention")
-    return {"value_residual_init": [0.0, 1.0]} if learned else {}
+    mode = fields.get("value_residual")
+    if mode == "depth_attention":
+        return {"depth_attention_init": 0.0}
+    return {"value_residual_init": [0.0, 1.0]} if mode in ("learnable", "learnable_plus", "dense", "gated") else {}
 
 
 def _modules(config: ResFormerConfig) -> dict[str, Connection]:
@@ -231,7 +236,13 @@ def _modules(config: ResFormerConfig) -> dict[str, Connection]:
 
 
 VALUE_RESIDUAL = ConnectionKind(
-    ("value_residual", "value_residual_init", "value_residual_layers", "value_residual_stride"),
+    (
+        "value_residual",
+        "value_residual_init",
+        "value_residual_layers",
+        "depth_attention_stride",
+        "depth_attention_init",
+    ),
     "value_residual",
     _modules,
     _reads,

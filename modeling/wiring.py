@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from resformer.configuration import ResFormerConfig
+from resformer.modeling.attention_residuals import ATTENTION_RESIDUALS
 from resformer.modeling.connection import Connection, Crossing
-from resformer.modeling.depth_attention import DEPTH_ATTENTION
 from resformer.modeling.depth_average import DEPTH_AVERAGE
 from resformer.modeling.neutreno import NEUTRENO
 from resformer.modeling.sharing import SHARING
@@ -13,7 +13,7 @@ from resformer.modeling.value_residual import VALUE_RESIDUAL
 
 __all__ = ["KINDS", "LayerWiring", "connection_modules", "wire"]
 
-KINDS = (SHARING, NEUTRENO, VALUE_EMBEDDING, VALUE_RESIDUAL, DEPTH_AVERAGE, DEPTH_ATTENTION)
+KINDS = (SHARING, NEUTRENO, VALUE_EMBEDDING, VALUE_RESIDUAL, DEPTH_AVERAGE, ATTENTION_RESIDUALS)
 
 
 def connection_modules(config: ResFormerConfig) -> dict[str, Connection]:

@@ -70,7 +70,7 @@ def naive_hidden_states(
     for n in range(number_of_layers):
         layer = f"model.layers.{n}"
         rotates = config.no_rope_layers is None or config.no_rope_layers[n] == 1
-        depth_blocks = config.depth_attention_blocks
+        depth_blocks = config.attention_residual_blocks
         if n in [block * number_of_layers // depth_blocks for block in range(depth_blocks)]:
             boundaries.append(stream)
         seen = with_deltas(config, weights, 2 * n, stream, boundaries)
@@ -108,7 +108,7 @@ def naive_hidden_states(
                         {m: unrotated[key_source[m]][head] for m in range(n + 1)},
                         {m: mixed[m][head] for m in range(n)} | {n: raw[n][head]},
                         depth_gate(config, weights, n, head),
-                        config.value_residual_stride or max(1, number_of_layers // 2),
+                        config.depth_attention_stride,
                     )
                     for head in range(groups)
                 ]
@@ -152,9 +152,9 @@ def with_deltas(
     config: ResFormerConfig, weights: Weights, i: int, stream: torch.Tensor, boundaries: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """What sublayer i reads: the stream, and the deltas of the blocks that have ended, one token and head at a time."""
-    if not config.depth_attention:
+    if not config.attention_residuals:
         return stream
-    query, gate = (weights[f"model.depth_attention.bias_{name}"][i] for name in ("query", "gate"))
+    query, gate = (weights[f"model.attention_residuals.bias_{name}"][i] for name in ("query", "gate"))
     deltas = [boundaries[0], *(boundaries[b] - boundaries[b - 1] for b in range(1, len(boundaries)))]
     number = math.gcd(config.num_key_value_heads, config.hidden_size)
     rows = []
@@ -175,8 +175,7 @@ def with_deltas(
 
 def depth_gate(config: ResFormerConfig, weights: Weights, n: int, head: int) -> torch.Tensor:
     """g of a layer and a key/value head; 0 where nothing is mixed."""
-    stride = config.value_residual_stride or max(1, config.num_hidden_layers // 2)
-    layers = config.value_residual_layers or list(range(stride, config.num_hidden_layers))
+    layers = config.value_residual_layers or list(range(config.depth_attention_stride, config.num_hidden_layers))
     if n not in layers:
         return torch.zeros((), dtype=torch.float64)
     return weights["model.value_residual.bias_gate"][head, layers.index(n)]

@@ -38,6 +38,7 @@ from resformer.analysis.attention import IMPLEMENTATION, MaskRows, chunked_atten
 from resformer.analysis.claims import CLAIMS, THRESHOLDS, judge, paper_model
 from resformer.analysis.measuring import DEFINITIONS
 from resformer.analysis.page import number
+from resformer.configuration import value_sources
 from resformer.convert import CheckpointError, retrofit
 from resformer.modeling.mixing import plain_matrix
 from resformer.training.optimizer import is_connection
@@ -109,7 +110,7 @@ def attended_values(model: PreTrainedModel, raw: dict[int, torch.Tensor], output
         return raw[n].tolist()
     row = model.base_model.value_mixing_matrix()[n].double()
     if row.isnan().any() or model.config.value_embeddings:
-        cached = output.past_key_values.layers[model.config.all_value_sources[n]]
+        cached = output.past_key_values.layers[value_sources(model.config)[n]]
         values = cached.values if cached.values.numel() else cached.keys  # values alone are stored as the first tensor
         return values[0].transpose(0, 1).flatten(1).tolist()
     return sum(row[m] * raw[m] for m in raw if row[m] != 0).tolist()

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from resformer import METHODS, ResFormerForCausalLM
+from resformer.configuration import mixing_layers
 from resformer.model_cards.metrics import metrics_of
 from resformer.training.data import Blocks, PackedBlocks, is_held_out
 from resformer.training.memory import step_memory
@@ -264,9 +265,9 @@ def test_operations_are_those_that_torch_counts(tiny_model: TinyModel, variant: 
     parts = forward_flops(config, tokens)
     # Eager attention computes the masked half too; torch counts matrix products and not the sums of the connections.
     attention = parts["attention"] * 2 * tokens / (tokens + 1)
-    gates = parts["connections"] / 2 if config.depth_attention else 0  # scores
+    gates = parts["connections"] / 2 if config.attention_residuals else 0  # scores
     if config.value_residual == "gated":
-        gates = 2 * config.hidden_size * config.num_key_value_heads * len(config.mixing_layers)
+        gates = 2 * config.hidden_size * config.num_key_value_heads * len(mixing_layers(config))
     gates += 2 * 12 * config.num_key_value_heads * len(config.value_embeddings or ())
     counted = parts["projections"] + parts["head"] + attention + gates
     averages = 0 if not config.dwa else parts["connections"]

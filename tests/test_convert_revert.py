@@ -74,7 +74,7 @@ def test_a_model_saved_by_transformers_can_be_reverted(tmp_path: Path) -> None:
             r"layers\.5.*bias_table\.weight",
         ),
         ("denseformer", "model.depth_average.bias", r"depth_average\[0, 0\]"),
-        ("attention-residuals", "model.depth_attention.bias_gate", r"depth_attention\.bias_gate\[0\]"),
+        ("attention-residuals", "model.attention_residuals.bias_gate", r"attention_residuals\.bias_gate\[0\]"),
     ],
 )
 @pytest.mark.parametrize("amount", [2**-10, float("nan")])
@@ -106,8 +106,10 @@ def test_what_was_learned_is_refused_and_measured(
 )
 def test_lossy_methods_cannot_be_reverted(method: str, words: str, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "source")
-    starts = {"resformer-gated": [0.5, 1.0], "depth-attention": [0.5, 0.5]}
-    fields = {"value_residual_init": starts[method]} if method in starts else {}
+    fields = {
+        "resformer-gated": {"value_residual_init": [0.5, 1.0]},
+        "depth-attention": {"depth_attention_init": 0.5},
+    }.get(method, {})
     retrofit(tmp_path / "source", tmp_path / "out", method, lossy=True, verify="headers", **fields)
     with pytest.raises(CheckpointError, match=words):
         revert(tmp_path / "out", tmp_path / "back")

@@ -44,9 +44,9 @@ def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
 
 def test_table_of_methods_says_what_the_code_does(method: str) -> None:
     config = ResFormerConfig.for_method(method, **SMOLLM2_135M)
-    if config.value_residual in ("learnable", "learnable_plus", "dense", "gated", "depth_attention"):
+    if config.value_residual in ("learnable", "learnable_plus", "dense", "gated"):
         config.value_residual_init = [0.0, 1.0]  # where a retrofit starts
-    config.depth_attention_init = 0.0
+    config.depth_attention_init = config.attention_residual_init = 0.0
     if config.value_embeddings:
         config.value_embeddings_init = 0.0
     with torch.device("meta"):

@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, MistralConfig
 from transformers.exporters.utils import get_leaf_tensors
 
 from resformer import GrowingCache, ResFormerConfig
-from resformer.configuration import cache_bytes_per_token
+from resformer.configuration import cache_bytes_per_token, key_sources, value_sources
 from resformer.modeling.growing_cache import GrowingLayer
 
 HEADS, HEAD_DIM = 2, 4
@@ -214,7 +214,7 @@ def test_sharing_layers_hold_nothing_and_no_slack(
 ) -> None:
     model = tiny_model(variant, sliding_window=sliding_window, layer_types=None)
     cache = model.generate(**ragged, max_new_tokens=9, return_dict_in_generate=True, do_sample=False).past_key_values
-    sources = set(model.config.all_key_sources), set(model.config.all_value_sources)
+    sources = set(key_sources(model.config)), set(value_sources(model.config))
     assert sum(tensor.numel() > 0 for tensor in held(cache)) == sum(map(len, sources))
     assert {cache.get_seq_length(layer) for layer in set.union(*sources)} == {19}
     assert slack(cache) <= 256 * 3 * cache_bytes_per_token(model.config, "float32")

@@ -21,7 +21,7 @@ from mdit_py_plugins.dollarmath import dollarmath_plugin
 from transformers import AutoModelForCausalLM
 
 from resformer import METHODS, ResFormerConfig, retrofit
-from resformer.configuration import cache_bytes_by_method
+from resformer.configuration import cache_bytes_by_method, key_sources, value_sources
 from resformer.convert.deciding import losses
 from resformer.convert.loading import model_on_meta
 from resformer.model_cards import (
@@ -162,7 +162,7 @@ def plain_of(config: ResFormerConfig) -> ResFormerConfig:
 def cache_of(config: ResFormerConfig, itemsize: int) -> tuple[int, int, float]:
     """Bytes a token, those of the full cache, and their quotient, counted one layer after the other."""
     own, full = (
-        sum(len(set(sources)) for sources in (c.all_key_sources, c.all_value_sources))
+        sum(len(set(sources)) for sources in (key_sources(c), value_sources(c)))
         * config.num_key_value_heads
         * config.head_dim
         * itemsize
@@ -249,13 +249,13 @@ def test_the_card_of_a_combination_without_a_name_lists_its_connections() -> Non
         "stores none that it reads": {"value_sources": [0, 0, 2], "key_sources": [0, 1, 1]},
         "by a softmax over the keys of earlier layers": {
             "value_residual": "depth_attention",
-            "value_residual_stride": 2,
+            "depth_attention_stride": 2,
         },
         "V_m$": {"value_residual": "constant", "value_residual_layers": [2]},
         "picked by the token": {"value_embeddings": [1]},
         "is added to the attention output": {"neutreno_lambda": 0.123},
         "hidden states are averaged over depth": {"dwa": True, "dwa_period": 3},
-        "what earlier blocks of layers added": {"depth_attention": True, "depth_attention_blocks": 2},
+        "what earlier blocks of layers added": {"attention_residuals": True, "attention_residual_blocks": 2},
     }
     for sentence, fields in said.items():
         config = ResFormerConfig(num_hidden_layers=3, **fields)

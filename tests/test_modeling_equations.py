@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from resformer import ResFormerForCausalLM
+from resformer.configuration import mixing_layers, value_sources
 from resformer.modeling.mixing import weighted_sum
 from resformer.training.optimizer import is_connection
 
@@ -47,12 +48,12 @@ def exact_matrices(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     value_mixing = model.model.value_mixing_matrix()
     depth_mixing = model.model.depth_mixing_matrix()
     exact = value_mixing.double()
-    if model.config.value_residual == "learnable_plus" and model.config.mixing_layers:
+    if model.config.value_residual == "learnable_plus" and mixing_layers(model.config):
         state = model.state_dict()
         first = state["model.value_residual.bias_scale"] * state["model.value_residual.bias_score"].softmax(dim=0)
-        for layer, weight in zip(model.config.mixing_layers, first.double(), strict=True):
+        for layer, weight in zip(mixing_layers(model.config), first.double(), strict=True):
             exact[layer, 0] = weight
-        exact = exact[model.config.all_value_sources]
+        exact = exact[value_sources(model.config)]
     torch.testing.assert_close(exact, value_mixing.double(), rtol=1e-6, atol=1e-7, equal_nan=True)
     return exact, depth_mixing.double()
 
@@ -93,8 +94,7 @@ def random_fields(seed: int) -> dict[str, Any]:
     fields["value_residual_init"] = [draw.randint(-8, 16) / 8, draw.randint(-8, 16) / 8]
     over_depth = fields["value_residual"] == "depth_attention"
     if over_depth:
-        fields["value_residual_init"] = None
-        fields["value_residual_stride"] = draw.choice([None, 1, 2])
+        fields["depth_attention_stride"] = draw.choice([1, 1, 2])
     fields["num_key_value_heads"] = draw.choice([1, 2, 4])
     fields["head_dim"] = draw.choice([None, 6, 12])
     fields["qk_norm"] = draw.random() < 0.4
@@ -125,15 +125,15 @@ def random_fields(seed: int) -> dict[str, Any]:
 
     fields["value_sources"] = None if over_depth else sources(lambda m, n: types[m] == types[n])
     fields["key_sources"] = sources(lambda m, n: types[m] == types[n] and rope[m] == rope[n])
-    first = (fields["value_residual_stride"] or layers // 2) if over_depth else 1
+    first = fields["depth_attention_stride"] if over_depth else 1
     owners = [n for n in range(first, layers) if fields["value_sources"] is None or fields["value_sources"][n] == n]
     if draw.random() < 0.4:
         with_values = [n for n in range(layers) if fields["value_sources"] is None or fields["value_sources"][n] == n]
         fields["value_embeddings"] = sorted(draw.sample(with_values, draw.randint(1, len(with_values))))
     if owners and draw.random() < 0.4:
         fields["value_residual_layers"] = sorted(draw.sample(owners, draw.randint(1, len(owners))))
-    fields["depth_attention"] = draw.random() < 0.4
-    fields["depth_attention_blocks"] = draw.randint(1, layers)
+    fields["attention_residuals"] = draw.random() < 0.4
+    fields["attention_residual_blocks"] = draw.randint(1, layers)
     return fields
 
 
@@ -152,7 +152,7 @@ def test_the_random_combinations_cover_every_field() -> None:
         assert len({repr(fields.get(field)) for fields in drawn}) > 1, f"`{field}` is the same in all of them"
     for mode in {fields["value_residual"] for fields in drawn}:
         same = [fields for fields in drawn if fields["value_residual"] == mode]
-        others = "value_sources key_sources dwa neutreno_lambda no_rope_layers layer_types depth_attention"
+        others = "value_sources key_sources dwa neutreno_lambda no_rope_layers layer_types attention_residuals"
         for field in others.split():
             refused = (mode, field) == ("depth_attention", "value_sources")
             assert any(fields.get(field) for fields in same) != refused, f"`{field}` never comes with {mode}"
@@ -247,7 +247,7 @@ def test_matrices_are_copies_in_float32_on_the_cpu_with_nan_where_a_gate_decides
     tiny_model: TinyModel, variant: str, default: torch.dtype
 ) -> None:
     model = tiny_model(variant, dtype=default)
-    sources = model.config.all_value_sources
+    sources = value_sources(model.config)
     torch.set_default_dtype(default)
     try:
         value_mixing, depth_mixing = model.model.value_mixing_matrix(), model.model.depth_mixing_matrix()
@@ -263,11 +263,11 @@ def test_matrices_are_copies_in_float32_on_the_cpu_with_nan_where_a_gate_decides
     torch.testing.assert_close(value_mixing[sources], value_mixing, rtol=0, atol=0, equal_nan=True)
     gated = torch.zeros(6, 6, dtype=torch.bool)
     if model.config.value_residual == "gated":
-        gated[:, 0] = torch.tensor([source in model.config.mixing_layers for source in sources])
+        gated[:, 0] = torch.tensor([source in mixing_layers(model.config) for source in sources])
         assert gated.any()
     elif model.config.value_residual == "depth_attention":
-        for n in model.config.mixing_layers:
-            gated[n, n % model.config.value_stride : n + 1 : model.config.value_stride] = True
+        for n in mixing_layers(model.config):
+            gated[n, n % model.config.depth_attention_stride : n + 1 : model.config.depth_attention_stride] = True
     assert torch.equal(value_mixing.isnan(), gated)
     assert not depth_mixing.isnan().any()
     before = copy.deepcopy(model.state_dict())
@@ -313,15 +313,10 @@ def test_value_mixing_reads_what_the_mode_says(
 
 
 @pytest.mark.parametrize("start", [[0.0, 1.0], [0.25, 0.75], [-2.0, 3.0]])
-@pytest.mark.parametrize(
-    "mode", ["identity", "constant", "learnable", "learnable_plus", "dense", "gated", "depth_attention"]
-)
+@pytest.mark.parametrize("mode", ["identity", "constant", "learnable", "learnable_plus", "dense", "gated"])
 def test_value_residuals_start_as_stated(tiny_config: TinyConfig, mode: str, start: list[float]) -> None:
     a, b = (0.5, 0.5) if mode == "identity" else start
     model = ResFormerForCausalLM(tiny_config(value_residual=mode, value_residual_init=start))
-    if mode == "depth_attention":
-        assert torch.equal(model.model.value_residual.bias_gate, torch.full((2, 3), a))
-        return
     expected = torch.eye(6)
     for n in range(1, 6):
         expected[n, n] = b
@@ -332,14 +327,18 @@ def test_value_residuals_start_as_stated(tiny_config: TinyConfig, mode: str, sta
 
 
 @pytest.mark.parametrize("start", [0.0, 0.25, 1.0])
-def test_depth_attention_starts_as_stated(tiny_config: TinyConfig, start: float) -> None:
-    module = ResFormerForCausalLM(tiny_config("attention-residuals", depth_attention_init=start)).model.depth_attention
+def test_gates_start_as_stated(tiny_config: TinyConfig, start: float) -> None:
+    model = ResFormerForCausalLM(tiny_config("depth-attention", depth_attention_init=start))
+    assert torch.equal(model.model.value_residual.bias_gate, torch.full((2, 3), start))
+    module = ResFormerForCausalLM(
+        tiny_config("attention-residuals", attention_residual_init=start)
+    ).model.attention_residuals
     assert torch.equal(module.bias_gate, torch.full((12,), start))
     assert not module.bias_query.any()
 
 
-def test_depth_attention_has_no_effect_at_gates_of_zero_unless_its_queries_are_nan(tiny_model: TinyModel) -> None:
-    module = tiny_model("attention-residuals").model.depth_attention
+def test_attention_residuals_has_no_effect_at_gates_of_zero_unless_its_queries_are_nan(tiny_model: TinyModel) -> None:
+    module = tiny_model("attention-residuals").model.attention_residuals
     nn.init.zeros_(module.bias_gate)
     assert not any(distance for distance, _ in module.deviations())
     module.bias_query.data[3, 5] = float("nan")

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.cache_utils import QuantizedLayer
 
 from resformer import GrowingCache
+from resformer.configuration import key_sources, value_sources
 
 NEW_TOKENS = 8
 
@@ -346,7 +347,7 @@ def test_quantized_caches_hold_what_layers_make_and_refuse_windows(
     expected = generate(model, ragged, use_cache=False)
     torch.testing.assert_close(got.logits[0], expected.logits[0])
     assert torch.cosine_similarity(got.logits[1], expected.logits[1]).median() > 0.95
-    sources = model.config.all_key_sources, model.config.all_value_sources
+    sources = key_sources(model.config), value_sources(model.config)
     for layer, cached in enumerate(got.past_key_values.layers):
         parts = [part[0] for part in (cached._quantized_keys, cached._quantized_values) if part is not None]
         assert sum(part.numel() > 0 for part in parts) == sum(each[layer] == layer for each in sources)

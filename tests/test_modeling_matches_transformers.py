@@ -175,7 +175,9 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def load(path: Path, method: str, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-    fields = {"value_residual_init": [0.0, 1.0], "depth_attention_init": 0.0, **METHODS[method](6)}
+    fields = {"value_residual_init": [0.0, 1.0], "attention_residual_init": 0.0, **METHODS[method](6)}
+    if method == "depth-attention":
+        fields["depth_attention_init"] = 0.0
     if "value_embeddings" in fields:
         fields["value_embeddings_init"] = 0.0
     config = ResFormerConfig.from_pretrained(path, **fields)
@@ -191,8 +193,8 @@ def assert_starts_as_plain_llama(model: PreTrainedModel) -> None:
             assert torch.equal(layer.self_attn.value_residual.bias_gate.weight, torch.zeros(2, 32))
     torch.testing.assert_close(model.model.value_mixing_matrix(), expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(model.model.depth_mixing_matrix(), torch.eye(7)[1:])
-    if model.config.depth_attention:
-        assert not any(parameter.any() for parameter in model.model.depth_attention.parameters())
+    if model.config.attention_residuals:
+        assert not any(parameter.any() for parameter in model.model.attention_residuals.parameters())
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), name
         assert "value_embedding" not in name or not parameter.any(), name

@@ -30,7 +30,7 @@ METHODS = (
     "transformer resformer resformer-gated resformer-denseformer svformer cla2 attention-residuals depth-attention "
     "value-embeddings"
 ).split()
-CONNECTIONS = ["value_residual", "value_embedding", "depth_average", "depth_attention"]
+CONNECTIONS = ["value_residual", "value_embedding", "depth_average", "attention_residuals"]
 IDS = torch.arange(1, 41).view(2, 20)
 
 

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_serve_available
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
+from resformer.configuration import key_sources, value_sources
 
 PROMPT = "Keys and values of"
 
@@ -189,8 +190,8 @@ def test_projections_are_linear_layers_that_engines_may_replace(tiny_model: Tiny
         names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
         for name in names:
             assert f"layers.*.{name}" in plan, name
-        assert ("self_attn.k_proj" in names) == (model.config.all_key_sources[n] == n)
-        assert ("self_attn.v_proj" in names) == (model.config.all_value_sources[n] == n)
+        assert ("self_attn.k_proj" in names) == (key_sources(model.config)[n] == n)
+        assert ("self_attn.v_proj" in names) == (value_sources(model.config)[n] == n)
 
     class EngineLinear(nn.Module):  # vLLM's have a weight, and `input_size` for `in_features`
         def __init__(self, linear: nn.Linear):
@@ -212,5 +213,5 @@ def test_the_tensor_parallel_plan_names_what_the_model_has(tiny_model: TinyModel
     model = tiny_model(variant)
     names = {re.sub(r"\d+", "*", name.rpartition(".")[0]) for name in model.state_dict()}
     assert model.tp_plan.keys() <= names | {re.sub(r"\d+", "*", name) for name in model.state_dict()}
-    replicated = ("norm", "depth_average", "depth_attention")
+    replicated = ("norm", "depth_average", "attention_residuals")
     assert {name for name in names if not any(part in name for part in replicated)} <= model.tp_plan.keys()

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 import resformer
 import resformer.shrinking.shrink as shrinking
 from resformer import ResFormerConfig, ResFormerForCausalLM, retrofit
-from resformer.configuration import cache_bytes_per_token
+from resformer.configuration import cache_bytes_per_token, key_sources, value_sources
 from resformer.convert import CheckpointError
 from resformer.record import RECORD
 from resformer.shrinking.accounting import measure_cost
@@ -357,7 +357,7 @@ def test_the_result_is_the_source_but_for_its_readers(
             assert torch.equal(model(ids).logits, expected)
     assert result.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False).shape == (1, 45)
     assert result.dtype == dtype
-    plan = Plan(tuple(result.config.all_key_sources), tuple(result.config.all_value_sources))
+    plan = Plan(tuple(key_sources(result.config)), tuple(value_sources(result.config)))
     assert report.fields == plan.fields()
     assert report.cache == plan.kept / 6 == 4 / 6
     assert cache_bytes_per_token(result.config) == report.cache * cache_bytes_per_token(source.config)

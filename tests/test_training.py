@@ -10,6 +10,7 @@ from conftest import COMBINATIONS, TinyConfig, TinyModel
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from resformer import ResFormerForCausalLM, retrofit
+from resformer.configuration import key_sources, value_sources
 from resformer.errors import CheckpointError
 from resformer.training.freezing import trained_parameters
 from resformer.training.memory import PeakMemory
@@ -39,10 +40,10 @@ def test_sharing_trains_what_reads_and_what_is_read(variant: str, tiny_model: Ti
     names = {name for name, _ in model.named_parameters()}
     expected = {name for name in names if is_connection(name)}
     for n in range(6):
-        key, value = model.config.all_key_sources[n], model.config.all_value_sources[n]
+        key, value = key_sources(model.config)[n], value_sources(model.config)[n]
         layer = f"model.layers.{n}."
-        read = {f"{layer}self_attn.k_proj": n in [k for m, k in enumerate(model.config.all_key_sources) if m > n],
-                f"{layer}self_attn.v_proj": n in [v for m, v in enumerate(model.config.all_value_sources) if m > n],
+        read = {f"{layer}self_attn.k_proj": n in [k for m, k in enumerate(key_sources(model.config)) if m > n],
+                f"{layer}self_attn.v_proj": n in [v for m, v in enumerate(value_sources(model.config)) if m > n],
                 f"{layer}self_attn.q_proj": (key, value) != (n, n), f"{layer}self_attn.o_proj": (key, value) != (n, n),
                 f"{layer}input_layernorm": (key, value) != (n, n)}  # fmt: skip
         expected |= {f"{module}.{kind}" for module, trained in read.items() for kind in ("weight", "bias") if trained}

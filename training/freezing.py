@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedModel
 
-from resformer.configuration import ResFormerConfig
+from resformer.configuration import ResFormerConfig, key_sources, value_sources
 from resformer.errors import CheckpointError
 from resformer.training.optimizer import is_connection
 
@@ -32,7 +32,7 @@ def trained_parameters(model: PreTrainedModel, train: str = "all") -> list[str]:
     if train == "sharing":
         config = model.config
         if isinstance(config, ResFormerConfig):
-            for projection, sources in (("k_proj", config.all_key_sources), ("v_proj", config.all_value_sources)):
+            for projection, sources in (("k_proj", key_sources(config)), ("v_proj", value_sources(config))):
                 for reader, source in enumerate(sources):
                     if source != reader:
                         modules |= {f"layers.{reader}.{module}" for module in _OF_READERS}

@@ -1,33 +1,37 @@
-"""Registration with Transformers' Auto classes, delayed until it is needed.
+"""Registration with Transformers' Auto classes and PEFT, when these are imported and not before.
 
-The configuration is registered as soon as AutoConfig exists, and the models before the first configuration is made,
-which is before any Auto class can ask for one. Nothing is imported that the user has not imported.
+`import resformer` imports nothing that the user has not imported. The configuration is registered as soon as AutoConfig
+exists. The model classes register themselves when `resformer.modeling` is imported, which the first configuration does.
 """
 
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
-
-import wrapt
 
 __all__ = ["register_models", "register_on_demand"]
 
 
 def register_on_demand() -> None:
-    """Arranges for all registrations, at once where AutoConfig has been imported already."""
-    wrapt.register_post_import_hook(_register_configuration, "transformers.models.auto.configuration_auto")
-    wrapt.register_post_import_hook(_register_models_before_first_use, "resformer.configuration")
-    wrapt.register_post_import_hook(_register_adapter_targets, "peft.utils.constants")
+    """Arranges for all registrations, at once where the modules have been imported already."""
+    for name, register in _REGISTRATIONS.items():
+        if name in sys.modules:
+            register(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, _AfterImport(name))
 
 
-def _register_configuration(configuration_auto: object) -> None:
+def register_models() -> None:
+    """Registers the model classes. vLLM calls it, as a plugin, in every process that it starts."""
+    import resformer.modeling  # noqa: F401
+
+
+def _register_configuration(configuration_auto: ModuleType) -> None:
     from resformer.configuration import ResFormerConfig
 
-    configuration_auto.AutoConfig.register(ResFormerConfig.model_type, ResFormerConfig, exist_ok=True)  # type: ignore[attr-defined]
-
-
-def _register_models_before_first_use(configuration: object) -> None:
-    from resformer.configuration.configuration_resformer import before_first_use
-
-    before_first_use.append(register_models)
+    configuration_auto.AutoConfig.register(ResFormerConfig.model_type, ResFormerConfig, exist_ok=True)
 
 
 def _register_adapter_targets(constants: ModuleType) -> None:
@@ -37,20 +41,34 @@ def _register_adapter_targets(constants: ModuleType) -> None:
             mapping.setdefault("resformer", mapping["llama"])
 
 
-def register_models() -> None:
-    """Registers the model classes. vLLM calls it, as a plugin, in every process that it starts."""
-    import transformers
+#: Module -> what is called with it after its import.
+_REGISTRATIONS = {
+    "transformers.models.auto.configuration_auto": _register_configuration,
+    "peft.utils.constants": _register_adapter_targets,
+}
 
-    from resformer import modeling
-    from resformer.configuration import ResFormerConfig
 
-    for auto_class, model_class in {
-        transformers.AutoModel: modeling.ResFormerModel,
-        transformers.AutoModelForCausalLM: modeling.ResFormerForCausalLM,
-        transformers.AutoModelForSequenceClassification: modeling.ResFormerForSequenceClassification,
-        transformers.AutoModelForTokenClassification: modeling.ResFormerForTokenClassification,
-        transformers.AutoModelForQuestionAnswering: modeling.ResFormerForQuestionAnswering,
-    }.items():
-        auto_class.register(ResFormerConfig, model_class, exist_ok=True)
-        # TRL, vLLM and `transformers serve` look the name in config.json's `architectures` up here.
-        setattr(transformers, model_class.__name__, model_class)
+class _AfterImport(MetaPathFinder, Loader):
+    """Finds one module as the other finders do, and registers after it has been executed."""
+
+    def __init__(self, module: str):
+        self.module = module
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        _REGISTRATIONS[self.module](module)

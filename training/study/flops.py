@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from resformer.configuration import key_sources, value_sources
 from resformer.modeling.wiring import KINDS
 
 __all__ = ["forward_flops", "training_flops"]
@@ -24,7 +25,7 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
     values = config.num_key_value_heads * config.head_dim
     projected = sum(  # keys and values that layers compute themselves
         source == layer
-        for sources in (config.all_key_sources, config.all_value_sources)
+        for sources in (key_sources(config), value_sources(config))
         for layer, source in enumerate(sources)
     )
     weights = layers * (2 * width * queries + 3 * width * config.intermediate_size) + projected * width * values
