@@ -4,7 +4,9 @@ import json
 import os
 import platform
 import re
+import subprocess
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 __all__ = ["cpu_has_bf16", "describe_environment"]
@@ -36,6 +38,7 @@ def describe_environment() -> dict[str, Any]:
     return {
         "packages": {name: _version(name) for name in _PACKAGES},
         "editable": _is_editable(),
+        "commit": _commit() if _is_editable() else None,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": _cores(),
@@ -62,6 +65,15 @@ def _is_editable() -> bool | None:
         text = metadata.distribution("resformer").read_text("direct_url.json")
         return text is not None and bool(json.loads(text).get("dir_info", {}).get("editable"))
     except Exception:  # as above
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout, with `-dirty` if a tracked file differs from it."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        return subprocess.check_output(command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
         return None
 
 

@@ -27,13 +27,14 @@ from resformer.configuration import ResFormerConfig
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.data import Blocks, DataError, PackedBlocks
 from resformer.training.memory import step_memory
-from resformer.training.optimizer import ConnectionTrainer
+from resformer.training.optimizer import ConnectionTrainer, is_connection
 from resformer.training.recipe import last_checkpoint, processor_has_bf16
 from resformer.training.study.flops import training_flops
 
 __all__ = ["RunSettings", "paired_model", "paired_run", "whole_batches"]
 
 _WARMING_UP = 2  # steps that are not timed, where there are more
+_FEW = 64  # values of a connection's parameter that are recorded one by one
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,8 @@ class RunSettings:
         return arguments
 
 
-class _StepTimer(TrainerCallback):
-    """Times the steps, and saves no checkpoint after the last one, when the run is done."""
+class _Recorder(TrainerCallback):
+    """Times the steps, records the coefficients, and saves no checkpoint after the last step."""
 
     def __init__(self, on_step: Callable[[int], None]):
         self.on_step = on_step
@@ -142,9 +143,25 @@ class _StepTimer(TrainerCallback):
         if state.global_step == state.max_steps:
             control.should_log, control.should_save = True, False
 
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        state.log_history[-1]["coefficients"] = coefficients(model)  # a checkpoint saves the history
+
     @property
     def median(self) -> float:
         return statistics.median(self.seconds[_WARMING_UP:] or self.seconds)
+
+
+def coefficients(model: torch.nn.Module) -> dict[str, list[float] | float]:
+    """Name of a connection's parameter -> its values, to 5 digits; of more than 64, their root mean square."""
+    found: dict[str, list[float] | float] = {}
+    for name, parameter in model.named_parameters():
+        if is_connection(name):
+            values = parameter.detach().float().flatten().cpu()
+            few = values if len(values) <= _FEW else values.square().mean().sqrt()
+            found[name.removeprefix("module.")] = np.round(few.double().numpy(), 5).tolist()
+    return found
 
 
 def paired_model(config: ResFormerConfig, backbone: ResFormerConfig, seed: int) -> ResFormerForCausalLM:
@@ -178,7 +195,7 @@ def paired_run(
 
     The order of the batches depends on `seed` alone. Losses are in nats per token; one that is not finite is `None`.
     `loss` is that of the whole held-out text after the last step, `held_out` has it document by document, and `curve`
-    has that of the blocks of `blocks.held_out` during the training.
+    has that of the blocks of `blocks.held_out` during the training, with the connections' coefficients.
 
     Args:
         save_to: where the trained model goes.
@@ -189,14 +206,14 @@ def paired_run(
         ValueError: as of `RunSettings.arguments`.
     """
     arguments, use_cache = settings.arguments(folder, seed), model.config.use_cache
-    timer = _StepTimer(on_step)
+    recorder = _Recorder(on_step)
     trainer = ConnectionTrainer(
         model=model,
         args=arguments,
         train_dataset=whole_batches(blocks, settings.batch),
         eval_dataset=blocks.held_out,
         data_collator=default_data_collator,
-        callbacks=[timer],
+        callbacks=[recorder],
         connection_learning_rate=settings.connection_learning_rate,
     )
     trainer.remove_callback(PrinterCallback)
@@ -208,11 +225,13 @@ def paired_run(
 
     tokens = settings.batch * blocks.held_out.block
     times = [entry["eval_runtime"] for entry in trainer.state.log_history if "eval_runtime" in entry]
-    points: dict[int, dict[str, float | None]] = {}
+    points: dict[int, dict[str, Any]] = {}
     for entry in trainer.state.log_history:
         for key, name in (("loss", "training_loss"), ("eval_loss", "validation_loss")):
             if key in entry:
                 points.setdefault(entry["step"], {})[name] = entry[key] if math.isfinite(entry[key]) else None
+        if entry.get("coefficients"):
+            points[entry["step"]]["coefficients"] = entry["coefficients"]
     curve = [{"step": step, "tokens": step * tokens, **points[step]} for step in sorted(points)]
     held_out = _losses_by_document(trainer, blocks.held_out.whole)
     if arguments.should_save:
@@ -227,8 +246,8 @@ def paired_run(
         "curve": curve,
         "parameters": model.num_parameters(),
         "training_flops": training_flops(model.config, blocks.held_out.block) * tokens * settings.steps,
-        "step_seconds": timer.median,
-        "tokens_per_second": tokens / timer.median,
+        "step_seconds": recorder.median,
+        "tokens_per_second": tokens / recorder.median,
         "evaluation_seconds": statistics.median(times),
         "peak_memory": memory,
         "bf16": arguments.bf16,
