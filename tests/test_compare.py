@@ -39,7 +39,7 @@ from resformer.training.study.comparison import names
 from resformer.training.study.data import study_data
 from resformer.training.study.flops import forward_flops, training_flops
 from resformer.training.study.paired_run import RunSettings, paired_model, paired_run
-from resformer.training.study.table import dunnett_critical_value, pooled_error, rows_of
+from resformer.training.study.table import dunnett_critical_value, losses_of, pooled_error, rows_of
 
 SHAPE = "tiny:hidden_size=32:intermediate_size=48:num_hidden_layers=6:num_attention_heads=4"
 TEXT = ["--data", "notes.txt", "--sample-by", "paragraph", "--tokenizer", "bytes"]
@@ -78,13 +78,13 @@ from resformer.training.study import paired_run
 number, last, *sys.argv[1:] = sys.argv[1:]
 steps = iter(range(1, int(last) + 1))
 
-class Stopping(paired_run._StepTimer):
+class Stopping(paired_run._Recorder):
     def on_step_end(self, args, state, control, **kwargs):
         super().on_step_end(args, state, control, **kwargs)
         if next(steps) == int(last):
             os.kill(os.getpid(), int(number))
 
-paired_run._StepTimer = Stopping
+paired_run._Recorder = Stopping
 main()
 """
 
@@ -324,7 +324,7 @@ def test_the_critical_value_is_dunnetts() -> None:
 
 def a_run(method: str, seed: int, loss: float | None, documents: list[list[float]] | None = None) -> dict[str, Any]:
     costs = {"architecture": method, "cache_bytes_per_token": 64, "parameters": 9, "training_flops": 2.0 + len(method)}
-    held_out = {"documents": documents or [[10, 10 * (loss or 0)]]}
+    held_out = {"documents": None if loss is None else documents or [[10, 10 * loss]]}
     return {"size": "small", "method": method, "seed": seed, "loss": loss, "held_out": held_out, **costs}
 
 
@@ -339,23 +339,54 @@ def test_differences_have_the_error_of_all_methods_and_seeds() -> None:
     assert (row["difference"]["low"], row["difference"]["high"]) == pytest.approx(tuple(student))
     assert diverged["loss"] is diverged["difference"] is diverged["over_documents"] is None
     assert rows_of(runs, "bb")["small"][0]["difference"]["mean"] == pytest.approx(-row["difference"]["mean"])
-    assert rows_of(runs[:2], "a")["small"][1]["difference"]["low"] is None  # one seed
+    one_seed = rows_of(runs[:2], "a")["small"][1]["difference"]
+    assert one_seed["low"] is one_seed["own"] is None
 
     error = pooled_error({"a": [0.0, 0.0], "b": [1.0, 3.0], "c": [2.0, 1.0]})  # residuals of 1/6, 5/6 and 4/6, twice
     assert (error.comparisons, error.degrees_of_freedom) == (2, 2)
     assert error.standard_error == pytest.approx(math.sqrt(2 / 2 * 2 * (1 + 25 + 16) / 36 / 2))
 
 
-def test_the_evaluations_error_is_that_of_the_documents() -> None:
-    runs = [a_run("a", 0, 1.0, [[10, 10.0], [30, 30.0]]), a_run("b", 0, 1.25, [[10, 11.0], [30, 39.0]])]
+def test_each_method_has_its_own_paired_test_with_holms_correction() -> None:
+    losses = {
+        "a": [4.0, 5.0, 4.4, 4.1],
+        "b": [4.1, 5.12, 4.46, 4.2],
+        "c": [4.3, 5.1, 4.5, 4.9],
+        "d": [3.0, 4.1, 3.3, 3.2],
+    }
+    runs = [a_run(method, seed, values[seed]) for seed in range(4) for method, values in losses.items()]
+    own = {row["method"]: row["difference"]["own"] for row in rows_of(runs, "a")["small"][1:]}
+    tests = {method: stats.ttest_rel(values, losses["a"]) for method, values in losses.items() if method != "a"}
+    for method, test in tests.items():
+        assert own[method]["p"] == pytest.approx(test.pvalue)
+        assert (own[method]["low"], own[method]["high"]) == pytest.approx(tuple(test.confidence_interval()))
+    p = {method: test.pvalue for method, test in tests.items()}
+    assert p["d"] < p["b"] < p["c"]
+    corrected = (3 * p["d"], 2 * p["b"], max(2 * p["b"], p["c"]))
+    assert tuple(own[method]["holm"] for method in "dbc") == pytest.approx(corrected)
+
+
+def test_choices_and_reports_are_of_different_documents() -> None:
+    documents = [[10, 10.0], [30, 60.0], [20, 60.0], [5, 20.0]]
+    assert losses_of(a_run("a", 0, 1.0, documents), None) == (70 / 40, 80 / 25)  # the longest and the third longest
+    # Groups: z has 35 tokens, x 20, y 10.
+    assert losses_of(a_run("a", 0, 1.0, documents), ["y", "z", "x", "z"]) == (90 / 45, 60 / 20)
+    assert losses_of(a_run("a", 0, 1.0, documents), ["x"] * 4) == (None, 150 / 65)
+    assert losses_of(a_run("a", 0, None), None) == (None, None)
+
+
+def test_the_evaluations_error_is_that_of_the_reported_documents() -> None:
+    ours, theirs = [[90, 1.0], [80, 0.0], [80, 0.0], [10, 10.0]], [[90, 2.0], [80, 40.0], [80, 40.0], [10, 11.0]]
+    runs = [a_run("a", 0, 1.0, ours), a_run("b", 0, 1.25, theirs)]  # the second and the fourth are reported
     interval = rows_of(runs, "a")["small"][1]["over_documents"]
-    assert (interval["low"], interval["high"]) == pytest.approx((0.1, 0.3))  # one of the two documents, twice
+    assert (interval["low"], interval["high"]) == pytest.approx((0.1, 0.5))  # one of the two documents, twice
     assert rows_of([a_run("a", 0, 1.0), a_run("b", 0, 1.25)], "a")["small"][1]["over_documents"] is None
-    assert rows_of(runs, "a", ["x", "x"])["small"][1]["over_documents"] is None
-    documents = ([[10, 10.0], [10, 10.0], [30, 30.0]], [[10, 11.0], [10, 11.0], [30, 39.0]])
-    runs = [a_run("a", 0, 1.0, documents[0]), a_run("b", 0, 1.22, documents[1])]
-    interval = rows_of(runs, "a", ["x", "y", "x"])["small"][1]["over_documents"]
-    assert (interval["low"], interval["high"]) == pytest.approx((0.1, 10 / 40))  # y twice, x twice
+    assert rows_of(runs, "a", ["x", "y", "y", "y"])["small"][1]["over_documents"] is None
+    ours = [[90, 1.0], [60, 0.0], [50, 0.0], [20, 0.0], [10, 0.0]]
+    theirs = [[90, 2.0], [60, 30.0], [50, 40.0], [20, 0.0], [10, 3.0]]
+    runs = [a_run("a", 0, 1.0, ours), a_run("b", 0, 1.25, theirs)]
+    interval = rows_of(runs, "a", ["x", "y", "z", "w", "w"])["small"][1]["over_documents"]
+    assert (interval["low"], interval["high"]) == pytest.approx((0.1, 0.5))  # y twice, w twice
 
 
 # Data.
@@ -433,19 +464,17 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
     assert rows[0]["parameters"] - rows[1]["parameters"] == 6 * 2 * 32 * 16
     assert rows[1]["cache_bytes_per_token"] * 2 == rows[0]["cache_bytes_per_token"] == 6 * 2 * 32 * 2
     for row in rows:
-        losses = [
-            json.loads(path.read_text())["loss"]
-            for path in sorted((work / "study" / "runs").rglob("*.json"))
-            if json.loads(path.read_text())["method"] == row["method"]
-        ]
-        assert row["losses"] == losses
+        runs_of = [json.loads(path.read_text()) for path in sorted((work / "study" / "runs").rglob("*.json"))]
+        own = [run for run in runs_of if run["method"] == row["method"]]
+        assert row["losses"] == [losses_of(run, None)[1] for run in own]
+        assert row["choice_loss"] == pytest.approx(np.mean([losses_of(run, None)[0] for run in own]))
         assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2) / report["bytes_per_token"])
     of_faster = [metric for metric in metrics_of(report) if faster in metric.name]
     assert [metric.value for metric in of_faster] == [rows[2]["loss"], rows[2]["difference"]["mean"]]
     assert {metric.method for metric in of_faster} == {"transformer"}
     assert all("768 tokens, 2 seeds" in metric.note for metric in of_faster)
-    told_apart = rows[2]["difference"]["low"] * rows[2]["difference"]["high"] > 0
-    assert of_faster[1].note.endswith(": not told apart") != told_apart
+    assert f"p {rows[2]['difference']['own']['holm']:.3f} by its own t-test" in of_faster[1].note
+    assert any("methods have different learning rates" in note for note in report["notes"])
     assert report["environments"][0]["packages"]["torch"] == metadata.version("torch")
     assert report["data"]["curve_tokens"] == 6 * 32
     assert 6 <= report["data"]["curve_documents"] <= 12
@@ -484,7 +513,7 @@ def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable
     assert list(report["sizes"]) == ["checkpoint"]
     assert all("2 seeds, continued from the checkpoint" in metric["note"] for metric in report["metrics"])
     (note,) = (m["note"] for m in report["metrics"] if m["method"] == "svformer" and "minus" in m["name"])
-    assert re.search(r"; simultaneous 95 % interval [+-]\d\.\d{4} to [+-]\d\.\d{4}$", note)
+    assert re.search(r"; simultaneous 95 % interval [+-]\d\.\d{4} to [+-]\d\.\d{4}, p [01]\.\d{3} by", note)
     runs = [json.loads(path.read_text()) for path in (work / "continued" / "runs").rglob("*.json")]
     starts = {(run["method"], run["seed"]): run["curve"][0]["validation_loss"] for run in runs}
     options = {"sample_by": "paragraph", "block": 32, "held_out": 0.1, "held_out_blocks": 6}

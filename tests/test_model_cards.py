@@ -401,13 +401,6 @@ def test_results_have_the_hubs_legacy_and_current_form() -> None:
 # The methods' cards
 
 
-def test_method_cards_are_what_the_facts_make_of_them(method: str) -> None:
-    studies = [ROOT / "benchmarks" / "results" / "study" / f"{name}.json" for name in ("english", "main", "trend")]
-    measured = [m for path in studies for m in metrics_of(json.loads(path.read_text()), path.name)]
-    again = "python -c \"from resformer.model_cards import *; write_method_cards('model_cards/methods', METRICS)\""
-    assert packaged_method_card(method) == method_card(method, measured), f"make them anew: {again}"
-
-
 def test_the_command_prints_a_card_of_each_method_and_there_is_no_other() -> None:
     assert card("--method", "svformer") == (0, packaged_method_card("svformer"), "")
     assert {path.stem for path in (ROOT / "model_cards" / "methods").iterdir()} == set(METHODS) == set(FACTS)

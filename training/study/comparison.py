@@ -401,6 +401,8 @@ def _continued_runs(options: StudyOptions, methods: Sequence[_Method], data: Stu
     """Converts the checkpoint to each architecture, once, into a folder of `starts`."""
     assert options.start is not None
     size = Path(options.start).resolve().name if Path(options.start).exists() else options.start.rpartition("/")[2]
+    if size.isdecimal():  # a model of another study: models/SIZE/METHOD/SEED
+        size = "-".join(Path(options.start).resolve().parts[-2:])
     runs = []
     for method in methods:
         folder = starts / _file_name(_architecture(method.text))
@@ -452,6 +454,11 @@ def _parsed(text: str, known: Mapping[str, Any], what: str, allowed: Collection[
         except json.JSONDecodeError:
             values[key] = value
     return name, values
+
+
+def _rates(method: str, settings: RunSettings) -> tuple[float, float | None]:
+    own = _read_method(method, settings).settings
+    return own.learning_rate, own.connection_learning_rate
 
 
 def _parameters(config: ResFormerConfig) -> int:
@@ -519,9 +526,10 @@ def _notes(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]], toke
     options = study.options
     budget = f"{options.settings.steps:,} steps of {options.settings.batch} x {options.block} tokens"
     notes = [
-        f"Loss: nats per token after {budget} (or its own steps), on the whole held-out text: {tokens:,} "
-        f"tokens of {study.data.fingerprint['held_out_documents']:,} documents. Δ: minus that of "
-        f"{options.compared_with}, the mean of the seeds. FLOPs: relative to its."
+        f"Loss: nats per token after {budget} (or its own steps), on the half of the held-out text that is for reports "
+        f"(all of it: {tokens:,} tokens of {study.data.fingerprint['held_out_documents']:,} documents); the other half "
+        f"is for choices, as of a learning rate. Δ: minus that of {options.compared_with}, the mean of the seeds. "
+        "FLOPs: relative to its."
     ]
     for size, rows in sizes.items():
         losses = {row["method"]: row["losses"] for row in rows}
@@ -531,17 +539,22 @@ def _notes(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]], toke
             notes.append(f"{size}: one {'seed' if options.seeds == 1 else 'method'}, no interval over seeds.")
         else:
             notes.append(
-                f"{size}: 95 % intervals over seeds hold for all {error.comparisons} comparisons at once (Dunnett); "
-                f"pooled standard error {error.standard_error:.4f}, {error.degrees_of_freedom} degrees of freedom."
+                f"{size}: [pooled] are simultaneous 95 % intervals over seeds for all {error.comparisons} comparisons "
+                f"(Dunnett), with a pooled standard error of {error.standard_error:.4f}, {error.degrees_of_freedom} "
+                "degrees of freedom; [own] are 95 % intervals of each method's own paired t-test, and p is its p-value "
+                "with Holm's correction."
             )
         if diverged := [method for method in losses if None in losses[method]]:
             notes.append(f"{size}: left out, since a run diverged: {', '.join(diverged)}.")
+        rates = {row["method"]: _rates(row["method"], options.settings) for row in rows}
+        if len({rates[row["method"]] for row in rows}) > 1 and not study.options.start:
+            notes.append(
+                f"{size}: methods have different learning rates. A difference is then one of rates, too, unless each "
+                "method has its best one."
+            )
     groups = study.data.groups
-    drawn = "held-out documents" if groups is None else f"{len(set(groups))} groups of held-out documents"
-    return [
-        *notes,
-        f"Over documents: 95 % of a bootstrap of the {drawn}, for these models; not simultaneous.",
-    ]
+    drawn = "these held-out documents" if groups is None else "the groups of these held-out documents"
+    return [*notes, f"[over documents]: 95 % of a bootstrap of {drawn}, for these models; not simultaneous."]
 
 
 def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -568,7 +581,7 @@ def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) ->
         if (difference := row["difference"]) is not None:
             if difference["low"] is not None:
                 note += f"; simultaneous 95 % interval {difference['low']:+.4f} to {difference['high']:+.4f}"
-                note += ": not told apart" * (difference["low"] < 0 < difference["high"])
+                note += f", p {difference['own']['holm']:.3f} by its own t-test with Holm's correction"
             name = f"loss minus {options.compared_with}'s, {place}"
             metrics.append({"name": name, "value": difference["mean"], **common, "note": note})
     return metrics

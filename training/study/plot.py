@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from resformer.training.study.table import pooled_error
+from resformer.training.study.table import losses_of, pooled_error
 
 __all__ = ["check_packages", "plot"]
 
@@ -42,7 +42,7 @@ def plot(study: Mapping[str, Any], runs: Sequence[Run], path: Path) -> None:
         _draw_differences(during, curves, baseline, colours)
         _draw_final(final, [row for row in rows if row["difference"] is not None], colours, seeds)
         if swept:
-            _draw_rates(last, of_size, swept, colours)
+            _draw_rates(last, of_size, swept, colours, study["held_out_groups"])
         else:
             for method, curve in curves.items():
                 points = {tokens: fmean(losses) for tokens, losses in curve.items() if None not in losses}
@@ -98,7 +98,7 @@ def _draw_final(axes: Any, rows: Sequence[Mapping[str, Any]], colours: Mapping[s
         label.set_color(colours[row["method"]])
     axes.invert_yaxis()
     interval = "mean, simultaneous 95 % interval, seeds" if seeds > 1 else "one seed, no interval"
-    axes.set(title=f"at the end, on the whole held-out text\n{interval}", xlabel="left of 0 is better")
+    axes.set(title=f"at the end, on the held-out text for reports\n{interval}", xlabel="left of 0 is better")
 
 
 def _is_swept(runs: Sequence[Run], setting: str) -> bool:
@@ -112,18 +112,22 @@ def _rate(run: Run, setting: str) -> float:
     return float(run["learning_rate"] if run[setting] is None else run[setting])
 
 
-def _draw_rates(axes: Any, runs: Sequence[Run], setting: str, colours: Mapping[str, Any]) -> None:
+def _draw_rates(
+    axes: Any, runs: Sequence[Run], setting: str, colours: Mapping[str, Any], groups: Sequence[str] | None
+) -> None:
+    losses = [(run, *losses_of(run, groups)) for run in runs]
+    finite = [(run, reports if choices is None else choices) for run, choices, reports in losses if reports is not None]
     for architecture in dict.fromkeys(run["architecture"] for run in runs):
-        losses: dict[float, list[float]] = {}
-        for run in runs:
-            if run["architecture"] == architecture and run["loss"] is not None:
-                losses.setdefault(_rate(run, setting), []).append(run["loss"])
+        points: dict[float, list[float]] = {}
+        for run, loss in finite:
+            if run["architecture"] == architecture:
+                points.setdefault(_rate(run, setting), []).append(loss)
                 colour = colours[run["method"]]
-        points = sorted((rate, fmean(values)) for rate, values in losses.items())
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", label=architecture, color=colour)
+        means = sorted((rate, fmean(values)) for rate, values in points.items())
+        if means:
+            axes.plot(*zip(*means, strict=True), marker="o", label=architecture, color=colour)
     axes.set_xscale("log")
-    rates = sorted({_rate(run, setting) for run in runs if run["loss"] is not None})
+    rates = sorted({_rate(run, setting) for run, _ in finite})
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axes.minorticks_off()
-    axes.set(title="loss on the whole held-out text, mean of the seeds", xlabel=setting.replace("_", " "))
+    axes.set(title="loss on the held-out text for choices, mean of the seeds", xlabel=setting.replace("_", " "))

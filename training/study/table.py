@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["PooledError", "dunnett_critical_value", "markdown", "pooled_error", "rows_of"]
+__all__ = ["PooledError", "dunnett_critical_value", "losses_of", "markdown", "pooled_error", "rows_of"]
 
 Run = Mapping[str, Any]
 
@@ -69,13 +69,45 @@ def pooled_error(losses: Mapping[str, Sequence[float | None]]) -> PooledError | 
     return PooledError(methods - 1, degrees, math.sqrt(2 / seeds * float((residuals**2).sum()) / degrees))
 
 
+def for_choices(tokens: Sequence[int], groups: Sequence[str] | None) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Whether each held-out document serves choices, such as that of a learning rate, and not reports.
+
+    From the largest group to the smallest, or from the longest document if there are no groups, every second one does,
+    the first included. With one group all documents serve reports.
+
+    Args:
+        tokens: of each document.
+        groups: of each document.
+    """
+    numbers = np.arange(len(tokens)) if groups is None else np.unique(groups, return_inverse=True)[1]
+    sizes = np.bincount(numbers, tokens)
+    order = np.argsort(-sizes, kind="stable")
+    return np.isin(numbers, order[::2] if len(order) > 1 else [])
+
+
+def losses_of(run: Run, groups: Sequence[str] | None) -> tuple[float | None, float | None]:
+    """The losses on the held-out documents of choices and on those of reports; `None` if there are none, or of a run
+    that diverged."""
+    documents = run["held_out"]["documents"]
+    if documents is None:
+        return None, None
+    tokens, nats = np.array(documents).T
+    chosen = for_choices(tokens, groups)
+    choices, reports = (
+        float(nats[part].sum() / tokens[part].sum()) if part.any() else None for part in (chosen, ~chosen)
+    )
+    return choices, reports
+
+
 def rows_of(runs: Sequence[Run], baseline: str, groups: Sequence[str] | None = None) -> dict[str, list[dict[str, Any]]]:
     """Size -> a row for each method, in the order of the runs. Every method has the same seeds.
 
-    `difference` is the loss minus the baseline's of the same seed, its mean over the seeds with the simultaneous 95 %
-    interval by `pooled_error`, which one seed does not have. `over_documents` is the 95 % interval of the same mean if
-    the held-out documents are drawn anew, by the percentiles of a bootstrap; those of one of `groups` are drawn
-    together. Both are `None` for the baseline, and where a loss is not finite.
+    `loss` is that of the documents of reports, see `for_choices`. `difference` is this minus the baseline's of the same
+    seed: its mean over the seeds; `low` and `high`, the simultaneous 95 % interval by `pooled_error`; `own`, the 95 %
+    interval of a paired t-test of these differences alone, its p-value and that with Holm's correction for all rows.
+    `over_documents` is the 95 % interval of the same mean if the documents are drawn anew, by the percentiles of a
+    bootstrap; those of one of `groups` are drawn together. `None` are both for the baseline, and where a loss is not
+    finite; intervals over seeds with one seed.
     """
     tables: dict[str, list[dict[str, Any]]] = {}
     for size in dict.fromkeys(run["size"] for run in runs):
@@ -83,7 +115,8 @@ def rows_of(runs: Sequence[Run], baseline: str, groups: Sequence[str] | None = N
         for run in runs:
             if run["size"] == size:
                 by_method.setdefault(run["method"], []).append(run)
-        losses = {method: [run["loss"] for run in of_method] for method, of_method in by_method.items()}
+        parts = {method: [losses_of(run, groups) for run in of_method] for method, of_method in by_method.items()}
+        losses = {method: [reports for _, reports in of_method] for method, of_method in parts.items()}
         error, base = pooled_error(losses), by_method[baseline]
         tables[size] = [
             {
@@ -91,6 +124,7 @@ def rows_of(runs: Sequence[Run], baseline: str, groups: Sequence[str] | None = N
                 "seeds": [run["seed"] for run in of_method],
                 "losses": losses[method],
                 "loss": _mean(losses[method]),
+                "choice_loss": _mean([choices for choices, _ in parts[method]]),
                 "difference": None if of_method is base else _difference(losses[method], losses[baseline], error),
                 "over_documents": None if of_method is base else _over_documents(of_method, base, groups),
                 "relative_flops": of_method[0]["training_flops"] / base[0]["training_flops"],
@@ -98,6 +132,7 @@ def rows_of(runs: Sequence[Run], baseline: str, groups: Sequence[str] | None = N
             }
             for method, of_method in by_method.items()
         ]
+        _correct([row["difference"]["own"] for row in tables[size] if row["difference"] and row["difference"]["own"]])
     return tables
 
 
@@ -115,7 +150,21 @@ def _difference(
         return None
     mean = statistics.fmean(values)
     low, high = (None, None) if error is None else (mean - error.half_width, mean + error.half_width)
-    return {"mean": mean, "low": low, "high": high, "values": values}
+    own = None
+    if len(values) > 1 and len(set(values)) > 1:
+        from scipy import stats
+
+        test = stats.ttest_1samp(values, 0.0)
+        interval = test.confidence_interval(0.95)
+        own = {"low": float(interval.low), "high": float(interval.high), "p": float(test.pvalue)}
+    return {"mean": mean, "low": low, "high": high, "own": own, "values": values}
+
+
+def _correct(tests: Sequence[dict[str, Any]]) -> None:
+    """Adds to each test its p-value with Holm's correction for all of them (1979)."""
+    largest = 0.0
+    for place, test in enumerate(sorted(tests, key=lambda test: test["p"])):
+        test["holm"] = largest = max(largest, min(1.0, (len(tests) - place) * test["p"]))
 
 
 def _over_documents(
@@ -126,7 +175,10 @@ def _over_documents(
     if any(run["loss"] is None for run in (*runs, *baseline)):
         return None
     nats, base = (np.mean([run["held_out"]["documents"] for run in each], axis=0) for each in (runs, baseline))
+    reports = ~for_choices(nats[:, 0], groups)
+    nats, base = nats[reports], base[reports]
     if groups is not None:
+        groups = [group for group, counts in zip(groups, reports, strict=True) if counts]
         numbers = np.unique(groups, return_inverse=True)[1]
         nats, base = (np.stack([np.bincount(numbers, column) for column in each.T], axis=1) for each in (nats, base))
     if len(nats) < 2:
@@ -145,7 +197,8 @@ def _over_documents(
 
 def markdown(study: Mapping[str, Any]) -> str:
     """The tables of a `study.json`, one a size."""
-    titles = ["method", "loss", "bits/byte", "Δ [over seeds]", "[over documents]", "parameters", "FLOPs", "cache/token"]
+    titles = ["method", "loss", "bits/byte", "Δ [pooled]", "[own]", "p", "[over documents]"]
+    titles += ["parameters", "FLOPs", "cache/token"]
     lines = []
     for size, rows in study["sizes"].items():
         lines += ["", f"**{size}**, {len(rows[0]['seeds'])} seed{'s' * (len(rows[0]['seeds']) > 1)}", ""]
@@ -155,7 +208,8 @@ def markdown(study: Mapping[str, Any]) -> str:
             cells += ["diverged", ""] if row["loss"] is None else [f"{row['loss']:.4f}", f"{row['bits_per_byte']:.4f}"]
             difference = row["difference"]
             cells += ["" if difference is None else f"{difference['mean']:+.4f}{_interval(difference, ' ')}"]
-            cells += [_interval(row["over_documents"])]
+            own = None if difference is None else difference["own"]
+            cells += [_interval(own), "" if own is None else f"{own['holm']:.3f}", _interval(row["over_documents"])]
             cells += [f"{row['parameters']:,}", f"{row['relative_flops']:.3f}", f"{row['cache_bytes_per_token']:,} B"]
             lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *study["notes"]]

@@ -1,0 +1,123 @@
+"""Writes what pages and cards of methods take from results: `python benchmarks/tables.py`; `--check` only compares.
+
+A table of a page stands between `<!-- table: NAME ARGUMENT -->` and `<!-- end -->`. NAME is one of `TABLES`.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from resformer.configuration import METHODS
+from resformer.model_cards.method_cards import method_card
+from resformer.model_cards.metrics import metrics_of
+from resformer.training.study.table import markdown
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+#: The studies whose results the methods' cards have.
+CARDS = ("english", "main", "trend")
+TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def studies(names: str) -> str:
+    """What each study trained, on what."""
+    lines = [
+        "| study | text | parameters | tokens | per parameter | context | learning rate | seeds | held-out files |",
+        f"|{'---|' * 9}",
+    ]
+    for name in names.split(","):
+        report = read(f"study/{name}")
+        (rows,) = report["sizes"].values()
+        plain = next(row for row in rows if row["method"] == report["baseline"])
+        tokens = report["steps"] * report["batch"] * report["block"]
+        swept = {rate for row in rows for rate in re.findall(r":(?:learning_rate)=([^:]+)", row["method"])}
+        cells = [
+            f"[{name}](../benchmarks/results/study/{name}.json)",
+            report["data"]["name"],
+            f"{plain['parameters']:,}",
+            f"{tokens:,}",
+            f"{tokens / plain['parameters']:.2f}",
+            str(report["block"]),
+            ", ".join(sorted(swept, key=float)) or f"{report['learning_rate']:g}",
+            str(len(plain["seeds"])),
+            f"{report['data']['held_out_documents']:,}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def study(name: str) -> str:
+    """All methods of a study, without the notes."""
+    return "\n".join(line for line in markdown(read(f"study/{name}")).splitlines() if line.startswith("|"))
+
+
+def sinks(name: str) -> str:
+    """The first token of each analysed checkpoint: the layer with the strongest sink, drain and peak."""
+    lines = [
+        "| model | texts | importance, largest | of uniform attention | value norm, smallest | hidden norm, largest |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model in read(f"analysis/{name}/analysis")["checkpoints"]:
+        ratios = {key: values["mean"] for key, values in model["quantities"].items() if key.endswith("_ratio")}
+        cells = [model["name"], str(model["texts"])]
+        for key, extreme in (("importance_ratio", max), ("value_norm_ratio", min), ("hidden_norm_ratio", max)):
+            value = extreme(ratios[key])
+            cells.append(f"{value:.3g} (layer {ratios[key].index(value)})")
+        cells.insert(3, f"{model['uniform']['importance_ratio']:.3g}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def coefficients(name: str) -> str:
+    """The learned coefficients of value residuals, layer by layer."""
+    (model,) = (each for each in read(f"analysis/{name}/analysis")["checkpoints"] if each["name"] == "resformer")
+    rows = {n: row for n, row in enumerate(model["value_mixing_matrix"]) if n}
+    return "\n".join(
+        [
+            f"| layer | {' | '.join(map(str, rows))} |",
+            f"|{'---|' * (len(rows) + 1)}",
+            f"| of V_0 | {' | '.join(f'{row[0]:.3f}' for row in rows.values())} |",
+            f"| of its own values | {' | '.join(f'{row[n]:.3f}' for n, row in rows.items())} |",
+        ]
+    )
+
+
+TABLES: dict[str, Callable[[str], str]] = {
+    "studies": studies,
+    "study": study,
+    "sinks": sinks,
+    "coefficients": coefficients,
+}
+
+
+def made() -> dict[Path, str]:
+    """Each page with its tables made anew, and each method's card."""
+    pages = {
+        path: TABLE.sub(
+            lambda match: f"{match[1]}\n{TABLES[match[2]](match[3])}\n\n{match[4]}", path.read_text("utf-8")
+        )
+        for path in ROOT.glob("docs/*.md")
+    }
+    metrics = [each for name in CARDS for each in metrics_of(read(f"study/{name}"), f"{name}.json")]
+    cards = {ROOT / "model_cards" / "methods" / f"{method}.md": method_card(method, metrics) for method in METHODS}
+    return pages | cards
+
+
+def main() -> None:
+    stale = {path: text for path, text in made().items() if path.read_text(encoding="utf-8") != text}
+    if "--check" in sys.argv:
+        names = ", ".join(sorted(path.name for path in stale))
+        sys.exit(f"{names}: differ from the results. Run: python benchmarks/tables.py" if stale else 0)
+    for path, text in stale.items():
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
