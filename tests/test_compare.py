@@ -25,7 +25,7 @@ from conftest import TinyConfig, TinyModel
 from filelock import FileLock
 from scipy import stats
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, get_scheduler
 
 from resformer import METHODS, ResFormerForCausalLM
 from resformer.configuration import mixing_layers
@@ -188,6 +188,24 @@ def test_the_recipe_is_the_papers(tiny_config: TinyConfig, tmp_path: Path, monke
     assert rates.index(max(rates)) == 2
     assert all(left > right for left, right in pairwise(rates[2:]))
     assert optimizer.param_groups[0]["lr"] == pytest.approx(6e-5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [("constant", [0, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2]), ("wsd", [0.2, 1.1, 2, 2, 2, 2, 2, 1.55, 1.1, 0.65, 0.2])],
+)
+def test_the_rate_is_constant_or_falls_at_the_end(tmp_path: Path, schedule: str, rates: list[float]) -> None:
+    settings = RunSettings(steps=10, warmup=0.2, schedule=schedule, decay=0.4, learning_rate=2.0)
+    arguments = settings.arguments(tmp_path, 0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    options = arguments.lr_scheduler_kwargs
+    scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer, 2, 10, options)
+    found = []
+    for _ in range(11):
+        found += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert (arguments.warmup_steps, found) == (2, pytest.approx(rates))
 
 
 def test_micro_batches_make_the_same_step(tiny_config: TinyConfig, tmp_path: Path) -> None:
@@ -597,6 +615,7 @@ def test_a_dry_run_that_fails_leaves_what_another_process_has_begun(
         (SMALL, ["--steps", 4, "--tokenizer", "./nowhere"], 3, "nowhere: has no tokenizer"),
         (SMALL, ["--steps", 4, "--data", "missing.txt"], 3, "missing.txt: there is no such file"),
         (SMALL, ["--steps", 4, "--micro-batch", 3], 2, "micro_batch is 3"),
+        (SMALL, ["--steps", 4, "--schedule", "linear"], 2, "schedule is 'linear'; expected cosine, constant or wsd"),
         (SMALL, ["--steps", 4, "--batch", 4000], 3, "blocks, too few for a batch of 4000"),
         (SMALL, ["--steps", 4, "--from", "nowhere"], 2, "the size is that of nowhere"),
         (CONTINUED, ["--steps", 1, "--from", "nowhere"], 3, "nowhere: has no tokenizer"),

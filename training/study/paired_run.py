@@ -42,7 +42,9 @@ class RunSettings:
     """How a model is trained; the defaults are those of pre-training.
 
     AdamW (0.9, 0.95), gradients clipped at 1, a cosine schedule that ends at a tenth of the learning rate. Norms,
-    biases and cross-layer connections are not decayed.
+    biases and cross-layer connections are not decayed. The schedule can be "constant" instead, whose models can be
+    trained further as if they had never stopped, or "wsd", constant and then falling linearly to a tenth in the share
+    `decay` of the steps.
 
     Raises:
         ValueError: a value is out of its range.
@@ -54,6 +56,8 @@ class RunSettings:
     learning_rate: float = 6e-4
     connection_learning_rate: float | None = None  # default: the others'
     warmup: float = 0.05  # share of the steps
+    schedule: str = "cosine"  # or "constant", "wsd"
+    decay: float = 0.2  # share of the steps, of "wsd"
     weight_decay: float = 0.1
     evaluations: int = 10
     bf16: bool | None = None  # autocast; default: where the processor has it
@@ -65,8 +69,13 @@ class RunSettings:
                 raise ValueError(
                     f"{name} is {value!r}; expected {'a number' if rate else 'an integer'} of more than 0."
                 )
-        if not 0 <= self.warmup < 1:
-            raise ValueError(f"warmup is {self.warmup}; expected a share of the steps from 0 to less than 1.")
+        for name in ("warmup", "decay"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; expected a share of the steps from 0 to less than 1."
+                )
+        if self.schedule not in ("cosine", "constant", "wsd"):
+            raise ValueError(f"schedule is {self.schedule!r}; expected cosine, constant or wsd.")
 
     @property
     def interval(self) -> int:
@@ -84,12 +93,20 @@ class RunSettings:
         Raises:
             ValueError: the batch cannot be divided among the devices, or into micro-batches.
         """
+        scheduler, options = {
+            "cosine": ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+            "constant": ("constant_with_warmup", {}),
+            "wsd": (
+                "warmup_stable_decay",
+                {"num_decay_steps": math.ceil(self.decay * self.steps), "decay_type": "linear", "min_lr_ratio": 0.1},
+            ),
+        }[self.schedule]
         arguments = TrainingArguments(
             output_dir=str(folder),
             max_steps=self.steps,
             learning_rate=self.learning_rate,
-            lr_scheduler_type="cosine_with_min_lr",
-            lr_scheduler_kwargs={"min_lr_rate": 0.1},
+            lr_scheduler_type=scheduler,
+            lr_scheduler_kwargs=options,
             warmup_steps=math.ceil(self.warmup * self.steps),
             weight_decay=self.weight_decay,
             adam_beta2=0.95,

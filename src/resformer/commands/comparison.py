@@ -60,13 +60,18 @@ def compare(
     micro_batch: Annotated[int | None, typer.Option(help="Sequences per device and pass.  [default: all]")] = None,
     learning_rate: Annotated[
         float | None,
-        typer.Option(help="The highest; it ends at a tenth.  [default: 6e-4, or 5e-5 with --from]"),
+        typer.Option(help="The highest.  [default: 6e-4, or 5e-5 with --from]"),
     ] = None,
     connection_learning_rate: Annotated[
         float | None,
         typer.Option(help="Of the connections.  [default: --learning-rate, or 3e-4 with --from]"),
     ] = None,
     warmup: Annotated[float, typer.Option(help="Share of the steps.")] = 0.05,
+    schedule: Annotated[
+        str,
+        typer.Option(help="cosine, constant, or wsd: constant, then down to a tenth in the last --decay of the steps."),
+    ] = "cosine",
+    decay: Annotated[float, typer.Option(help="Share of the steps, with --schedule wsd.")] = 0.2,
     weight_decay: Annotated[float, typer.Option(help="Of matrices; never of connections.")] = 0.1,
     evaluations: Annotated[
         int, typer.Option(help="Evaluations in a run, at even intervals; each saves a checkpoint.")
