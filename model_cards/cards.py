@@ -323,9 +323,13 @@ def _logits(report: Mapping[str, Any]) -> str:
 
 def _run_table(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for run in runs:
-        if missing := [name for name in ("name", *_RUN_ROWS) if run.get(name) is None]:
+        if missing := [name for name in ("name", *_RUN_ROWS) if name not in run]:
             raise ValueError(f"The run {run.get('name', '?')!r} has no `{missing[0]}`, which the card states.")
-    rows = [(title, [pattern.format(run[name]) for run in runs]) for name, (title, pattern) in _RUN_ROWS.items()]
+    rows = [
+        (title, [pattern.format(run[name]) for run in runs])
+        for name, (title, pattern) in _RUN_ROWS.items()
+        if all(run[name] is not None for run in runs)  # no perplexity where nothing was held out
+    ]
     return {"names": [run["name"] for run in runs], "rows": rows}
 
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_colla
 
 from resformer import ResFormerForCausalLM, retrofit
 from resformer.checkpoint_cards import checkpoint_card
-from resformer.errors import OutputError
+from resformer.errors import CheckpointError, OutputError
 from resformer.files import check_target, locked
 from resformer.pushing import HubError
 from resformer.training import recipe
@@ -409,7 +409,7 @@ def test_only_what_is_named_is_trained(
 ) -> None:
     trainers: list[Any] = []
     run_trainer = recipe._train
-    monkeypatch.setattr(recipe, "_train", lambda *given: (trainers.append(given[0]), run_trainer(*given)))
+    monkeypatch.setattr(recipe, "_train", lambda *given: (trainers.append(given[0]), run_trainer(*given))[1])
     options = {
         "distill": "source",
         "distill_weight": 1,
@@ -499,6 +499,78 @@ def test_a_run_that_died_after_its_last_step_trains_no_more(work: Path, monkeypa
     assert loss_of(work / "died", work, 4) == pytest.approx(first, rel=1e-5)
     assert second < first
     assert 3 * 32 < report.evaluation_tokens < 4 * 32  # that are predicted
+
+
+def stop_at(step: int, patch: pytest.MonkeyPatch) -> None:
+    """Ends the training right after a checkpoint, as a kill would."""
+    save = recipe._RecipeTrainer._save_checkpoint
+
+    def save_and_die(trainer: Any, *given: Any) -> None:
+        save(trainer, *given)
+        if trainer.state.global_step == step:
+            raise OSError("killed")
+
+    patch.setattr(recipe._RecipeTrainer, "_save_checkpoint", save_and_die)
+
+
+def test_a_stream_is_resumed_where_it_was(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (work / "one.txt").write_text("\n".join(f"Line {n} is another text." for n in range(2000)))
+    monkeypatch.setattr("resformer.training.data._SHUFFLED", 16)
+    model = AutoModelForCausalLM.from_pretrained(work / "retrofit")
+    model.config.attention_dropout = 0.1  # random numbers, too, must be those of the uninterrupted run
+    model.save_pretrained(work / "dropout")
+    byte_tokenizer().save_pretrained(work / "dropout")
+    options = {"model": "dropout", "data": ["notes.txt:1", "one.txt:2"], "sample_by": "document", "streaming": True}
+    options |= {"steps": 8, "accumulate": 2, "batch": 3, "learning_rate": 1e-2, "save_steps": 1}
+    whole = tuned(work, "whole-stream", monkeypatch, **options)
+    with monkeypatch.context() as patch:
+        stop_at(5, patch)
+        with pytest.raises(OSError, match="killed"):
+            tuned(work, "killed-stream", patch, **options)
+    resumed = tuned(work, "killed-stream", monkeypatch, **options, resume=True)
+    assert resumed.resumed_from == 5
+    assert resumed.evaluations == whole.evaluations
+    expected, got = (load_file(work / name / "model.safetensors") for name in ("whole-stream", "killed-stream"))
+    assert not [name for name in expected if not torch.equal(expected[name], got[name])]
+    assert [note.partition(":")[0] for note in whole.notes] == ["notes.txt", "one.txt"]
+
+
+def test_a_run_that_cannot_be_gone_on_with_is_refused(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(work / "retrofit", work / "changing")
+    (work / "text.txt").write_text((work / "notes.txt").read_text())
+    options = {"model": "changing", "data": "text.txt", "save_steps": 1}
+    with monkeypatch.context() as patch:
+        stop_at(1, patch)
+        with pytest.raises(OSError, match="killed"):
+            tuned(work, "begun", patch, **options)
+
+    def refused(words: str) -> None:
+        with pytest.raises(CheckpointError, match=words):
+            tuned(work, "begun", monkeypatch, **options, resume=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.TrainingArguments.world_size", 2)
+        refused("processes was 1, is 2. Go on as it began")
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "gather_object", lambda found: [*found, False])  # another node's
+        refused("checkpoint-1: is on the first process's disk and not on those of all")
+    (work / "text.txt").write_text((work / "notes.txt").read_text().replace("first layer", "third layer", 1))
+    refused("data_sha256 was '.*', is '")
+    (work / "text.txt").write_text((work / "notes.txt").read_text())
+    shutil.copy(work / "source" / "model.safetensors", work / "changing")
+    refused(r"weights was \['.*'\], is \['")
+
+
+def test_without_held_out_text_nothing_is_evaluated(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = tuned(work, "unseen", monkeypatch, held_out=0.0, steps=1)
+    assert (report.held_out_blocks, report.evaluations, report.loss_after) == (0, [], None)
+    assert report.steps == 1
+    card = (work / "unseen" / "README.md").read_text()
+    assert "No text was held out." in card
+    assert "perplexity" not in card
+    assert str(checkpoint_card(work / "unseen").card) == card
+    with pytest.raises(CheckpointError, match="The loss is nan; nothing was written"):
+        tuned(work, "lost", monkeypatch, held_out=0.0, learning_rate=math.inf)
 
 
 @pytest.mark.parametrize(("optim", "share"), [("adafactor", 0), ("adamw_8bit", 0.5), ("adamw_torch", 2)])

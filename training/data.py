@@ -1,12 +1,14 @@
 """Training data: files, saved datasets and Hub ids, mixed or not, a held-out split by content, packing into blocks."""
 
 import hashlib
+import math
 import random
 import re
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ from datasets import (
     List,
     Value,
     concatenate_datasets,
-    interleave_datasets,
     load_dataset,
     load_from_disk,
 )
@@ -40,7 +41,9 @@ __all__ = [
     "STANDARD_LIBRARY",
     "Blocks",
     "DataError",
+    "Documents",
     "PackedBlocks",
+    "StreamedBlocks",
     "is_held_out",
     "load_documents",
     "load_tokenizer",
@@ -71,8 +74,11 @@ _BUILDERS = {
     "arrow": "arrow",
 }
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
-_SHUFFLED = 1024  # blocks of a stream that are shuffled among one another
+_SHUFFLED = 1024  # blocks of streams that are shuffled among one another
 _READ_AHEAD = 2**25  # characters of all streams together that are searched for held-out documents
+_FEW = 4  # documents that a source must be expected to have on either side, or it is cut
+_STRETCHES = 8  # of a source that is cut are held out, of this many characters at least:
+_STRETCH = 1000
 #: Columns of chats, and of prompts with their completions; of both, either all texts or all lists of messages.
 _CHAT_COLUMNS = (["messages"], ["prompt", "completion"])
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "pydoc_data"}
@@ -139,6 +145,16 @@ class PackedBlocks(torch.utils.data.Dataset):
             "position_ids": positions - document_start.cummax(0).values,
         }
 
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the first 2**26 tokens, and of where their blocks and documents begin."""
+        digest = hashlib.sha256()
+        for chunk in self.tokens.slice(0, 2**26).chunks:
+            digest.update(chunk.to_numpy().astype("<i8").tobytes())
+        for places in (self.starts, self.begins):
+            digest.update(places.astype("<i8").tobytes())
+        return digest.hexdigest()
+
     @property
     def whole(self) -> "PackedBlocks":
         """The same without `most`."""
@@ -152,13 +168,158 @@ class PackedBlocks(torch.utils.data.Dataset):
         return np.unique(np.concatenate([np.arange(0), *map(np.arange, firsts, ends)]))
 
 
+class StreamedBlocks(torch.utils.data.IterableDataset):
+    """Blocks of streams without end, mixed by tokens; items as of `PackedBlocks`.
+
+    The next block is of the stream that has given the fewest for its weight. A stream that has ended begins again;
+    without weights, when all have ended, so that no text is read twice before another was read once. Blocks are
+    shuffled among each 1,024 that follow one another.
+
+    Args:
+        streams: source -> documents.
+        tokenise: of a batch of documents, as `_tokenise`.
+        seed: of the order.
+
+    Attributes:
+        start: where iteration begins, as `place` says; `None`: at the beginning.
+
+    Raises:
+        DataError: a stream does not fill a block.
+    """
+
+    def __init__(
+        self,
+        streams: Mapping[str, IterableDataset],
+        tokenise: Callable[..., dict[str, list[list[Any]]]],
+        block: int,
+        *,
+        weights: Sequence[float] | None = None,
+        separate: bool = False,
+        seed: int = 0,
+    ):
+        self.weights, self.seed = weights, seed
+        self._streams = [_PackedStream(stream, tokenise, block, separate) for stream in streams.values()]
+        self.start: dict[str, Any] | None = None
+        digest = hashlib.sha256()
+        for source, stream in zip(streams, self._streams, strict=True):
+            first = next(iter(stream), None)
+            if first is None:
+                raise DataError(
+                    f"{source}: its training documents have {stream.tail:,} tokens and do not fill a block of "
+                    f"{block:,}; use more text or a smaller --block."
+                )
+            digest.update(first["input_ids"].numpy().tobytes())
+        self.digest = digest.hexdigest()  # of each stream's first block
+        self._begin()
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        window, given = self._begin()
+        mixed = self._mixed()
+        while True:
+            self._windows[window] = self._now(window)
+            blocks = list(islice(mixed, _SHUFFLED))
+            for index in np.random.default_rng([self.seed, window]).permutation(_SHUFFLED)[given:]:
+                yield blocks[index]
+            window, given = window + 1, 0
+
+    def _begin(self) -> tuple[int, int]:
+        count = len(self._streams)
+        beginning = {"window": 0, "given": 0, "blocks": [0] * count, "ended": [False] * count, "places": [None] * count}
+        start: dict[str, Any] = self.start or beginning
+        for stream, place in zip(self._streams, start["places"], strict=True):
+            stream.place = place
+        self._blocks, self._ended = list(start["blocks"]), list(start["ended"])
+        self._windows: dict[int, dict[str, Any]] = {}
+        return start["window"], start["given"]
+
+    def place(self, given: int) -> dict[str, Any]:
+        """Where iteration is after so many blocks since the beginning, for JSON: what `start` takes.
+
+        As more may have been read ahead, the places of all windows are known from that of the last call on.
+        """
+        window = given // _SHUFFLED
+        self._windows = {number: place for number, place in self._windows.items() if number >= window}
+        return {**self._windows.get(window, self._now(window)), "given": given % _SHUFFLED}
+
+    def _now(self, window: int) -> dict[str, Any]:
+        places = [stream.place for stream in self._streams]
+        return {"window": window, "blocks": list(self._blocks), "ended": list(self._ended), "places": places}
+
+    def _mixed(self) -> Iterator[dict[str, torch.Tensor]]:
+        iterators = [iter(stream) for stream in self._streams]
+        weights = self.weights or [1.0] * len(iterators)
+        while True:
+            number = min(
+                (number for number, ended in enumerate(self._ended) if not ended),
+                key=lambda number: self._blocks[number] / weights[number],
+            )
+            if (block := next(iterators[number], None)) is not None:
+                self._blocks[number] += 1
+                yield block
+                continue
+            iterators[number] = iter(self._streams[number])
+            self._ended[number] = self.weights is None
+            if all(self._ended):
+                self._ended, self._blocks = [False] * len(iterators), [0] * len(iterators)
+
+
+class _PackedStream:
+    """The blocks of one stream. `place` is where iteration is, and where it begins: `None` at either end."""
+
+    def __init__(self, documents: IterableDataset, tokenise: Callable[..., Any], block: int, separate: bool):
+        self.documents, self.tokenise, self.block, self.separate = documents, tokenise, block, separate
+        self.place: dict[str, Any] | None = None
+        self.tail = 0  # tokens that did not fill a block at the end
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        # The reader's state before a batch of documents, the tokens left over from those before, the blocks given.
+        place = self.place or {"reader": None, "left": [[], [], []], "given": 0}
+        reader, left, given = place["reader"], place["left"], place["given"]
+        self.documents.load_state_dict(reader)
+        for batch in self.documents.iter(batch_size=64):
+            ids, learned, starts = map(list, left)
+            tokens = self.tokenise(batch)
+            for document, marks in zip(tokens["input_ids"], tokens["learned"], strict=True):
+                starts.append(len(ids))
+                ids += document
+                learned += marks or [True] * len(document)
+            blocks = PackedBlocks(
+                pa.chunked_array([pa.array(ids, pa.int32())]),
+                np.array(starts, np.int64),
+                self.block,
+                separate=self.separate,
+                learned=np.array(learned, bool),
+            )
+            for index in range(given, len(blocks)):
+                self.place = {"reader": reader, "left": left, "given": index + 1}
+                yield blocks[index]
+            whole = len(ids) // self.block * self.block
+            left = [ids[whole:], learned[whole:], [start - whole for start in starts if start >= whole]]
+            reader, given = self.documents.state_dict(), 0
+        self.place, self.tail = None, len(left[0])
+
+
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks to train on and the held-out ones."""
+    """The blocks to train on and the held-out ones, which are none where no share is held out."""
 
-    train: PackedBlocks | IterableDataset
+    train: Any  # PackedBlocks; StreamedBlocks of streams
     held_out: PackedBlocks
     held_out_documents: Mapping[str, int]  # source -> how many of its documents have tokens in the held-out blocks
+    notes: Sequence[str] = ()  # of `Documents`
+
+    @property
+    def digest(self) -> str:
+        """Differs if other tokens are trained or evaluated on, as far as the digests of both sides go."""
+        return hashlib.sha256(f"{self.train.digest} {self.held_out.digest}".encode()).hexdigest()
+
+
+class Documents(dict[str, Dataset | IterableDataset]):
+    """Source -> its documents; `notes` say which were cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
 
 
 def is_held_out(key: str, share: float) -> bool:
@@ -210,8 +371,12 @@ def load_documents(
     sample_by: str = "document",
     streaming: bool = False,
     chats: bool = False,
-) -> dict[str, Dataset | IterableDataset]:
+    held_out: float = 0.0,
+) -> Documents:
     """Source -> its documents, in order, as a column called `text`, or as columns of chats.
+
+    Where a source has too few documents for a share of them to be held out, its text is cut at line ends, and some of
+    the parts are held out, as a column `held_out` says.
 
     Args:
         sources: files, folders (all files below that are of a known kind, or one of `Dataset.save_to_disk`), Hub ids,
@@ -220,11 +385,12 @@ def load_documents(
         sample_by: what a document of a plain text file is: "document" (the file), "paragraph" (until an empty line) or
             "line".
         chats: whether sources without `text_column` may have `messages`, or `prompt` and `completion`.
+        held_out: the share that `pack_documents` will hold out.
 
     Raises:
         DataError: a source does not exist, cannot be read, is empty, or has no such column or split.
     """
-    documents: dict[str, Dataset | IterableDataset] = {}
+    documents = Documents()
     for source in sources:
         if source == STANDARD_LIBRARY:
             documents[source] = (
@@ -249,7 +415,53 @@ def load_documents(
             part = part.select_columns([text_column])
             parts.append(part if text_column == "text" else part.rename_column(text_column, "text"))
         documents[source] = concatenate_datasets(list(map(_as_string, parts))) if len(parts) > 1 else parts[0]
+        if held_out:
+            documents[source], note = _cut_if_few(documents[source], held_out)
+            name = Path(source).name if Path(source).exists() else source  # reports are public
+            documents.notes += [f"{name}: {note}"] if note else []
     return documents
+
+
+def _cut_if_few(documents: Dataset | IterableDataset, share: float) -> tuple[Dataset | IterableDataset, str | None]:
+    """The same documents, or parts of them and a note."""
+    streaming = isinstance(documents, IterableDataset)
+    enough, count, characters = math.ceil(_FEW / min(share, 1 - share)), 0, 0
+    for row in documents:
+        count, characters = count + 1, characters + len(_checked_text(row))
+        if count == enough or "text" not in row or "group" in row:
+            return documents, None
+        if streaming and characters >= _READ_AHEAD:
+            break
+    stretches = min(max(characters * share // _STRETCH, 1), _STRETCHES)
+    settings = {"documents": documents, "period": characters / stretches, "share": share, "version": __version__}
+    features = Features({"text": Value("string"), "held_out": Value("bool")})
+    if streaming:
+        note = "its documents are cut at line ends, since they are few, before some of the parts are held out"
+        return IterableDataset.from_generator(_cut, gen_kwargs=settings, features=features), note
+    parts = Dataset.from_generator(_cut, gen_kwargs=settings, features=features)
+    cut = f"{count} document{' was' if count == 1 else 's were'} cut at line ends into {len(parts)} parts"
+    return parts, f"{cut}, {sum(parts['held_out'])} of them held out" if len(parts) > count else None
+
+
+def _cut(
+    documents: Dataset | IterableDataset, period: float, share: float, version: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Cuts documents so that of each `period` characters the first `share` is held out.
+
+    A part ends at a line's end, or where a line goes on for long; each has a line at least.
+    """
+    seen, stretch, held_out = 0, 0, True
+    for row in documents:
+        text = _checked_text(row)
+        while text:
+            room = max(0, math.ceil((stretch + (share if held_out else 1)) * period) - seen)
+            end = len(text)
+            if room < end:
+                end = text.find("\n", room, room + _STRETCH) + 1 or (end if end <= room + _STRETCH else room + _STRETCH)
+            yield {"text": text[:end], "held_out": held_out}
+            seen, text = seen + end, text[end:]
+            if end >= room:
+                stretch, held_out = stretch + (not held_out), not held_out
 
 
 def _as_string(part: Dataset | IterableDataset) -> Dataset | IterableDataset:
@@ -262,8 +474,13 @@ def training_texts(documents: Mapping[str, Dataset | IterableDataset], held_out:
     """The texts that `pack_documents` does not hold out."""
     for part in documents.values():
         for row in part:
-            if (text := _checked_text(row)) and not is_held_out(row.get("group", text), held_out):
+            if (text := _checked_text(row)) and not _is_held_out(row, text, held_out):
                 yield text
+
+
+def _is_held_out(row: Mapping[str, Any], text: str, share: float) -> bool:
+    chosen: bool | None = row.get("held_out")
+    return is_held_out(row.get("group") or text, share) if chosen is None else chosen
 
 
 def held_out_groups(documents: Mapping[str, Dataset], held_out: float) -> list[str] | None:
@@ -358,48 +575,42 @@ def pack_documents(
 
     Args:
         documents: of `load_documents`; all are datasets, or all are streams.
-        held_out: the share of documents that is held out, by `is_held_out`.
+        held_out: the share of documents that is held out, by `is_held_out` or as `load_documents` has chosen; 0: none.
         held_out_blocks: the most blocks that are made of them, at an even stride over all held-out tokens. Of streams
             these are the ones in the first 2**25 characters, an equal part of each stream, or as many more as fill the
             blocks.
         separate: keep the documents of a block apart, see `PackedBlocks`.
-        seed: of the order in which a stream's blocks are trained on, and of the choice by `weights`.
-        weights: shares of the training documents, one for each source; documents are drawn until a source is used up.
-            Default: all documents of all sources. Held-out documents come from all sources in any case.
+        seed: of the order in which the blocks of streams are trained on.
+        weights: shares of the training tokens, one for each source: of datasets as many documents as it takes until
+            one is used up, of streams without end. Default: all documents of all sources. Held-out documents come from
+            all sources in any case.
         remedy: of too few held-out documents, for the message.
 
     Raises:
         DataError: either side does not fill one block.
     """
     options = {"tokenizer": tokenizer, "share": held_out, **_document_ends(tokenizer)}
-    streams = [part for part in documents.values() if isinstance(part, IterableDataset)]
-    train: PackedBlocks | IterableDataset
+    streams = {source: part for source, part in documents.items() if isinstance(part, IterableDataset)}
+    train: PackedBlocks | StreamedBlocks
     if streams:
-        enough = -(-held_out_blocks * block // len(streams))
-        parts = [_read_ahead(part, _READ_AHEAD // len(streams), enough, options) for part in streams]
-        held = _packed(parts, block, "held-out", remedy, most=held_out_blocks, separate=separate)
-        tokens = [_token_stream(part, options) for part in streams]
-        joined = (
-            concatenate_datasets(tokens)
-            if weights is None
-            else interleave_datasets(tokens, probabilities=list(weights), seed=seed)
-        )
-        stream = IterableDataset.from_generator(
-            _stream, gen_kwargs={"documents": joined, "block": block, "separate": separate}
-        )
-        if next(iter(stream), None) is None:
-            raise DataError(f"The stream does not fill a block of {block} tokens; use more text or a smaller --block.")
-        train = stream.shuffle(seed=seed, buffer_size=_SHUFFLED)
+        tokenise = partial(_tokenise, **options, wanted=False)
+        train = StreamedBlocks(streams, tokenise, block, weights=weights, separate=separate, seed=seed)
     else:
         tables = [_token_table(part, options, wanted=False) for part in documents.values()]
-        if weights is not None:
-            tables = _drawn(tables, list(weights), seed)
-        train = _packed(tables, block, "training", separate=separate)
+        train = _packed(_shares(tables, weights), block, "training", separate=separate)
+    notes = documents.notes if isinstance(documents, Documents) else []
+    if not held_out:
+        nothing = PackedBlocks(pa.chunked_array([], pa.int32()), np.arange(0), block)
+        return Blocks(train, nothing, dict.fromkeys(documents, 0), notes)
+    if streams:
+        enough = -(-held_out_blocks * block // len(streams))
+        parts = [_read_ahead(part, _READ_AHEAD // len(streams), enough, options) for part in streams.values()]
+    else:
         parts = [_token_table(part, options, wanted=True) for part in documents.values()]
-        held = _packed(parts, block, "held-out", remedy, most=held_out_blocks, separate=separate)
+    held = _packed(parts, block, "held-out", remedy, most=held_out_blocks, separate=separate)
     source_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     counts = np.bincount(source_of[held.documents], minlength=len(parts))
-    return Blocks(train, held, dict(zip(documents, counts.tolist(), strict=True)))
+    return Blocks(train, held, dict(zip(documents, counts.tolist(), strict=True)), notes)
 
 
 def pack_all(
@@ -441,12 +652,12 @@ def _tokenise(
     the package's version, and not after this code.
     """
     tokens: dict[str, list[list[Any]]] = {"input_ids": [], "learned": []}
-    documents = [_rendered(dict(zip(batch, row, strict=True)), tokenizer) for row in zip(*batch.values(), strict=True)]
-    keys = batch.get("group") or [None] * len(documents)
+    rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+    documents = [_rendered(row, tokenizer) for row in rows]
     chosen = [
         document
-        for document, key in zip(documents, keys, strict=True)
-        if document[0] and is_held_out(key or document[0], share) == wanted
+        for document, row in zip(documents, rows, strict=True)
+        if document[0] and _is_held_out(row, document[0], share) == wanted
     ]
     if not chosen:
         return tokens
@@ -529,24 +740,16 @@ def _token_table(documents: Dataset, options: dict[str, Any], *, wanted: bool) -
     return tokens.data.table if len(tokens) else _TOKENS.arrow_schema.empty_table()
 
 
-def _token_stream(documents: IterableDataset, options: dict[str, Any]) -> IterableDataset:
-    """The tokens of the training side."""
-    return documents.map(
-        _tokenise,
-        fn_kwargs={**options, "wanted": False},
-        batched=True,
-        batch_size=64,
-        remove_columns=documents.column_names or list(next(iter(documents))),
-        features=_TOKENS,
-    )
-
-
-def _drawn(tables: Sequence[pa.Table], weights: list[float], seed: int) -> list[pa.Table]:
-    """Documents of all tables, each drawn by its table's weight, until one table is used up."""
-    ends = np.cumsum([len(table) for table in tables])
-    rows = [Dataset.from_dict({"row": range(end - len(table), end)}) for table, end in zip(tables, ends, strict=True)]
-    order = interleave_datasets(rows, probabilities=weights, seed=seed)["row"][:]
-    return [pa.concat_tables(tables).take(order)]
+def _shares(tables: Sequence[pa.Table], weights: Sequence[float] | None) -> Sequence[pa.Table]:
+    """The first documents of each table, as many as have its weight of the tokens of all; one table is used up."""
+    if weights is None:
+        return tables
+    ends = [pc.list_value_length(table["input_ids"]).to_numpy().cumsum() for table in tables]
+    total = min(end[-1] / weight if len(end) else 0 for end, weight in zip(ends, weights, strict=True))
+    return [
+        table.slice(0, np.searchsorted(end, round(total * weight), "right"))
+        for table, end, weight in zip(tables, ends, weights, strict=True)
+    ]
 
 
 def _read_ahead(documents: IterableDataset, characters: int, enough: int, options: dict[str, Any]) -> pa.Table:
@@ -578,29 +781,6 @@ def _packed(
     if not len(blocks):
         remedies = ", ".join(filter(None, ("more text", remedy, "a smaller --block")))
         raise DataError(
-            f"The {side} documents have {len(tokens):,} tokens, too few for one block of {block}; use {remedies}, or "
-            "shorter documents (--sample-by paragraph)."
+            f"The {side} documents have {len(tokens):,} tokens, too few for one block of {block:,}; use {remedies}."
         )
     return blocks
-
-
-def _stream(documents: IterableDataset, block: int, separate: bool) -> Iterator[dict[str, list[int]]]:
-    ids: list[int] = []
-    learned: list[bool] = []
-    starts: list[int] = []
-    for batch in documents.iter(batch_size=64):
-        for document, marks in zip(batch["input_ids"], batch["learned"], strict=True):
-            starts.append(len(ids))
-            ids += document
-            learned += marks or [True] * len(document)
-        blocks = PackedBlocks(
-            pa.chunked_array([pa.array(ids, pa.int32())]),
-            np.array(starts, np.int64),
-            block,
-            separate=separate,
-            learned=np.array(learned, bool),
-        )
-        for index in range(len(blocks)):
-            yield {name: values.tolist() for name, values in blocks[index].items()}
-        whole = len(ids) // block * block
-        ids, learned, starts = ids[whole:], learned[whole:], [start - whole for start in starts if start >= whole]

@@ -1,6 +1,7 @@
 """The fine-tuning recipe: a checkpoint and text in, a trained checkpoint with its metrics and its card out."""
 
 import difflib
+import hashlib
 import json
 import math
 import os
@@ -21,7 +22,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import psutil
 import torch
 from accelerate import PartialState
-from datasets import IterableDataset
+from accelerate.utils import broadcast_object_list, gather_object
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from torch import nn
 from tqdm import tqdm
@@ -37,6 +38,7 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
+from transformers.trainer_callback import ExportableState
 from transformers.training_args import OptimizerNames
 from transformers.utils import cached_file
 
@@ -54,6 +56,7 @@ from resformer.training.data import (
     STANDARD_LIBRARY,
     Blocks,
     PackedBlocks,
+    StreamedBlocks,
     load_documents,
     load_tokenizer,
     pack_documents,
@@ -107,7 +110,7 @@ class FinetuneOptions:
     accumulate: int = 1
     learning_rate: float = 5e-5
     connection_learning_rate: float = 3e-4
-    held_out: float = 0.02  # the share of documents, in (0, 1)
+    held_out: float = 0.02  # the share of documents, below 1; 0: no evaluation
     held_out_blocks: int = 256
     seed: int = 0
     distill: str | None = None  # the teacher: a checkpoint folder or a Hub id
@@ -134,8 +137,8 @@ class FinetuneOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}; expected more than 0.")
-        if not 0 < self.held_out < 1:
-            raise ValueError(f"held_out is {self.held_out}; expected a share of the documents between 0 and 1.")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"held_out is {self.held_out}; expected a share of the documents, from 0 to below 1.")
         if not 0 <= self.distill_weight <= 1:
             raise ValueError(f"distill_weight is {self.distill_weight}; expected 0 to 1.")
         if not (math.isfinite(self.distill_hidden) and self.distill_hidden >= 0):
@@ -152,6 +155,10 @@ class FinetuneOptions:
             raise ValueError(f"steps is {self.steps} and epochs {self.epochs}; give one of them.")
         if self.streaming and self.steps is None:
             raise ValueError("streaming needs steps: the length of a stream is not known.")
+        if self.streaming and (workers := self.trainer.get("dataloader_num_workers")):
+            raise ValueError(
+                f"dataloader_num_workers is {workers}; a stream is read by the training process: leave it out."
+            )
         if self.sample_by not in SAMPLE_BY:
             raise ValueError(f"sample_by is {self.sample_by!r}; expected one of {', '.join(SAMPLE_BY)}.")
         if self.separate_documents and self.batch > 1 and "flash" in (self.attn_implementation or ""):
@@ -238,6 +245,7 @@ class FinetuneReport:
     held_out_tokens: int
     held_out_documents: int  # that have tokens in these blocks
     held_out_by_source: dict[str, int]  # the same, for each source
+    notes: list[str] = field(default_factory=list)  # on the data: which documents were cut
     loss_before: float | None = None
     loss_after: float | None = None
     perplexity_before: float | None = None
@@ -255,7 +263,7 @@ class FinetuneReport:
     source: str | None = None
     revision: str | None = None
     corpus: str | None = None
-    evaluation_tokens: int | None = None
+    evaluation_tokens: int = 0
     datasets: list[str] = field(default_factory=list)
     recipe: dict[str, Any] = field(default_factory=dict)
     runs: list[dict[str, Any]] = field(default_factory=list)
@@ -293,7 +301,7 @@ def _finetune(options: FinetuneOptions, arguments: TrainingArguments) -> Finetun
         inputs = [name for name in (options.model, *options.sources, options.distill, options.tokenizer) if name]
         check_target(output, *inputs, mark="metrics.json", force=options.force)
         check_apart(options.unfinished, *inputs)
-        _check_unfinished(options)
+        _check_unfinished(options, {**options.run, "processes": arguments.world_size})
     config = _loaded(AutoConfig, options.model)
     if options.push is not None and not isinstance(config, ResFormerConfig):
         raise CheckpointError(
@@ -316,14 +324,19 @@ def _finetune(options: FinetuneOptions, arguments: TrainingArguments) -> Finetun
         parameters=shape.num_parameters(),
         trained_parameters=sum(shape.get_parameter(name).numel() for name in trained),
         block=block,
-        training_blocks=None if isinstance(blocks.train, IterableDataset) else len(blocks.train),
+        training_blocks=len(blocks.train) if isinstance(blocks.train, PackedBlocks) else None,
         held_out_blocks=len(blocks.held_out),
         held_out_tokens=len(blocks.held_out) * block,
         held_out_documents=sum(blocks.held_out_documents.values()),
         held_out_by_source=dict(blocks.held_out_documents),
+        notes=list(blocks.notes),
         versions={"python": platform.python_version()}
         | {name: version(name) for name in ("resformer", "torch", "transformers", "datasets", "accelerate")},
     )
+    begun = {**options.run, "processes": arguments.world_size, "data_sha256": blocks.digest}
+    if first:
+        begun["weights"] = [_weights(name) for name in (options.model, options.distill) if name is not None]
+        _check_unfinished(options, begun)
     if options.dry_run:
         report.predicted_memory = _predicted_memory(options, arguments, config, block, trained)
         return report
@@ -343,14 +356,16 @@ def _finetune(options: FinetuneOptions, arguments: TrainingArguments) -> Finetun
     teacher = None
     if options.distill is not None:
         teacher = _model(options.distill, torch.bfloat16 if arguments.bf16 else torch.float32, **attention)
+    stream = blocks.train if isinstance(blocks.train, StreamedBlocks) else None
+    arguments.ignore_data_skip = stream is not None  # which goes on where it was
     trainer = _RecipeTrainer(
         model=model,
         args=arguments,
         train_dataset=blocks.train,
-        eval_dataset=blocks.held_out,
+        eval_dataset=blocks.held_out if options.held_out else None,
         data_collator=default_data_collator,
         processing_class=tokenizer,  # saved with each checkpoint
-        callbacks=[_EvaluationLines()],
+        callbacks=[_EvaluationLines(), *([] if stream is None else [_Place(stream)])],
         teacher=teacher,
         weight=options.distill_weight,
         temperature=options.temperature,
@@ -363,15 +378,16 @@ def _finetune(options: FinetuneOptions, arguments: TrainingArguments) -> Finetun
     if not arguments.disable_tqdm:
         trainer.add_callback(_Bar())
 
-    last = last_checkpoint(options.unfinished) if options.resume else None
+    last = broadcast_object_list([last_checkpoint(options.unfinished) if first and options.resume else None])[0]
+    if last is not None and not all(gather_object([(last / "trainer_state.json").is_file()])):
+        raise CheckpointError(f"{last}: is on the first process's disk and not on those of all; use a shared one.")
     if first:
         options.unfinished.mkdir(parents=True, exist_ok=True)
-        (options.unfinished / "arguments.json").write_text(json.dumps(options.run, indent=2))
+        (options.unfinished / "arguments.json").write_text(json.dumps(begun, indent=2))
     PartialState().wait_for_everyone()
-    _train(trainer, last, report)
-    assert report.loss_after is not None
-    if not math.isfinite(report.loss_after):
-        raise CheckpointError(f"The loss is {report.loss_after}; nothing was written. Try a lower --learning-rate.")
+    loss = _train(trainer, last, report)
+    if not math.isfinite(loss):
+        raise CheckpointError(f"The loss is {loss}; nothing was written. Try a lower --learning-rate.")
 
     source_card = _record_origin(options, config, report)
     with replacing(output, force=options.force) if first else nullcontext(output) as folder:
@@ -403,10 +419,19 @@ def _finetune(options: FinetuneOptions, arguments: TrainingArguments) -> Finetun
 class _RecipeTrainer(ConnectionTrainer, DistillationTrainer):
     """Combines both trainers. The evaluation loss is a mean over all labels, not over batches."""
 
-    def __init__(self, *args: Any, eval_dataset: PackedBlocks, **kwargs: Any):
+    def __init__(self, *args: Any, eval_dataset: PackedBlocks | None, **kwargs: Any):
         super().__init__(*args, eval_dataset=eval_dataset, **kwargs)
-        rows = [eval_dataset[index]["labels"] for index in range(len(eval_dataset))]
-        self.labels_per_block = _labels_per_row(torch.stack(rows))
+        self.random_states: str | None = None  # the checkpoint that has those of the first step
+        if eval_dataset is not None:
+            rows = [eval_dataset[index]["labels"] for index in range(len(eval_dataset))]
+            self.labels_per_block = _labels_per_row(torch.stack(rows))
+
+    def get_batch_samples(self, *given: Any) -> Any:
+        samples = super().get_batch_samples(*given)
+        if self.random_states is not None:  # the loader of a stream has drawn a number when it began
+            self._load_rng_state(self.random_states)
+            self.random_states = None
+        return samples
 
     def compute_loss(
         self,
@@ -432,6 +457,19 @@ def _labels_per_row(labels: torch.Tensor) -> float:
     return (labels[:, 1:] != -100).sum().item() / len(labels)
 
 
+class _Place(TrainerCallback, ExportableState):
+    """Has the place in a stream saved with each checkpoint, in its trainer_state.json."""
+
+    def __init__(self, stream: StreamedBlocks):
+        self.stream, self.blocks = stream, 0
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        self.blocks = state.global_step * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": self.stream.place(self.blocks)}
+
+
 class _EvaluationLines(TrainerCallback):
     """One line an evaluation, on stderr."""
 
@@ -455,23 +493,31 @@ class _Bar(ProgressCallback):
             self.training_bar.set_postfix(loss=f"{float(logs['loss']):.4f}")
 
 
-def _train(trainer: _RecipeTrainer, last: Path | None, report: FinetuneReport) -> None:
-    """Evaluates, trains, evaluates, and fills in the report."""
+def _train(trainer: _RecipeTrainer, last: Path | None, report: FinetuneReport) -> float:
+    """Evaluates, trains, evaluates, and fills in the report; the loss afterwards, or without held-out text in all."""
     seen_before = 0
     # Not by `evaluate()` before `train()`: Accelerate takes a model that was prepared for evaluation to be prepared for
     # training too, and the gradients of several processes would not be averaged.
-    trainer.args.eval_on_start = last is None
+    trainer.args.eval_on_start = last is None and trainer.eval_dataset is not None
     if last is not None:
         state = json.loads((last / "trainer_state.json").read_text())
         report.resumed_from, seen_before = state["global_step"], state["num_input_tokens_seen"]
+        if isinstance(trainer.train_dataset, StreamedBlocks):
+            trainer.train_dataset.start = state["stateful_callbacks"][_Place.__name__]["attributes"]
+            trainer.random_states = str(last)
     with PeakMemory() as memory:
         start = time.perf_counter()
-        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        result = trainer.train(resume_from_checkpoint=None if last is None else str(last))
         report.seconds = time.perf_counter() - start
     state = trainer.state
     evaluations = [entry for entry in state.log_history if "eval_loss" in entry]
     within = [entry for entry in evaluations if last is None or entry["step"] > report.resumed_from]
     report.seconds -= sum(entry["eval_runtime"] for entry in within)
+    report.steps, report.tokens = state.global_step, int(state.num_input_tokens_seen)
+    report.tokens_per_second = (report.tokens - seen_before) / report.seconds
+    report.peak_memory = memory.peak
+    if trainer.eval_dataset is None:
+        return float(result.training_loss)
     if not evaluations or evaluations[-1]["step"] != state.global_step:
         evaluations.append({**trainer.evaluate(), "step": state.global_step})
     report.evaluations = [{"step": entry["step"], "loss": entry["eval_loss"]} for entry in evaluations]
@@ -479,10 +525,8 @@ def _train(trainer: _RecipeTrainer, last: Path | None, report: FinetuneReport) -
     after = trainer.evaluate() if best else evaluations[-1]
     report.loss_before, report.loss_after = evaluations[0]["eval_loss"], after["eval_loss"]
     report.perplexity_before, report.perplexity_after = _perplexity(report.loss_before), _perplexity(report.loss_after)
-    report.steps, report.tokens = state.global_step, int(state.num_input_tokens_seen)
-    report.tokens_per_second = (report.tokens - seen_before) / report.seconds
-    report.peak_memory = memory.peak
     report.evaluation_tokens = round(trainer.labels_per_block * report.held_out_blocks)
+    return report.loss_after
 
 
 def processor_has_bf16() -> bool:
@@ -511,10 +555,11 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
         "warmup_steps": 0.05,  # shares of all steps, as the next two are
         "eval_steps": 0.1,
         "save_steps": 0.1,
-        "eval_strategy": "steps",
+        "eval_strategy": "steps" if options.held_out else "no",
         "save_strategy": "steps",
         "save_total_limit": 2,
         "logging_steps": 10,
+        "logging_nan_inf_filter": False,
         "prediction_loss_only": True,
         "include_num_input_tokens_seen": "all",
         "report_to": "none",
@@ -527,8 +572,19 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
         raise ValueError(f"An argument of the Trainer is of the wrong kind: {brief(error)}") from error
 
 
-def _check_unfinished(options: FinetuneOptions) -> None:
-    """Refuses to lose an unfinished run, or to go on with another one."""
+def _weights(name: str) -> str:
+    """The commit of a checkpoint on the Hub, or a digest of the weights of one on this disk."""
+    if not (folder := Path(name)).is_dir():
+        return str(getattr(_loaded(AutoConfig, name), "_commit_hash", None))
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _check_unfinished(options: FinetuneOptions, now: dict[str, Any]) -> None:
+    """Refuses to lose an unfinished run, or to go on with one that had begun otherwise than `now`."""
     folder = options.unfinished
     if not folder.exists() or not any(folder.iterdir()):
         return
@@ -537,12 +593,10 @@ def _check_unfinished(options: FinetuneOptions) -> None:
             before = json.loads((folder / "arguments.json").read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder}: is no unfinished run ({brief(error)}); remove it.") from error
-        now = json.loads(json.dumps(options.run))
+        now = json.loads(json.dumps(now))
         if different := sorted(name for name in now if now[name] != before.get(name)):
             changes = ", ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in different)
-            raise CheckpointError(
-                f"{folder}: holds another run: {changes}. Go on with its options, or use --force alone."
-            )
+            raise CheckpointError(f"{folder}: holds another run: {changes}. Go on as it began, or use --force alone.")
     elif options.force and (folder / "arguments.json").is_file():
         if not options.dry_run:
             shutil.rmtree(folder)
@@ -650,6 +704,7 @@ def _blocks(options: FinetuneOptions, tokenizer: PreTrainedTokenizerBase, block:
         sample_by=options.sample_by,
         streaming=options.streaming,
         chats=True,
+        held_out=options.held_out,
     )
     return pack_documents(
         documents,

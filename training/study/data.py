@@ -85,7 +85,8 @@ def study_data(
     if not sources:
         sources, held_out = [STANDARD_LIBRARY], STANDARD_HELD_OUT
         name = f"the sources of the standard library of Python {platform.python_version()}"
-    documents = load_documents(sources, split=split, text_column=text_column, sample_by=sample_by)
+    documents = load_documents(sources, split=split, text_column=text_column, sample_by=sample_by, held_out=held_out)
+    name += "".join(f" ({note})" for note in documents.notes)
     fitted = _tokenizer(tokenizer, training_texts(documents, held_out))
     blocks = pack_documents(documents, fitted, block=block, held_out=held_out, held_out_blocks=held_out_blocks)
     groups = held_out_groups(documents, held_out)

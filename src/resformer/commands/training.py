@@ -76,7 +76,7 @@ def finetune(
         float | None, typer.Option(help="Of the cross-layer connections.  [default: 3e-4]")
     ] = None,
     held_out: Annotated[
-        float | None, typer.Option(help="Share of the documents to evaluate on.  [default: 0.02]")
+        float | None, typer.Option(help="Share of the documents to evaluate on; 0: none.  [default: 0.02]")
     ] = None,
     held_out_blocks: Annotated[
         int | None, typer.Option(help="Evaluate on at most this many blocks.  [default: 256]")
@@ -174,8 +174,10 @@ def finetune(
         trained = "" if options.train == "all" else f", {report.trained_parameters:,} of them trained"
         row("model", f"{options.model}, {report.parameters:,} parameters{trained}")
         row("data", f"{training}, {report.held_out_blocks:,} held out, of {report.block:,} tokens")
-        for source, count in report.held_out_by_source.items():
+        for source, count in report.held_out_by_source.items() if report.held_out_blocks else ():
             row("held out", f"{count:,} documents of {source}")
+        for note in report.notes:
+            row("data", note)
         if options.dry_run:
             memory = report.predicted_memory or {}
             parts = [f"{part} {size(memory[part])}" for part in ("weights", "gradients", "optimizer", "activations")]
@@ -192,8 +194,9 @@ def finetune(
             "speed",
             f"{report.tokens_per_second:,.0f} tokens/s, {report.seconds:,.1f} s, {size(report.peak_memory or 0)}",
         )
-        row("loss", f"{report.loss_before:.4f} -> {report.loss_after:.4f} on the held-out blocks")
-        row("perplexity", f"{report.perplexity_before:.3f} -> {report.perplexity_after:.3f}")
+        if report.held_out_blocks:
+            row("loss", f"{report.loss_before:.4f} -> {report.loss_after:.4f} on the held-out blocks")
+            row("perplexity", f"{report.perplexity_before:.3f} -> {report.perplexity_after:.3f}")
         row("wrote", options.output)
         if report.url is not None:
             row("pushed", report.url)
