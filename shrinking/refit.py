@@ -95,15 +95,16 @@ def fold_heads(moments: Moments, output: torch.Tensor, strength: float = 1e-3) -
     return maps, by_group(moments.error(maps.repeat_interleave(size, 0)) * weight)
 
 
-def assign_heads(costs: torch.Tensor) -> list[int]:
-    """order: group g reads source head order[g], each head once, at the least total cost.
-
-    Raises:
-        ImportError: scipy is missing; the message says what to install.
-    """
+def check_packages() -> None:
+    """Raises an ImportError that says what to install if scipy is missing."""
     try:
-        from scipy.optimize import linear_sum_assignment
+        import scipy.optimize  # noqa: F401
     except ImportError as error:
         raise ImportError("Shrinking a cache needs scipy: pip install 'resformer[shrink]'") from error
+
+
+def assign_heads(costs: torch.Tensor) -> list[int]:
+    """order: group g reads source head order[g], each head once, at the least total cost."""
+    from scipy.optimize import linear_sum_assignment
 
     return linear_sum_assignment(costs.cpu().numpy())[1].tolist()

@@ -17,7 +17,7 @@ from resformer.convert.deciding import check_tensors
 from resformer.convert.families import backbone_config
 from resformer.convert.loading import model_on_meta
 from resformer.convert.retrofitting import RetrofitReport, write_retrofit
-from resformer.convert.source import OpenedSource, open_source
+from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.errors import CheckpointError, brief
 from resformer.files import check_target
 from resformer.modeling import ResFormerForCausalLM
@@ -26,6 +26,7 @@ from resformer.record import RECORD
 from resformer.shrinking.accounting import Cost, measure_cost
 from resformer.shrinking.calibration import HELD_OUT, Calibration, calibrating, student_of
 from resformer.shrinking.readers import Plan, Readers
+from resformer.shrinking.refit import check_packages
 from resformer.shrinking.search import best_plan, single_costs, smallest
 from resformer.training.data import PackedBlocks, load_documents, load_tokenizer, pack_all, pack_documents
 from resformer.untrusted import read_json
@@ -39,6 +40,8 @@ _SHARED = {"any": ("key", "value"), "values": ("value",), "both": ("both",)}
 _WORDS = dict(zip(_SHARED.values(), ("keys and values", "values", "keys and values of the same layer"), strict=True))
 #: Held-out blocks that shares by themselves are measured on, and those that plans are compared on.
 _SINGLES_ON, _PLANS_ON = 2, 4
+#: Of the documents, to measure the cost on, where there is no other text.
+_HELD_OUT_SHARE = 0.2
 #: The fewest calibration tokens for each input of an output projection.
 _TOKENS_PER_INPUT = 4
 
@@ -123,6 +126,7 @@ def shrink(
         raise ValueError(f"share={share!r}: expected one of {', '.join(_SHARED)}.")
     if cache is not None and not 0 < cache < 1:
         raise ValueError(f"cache={cache}: expected a share of the source's cache, above 0 and below 1.")
+    check_packages()
     target = Path(output).expanduser()
     inputs = [*calibrate, *evaluate, *([] if plan is None else [plan])]
     check_target(target, source, *inputs, mark=RECORD, force=force)
@@ -134,13 +138,8 @@ def shrink(
         given = _given_plan(config, plan, method, kinds)
     else:
         _check_budget(opened.name, config, kinds, cache)
-    fetched = opened.fetch()
-    config.tie_word_embeddings, _ = check_tensors(fetched, expected_shapes(config))
-    gguf_file = {} if fetched.gguf is None else {"gguf_file": fetched.gguf.name}
-    tokenizer = load_tokenizer(
-        fetched.folder, config.vocab_size, "save the model's own beside it", local_files_only=True, **gguf_file
-    )
-    calibration_blocks, evaluation_blocks = _texts(
+    tokenizer = _tokenizer(opened)
+    calibration_blocks, evaluation_blocks, notes = _texts(
         calibrate,
         evaluate,
         tokenizer,
@@ -159,6 +158,8 @@ def shrink(
             f"{opened.name} has {inputs_of_output:,} inputs: at least {needed:,} tokens in {2 * HELD_OUT} sequences "
             "are needed. Give more text, or --tokens."
         )
+    fetched = opened.fetch()
+    config.tie_word_embeddings, _ = check_tensors(fetched, expected_shapes(config))
     model = plain_model(fetched, config)
     with (
         progress_bar(unit="step", desc="calibrating", show=progress) as bar,
@@ -206,6 +207,7 @@ def shrink(
             "texts": list(map(_text_name, calibrate)),
             "tokens": calibration_blocks.numel(),
             "evaluated_on": list(map(_text_name, evaluate)),
+            "notes": notes,
         },
         shares=shares,
         cost=cost.as_dict(),
@@ -295,6 +297,17 @@ def _given_plan(config: ResFormerConfig, path: str | Path | None, method: str | 
     return Plan(tuple(sources["key_sources"]), tuple(sources["value_sources"]))
 
 
+def _tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """Of a repository on the Hub the tokenizer alone is fetched."""
+    name: str | Path = source.folder
+    options: dict[str, Any] = {"local_files_only": True}
+    if source.gguf is not None:
+        options["gguf_file"] = source.gguf.name
+    elif source.repo_id is not None:
+        name, options = source.repo_id, {"revision": source.revision}
+    return load_tokenizer(name, source.config.vocab_size, "save the model's own beside it", **options)
+
+
 def _texts(
     calibrate: Sequence[str],
     evaluate: Sequence[str],
@@ -303,10 +316,11 @@ def _texts(
     tokens: int,
     evaluation_tokens: int,
     **reading: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks to calibrate on and to evaluate on, of different documents."""
+) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """Blocks to calibrate on and to evaluate on, of different documents or parts of them, and notes on these."""
     counts = max(1, tokens // block), max(1, evaluation_tokens // block)
-    documents = load_documents(calibrate, chats=True, **reading)
+    held_out = 0.0 if evaluate else _HELD_OUT_SHARE
+    documents = load_documents(calibrate, chats=True, held_out=held_out, **reading)
     if evaluate:
         others = load_documents(evaluate, chats=True, **reading)
         calibration = pack_all(documents, tokenizer, block=block, most=counts[0], side="calibration")
@@ -316,13 +330,13 @@ def _texts(
             documents,
             tokenizer,
             block=block,
-            held_out=0.2,
+            held_out=held_out,
             held_out_blocks=counts[1],
             remedy="other text as --evaluate",
         )
         evaluation = split.held_out
         calibration = PackedBlocks(split.train.tokens, split.train.starts, block, most=counts[0])
-    return _ids(calibration), _ids(evaluation)
+    return _ids(calibration), _ids(evaluation), documents.notes
 
 
 def _ids(blocks: Any) -> torch.Tensor:

@@ -666,7 +666,7 @@ def test_misuse_has_its_exit_code_and_one_message(llama: Path, tmp_path: Path) -
     save_file({name: t for name, t in load_file(weights).items() if name != missing}, weights, {"format": "pt"})
     for arguments, code, words in (
         ((tmp_path / "gap", "--text", notes), 3, f"{missing} is missing"),
-        ((llama, "--text", tmp_path / "none.txt"), 3, "none.txt: cannot be read as text"),
+        ((tmp_path / "none", "--text", tmp_path / "none.txt"), 3, "none.txt: cannot be read as text"),  # first
         ((tmp_path / "none", "--text", notes), 3, "none: cannot be loaded"),
         ((tmp_path / "torn", "--text", notes), 3, "torn: cannot be loaded"),
         ((tmp_path / "mute", "--text", notes), 3, "--tokenizer"),

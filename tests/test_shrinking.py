@@ -5,7 +5,9 @@ import json
 import math
 import os
 import random
+import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ import resformer.shrinking.shrink as shrinking
 from resformer import ResFormerConfig, ResFormerForCausalLM, retrofit
 from resformer.configuration import cache_bytes_per_token, key_sources, value_sources
 from resformer.convert import CheckpointError
+from resformer.convert.source import Source
 from resformer.record import RECORD
 from resformer.shrinking.accounting import measure_cost
 from resformer.shrinking.calibration import Calibration, calibrating
@@ -443,7 +446,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"method": "resformer"}, "Method resformer: shares neither keys nor values"),
     ("llama", {"cache": 0.3}, r"no plan takes 30.0%.*at least 33.3% is left"),
     ("llama", {"cache": 0.8, "tokens": 320}, "has 320 tokens.*32 inputs: at least 640 tokens"),
-    ("llama", {"cache": 0.8, "sample_by": "document"}, "held-out documents have 0 tokens.*other text as --evaluate"),
     ("llama", {"cache": 0.8, "output": "."}, "is not empty"),
     ("llama", {"plan": {"value_sources": [0, 0]}}, "plan.json: does not fit.* 3 layers.*2 entries"),
     ("llama", {"plan": {"value_sources": [0, 0, 1]}}, "must be its own source"),
@@ -482,6 +484,24 @@ def test_bad_input_is_named_and_nothing_is_written(
     with pytest.raises((CheckpointError, ValueError), match=f"(?s){message}"):
         shrink(work, tmp_path / asked.pop("output"), source=source, **asked)
     assert contents(tmp_path) == before
+
+
+def test_what_is_missing_is_said_before_a_weight_is_read(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Source, "fetch", Mock(side_effect=AssertionError("weights are read")))
+    with pytest.raises(CheckpointError, match="at least 640 tokens"):
+        shrink(work, tmp_path / "out", cache=0.8, tokens=320)
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(ImportError, match="needs scipy"):
+        shrink(work, tmp_path / "out", cache=0.8)
+
+
+def test_one_text_file_is_calibrated_and_measured_on(work: Path, tmp_path: Path) -> None:
+    report = shrink(work, tmp_path / "out", method="svformer", sample_by="document")
+    (note,) = report.calibration["notes"]
+    assert re.fullmatch(r"text.txt: 1 document was cut at line ends into \d+ parts, \d of them held out", note)
+    assert report.cost["tokens"] > 200
 
 
 def test_an_interrupted_run_leaves_nothing(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

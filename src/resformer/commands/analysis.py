@@ -68,10 +68,11 @@ def analyze(
                 mark="analysis.json",
                 force=force,
             )
+        # Before any model: a text that cannot be read is an error.
+        read = list(read_texts(text, texts=texts, max_tokens=max_tokens) if text else standard_texts(texts))
         analyses: list[Analysis] = []
         for checkpoint, name in zip(checkpoints, _names(checkpoints), strict=True):
             with tqdm(total=texts, desc=name, unit="text", leave=False) as bar:
-                read = read_texts(text, texts=texts, max_tokens=max_tokens) if text else standard_texts(texts)
                 analyses.append(
                     analyze_one(
                         checkpoint,

@@ -78,6 +78,8 @@ def shrink(
         row("source", f"{report.source} ({report.family}, {report.source_dtype})")
         row("cache", f"{report.cache:.1%} of the source's: {cost.bytes_per_token:,} bytes a token")
         row("calibrated", f"on {report.calibration['tokens']:,} tokens; {report.refitted} tensors changed")
+        for note in report.calibration["notes"]:
+            row("text", note)
         for reader in report.shares:
             n = reader["layer"]
             read = [f"{kind} of {reader[f'{kind}_of']}" for kind in ("keys", "values") if reader[f"{kind}_of"] != n]
