@@ -8,9 +8,9 @@ decide  retrofitting, reverting, bundling: from the source and the options to on
         (families: configurations of other families; connections: the added parameters)
 plan    planning: which files are carried whole, which are written anew
 write   writing (casting: a change of dtype)
-verify  verification: reads the result back, compares bytes and logits
+verify  reading_back: the result's bytes; logits: what it computes
 
-conversion runs the last three for a folder, publishing for a Hub repository. verifying and inspection read, and write
+conversion runs the last three for a folder, publishing for a Hub repository. comparing and inspection read, and write
 nothing.
 """
 
@@ -20,14 +20,14 @@ from resformer.errors import CheckpointError, OutputError, VerificationError
 
 if TYPE_CHECKING:
     from resformer.convert.bundling import BundleReport, bundle
+    from resformer.convert.comparing import Comparison, verify
     from resformer.convert.inspection import Inspection, inspect
     from resformer.convert.retrofitting import RetrofitReport, retrofit
     from resformer.convert.reverting import RevertReport, revert
-    from resformer.convert.verifying import Comparison, verify
 
 _HOMES = {
     "BundleReport": "bundling",
-    "Comparison": "verifying",
+    "Comparison": "comparing",
     "Inspection": "inspection",
     "RetrofitReport": "retrofitting",
     "RevertReport": "reverting",
@@ -35,7 +35,7 @@ _HOMES = {
     "inspect": "inspection",
     "retrofit": "retrofitting",
     "revert": "reverting",
-    "verify": "verifying",
+    "verify": "comparing",
 }
 
 __all__ = [

@@ -3,7 +3,8 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -81,14 +82,14 @@ def bundle(
         _decide(opened.fetch(headers_only=settings.dry_run), config),
         target,
         settings,
+        partial(BundleReport, code={name: len(text.encode()) for name, text in code.items()}, auto_map=AUTO_MAP),
         lambda report, weight_files: code,
     )
     # Code of an older version is replaced, not left behind; its auto_map too.
     left_behind = [
         name for name in report.left_behind if name not in {*code, "config.json: auto_map", f"{EVAL_RESULTS}/"}
     ]
-    sizes = {name: len(text.encode()) for name, text in code.items()}
-    return BundleReport(**{**vars(report), "left_behind": left_behind}, code=sizes, auto_map=AUTO_MAP)
+    return replace(report, left_behind=left_behind)
 
 
 def _decide(source: OpenedSource, config: dict[str, Any]) -> Decision:

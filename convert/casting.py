@@ -1,4 +1,4 @@
-"""A change of dtype, a piece at a time, and what it does to the numbers beyond rounding them."""
+"""A change of dtype, a piece at a time, and how many numbers it changes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +18,9 @@ _PIECE = MIB
 
 @dataclass
 class Rounding:
-    """Counts of numbers that a change of dtype lost altogether, beyond rounding."""
+    """Counts of numbers that a change of dtype did not keep; measured while they are written."""
 
+    changed: int = 0  # NaN aside
     overflowed: int = 0  # finite before, infinite after
     flushed: int = 0  # not 0 before, 0 after
 
@@ -46,6 +47,8 @@ def _convert(piece: memoryview, old: str, new: str, rounding: Rounding) -> memor
 def _count(before: torch.Tensor, after: torch.Tensor, rounding: Rounding) -> None:
     # On the bits without their sign: ten times faster than comparing floats. 0 is 0, the infinite and NaN come last.
     old, new = _magnitudes(before), _magnitudes(after)
+    unlike, nan = after.to(before.dtype).ne(before), before.ne(before)
+    rounding.changed += int(np.count_nonzero(unlike.numpy()) - np.count_nonzero(nan.numpy()))
     rounding.flushed += int(np.count_nonzero(old) - np.count_nonzero(new))
     if new.max() >= _magnitudes(torch.tensor([torch.inf], dtype=after.dtype))[0]:
         rounding.overflowed += int((after.isinf() & before.isfinite()).sum())

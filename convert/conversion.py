@@ -4,30 +4,28 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from resformer.convert.casting import Rounding
 from resformer.convert.deciding import Decision
 from resformer.convert.gguf_format import save_gguf_extras
-from resformer.convert.planning import CarriedShard, Plan, plan_shards
-from resformer.convert.reading import Checkpoint
-from resformer.convert.verification import (
+from resformer.convert.logits import (
     LogitsComparison,
-    check_bytes,
-    check_headers,
-    check_side_files,
     compare_logits,
-    first_bytes,
     free_memory,
     memory_for_logits,
     model_bytes,
     not_finite,
 )
-from resformer.convert.writing import Transfer, check_space, flush, foresee, write_plan
+from resformer.convert.planning import CarriedShard, Plan, plan_shards
+from resformer.convert.reading import Checkpoint
+from resformer.convert.reading_back import check_bytes, check_headers, check_side_files, first_bytes
+from resformer.convert.source import Source
+from resformer.convert.writing import Transfer, check_space, expected_transfer, flush, write_plan
 from resformer.errors import CheckpointError, OutputError, VerificationError, brief, listed
 from resformer.files import replacing, write_text
 from resformer.progress import progress_bar
@@ -84,7 +82,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of a conversion; of a dry run its forecast, with `verified` `""` and `verification` `None`."""
+    """The result of a conversion; of a dry run its forecast, with `verified` `""` and `logits` `None`."""
 
     source: str
     revision: str | None
@@ -94,9 +92,9 @@ class Report:
     written_files: int  # weight files that are new
     transfer: Transfer  # bytes linked, cloned, copied and written
     verified: str = ""  # headers, hashes or logits; copies, on the Hub: headers, and the hashes of all files
-    verification: LogitsComparison | None = None
-    rounded: int = 0  # tensors that lost precision to a change of dtype
-    rounding: Rounding = field(default_factory=Rounding)
+    logits: LogitsComparison | None = None
+    rounding: Rounding = field(default_factory=Rounding)  # by a change of dtype
+    dequantising_rounded: int | None = 0  # numbers of fp8 tensors that bfloat16 does not hold; None: not counted
     left_behind: list[str] = field(default_factory=list)  # files, and keys of config.json, that do not go along
     warnings: list[str] = field(default_factory=list)
     terms: dict[str, str] = field(default_factory=dict)  # of a source that is published again: license, gated
@@ -108,9 +106,9 @@ class Report:
         return asdict(self)
 
 
-def published_name(report: Report) -> str:
-    """The source's name in files that are shared: of a local path only the last part, which tells of no machine."""
-    return report.source if report.revision is not None else folder_name(report.source)
+def published_name(source: Source) -> str:
+    """Its name in files that are shared: of a local path only the last part, which tells of no machine."""
+    return source.name if source.revision is not None else folder_name(source.name)
 
 
 def folder_name(path: str) -> str:
@@ -118,8 +116,9 @@ def folder_name(path: str) -> str:
     return os.path.basename(os.path.abspath(os.path.expanduser(path)))
 
 
+R = TypeVar("R", bound=Report)
 #: Given the report and, for the record, a description of each weight file: name -> text of further files.
-Finish = Callable[[Report, Mapping[str, Any]], Mapping[str, str]]
+Finish = Callable[[R, Mapping[str, Any]], Mapping[str, str]]
 
 
 def check_verify(verify: str) -> None:
@@ -129,17 +128,19 @@ def check_verify(verify: str) -> None:
         raise ValueError(f"verify={verify!r}: expected {', '.join(others)} or {last}.")
 
 
-def carry_out(decision: Decision, output: Path, options: Options, finish: Finish) -> Report:
+def carry_out(decision: Decision, output: Path, options: Options, report_of: Callable[..., R], finish: Finish[R]) -> R:
     """Writes the result beside the output, verifies it, and puts it in place.
 
     Args:
-        finish: called when the result has been verified, to write about it.
+        report_of: makes the report, from the fields of `Report`.
+        finish: called when the result has been verified, to write about it. Its report says what the options imply
+            and no more: whether `"auto"` compared the logits depends on the memory that was free.
 
     Raises:
         CheckpointError, OutputError, VerificationError: nothing new is left; an earlier output stays as it was.
     """
     plan = make_plan(decision, options)
-    forecast = foresee(plan, output, link=options.link)
+    forecast = expected_transfer(plan, output, link=options.link)
     verify, warnings = _choose(decision, options)
     if options.dry_run:
         shards = decision.source.checkpoint.shards
@@ -148,9 +149,9 @@ def carry_out(decision: Decision, output: Path, options: Options, finish: Finish
             check_space(forecast, output)
         except OutputError as error:
             warnings.append(f"As things are this would fail: {error}")
-        return make_report(decision, output, plan, forecast, warnings)
+        return make_report(decision, output, plan, forecast, warnings, report_of)
     to_move = sum(shard.size for shard in plan.shards) + sum(file.size for file in plan.side_files)
-    to_read = 0 if verify == "headers" else forecast.moved
+    to_read = 0 if verify == "headers" else forecast.moved + forecast.cloned
     with (
         replacing(output, force=options.force) as partial,
         progress_bar(
@@ -160,8 +161,9 @@ def carry_out(decision: Decision, output: Path, options: Options, finish: Finish
         check_space(forecast, partial)  # what a killed run left has been removed
         written = write_plan(plan, partial, link=options.link, digests=verify != "headers", progress=bar.update)
         stored = check_headers(partial, plan.tensors)
+        digests = {}
         if verify != "headers":
-            check_bytes(stored, plan.tensors, written.digests, written.shared, bar.update)
+            digests = check_bytes(stored, plan.tensors, written.digests, written.linked, bar.update)
             check_side_files(partial, plan.side_files, bar.update)
         logits = _compare(decision, output, partial, written.rounding) if verify == "logits" else None
         warnings += [*written.notes, *generation_warnings(stored), *_gguf_extras(decision, partial)]
@@ -171,11 +173,14 @@ def carry_out(decision: Decision, output: Path, options: Options, finish: Finish
             plan,
             written.transfer,
             warnings,
+            report_of,
             verified=verify,
-            verification=logits,
+            logits=logits,
             rounding=written.rounding,
         )
-        for name, text in finish(report, weight_files(plan, first_bytes(stored.tensors.values()))).items():
+        files = weight_files(plan, first_bytes(stored.tensors.values()), digests, decision.source.sha256_on_hub())
+        implied = replace(report, verified="hashes", logits=None) if options.verify == "auto" else report
+        for name, text in finish(implied, files).items():
             write_text(partial / name, text)
         if options.durable:
             flush(partial)
@@ -204,12 +209,14 @@ def make_report(
     plan: Plan,
     transfer: Transfer,
     warnings: list[str],
+    report_of: Callable[..., R],
     **more: Any,
-) -> Report:
+) -> R:
     """The report, with `more` of its fields."""
     source = decision.source
+    rounded = [tensor.changed for tensor in source.fp8]
     along = {file.name for file in plan.side_files}
-    return Report(
+    return report_of(
         source=source.name,
         revision=source.revision,
         output=str(output),
@@ -217,7 +224,7 @@ def make_report(
         carried_files=len(plan.carried),
         written_files=len(plan.written),
         transfer=transfer,
-        rounded=plan.rounded,
+        dequantising_rounded=None if None in rounded else sum(filter(None, rounded)),
         left_behind=[name for name in source.left_behind if name not in along],
         warnings=[*source.checkpoint.notes, *decision.warnings, *warnings],
         **more,
@@ -229,6 +236,8 @@ def _choose(decision: Decision, options: Options) -> tuple[str, list[str]]:
     if options.verify != "auto":
         return options.verify, []
     source = decision.source
+    if source.fp8 and (reason := source.why_not_dequantised()):
+        return "hashes", [f"The logits were not compared with what Transformers makes of the fp8 weights: {reason}"]
     dtype = max(source.dtype, decision.dtype, key=lambda dtype: dtype.itemsize)
     needed = memory_for_logits(source.checkpoint, dtype, decision.added)
     if source.gguf is not None and source.model is None:  # a dry run; else the dequantised model is in memory already
@@ -290,19 +299,25 @@ def generation_warnings(checkpoint: Checkpoint) -> Iterator[str]:
                 yield f"generation_config.json goes along as it is, but saving the model again will fail: {reason}"
 
 
-def weight_files(plan: Plan, digests: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """For the record: each weight file, where it is from, and the tensors in it.
+def weight_files(
+    plan: Plan, starts: Mapping[str, str], digests: Mapping[str, str], source_digests: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """For the record: each weight file, where it is from, its SHA-256 if that is known, and the tensors in it.
 
     Args:
-        digests: tensor -> SHA-256 of its first bytes, of those that are on this disk.
+        starts: tensor -> SHA-256 of its first bytes, of those that are on this disk.
+        digests: file of the result -> SHA-256, of those that were read.
+        source_digests: file of the source -> SHA-256, as the Hub states it.
     """
+    origins = {shard.name: shard.origin for shard in plan.carried}
     return {
         shard.name: {
             "bytes": shard.size if isinstance(shard, CarriedShard) else shard.file_size,
-            "carried_from": shard.origin if isinstance(shard, CarriedShard) else None,
+            "carried_from": origins.get(shard.name),
+            "sha256": digests.get(shard.name) or source_digests.get(origins.get(shard.name, "")),
             "tensors": {
                 tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape)}
-                | ({"first_bytes": digests[tensor.name]} if tensor.name in digests else {})
+                | ({"first_bytes": starts[tensor.name]} if tensor.name in starts else {})
                 for tensor in shard.tensors
             },
         }

@@ -11,9 +11,9 @@ from resformer.configuration import ResFormerConfig
 from resformer.convert.connections import added_shapes, expected_shapes
 from resformer.convert.families import FAMILIES
 from resformer.convert.reading import SideFile
+from resformer.convert.reading_back import same_bytes
 from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.convert.source import OpenedSource, Source
-from resformer.convert.verification import same_bytes
 from resformer.errors import CheckpointError, listed, shown
 from resformer.modeling.connection import ConnectionKind
 from resformer.modeling.wiring import KINDS
@@ -26,7 +26,7 @@ __all__ = [
     "added_kinds",
     "check_tensors",
     "config_text",
-    "losses",
+    "inexact_because",
     "recorded_family",
 ]
 
@@ -46,13 +46,13 @@ class Decision:
     dropped: Collection[str] = ()  # tensors of the source that it lacks
     added: tuple[Tensor, ...] = ()
     side_files: tuple[SideFile, ...] = ()  # beside those that the source's checkpoint has
-    losses: tuple[str, ...] = ()  # why it does not compute what the source does; empty if it does
+    inexact_because: tuple[str, ...] = ()  # why it does not compute what the source does; empty if it does
     warnings: tuple[str, ...] = ()
 
     @property
     def exact(self) -> bool:
         """Whether its logits must be the source's, bit for bit."""
-        return not self.losses and self.dtype == self.source.dtype
+        return not self.inexact_because and self.dtype == self.source.dtype
 
 
 def added_kinds(config: ResFormerConfig, before: ResFormerConfig) -> list[ConnectionKind]:
@@ -83,7 +83,7 @@ def added_kinds(config: ResFormerConfig, before: ResFormerConfig) -> list[Connec
     return added
 
 
-def losses(config: ResFormerConfig, before: ResFormerConfig) -> list[str]:
+def inexact_because(config: ResFormerConfig, before: ResFormerConfig) -> list[str]:
     """Why a model of `config` does not start as its source, of configuration `before`; empty if it does."""
     return [reason for kind in added_kinds(config, before) for reason in kind.losses(config)]
 

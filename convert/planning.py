@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from resformer.convert.reading import SideFile
-from resformer.convert.safetensors_format import DTYPE_BITS, FLOATING, Shard, Tensor, header_bytes
+from resformer.convert.safetensors_format import FLOATING, Shard, Tensor, header_bytes
 
 __all__ = ["CarriedShard", "Plan", "Rewrite", "WrittenShard", "plan_shards", "standard_names"]
 
@@ -35,11 +35,6 @@ class Rewrite:
     @property
     def result(self) -> Tensor:
         return replace(self.origin, dtype=self.dtype)
-
-    @property
-    def rounds(self) -> bool:
-        """Whether `dtype` lacks numbers that the origin's dtype has: no wider dtype does."""
-        return self.dtype != self.origin.dtype and DTYPE_BITS[self.dtype] <= DTYPE_BITS[self.origin.dtype]
 
 
 @dataclass(frozen=True)
@@ -78,11 +73,6 @@ class Plan:
     @property
     def written(self) -> list[WrittenShard]:
         return [shard for shard in self.shards if isinstance(shard, WrittenShard)]
-
-    @property
-    def rounded(self) -> int:
-        """How many tensors lose precision to a change of dtype."""
-        return sum(rewrite.rounds for shard in self.written for rewrite in shard.rewrites)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

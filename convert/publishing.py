@@ -1,7 +1,7 @@
 """Writes what was decided into a Hub repository: weight files that stay as they are are copied by the Hub."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +15,7 @@ from huggingface_hub.utils.sha import git_hash
 from resformer.convert.conversion import (
     Finish,
     Options,
-    Report,
+    R,
     carry_out,
     generation_warnings,
     make_plan,
@@ -26,9 +26,9 @@ from resformer.convert.deciding import Decision
 from resformer.convert.hub_files import HubFiles
 from resformer.convert.planning import CarriedShard, Plan, WrittenShard
 from resformer.convert.reading import INDEX
+from resformer.convert.reading_back import compare_headers, first_bytes
 from resformer.convert.safetensors_format import header_bytes
 from resformer.convert.source import asking_hub
-from resformer.convert.verification import compare_headers, first_bytes
 from resformer.convert.writing import Transfer
 from resformer.errors import CheckpointError, VerificationError, brief, listed
 from resformer.hub import Content, Copied, CopyError, HubError, Push, Pushed, digest, hub_api, repository_files
@@ -52,10 +52,13 @@ class Destination:
         validate_repo_id(self.repo_id)
 
 
-def publish(decision: Decision, destination: Destination, options: Options, finish: Finish) -> Report:
+def publish(
+    decision: Decision, destination: Destination, options: Options, report_of: Callable[..., R], finish: Finish[R]
+) -> R:
     """Makes the result on the Hub: one commit with copies of the source's files and with what is new.
 
     Args:
+        report_of: makes the report, from the fields of `Report`.
         finish: called before the commit, for the files that describe the result.
 
     Raises:
@@ -80,12 +83,14 @@ def publish(decision: Decision, destination: Destination, options: Options, fini
     try:
         contents = _contents(decision, plan, files, options)
         warnings = list(generation_warnings(source.checkpoint))
-        report = make_report(decision, repo_id, plan, _transfer(contents), warnings, terms=terms)
+        report = make_report(decision, repo_id, plan, _transfer(contents), warnings, report_of, terms=terms)
         if options.dry_run:
             return report
         report = replace(report, verified="copies")
         added = [rewrite.origin for shard in plan.written for rewrite in shard.rewrites]
-        described = finish(report, weight_files(plan, first_bytes(added)))
+        written = {s.name: hashlib.sha256(contents[s.name]).hexdigest() for s in plan.written}  # type: ignore[arg-type]
+        known = {name: file.lfs.sha256 for name, file in files.items() if file.lfs is not None}
+        described = finish(report, weight_files(plan, first_bytes(added), written, known))
         contents |= {name: text.encode() for name, text in described.items()}
         pushed = _push(contents, decision, destination, options, terms)
     except CopyError as error:
@@ -95,7 +100,7 @@ def publish(decision: Decision, destination: Destination, options: Options, fini
                 f"{source.repo_id}: cannot be copied to {repo_id} on the Hub: {error}. Nothing was committed. "
                 f"--allow-download (allow_download=True) downloads {size:,} bytes and uploads them again."
             ) from error
-        return _by_download(decision, destination, options, finish, plan, terms)
+        return _by_download(decision, destination, options, report_of, finish, plan, terms)
     _check(pushed, contents, plan)
     return replace(report, transfer=_transfer(contents), commit=pushed.commit, url=pushed.url)
 
@@ -202,16 +207,17 @@ def _by_download(
     decision: Decision,
     destination: Destination,
     options: Options,
-    finish: Finish,
+    report_of: Callable[..., R],
+    finish: Finish[R],
     plan: Plan,
     terms: dict[str, str],
-) -> Report:
+) -> R:
     """The same result by way of this disk: downloaded to the Hub's cache, converted beside it, uploaded."""
     size = sum(shard.size for shard in decision.source.checkpoint.shards)
     if options.dry_run:
         uploaded = sum(shard.size for shard in plan.carried) + sum(shard.file_size for shard in plan.written)
         transfer = Transfer(downloaded=size, uploaded=uploaded)
-        return make_report(decision, destination.repo_id, plan, transfer, [], terms=terms)
+        return make_report(decision, destination.repo_id, plan, transfer, [], report_of, terms=terms)
     decision = replace(decision, source=decision.source.fetch())
     with TemporaryDirectory(dir=constants.HF_HUB_CACHE, prefix=".resformer-") as work:
         folder = Path(work) / "result"
@@ -219,6 +225,7 @@ def _by_download(
             decision,
             folder,
             replace(options, link=True),
+            report_of,
             lambda report, files: finish(replace(report, output=destination.repo_id, terms=terms), files),
         )
         contents: dict[str, Content] = {

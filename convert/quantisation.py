@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +30,7 @@ class Dequantised(Tensor):
 
     weight: Tensor
     scales: Tensor  # (rows, columns) of blocks, or one number
+    changed: int | None = field(default=None, compare=False)  # numbers that were rounded, once all have been read
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -41,26 +41,22 @@ class Dequantised(Tensor):
     def on_this_disk(self) -> bool:
         return self.weight.on_this_disk
 
-    @cached_property
-    def rounds(self) -> bool:
-        """Whether a scale has more than 4 significant bits: with the 4 of fp8, bfloat16's 8 hold no more."""
-        if not self.scales.on_this_disk:
-            return False
-        mantissas, exponents = torch.frexp(self._numbers())
-        return bool((mantissas * 16 % 1).any() or exponents.abs().max() > 100)
-
     def pieces(self, size: int = 4 * MIB) -> Iterator[memoryview]:
         rows, columns = self.shape
         block_rows, across = rows // self.blocks[0], self.blocks[1]
-        pending = bytearray()
+        pending, changed = bytearray(), 0
         for scales, piece in zip(self._numbers(), self.weight.pieces(block_rows * columns), strict=True):
             numbers = torch.frombuffer(piece, dtype=torch.float8_e4m3fn).float().view(block_rows, across, -1)
-            pending += (numbers * scales[:, None]).bfloat16().view(-1).view(torch.uint8).numpy().data
+            products = (numbers * scales[:, None]).bfloat16()
+            exact = numbers.double() * scales[:, None].double()  # 4 x 24 bits fit
+            changed += int(((products.double() != exact) & ~exact.isnan()).sum())
+            pending += products.view(-1).view(torch.uint8).numpy().data
             while len(pending) >= size:
                 yield memoryview(pending[:size])
                 pending = pending[size:]
         if pending:
             yield memoryview(pending)
+        object.__setattr__(self, "changed", changed)
 
     def _numbers(self) -> torch.Tensor:
         """The scales in float32, `blocks`."""
@@ -121,11 +117,8 @@ def dequantise_fp8(checkpoint: Checkpoint, block: object) -> Checkpoint:
     for shard in checkpoint.shards:
         kept = tuple(made.get(tensor.name, tensor) for tensor in shard.tensors if tensor.name not in used)
         shards.append(shard if kept == shard.tensors else Shard(None, shard.size, kept))
-    note = f"{checkpoint.folder}: {len(made)} fp8 tensors are dequantised to bfloat16"
-    if rounded := sorted(name for name, tensor in made.items() if tensor.rounds):
-        note += f", which rounds {len(rounded)} of them, {shown(rounded[0])} for one: their scales have more than 4 "
-        note += "significant bits"
-    return replace(checkpoint, shards=tuple(shards), notes=(*checkpoint.notes, f"{note}."))
+    note = f"{checkpoint.folder}: {len(made)} fp8 tensors are dequantised to bfloat16."
+    return replace(checkpoint, shards=tuple(shards), notes=(*checkpoint.notes, note))
 
 
 def _dequantised(weight: Tensor, scales: Tensor | None, block: Sequence[int]) -> Dequantised:

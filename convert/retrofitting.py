@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -28,19 +29,19 @@ from resformer.convert.deciding import (
     added_kinds,
     check_tensors,
     config_text,
-    losses,
+    inexact_because,
     recorded_family,
 )
 from resformer.convert.families import resformer_config
+from resformer.convert.logits import model_bytes
 from resformer.convert.publishing import Destination, publish
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.tensors import CODES, to_tensor
-from resformer.convert.verification import model_bytes
 from resformer.errors import CheckpointError
 from resformer.files import check_target
-from resformer.model_cards import carried_metadata, retrofit_card
+from resformer.model_cards import base_model_of, carried_metadata, retrofit_card
 from resformer.modeling.wiring import KINDS
-from resformer.record import RECORD
+from resformer.record import RECORD, config_digest
 from resformer.untrusted import regular_file
 from resformer.version import __version__
 
@@ -55,10 +56,9 @@ class RetrofitReport(Report):
     method: str | None  # None: the connections have no name
     fields: dict[str, Any]  # the connection fields, as they stand in the new config.json
     source_fields: dict[str, Any]  # those that the source had already; its coefficients stay
-    losses: list[str]  # why the connections do not start as the identity; empty if they do
+    inexact_because: list[str]  # why the connections do not start as the identity; empty if they do
     source_dtype: str  # of most weights of the source; its logits are computed in it
-    dequantised: bool  # the source is a GGUF file or fp8; what is compared is what Transformers makes of it
-    dequantising_rounded: int  # fp8 tensors that were rounded to bfloat16
+    dequantised: bool  # the source is a GGUF file or fp8
     dtype: str  # of most weights of the result
     parameters: int
     added: dict[str, int]  # parameter name -> number of elements
@@ -67,15 +67,16 @@ class RetrofitReport(Report):
 
     @property
     def exact(self) -> bool:
-        """True if it computes what its source does, bit for bit; losses or a change of dtype make it false."""
-        return not (self.losses or self.rounded) and self.dtype == self.source_dtype
+        """True if it computes what its source does, bit for bit: nothing was rounded, no connection has an effect."""
+        rounded = self.rounding.changed or self.dequantising_rounded != 0
+        return not (self.inexact_because or rounded) and self.dtype == self.source_dtype
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
         return {**asdict(self), "exact": self.exact}
 
 
-R = TypeVar("R", bound=RetrofitReport)
+T = TypeVar("T", bound=RetrofitReport)
 
 
 def retrofit(
@@ -187,12 +188,12 @@ def write_retrofit(
     config: ResFormerConfig,
     target: Path | Destination,
     options: Options,
-    report_class: type[R],
+    report_class: type[T],
     *,
     dtype: torch.dtype | None = None,
     changed: Mapping[str, torch.Tensor] = MappingProxyType({}),
     **facts: Any,
-) -> R:
+) -> T:
     """Decides on the result, and plans, writes and verifies it, its card and its record.
 
     Args:
@@ -201,37 +202,36 @@ def write_retrofit(
         facts: further fields of the report.
     """
     before = resformer_config(source.config)
+    source_card = _source_card(source)
+    config.base_model = _base_model(source, source_card)
     decision, shapes = _decide(source, config, before, dtype, changed)
     tied = {HEAD} if config.tie_word_embeddings else set()
 
-    def as_retrofit(report: Report) -> R:
-        return report_class(
-            **vars(report),
-            family=recorded_family(source) if before is source.config else source.config.model_type,
-            source_fields=connections_of(before),
-            losses=list(decision.losses),
-            source_dtype=str(source.dtype).removeprefix("torch."),
-            dequantised=source.gguf is not None or bool(source.fp8),
-            dequantising_rounded=sum(tensor.rounds for tensor in source.fp8),
-            dtype=str(decision.dtype).removeprefix("torch."),
-            parameters=sum(math.prod(shape) for name, shape in shapes.items() if name not in tied),
-            added={
-                tensor.name: tensor.elements
-                for tensor in decision.added
-                if tensor.name not in source.checkpoint.tensors
-            },
-            dropped=[name for name in decision.dropped if name not in shapes],
-            memory=max(model_bytes(source.checkpoint, each, decision.added) for each in (source.dtype, decision.dtype)),
-            **facts,
-        )
+    report_of = partial(
+        report_class,
+        family=recorded_family(source) if before is source.config else source.config.model_type,
+        source_fields=connections_of(before),
+        inexact_because=list(decision.inexact_because),
+        source_dtype=str(source.dtype).removeprefix("torch."),
+        dequantised=source.gguf is not None or bool(source.fp8),
+        dtype=str(decision.dtype).removeprefix("torch."),
+        parameters=sum(math.prod(shape) for name, shape in shapes.items() if name not in tied),
+        added={
+            tensor.name: tensor.elements for tensor in decision.added if tensor.name not in source.checkpoint.tensors
+        },
+        dropped=[name for name in decision.dropped if name not in shapes],
+        memory=max(model_bytes(source.checkpoint, each, decision.added) for each in (source.dtype, decision.dtype)),
+        **facts,
+    )
 
-    def finish(report: Report, weight_files: Mapping[str, Any]) -> dict[str, str]:
+    def finish(report: T, weight_files: Mapping[str, Any]) -> dict[str, str]:
         repository = target.repo_id if isinstance(target, Destination) else None
-        return _card_and_record(as_retrofit(report), weight_files, config, _source_card(source), repository)
+        source_name = published_name(source)
+        return _card_and_record(report, source_name, weight_files, config, decision.config, source_card, repository)
 
     if isinstance(target, Destination):
-        return as_retrofit(publish(decision, target, options, finish))
-    return as_retrofit(carry_out(decision, target, options, finish))
+        return publish(decision, target, options, report_of, finish)
+    return carry_out(decision, target, options, report_of, finish)
 
 
 def _configuration(
@@ -241,9 +241,9 @@ def _configuration(
     config = without_connections(before, **connections)
     if connections_of(before) and not added_kinds(config, before):
         raise CheckpointError(f"{source.name}: has these connections already: {connections_of(before)}.")
-    if (lost := losses(config, before)) and not lossy:
+    if (reasons := inexact_because(config, before)) and not lossy:
         raise CheckpointError(
-            f"The result would not compute what {source.name} does: {'; '.join(lost)}. Allow it with --lossy "
+            f"The result would not compute what {source.name} does: {'; '.join(reasons)}. Allow it with --lossy "
             "(lossy=True), or choose an exact method.",
             "--lossy",
         )
@@ -286,7 +286,7 @@ def _decide(
         cast=CODES[target_dtype] if target_dtype is not None else None,
         dropped=[name for name in expected if name not in shapes or name in replaced],
         added=(*(tensor for name, tensor in initial.items() if name not in tensors), *replaced.values()),
-        losses=tuple(losses(config, before)),
+        inexact_because=tuple(inexact_because(config, before)),
         warnings=tuple(warnings),
     )
     return decision, shapes
@@ -298,6 +298,17 @@ def _source_card(source: Source) -> dict[str, Any]:
         with suppress(CheckpointError):  # there is none, or it is a link out of its folder
             return carried_metadata(regular_file(source.folder / "README.md"))
     return {}
+
+
+def _base_model(source: Source, source_card: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of the origin: a model that is trained and saved elsewhere keeps it, without a record.
+
+    The nearest one on the Hub, if there is one: of a local source that names its own, that.
+    """
+    if source.revision is None and (named := base_model_of(source.config)):
+        return named
+    licence = {name: value for name, value in source_card.items() if name.startswith("license")}
+    return {"name": published_name(source), "revision": source.revision, **licence}
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
@@ -329,22 +340,25 @@ def _connections(method: str, before: ResFormerConfig, fields: dict[str, Any]) -
 
 def _card_and_record(
     report: RetrofitReport,
+    source_name: str,
     weight_files: Mapping[str, Any],
     config: ResFormerConfig,
+    config_text: str,
     source_card: Mapping[str, Any],
     repository: str | None,
 ) -> dict[str, str]:
     """The model card, and a record that two runs write alike: no clock, no machine."""
-    values = {**report.as_dict(), "source": published_name(report), "output": folder_name(report.output)}
-    # Left out of the record: what differs between two runs that write the same bytes.
+    # Left out: what differs between two runs that write the same bytes.
     left_out = ("output", "warnings", "transfer", "memory", "left_behind", "commit", "url")
     record = {
-        **{key: value for key, value in values.items() if key not in left_out},
+        **{key: value for key, value in report.as_dict().items() if key not in left_out},
+        "source": source_name,
         "source_card": source_card,
+        "config_sha256": config_digest(json.loads(config_text)),
         "files": weight_files,
         "versions": {"resformer": __version__, "torch": torch.__version__, "transformers": transformers_version},
     }
     return {
         RECORD: json.dumps(record, indent=2, sort_keys=True) + "\n",
-        "README.md": str(retrofit_card(values, repository, config=config, source_card=source_card)),
+        "README.md": str(retrofit_card(record, repository or folder_name(report.output), config=config)),
     }

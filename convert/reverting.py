@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +80,15 @@ def revert(
     remaining = connections_of(before)
     reverted = before if remaining else family_config(config, recorded_family(opened))
     decision = _decide(opened.fetch(), config, before, reverted)
-    report = carry_out(
+    return carry_out(
         decision,
         target,
         settings,
+        partial(RevertReport, family=reverted.model_type, removed=list(decision.dropped), remaining=remaining),
         finish=lambda done, weight_files: {
-            _REVERTED: json.dumps({"source": published_name(done), "revision": done.revision}, indent=2) + "\n"
+            _REVERTED: json.dumps({"source": published_name(opened), "revision": done.revision}, indent=2) + "\n"
         },
     )
-    return RevertReport(**vars(report), family=reverted.model_type, removed=list(decision.dropped), remaining=remaining)
 
 
 def _decide(

@@ -3,6 +3,7 @@
 Errors in the configuration are reported before the weights are downloaded. No code of the source is run.
 """
 
+import copy
 import glob
 import os
 import re
@@ -19,7 +20,8 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
     HFValidationError,
     HTTPError,  # httpx's or httpx2's
 )
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from huggingface_hub.hf_api import RepoFile
+from transformers import CONFIG_MAPPING, FineGrainedFP8Config, PreTrainedConfig, PreTrainedModel
 
 from resformer.configuration import ResFormerConfig
 from resformer.convert.connections import coefficient_shapes
@@ -147,16 +149,34 @@ class OpenedSource(Source):
     def load(self) -> PreTrainedModel:
         """The model in its own dtype, loaded by Transformers from the files that were checked; none of its code is run.
 
+        Transformers dequantises fp8 itself: tensors that were dequantised here are compared with its own.
+
         Raises:
             CheckpointError: Transformers does not load it, or not all of it.
         """
         if self.model is not None:
             return self.model
+        if self.fp8 and (reason := self.why_not_dequantised()):
+            raise CheckpointError(f"{self.folder}: Transformers cannot dequantise it: {reason}")
+        config = self.config
         arguments: dict[str, Any] = {"pretrained_model_name_or_path": str(self.folder), "use_safetensors": True}
-        if not self.checkpoint.indexed:
+        if self.fp8:
+            config = copy.deepcopy(config)
+            block = self.raw_config["quantization_config"].get("weight_block_size")
+            config.quantization_config = FineGrainedFP8Config(dequantize=True, weight_block_size=block).to_dict()
+        elif not self.checkpoint.indexed:
             loaded = {name: to_torch(tensor) for name, tensor in self.checkpoint.tensors.items()}
             arguments = {"pretrained_model_name_or_path": None, "state_dict": loaded}
-        return load_model(self.folder, self.config, dtype=self.dtype, **arguments)
+        return load_model(self.folder, config, dtype=self.dtype, **arguments)
+
+    def why_not_dequantised(self) -> str:
+        """Why Transformers does not find fp8 weights that are read here; empty if it does."""
+        found = any((self.folder / name).is_file() for name in (SINGLE, INDEX))
+        return "" if found else f"it finds no {SINGLE} and no {INDEX}. Give the checkpoint its index back."
+
+    def sha256_on_hub(self) -> dict[str, str]:
+        """File -> SHA-256, as the Hub states it: of the files that it stores by LFS, if the source is there."""
+        return {file.path: file.lfs.sha256 for file in _cached_tree(self) if file.lfs is not None}
 
 
 def open_source(source: str | Path, revision: str | None = None, *, resformer: bool = False) -> Source:
@@ -210,18 +230,23 @@ def _open_hub(name: str, revision: str | None, *, resformer: bool) -> Source:
 
 def _hub_files(source: Source) -> HubFiles | None:
     """The files of the repository, if it holds safetensors and is on the Hub; downloads the index and the settings."""
-    if source.repo_id is None or source.revision is None:
+    tree = _cached_tree(source)
+    if not {SINGLE, INDEX} & {file.path for file in tree}:
         return None
     with asking_hub(source.name):
+        snapshot_download(str(source.repo_id), revision=source.revision, allow_patterns=[INDEX, *SETTINGS])
+    return HubFiles(str(source.repo_id), str(source.revision), {file.path: file.size for file in tree})
+
+
+def _cached_tree(source: Source) -> list[RepoFile]:
+    """The files of the repository; none if it is no repository, or an older huggingface_hub filled the cache."""
+    if source.repo_id is None or source.revision is None:
+        return []
+    with asking_hub(source.name):
         try:
-            tree = get_cached_repo_tree(source.repo_id, revision=source.revision)
-        except CachedRepoTreeNotFoundError:  # offline, and an older huggingface_hub filled the cache
-            return None
-        names = {file.path for file in tree}
-        if SINGLE not in names and INDEX not in names:
-            return None
-        snapshot_download(source.repo_id, revision=source.revision, allow_patterns=[INDEX, *SETTINGS])
-    return HubFiles(source.repo_id, source.revision, {file.path: file.size for file in tree})
+            return list(get_cached_repo_tree(source.repo_id, revision=source.revision))
+        except CachedRepoTreeNotFoundError:
+            return []
 
 
 def _fetch_from_hub(source: Source, *, allow_pickle: bool) -> bool:
@@ -302,6 +327,7 @@ def _clean_config(where: Path, raw: Mapping[str, Any], *, resformer: bool) -> tu
     config_class = ResFormerConfig if model_type == ResFormerConfig.model_type else CONFIG_MAPPING[model_type]
     family_keys = {f.name for f in fields(config_class)} - {f.name for f in fields(PreTrainedConfig)}
     known = family_keys | _LEGACY_KEYS | set(config_class.attribute_map)
+    known |= {"base_model"} if config_class is ResFormerConfig else set()  # its origin, for model cards
     try:
         config = config_class.from_dict({key: value for key, value in raw.items() if key in known})
     except Exception as error:  # any of the validators', or of arithmetic with what they let pass

@@ -30,8 +30,8 @@ __all__ = [
     "Transfer",
     "Written",
     "check_space",
+    "expected_transfer",
     "flush",
-    "foresee",
     "write_plan",
 ]
 
@@ -64,13 +64,13 @@ class Written:
     """The result of `write_plan`."""
 
     transfer: Transfer = field(default_factory=Transfer)
-    shared: set[str] = field(default_factory=set)  # files that share their source's bytes: linked or cloned
+    linked: set[str] = field(default_factory=set)  # files that are hard links to the source's
     digests: dict[str, str] = field(default_factory=dict)  # tensor -> SHA-256 of the bytes this process made
     rounding: Rounding = field(default_factory=Rounding)
     notes: list[str] = field(default_factory=list)
 
 
-def foresee(plan: Plan, target: Path, *, link: bool) -> Transfer:
+def expected_transfer(plan: Plan, target: Path, *, link: bool) -> Transfer:
     """Predicts the bytes of `write_plan`; leaves nothing on the disk."""
     folder = folder_above(target)
     transfer = Transfer(
@@ -89,7 +89,7 @@ def foresee(plan: Plan, target: Path, *, link: bool) -> Transfer:
 
 
 def check_space(transfer: Transfer, target: Path) -> None:
-    """Raises `OutputError` if the disk has no room for what `foresee` said."""
+    """Raises `OutputError` if the disk has no room for what `expected_transfer` said."""
     folder = folder_above(target)
     free, needed = shutil.disk_usage(folder).free, transfer.moved + 64 * MIB
     if needed > free:
@@ -158,14 +158,13 @@ def _carry(shard: CarriedShard, target: Path, done: Written, *, link: bool, prog
             if not stat.S_ISREG(linked.st_mode) or linked.st_size != shard.size:
                 raise CheckpointError(f"{source}: changed since it was read; run the conversion again.")
             done.transfer.linked += shard.size
-            done.shared.add(target.name)
+            done.linked.add(target.name)
             progress(shard.size)
             return
     with open_regular(source) as reader, target.open("xb", buffering=0) as output:
         before = os.fstat(reader.fileno())
         if before.st_size == shard.size and _clone(reader, output):
             done.transfer.cloned += shard.size
-            done.shared.add(target.name)
             progress(shard.size)
         else:
             _copy_range(reader, source, 0, shard.size, output, progress)

@@ -25,14 +25,13 @@ from resformer.modeling.shapes import parameter_shapes
 __all__ = [
     "TRAINING_FIELDS",
     "added_parameters",
-    "finetuned_card",
     "is_as_made",
     "render",
     "retrofit_card",
-    "scratch_card",
+    "trained_card",
 ]
 
-#: Fields of a metrics.json that describe a training, under the names of `finetuned_card`'s arguments.
+#: Fields of a metrics.json that describe a training, under the names of `trained_card`'s arguments.
 TRAINING_FIELDS = ("source", "revision", "method", "corpus", "evaluation_tokens", "runs", "datasets", "recipe")
 #: Ends a card: `is_as_made` compares the digest to find edits by hand.
 _MARK = "<!-- Made by `resformer card`. SHA-256 of the text above: "
@@ -47,25 +46,27 @@ _RUN_ROWS = {
 
 def retrofit_card(
     report: Mapping[str, Any],
-    repository: str | None = None,
+    repository: str,
     *,
     config: ResFormerConfig | None = None,
     source_card: Mapping[str, Any] | None = None,
     metrics: Iterable[Metric] = (),
     base_model: str | None = None,
     bundle: bool = False,
+    changed: Sequence[str] | None = (),
 ) -> ModelCard:
     """The card of a retrofitted checkpoint.
 
     Args:
-        report: `RetrofitReport.as_dict()`, or the record of a converted folder (`resformer_conversion.json`);
-            of a shrunken checkpoint, what it costs and how well its layers were fitted.
-        repository: the Hub id, or path, that the card's code loads; default: the output folder's name.
+        report: the record of a converted folder (`resformer_conversion.json`); of a shrunken checkpoint, it says what
+            it costs and how well its layers were fitted.
+        repository: the Hub id, or path, that the card's code loads.
         config: the checkpoint's; the cost of the cache follows from it.
         source_card: licence, languages and data from the source's card (`carried_metadata`).
         metrics: further results, of `metrics_of` or `harness_metrics`.
         base_model: Hub id of the source; default: the source, if it came from the Hub.
         bundle: the folder holds its own code (`auto_map` in config.json).
+        changed: files that are not those of the record: what it says of the model is not repeated. `None`: all may be.
 
     Raises:
         ValueError: a metric lacks a field that the card states.
@@ -74,7 +75,7 @@ def retrofit_card(
     return _card(
         "shrunk.md.jinja" if "shares" in report else "retrofit.md.jinja",
         title=f"{PurePath(report['source']).name} with {report['method'] or 'cross-layer connections'}",
-        repository=repository or PurePath(report["output"]).name,
+        repository=repository,
         method=report["method"],
         fields=report["fields"],
         config=config,
@@ -83,117 +84,92 @@ def retrofit_card(
         source_card=source_card or report.get("source_card") or {},
         metrics=metrics,
         bundle=bundle,
+        derived=True,
         report=report,
         added_parameters=sum(report["added"].values()),
         logits=_logits(report),
+        changed=["its files"] if changed is None else changed,
+        sampled=sorted(name for name, file in report["files"].items() if file.get("sha256") is None),
     )
 
 
-def finetuned_card(
-    *,
-    source: str,
-    revision: str | None,
-    method: str | None,
-    corpus: str,
-    evaluation_tokens: int,
-    runs: Sequence[Mapping[str, Any]],
-    repository: str,
-    config: ResFormerConfig | None = None,
-    dtype: str = "bfloat16",
-    datasets: Sequence[str] = (),
-    recipe: Mapping[str, Any] | None = None,
-    source_card: Mapping[str, Any] | None = None,
-    metrics: Iterable[Metric] = (),
-    base_model: str | None = None,
-    bundle: bool = False,
-) -> ModelCard:
-    """The card of a fine-tuned retrofit.
-
-    `source`, `revision`, `method`, `corpus`, `evaluation_tokens`, `runs`, `datasets` and `recipe` are the fields of a
-    `metrics.json`.
-
-    Args:
-        source: the checkpoint that was retrofitted.
-        revision: its commit, if it came from the Hub.
-        method: the named method; `None` for another combination of fields.
-        corpus: the name of the training data; the evaluation is on the held-out part.
-        evaluation_tokens: tokens of the held-out part.
-        runs: one mapping for each model that was trained, with `name` (the method's, for the model of this card),
-            `perplexity_before`, `perplexity_after`, `training_tokens` and `steps`.
-        repository: the Hub id, or path, that the card's code loads.
-        config: the checkpoint's; the cost of the cache follows from it.
-        dtype: of the checkpoint's weights, which the cache takes too.
-        datasets: Hub ids of the training data.
-        recipe: which of the parameters were trained, and the teacher and weights of a distillation.
-        source_card: licence, languages and data from the source's card (`carried_metadata`).
-        metrics: further results, of `metrics_of` or `harness_metrics`.
-        base_model: Hub id of the source; default: the source, if it came from the Hub.
-        bundle: the folder holds its own code (`auto_map` in config.json).
-
-    Raises:
-        ValueError: a metric or a run lacks a field that the card states.
-    """
-    return _card(
-        "finetuned.md.jinja",
-        title=f"{PurePath(source).name} with {method or 'cross-layer connections'}, fine-tuned",
-        repository=repository,
-        method=method,
-        fields={} if config is None else connections_of(config),
-        config=config,
-        dtype=dtype,
-        base_model=base_model or _hub_id(source, revision),
-        source_card=source_card or {},
-        datasets=datasets,
-        metrics=[*metrics, *_perplexities(method, corpus, evaluation_tokens, runs)],
-        bundle=bundle,
-        source=source,
-        revision=revision,
-        corpus=corpus,
-        evaluation_tokens=evaluation_tokens,
-        runs=_run_table(runs),
-        recipe=recipe,
-    )
-
-
-def scratch_card(
+def trained_card(
     *,
     method: str | None,
     repository: str,
     config: ResFormerConfig,
-    dtype: str = "bfloat16",
-    parameters: int | None = None,
+    source: str | None = None,
+    revision: str | None = None,
+    from_scratch: bool = False,
     corpus: str | None = None,
     evaluation_tokens: int | None = None,
     runs: Sequence[Mapping[str, Any]] = (),
     datasets: Sequence[str] = (),
+    recipe: Mapping[str, Any] | None = None,
+    dtype: str = "bfloat16",
+    parameters: int | None = None,
     source_card: Mapping[str, Any] | None = None,
     metrics: Iterable[Metric] = (),
+    base_model: str | None = None,
     bundle: bool = False,
+    changed: Sequence[str] | None = (),
 ) -> ModelCard:
-    """The card of a model that was trained from scratch. Other arguments, and errors, are those of `finetuned_card`.
+    """The card of a checkpoint whose weights are not its source's: fine-tuned, from scratch, or of unknown origin.
+
+    `source`, `revision`, `corpus`, `evaluation_tokens`, `runs`, `datasets` and `recipe` are fields of a `metrics.json`.
 
     Args:
+        method: the named method; `None` for another combination of fields.
+        repository: the Hub id, or path, that the card's code loads.
+        config: the checkpoint's; the cost of the cache follows from it.
+        source: the checkpoint that it was made from; `None`: unknown, or there is none.
+        revision: its commit, if it came from the Hub.
+        from_scratch: there is no source.
+        corpus: the name of the training data; the evaluation is on the held-out part.
+        evaluation_tokens: tokens of the held-out part.
+        runs: one mapping for each model that was trained, with `name` (the method's, for the model of this card),
+            `perplexity_before`, `perplexity_after`, `training_tokens` and `steps`.
+        datasets: Hub ids of the training data.
+        recipe: which of the parameters were trained, and the teacher and weights of a distillation.
+        dtype: of the checkpoint's weights, which the cache takes too.
         parameters: number of parameters of the model.
-        source_card: licence, languages and data of this model.
+        source_card: licence, languages and data from the source's card (`carried_metadata`).
+        metrics: further results, of `metrics_of` or `harness_metrics`.
+        base_model: Hub id of the source; default: the source, if it came from the Hub.
+        bundle: the folder holds its own code (`auto_map` in config.json).
+        changed: files that were changed since they were measured: `runs` are left out. `None`: that is not known.
+
+    Raises:
+        ValueError: a metric or a run lacks a field that the card states.
     """
+    runs = () if changed else runs
     measured = _perplexities(method, corpus, evaluation_tokens, runs) if corpus and evaluation_tokens else []
+    title = repository.rstrip("/").rpartition("/")[2]
+    if source is not None:
+        title = f"{PurePath(source).name} with {method or 'cross-layer connections'}" + ", fine-tuned" * bool(corpus)
     return _card(
-        "scratch.md.jinja",
-        title=repository.rstrip("/").rpartition("/")[2],
+        "trained.md.jinja",
+        title=title,
         repository=repository,
         method=method,
         fields=connections_of(config),
         config=config,
         dtype=dtype,
-        base_model=None,
+        base_model=base_model or (None if source is None else _hub_id(source, revision)),
         source_card=source_card or {},
         datasets=datasets,
         metrics=[*metrics, *measured],
         bundle=bundle,
+        derived=source is not None,
+        source=source,
+        revision=revision,
+        from_scratch=from_scratch,
         parameters=parameters,
         corpus=corpus,
         evaluation_tokens=evaluation_tokens,
         runs=_run_table(runs) if runs else None,
+        recipe=recipe,
+        changed=changed,
     )
 
 
@@ -275,7 +251,6 @@ def _card(
         facts=FACTS.get(method or ""),
         papers=papers,
         licence=licence,
-        derived=template != "scratch.md.jinja",
         results=table_rows(measured),
         cache=_cache(config, dtype),
         added=added_parameters(config) if method in FACTS and config is not None else None,
@@ -305,19 +280,21 @@ def _cache(config: ResFormerConfig | None, dtype: str) -> dict[str, Any] | None:
 
 def _logits(report: Mapping[str, Any]) -> str:
     """A sentence on how far the logits are from the source's, and in which dtype the source computed its own."""
-    verification, source = report["verification"], "the source's"
+    logits, source = report["logits"], "the source's"
     if report["dequantised"]:
-        source += f" (dequantised to {report['source_dtype']})"
+        source += f" (which Transformers dequantises to {report['source_dtype']})"
     elif report["source_dtype"] != report["dtype"]:
         source += f" (in {report['source_dtype']})"
-    if verification is None:
-        return f"Its logits were not compared with {source}: `resformer verify` does it"
-    tokens = verification["tokens"]
-    if verification["identical"]:
-        return f"Its logits are identical to {source} to the bit on {tokens} tokens"
+    if logits is None:
+        return f"`resformer verify` compares its logits with {source}"
+    where = f"{logits['tokens']} tokens"
+    if logits["window"] is not None:
+        where += f", within the sliding window of {logits['window']:,}"
+    if logits["identical"]:
+        return f"Its logits are identical to {source} to the bit on {where}"
     return (
-        f"On {tokens} tokens, its logits differ from {source} by at most {verification['max_difference']:.3g}: KL "
-        f"{verification['mean_kl']:.3g} nats per token, top-1 agreement {verification['top1_agreement']:.1%}"
+        f"On {where}, its logits differ from {source} by at most {logits['max_difference']:.3g}: KL "
+        f"{logits['mean_kl']:.3g} nats per token, top-1 agreement {logits['top1_agreement']:.1%}"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub.repocard import metadata_load
 from yaml import YAMLError
 
-__all__ = ["carried_metadata", "well_formed"]
+__all__ = ["base_model_of", "carried_metadata", "well_formed"]
 
 _MOST_BYTES = 4 * 2**20
 _PATTERNS = {
@@ -47,3 +47,17 @@ def well_formed(stated: Mapping[str, Any]) -> dict[str, Any]:
         elif fit and not isinstance(value, list):
             carried[name] = fit[0]
     return carried
+
+
+def base_model_of(config: object) -> dict[str, Any]:
+    """`name`, `revision` (`None`: it was no repository of the Hub) and licence of the model that `config` names.
+
+    They are in the `base_model` of config.json, which is untrusted. Empty if it names none.
+    """
+    stated = getattr(config, "base_model", None)
+    if not isinstance(stated, dict) or not isinstance(name := stated.get("name"), str) or not name.isprintable():
+        return {}
+    revision = stated.get("revision")
+    on_hub = isinstance(revision, str) and re.fullmatch(r"\w+", revision) and re.fullmatch(r"[\w./-]+", name)
+    licence = {key: value for key, value in well_formed(stated).items() if key.startswith("license")}
+    return {"name": name[:200], "revision": revision if on_hub else None, **licence}

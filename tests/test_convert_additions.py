@@ -56,7 +56,7 @@ def test_connections_are_added_to_a_trained_model_and_taken_out_again(
     source = trained(tmp_path, first, dtype)
     report = retrofit(source, tmp_path / "both", second)
     assert report.exact
-    assert report.verification.identical
+    assert report.logits.identical
     before, both = stored(source), stored(tmp_path / "both")
     assert {name: both[name] for name in before} == before
     assert sorted(both.keys() - before.keys()) == sorted(report.added)
@@ -66,7 +66,7 @@ def test_connections_are_added_to_a_trained_model_and_taken_out_again(
     assert report.method == method_of(AutoConfig.from_pretrained(tmp_path / "both"))
     assert ("A combination of connections that has no name" in card.text) == (report.method is None)
     back = revert(tmp_path / "both", tmp_path / "back")
-    assert back.verification.identical
+    assert back.logits.identical
     assert back.remaining == report.source_fields != {}
     assert stored(tmp_path / "back") == before
     one, other = (AutoConfig.from_pretrained(folder).to_dict() for folder in (source, tmp_path / "back"))

@@ -20,7 +20,7 @@ from test_hub import COMMANDS
 from transformers import AutoModelForCausalLM
 
 from resformer.convert import inspect, retrofit
-from resformer.convert.verification import compare_logits
+from resformer.convert.logits import compare_logits
 
 CARD = "---\nlicense: {}\nlanguage: en\n---\n# A Llama\n"
 #: 4.2 GB of bfloat16.

@@ -14,11 +14,11 @@ import resformer.convert.retrofitting as retrofitting
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, retrofit
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.convert import CheckpointError, VerificationError, connections, inspect
-from resformer.convert.deciding import losses
+from resformer.convert.deciding import inexact_because
+from resformer.convert.logits import compare_logits
 from resformer.convert.reading import read_checkpoint
 from resformer.convert.safetensors_format import Tensor
 from resformer.convert.tensors import to_torch
-from resformer.convert.verification import compare_logits
 
 LOSSY = [name for name in METHODS if name not in EXACT]
 PROMPT = torch.arange(1, 61).view(2, 30)
@@ -40,7 +40,7 @@ def test_exact_methods_leave_logits_bit_exact(method: str, tmp_path: Path) -> No
     source = save_checkpoint(tmp_path / "llama")
     report = retrofit(tmp_path / "llama", tmp_path / "out", method)
     assert report.exact
-    assert report.verification.identical
+    assert report.logits.identical
     assert same_logits(source, tmp_path / "out")
     model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not loading["missing_keys"]
@@ -84,9 +84,9 @@ def test_tensors_keep_their_bytes_in_every_dtype(dtype: torch.dtype, shards: boo
 @pytest.mark.parametrize(
     ("old", "new", "method", "words"),
     [
-        ("float32", "bfloat16", "resformer", "from float32 to bfloat16, which\nrounded 57 tensors."),
+        ("float32", "bfloat16", "resformer", "from float32 to bfloat16, which\nrounded {} numbers."),
         ("bfloat16", "float32", "resformer", "from bfloat16 to float32."),
-        ("float32", "bfloat16", "svformer", "from float32 to bfloat16, which\nrounded 52 tensors."),
+        ("float32", "bfloat16", "svformer", "from float32 to bfloat16, which\nrounded {} numbers."),
     ],
 )
 def test_a_change_of_dtype_is_measured_and_not_called_identical(
@@ -96,11 +96,12 @@ def test_a_change_of_dtype_is_measured_and_not_called_identical(
     report = retrofit(tmp_path / "llama", tmp_path / "out", method, dtype=new, lossy=True)
     source, converted = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("llama", "out"))
     assert (source.dtype, converted.dtype) == (getattr(torch, old), getattr(torch, new))
-    assert report.verification == compare_logits(source, converted)
-    assert not report.verification.identical
+    assert report.logits == compare_logits(source, converted)
+    assert not report.logits.identical
     assert not report.exact
     card = ModelCard.load(tmp_path / "out" / "README.md").text
-    assert words in card
+    assert words.format(f"{report.rounding.changed:,}") in card
+    assert (report.rounding.changed > 0) == (new == "bfloat16")
     assert f"differ from the source's (in {old}) by at most" in card
     assert "identical" not in card
     assert "the checkpoint computes what its source does" not in card
@@ -130,9 +131,9 @@ def test_lossy_methods_are_refused_unless_allowed_and_say_what_they_lose(method:
         retrofit(tmp_path / "llama", tmp_path / "out", method)
     assert not (tmp_path / "out").exists()
     report = retrofit(tmp_path / "llama", tmp_path / "out", method, lossy=True)
-    assert report.losses
-    assert not report.verification.identical
-    assert report.verification.mean_kl > 0
+    assert report.inexact_because
+    assert not report.logits.identical
+    assert report.logits.mean_kl > 0
     _, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not loading["missing_keys"]
     assert not loading["unexpected_keys"]
@@ -158,19 +159,21 @@ def test_sharing_methods_keep_the_sources_projections(tmp_path: Path) -> None:
         ({"key_sources": [0, 0, 0, 0]}, "`key_sources` drops the projections of 3 of 4 layers"),
     ],
 )
-def test_losses_name_the_field(fields: dict[str, Any], needle: str) -> None:
+def test_reasons_name_the_field(fields: dict[str, Any], needle: str) -> None:
     plain = ResFormerConfig(num_hidden_layers=4)
-    (loss,) = losses(ResFormerConfig(num_hidden_layers=4, **fields), plain)
+    (loss,) = inexact_because(ResFormerConfig(num_hidden_layers=4, **fields), plain)
     assert needle in loss
 
 
-def test_losses_are_none_where_nothing_is_lost() -> None:
+def test_exact_methods_have_no_reason_against_it() -> None:
     for fields in (
         {"value_residual": "constant", "value_residual_init": [0.0, 1.0]},
         {"value_residual": "gated", "value_residual_init": [0.0, 1.0], "dwa": True, "dwa_period": 2},
         {"value_sources": [0, 1, 2, 3]},
     ):
-        assert losses(ResFormerConfig(num_hidden_layers=4, **fields), ResFormerConfig(num_hidden_layers=4)) == []
+        assert (
+            inexact_because(ResFormerConfig(num_hidden_layers=4, **fields), ResFormerConfig(num_hidden_layers=4)) == []
+        )
 
 
 def test_fields_go_on_top_of_the_methods(tmp_path: Path) -> None:

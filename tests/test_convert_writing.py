@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import change_json, contents, save_checkpoint
+from checkpoints import EXACT, change_json, contents, save_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -29,9 +29,9 @@ from resformer.convert import (
     verify,
 )
 from resformer.convert.casting import Rounding, converted
+from resformer.convert.logits import compare_logits, free_memory
 from resformer.convert.planning import plan_shards
 from resformer.convert.safetensors_format import FLOATING, Tensor, header_bytes, read_shard
-from resformer.convert.verification import free_memory
 from resformer.files import replace_text, replacing
 
 
@@ -124,7 +124,7 @@ def test_a_folder_that_lost_its_index_is_read_by_its_headers(tmp_path: Path) -> 
     save_checkpoint(tmp_path / "source", shards=True)
     (tmp_path / "source" / "model.safetensors.index.json").unlink()
     report = retrofit(tmp_path / "source", tmp_path / "out")
-    assert report.verification.identical
+    assert report.logits.identical
     assert "headers of its 12 shards were read instead" in report.warnings[0]
 
 
@@ -141,7 +141,7 @@ def test_pickles_are_read_on_demand_and_restricted_to_tensors(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="--allow-pickle"):
         retrofit(tmp_path / "source", tmp_path / "out")
     report = retrofit(tmp_path / "source", tmp_path / "out", allow_pickle=True)
-    assert report.verification.identical
+    assert report.logits.identical
     assert "pytorch_model.bin" in report.left_behind
 
 
@@ -166,7 +166,7 @@ def test_tensors_count_as_transformers_loads_them(change: Callable[[Any], object
     change(tensors)
     save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
     report = retrofit(tmp_path / "source", tmp_path / "out")
-    assert report.verification.identical
+    assert report.logits.identical
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] == tied
     assert tied or "tie_word_embeddings=False" in report.warnings[0]
     converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -193,16 +193,30 @@ def test_a_change_of_dtype_is_torchs_and_counts_what_it_loses(old: str, new: str
         assert b"".join(map(bytes, converted(tensor, new, rounding))) == after.view(torch.uint8).numpy().tobytes()
         assert rounding.overflowed == int((after.isinf() & before.isfinite()).sum())
         assert rounding.flushed == int(((after == 0) & (before != 0)).sum())
+        assert rounding.changed == int(((after.double() != before.double()) & ~before.isnan()).sum())
 
 
 def test_dtype_changes_floating_tensors_and_leaves_coefficients_alone(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "source", dtype=torch.bfloat16, shards=True)
     report = retrofit(tmp_path / "source", tmp_path / "out", dtype="float16")
-    assert (report.exact, report.source_dtype, report.rounded) == (False, "bfloat16", 57)
-    dtypes = {name: t.dtype for file in weights(tmp_path / "out").values() for name, t in load_file(file).items()}
+    assert (report.exact, report.source_dtype) == (False, "bfloat16")
+    before, after = (
+        {name: t for file in weights(tmp_path / folder).values() for name, t in load_file(file).items()}
+        for folder in ("source", "out")
+    )
+    assert report.rounding.changed == sum(int((after[name].float() != before[name].float()).sum()) for name in before)
+    dtypes = {name: t.dtype for name, t in after.items()}
     assert dtypes.pop("model.value_residual.bias") == torch.float32
     assert set(dtypes.values()) == {torch.float16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_numbers_that_stay_are_not_called_rounded(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path / "source", dtype=torch.bfloat16)
+    model.float().save_pretrained(tmp_path / "source")
+    report = retrofit(tmp_path / "source", tmp_path / "out", dtype="bfloat16", verify="hashes")
+    assert (report.source_dtype, report.dtype, report.rounding.changed) == ("float32", "bfloat16", 0)
+    assert "rounded" not in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_overflow_and_flush_are_reported(tmp_path: Path) -> None:
@@ -340,9 +354,12 @@ def test_logits_are_the_default_where_the_model_fits(tmp_path: Path, monkeypatch
     assert retrofit(tmp_path / "source", tmp_path / "one").verified == "logits"
     monkeypatch.setattr(conversion, "free_memory", lambda: 10**6)
     report = retrofit(tmp_path / "source", tmp_path / "two")
-    assert (report.verified, report.verification) == ("hashes", None)
+    assert (report.verified, report.logits) == ("hashes", None)
     assert "GB are free" in report.warnings[0]
-    assert "not compared" in (tmp_path / "two" / "README.md").read_text()
+    one, two = (contents(tmp_path / name) for name in ("one", "two"))
+    cards = (files.pop("README.md").partition(b"<!--")[0] for files in (one, two))
+    assert next(cards).replace(b'"one"', b'"two"') == next(cards)
+    assert one == two
 
 
 def test_unknown_verifications_and_dtypes_are_refused(tmp_path: Path) -> None:
@@ -376,9 +393,94 @@ def test_verify_measures_what_differs(tmp_path: Path) -> None:
     assert comparison.different == {"model.norm.weight": pytest.approx(0.25)}
     assert comparison.logits.max_difference > 0
     assert not verify(tmp_path / "one", tmp_path / "two", verify="hashes").same
-    assert verify(tmp_path / "one", tmp_path / "two", verify="headers").same
+    assert verify(tmp_path / "one", tmp_path / "two", verify="headers").same is None
     model.to(torch.bfloat16).save_pretrained(tmp_path / "three")
     assert len(verify(tmp_path / "one", tmp_path / "three", verify="headers").different) == 57
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "family"),
+    [
+        ("rms_norm_eps", 1e-3, "llama"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 5e5}, "llama"),
+        ("num_key_value_heads", 1, "mistral"),
+        ("sliding_window", 100, "mistral"),
+        ("hidden_act", "gelu", "llama"),
+        ("dtype", "bfloat16", "llama"),
+    ],
+)
+def test_verify_compares_what_the_configurations_build(field: str, value: Any, family: str, tmp_path: Path) -> None:
+    """The tensors are the same files; heads that are shared twice as much have the same shapes at half the width."""
+    more = {"head_dim": 8} if field == "num_key_value_heads" else {}
+    save_checkpoint(tmp_path / "one", family, num_hidden_layers=2, **more)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    change_json(tmp_path / "two" / "config.json", **{field: value})
+    if more:
+        change_json(tmp_path / "two" / "config.json", num_attention_heads=2, head_dim=16)
+    comparison = verify(tmp_path / "one", tmp_path / "two", verify="hashes")
+    assert (comparison.same, comparison.same_tensors, comparison.same_configuration) == (False, True, False)
+    assert ("rope_theta" if field == "rope_parameters" else field) in comparison.configuration
+
+
+@pytest.mark.parametrize("change", [{"use_cache": False}, {"initializer_range": 0.5}, {"max_position_embeddings": 99}])
+def test_verify_passes_over_what_changes_no_number(change: dict[str, Any], tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "one", num_hidden_layers=2)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    change_json(tmp_path / "two" / "config.json", **change)
+    assert verify(tmp_path / "one", tmp_path / "two", verify="hashes").same
+
+
+@pytest.mark.parametrize("method", ["neutreno", "resformer-constant", "resformer-gated", "attention-residuals"])
+def test_verify_tells_connections_without_effect(method: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "one", num_hidden_layers=3)
+    retrofit(tmp_path / "one", tmp_path / "two", method, lossy=True)
+    comparison = verify(tmp_path / "one", tmp_path / "two", verify="hashes")
+    assert comparison.same_tensors
+    assert comparison.same == (method in EXACT)
+    assert verify(tmp_path / "one", tmp_path / "two").logits.identical == (method in EXACT)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias_" in name or "value_residual" in name:
+                parameter += 0.1
+    model.save_pretrained(tmp_path / "two")
+    assert verify(tmp_path / "one", tmp_path / "two", verify="hashes").same is False
+
+
+def test_logits_are_compared_beyond_the_window_padded_and_with_a_cache(tmp_path: Path) -> None:
+    one = save_checkpoint(tmp_path / "one", "mistral", sliding_window=64)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    change_json(tmp_path / "two" / "config.json", sliding_window=None)
+    comparison = verify(tmp_path / "one", tmp_path / "two")
+    assert comparison.logits.row > 64
+    assert comparison.logits.window is None
+    assert not comparison.logits.identical
+    assert all(difference < 1e-4 for difference in comparison.logits.cache_differences)
+    two = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    short = compare_logits(one, two, window=64)
+    assert (short.identical, short.window) == (True, 64)
+    assert "on 128 tokens, within the sliding window of 64" in str(short)
+    # A mask that is dropped, and a cache that is one token behind, change no logits of the first reading.
+    forward = two.forward
+    for wrong in ({"attention_mask": None}, {"position_ids": None}):
+        two.forward = lambda wrong=wrong, **inputs: forward(**{**inputs, **wrong})
+        assert not compare_logits(one, two).identical
+
+
+def test_logits_are_compared_on_a_text(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "one")
+    (tmp_path / "text.txt").write_text("The first layer's values reach every layer. " * 3)
+    comparison = verify(tmp_path / "one", tmp_path / "one", text=tmp_path / "text.txt", tokens=64, device="cpu")
+    assert (comparison.same, comparison.logits.tokens, comparison.logits.row) == (True, 64, 32)
+    with pytest.raises(CheckpointError, match="has 132 tokens, two rows take 400"):
+        verify(tmp_path / "one", tmp_path / "one", text=tmp_path / "text.txt", tokens=400)
+    for wrong, words in (
+        ({"tokens": 2}, "expected 16"),
+        ({"device": "abacus"}, "abacus"),
+        ({"verify": "hashes"}, "--text"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            verify(tmp_path / "one", tmp_path / "one", **{"text": tmp_path / "text.txt", **wrong})
 
 
 def test_verify_takes_a_tied_head_that_is_stored_for_one_that_is_not(tmp_path: Path) -> None:

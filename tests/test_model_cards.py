@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from checkpoints import EXACT, save_checkpoint
+from checkpoints import EXACT, change_json, save_checkpoint
 from command_server import run
 from conftest import cli
 from huggingface_hub import ModelCard, parse_eval_result_entries
@@ -21,25 +21,26 @@ from mdit_py_plugins.dollarmath import dollarmath_plugin
 from transformers import AutoModelForCausalLM
 
 from resformer import METHODS, ResFormerConfig, retrofit
+from resformer.checkpoint_cards import checkpoint_card
 from resformer.configuration import cache_bytes_by_method, key_sources, value_sources
-from resformer.convert.deciding import losses
+from resformer.convert.deciding import inexact_because
 from resformer.convert.loading import model_on_meta
 from resformer.model_cards import (
     Metric,
     carried_metadata,
     eval_result_files,
-    finetuned_card,
     harness_metrics,
     is_as_made,
     method_card,
     metrics_of,
     packaged_method_card,
     retrofit_card,
-    scratch_card,
+    trained_card,
 )
 from resformer.model_cards.cards import added_parameters
 from resformer.model_cards.facts import FACTS, PAPERS
 from resformer.model_cards.metrics import architecture_digest
+from resformer.record import weight_digests
 
 ROOT = Path(__file__).parents[1]
 
@@ -116,8 +117,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cards")
     save_checkpoint(folder / "llama")
     (folder / "llama" / "README.md").write_text(STATED)
-    retrofit(folder / "llama", folder / "exact", "resformer-denseformer")
-    retrofit(folder / "llama", folder / "lossy", "svformer", lossy=True)
+    retrofit(folder / "llama", folder / "exact", "resformer-denseformer", verify="logits")
+    retrofit(folder / "llama", folder / "lossy", "svformer", lossy=True, verify="logits")
     return folder
 
 
@@ -133,7 +134,7 @@ def record_of(folder: Path) -> dict[str, Any]:
 
 def finetuned(config: ResFormerConfig, **changes: Any) -> ModelCard:
     given = {**TRAINING, "repository": "you/tuned", "config": config, **changes}
-    return finetuned_card(**{**given, "metrics": [*metrics_of(given), *harness_metrics(HARNESS)]})
+    return trained_card(**{**given, "metrics": [*metrics_of(given), *harness_metrics(HARNESS)]})
 
 
 def cards_and_inputs(checkpoints: Path) -> Iterator[tuple[str, list[Any]]]:
@@ -141,12 +142,12 @@ def cards_and_inputs(checkpoints: Path) -> Iterator[tuple[str, list[Any]]]:
     for name in ("exact", "lossy"):
         config, record = ResFormerConfig.from_pretrained(checkpoints / name), record_of(checkpoints / name)
         derived = [sum(record["added"].values()), len(record["dropped"]), list(cache_of(config, 4))]
-        quoted = [int(number) for loss in record["losses"] for number in re.findall(r"\d+", loss)]
+        quoted = [int(number) for loss in record["inexact_because"] for number in re.findall(r"\d+", loss)]
         yield (checkpoints / name / "README.md").read_text(), [record, derived, quoted]
         method, derived = record["method"], [added_by(config), list(cache_of(config, 2))]
         runs = [TRAINING["runs"][0], {**TRAINING["runs"][1], "name": method}]
         yield str(finetuned(config, method=method, runs=runs)), [TRAINING, HARNESS, derived]
-        built = scratch_card(method=method, repository="you/new", config=config, parameters=4321, metrics=[METRIC])
+        built = trained_card(method=method, repository="you/new", config=config, parameters=4321, metrics=[METRIC])
         yield str(built), [4321, asdict(METRIC), derived]
 
 
@@ -233,7 +234,7 @@ def test_front_matter_passes_the_hubs_parsing_and_goes_round(checkpoints: Path) 
 
 def test_tags_name_the_method_its_connections_and_its_papers(method: str) -> None:
     config = ResFormerConfig.for_method(method, num_hidden_layers=6)
-    tags = scratch_card(method=method, repository="you/new", config=config).data.tags
+    tags = trained_card(method=method, repository="you/new", config=config).data.tags
     assert len(tags) == len(set(tags))
     assert method in tags
     assert ("value-residual" in tags) == (config.value_residual != "none")
@@ -259,7 +260,7 @@ def test_the_card_of_a_combination_without_a_name_lists_its_connections() -> Non
     }
     for sentence, fields in said.items():
         config = ResFormerConfig(num_hidden_layers=3, **fields)
-        card = str(scratch_card(method=None, repository="you/new", config=config))
+        card = str(trained_card(method=None, repository="you/new", config=config))
         assert [each for each in said if each in card] == [sentence]
 
 
@@ -437,7 +438,9 @@ def test_facts_agree_with_the_converter_and_the_configuration(method: str) -> No
     assert facts.exact == (method in EXACT)
     fields = METHODS[method](6)
     if not facts.exact:
-        assert losses(ResFormerConfig.for_method(method, num_hidden_layers=6), ResFormerConfig(num_hidden_layers=6))
+        assert inexact_because(
+            ResFormerConfig.for_method(method, num_hidden_layers=6), ResFormerConfig(num_hidden_layers=6)
+        )
     if fields.get("neutreno_lambda"):
         assert str(fields["neutreno_lambda"]) in facts.equation
     if fields.get("value_residual") == "constant":
@@ -509,7 +512,7 @@ def test_command_makes_the_card_that_the_converter_made_or_prints_it(copied: Cal
     assert sorted(folder.iterdir()) == before
     code, said, _ = card(folder)
     assert code == 0
-    assert "of a retrofitted model" in said
+    assert "origin: retrofitted" in said
     assert (folder / "README.md").read_text() == built
 
 
@@ -521,7 +524,7 @@ def test_command_makes_the_card_of_a_training(copied: Callable[[str], Path], tmp
     results = ["--metrics", tmp_path / "metrics.json", "--eval", tmp_path / "eval.json"]
     code, said, _ = card(folder, *results, "--license", "mit")
     assert code == 0
-    assert "of a fine-tuned model" in said
+    assert "origin: fine-tuned" in said
     built = ModelCard.load(folder / "README.md")
     assert (built.data.base_model, built.data.license) == ("owner/llama", "mit")
     assert built.data.datasets == ["owner/corpus", "owner/minutes"]
@@ -539,7 +542,7 @@ def test_command_makes_the_card_of_a_training(copied: Callable[[str], Path], tmp
     assert ModelCard.load(folder / "README.md").data.license == "mit"  # and the licence is kept
 
 
-def test_command_tells_a_model_from_scratch(copied: Callable[[str], Path]) -> None:
+def test_command_gives_a_model_the_results_of_its_own_architecture(copied: Callable[[str], Path]) -> None:
     folder = copied("exact")
     (folder / "resformer_conversion.json").unlink()
     (folder / "README.md").unlink()
@@ -562,9 +565,24 @@ def test_command_tells_a_model_from_scratch(copied: Callable[[str], Path]) -> No
     (folder.parent / "study.json").write_text(json.dumps({"metrics": study["metrics"][1:]}))
     code, _, err = card(folder, "--metrics", str(folder.parent / "study.json"))
     assert (code, "no result is of this model" in err) == (3, True), err
-    assert "How it was trained is not recorded here." in built.text
-    assert (built.data.base_model, built.data.license) == (None, None)
+    assert "Whether it was trained, and on what, is not recorded here." in built.text
+    assert (built.data.base_model, built.data.license) == (None, "other")  # which config.json keeps
     assert "resformer-denseformer" in built.data.tags
+
+
+def test_from_scratch_is_what_a_training_says_it_is(copied: Callable[[str], Path]) -> None:
+    folder = copied("exact")
+    (folder / "resformer_conversion.json").unlink()
+    (folder / "README.md").unlink()
+    for named, source, origin in (({"name": "llama"}, None, "fine-tuned"), (None, None, "from scratch")):
+        change_json(folder / "config.json", base_model=named)
+        (folder / "metrics.json").write_text(json.dumps({**TRAINING, "source": source, **weight_digests(folder)}))
+        assert f"origin: {origin}\n" in card(folder)[1]
+        assert ("trained from scratch on the collected minutes" in (folder / "README.md").read_text()) == (not named)
+    silent = {name: value for name, value in TRAINING.items() if name != "source"}
+    (folder / "metrics.json").write_text(json.dumps({**silent, **weight_digests(folder)}))
+    assert "origin: unknown\n" in card(folder)[1]
+    assert "from scratch" not in (folder / "README.md").read_text()
 
 
 def test_command_leaves_a_card_that_a_person_wrote(copied: Callable[[str], Path]) -> None:
@@ -580,21 +598,118 @@ def test_command_leaves_a_card_that_a_person_wrote(copied: Callable[[str], Path]
     assert "It cannot sing." not in (folder / "README.md").read_text()
 
 
-def test_command_does_not_call_a_trained_model_its_source(copied: Callable[[str], Path]) -> None:
-    folder, trained = copied("exact"), copied("lossy")
-    weights = next(folder.glob("*00002.safetensors"))
-    weights.rename(folder / "other.safetensors")
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    index["weight_map"] = {k: v.replace(weights.name, "other.safetensors") for k, v in index["weight_map"].items()}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    model, size = AutoModelForCausalLM.from_pretrained(trained), (trained / "model.safetensors").stat().st_size
-    model.model.layers[3].mlp.up_proj.weight.data += 1e-3
-    model.save_pretrained(trained)
-    assert (trained / "model.safetensors").stat().st_size == size
-    for changed in (folder, trained):
-        code, _, said = card(changed)
-        assert code == 3
-        assert "Was the model trained since?" in said
+def test_command_repeats_no_claim_of_files_that_were_changed(copied: Callable[[str], Path]) -> None:
+    """Edits of the configuration, weights that were trained, renamed or touched behind their first bytes."""
+    claims = ("identical to the source", "computes what its source does", "has not been trained", "was written, were")
+    untouched = copied("exact")
+    assert card(untouched)[0] == 0
+    assert all(claim in (untouched / "README.md").read_text() for claim in claims)
+    shutil.rmtree(untouched)
+
+    def edited(folder: Path) -> str:
+        change_json(folder / "config.json", rms_norm_eps=0.01)
+        return "config.json"
+
+    def renamed(folder: Path) -> str:
+        weights = next(folder.glob("*00002.safetensors"))
+        weights.rename(folder / "other.safetensors")
+        index = folder / "model.safetensors.index.json"
+        index.write_text(index.read_text().replace(weights.name, "other.safetensors"))
+        return f"{weights.name}`, `other.safetensors"
+
+    def touched(folder: Path) -> str:
+        weights = folder / "model-00001-of-00002.safetensors"
+        content = bytearray(weights.read_bytes())
+        content[8 + int.from_bytes(content[:8], "little") + 30000] ^= 1  # of a tensor of 38,400 bytes
+        weights.write_bytes(content)
+        return weights.name
+
+    def trained(folder: Path) -> str:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model.model.layers[3].mlp.up_proj.weight.data += 1e-3
+        for file in folder.glob("model*"):
+            file.unlink()
+        model.save_pretrained(folder)
+        return "model-00001-of-00002.safetensors`, `model-00002-of-00002.safetensors`, `model.safetensors"
+
+    for change in (edited, renamed, touched, trained):
+        folder = copied("exact")
+        name = change(folder)
+        code, _, said = card(folder)
+        assert code == 0, said
+        text = (folder / "README.md").read_text()
+        assert f"Not verified since `{name}` w" in text
+        assert not [claim for claim in claims if claim in text]
+        assert "license: other" in text
+        shutil.rmtree(folder)
+
+
+def test_a_card_says_where_it_knows_first_bytes_alone(checkpoints: Path, tmp_path: Path) -> None:
+    retrofit(checkpoints / "llama", tmp_path / "out", link=True)
+    sentence = "Of `model-00001-of-00002.safetensors` the record has a digest of the first 4 KiB of each tensor"
+    assert sentence in (tmp_path / "out" / "README.md").read_text()
+    assert "4 KiB" not in (checkpoints / "exact" / "README.md").read_text()
+
+
+def test_a_model_that_is_saved_elsewhere_keeps_its_origin_and_licence(checkpoints: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    AutoModelForCausalLM.from_pretrained(checkpoints / "exact").save_pretrained(folder)
+    origin = {"name": "llama", "revision": None, "license": "other", "license_name": "small-licence"}
+    assert json.loads((folder / "config.json").read_text())["base_model"].items() >= origin.items()
+    assert "origin: derived" in card(folder)[1]
+    text = (folder / "README.md").read_text()
+    assert "`llama` with cross-layer connections (method `resformer-denseformer`)." in text
+    assert "Whether it was trained, and on what, is not recorded here." in text
+    assert "license_name: small-licence" in text
+    change_json(folder / "config.json", base_model={"name": "owner/llama", "revision": "0123abcd"})
+    assert card(folder)[0] == 0
+    assert ModelCard.load(folder / "README.md").data.base_model == "owner/llama"
+    retrofit(folder, tmp_path / "more", "attention-residuals")
+    assert json.loads((tmp_path / "more" / "config.json").read_text())["base_model"]["name"] == "owner/llama"
+    for wrong in (5, {}, {"name": 5}, {"name": "a\nb"}):
+        change_json(folder / "config.json", base_model=wrong)
+        (folder / "README.md").unlink()
+        assert "origin: unknown" in card(folder)[1]
+        assert "Its origin is unknown" in (folder / "README.md").read_text()
+
+
+def test_figures_of_other_weights_are_left_out(copied: Callable[[str], Path]) -> None:
+    folder = copied("exact")
+    (folder / "resformer_conversion.json").unlink()
+    described = {**TRAINING, **weight_digests(folder)}
+    (folder / "metrics.json").write_text(json.dumps(described))
+    assert card(folder)[0] == 0
+    text = (folder / "README.md").read_text()
+    assert "9.794" in text
+    assert "not compared" not in text
+    described["config_sha256"] = "0" * 64
+    (folder / "metrics.json").write_text(json.dumps(described))
+    assert card(folder)[0] == 0
+    text = (folder / "README.md").read_text()
+    assert "Not verified since `config.json` was changed" in text
+    assert "9.794" not in text
+    (folder / "metrics.json").write_text(json.dumps(TRAINING))
+    assert card(folder)[0] == 0
+    assert "does not say of which files its figures are" in (folder / "README.md").read_text()
+
+
+def test_what_is_no_record_is_refused_by_the_name_of_the_field(copied: Callable[[str], Path]) -> None:
+    folder = copied("exact")
+    record = record_of(folder)
+    for name, value in (("parameters", "many"), ("added", [1]), ("dtype", "int3"), ("rounding", {}), ("files", 5)):
+        (folder / "resformer_conversion.json").write_text(json.dumps({**record, name: value}))
+        code, _, said = card(folder)
+        assert (code, len(said.splitlines())) == (3, 1)
+        assert "resformer_conversion.json" in said
+        assert f"`{name}`" in said
+        (folder / "resformer_conversion.json").write_text(json.dumps({k: v for k, v in record.items() if k != name}))
+        assert f"lacks `{name}`" in card(folder)[2]
+
+
+def test_our_own_mistakes_are_not_called_a_records(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resformer.checkpoint_cards.retrofit_card", lambda *arguments, **options: {}["our own mistake"])
+    with pytest.raises(KeyError, match="our own mistake"):
+        checkpoint_card(checkpoints / "exact")
 
 
 def test_command_refuses_what_it_cannot_read(checkpoints: Path, tmp_path: Path) -> None:
@@ -608,7 +723,7 @@ def test_command_refuses_what_it_cannot_read(checkpoints: Path, tmp_path: Path) 
         ((checkpoints / "llama",), 3, "no ResFormer"),
         ((tmp_path / "missing",), 3, "is not a folder"),
         ((exact, "--metrics", tmp_path / "bad.json"), 3, "cannot be read as JSON"),
-        ((exact, "--metrics", tmp_path / "half.json"), 3, "no `corpus`"),
+        ((exact, "--metrics", tmp_path / "half.json"), 3, "lacks `corpus`"),
         ((exact, *["--metrics", tmp_path / "metrics.json"] * 2), 0, ""),
         ((exact, "--eval", tmp_path / "metrics.json"), 3, "no results of lm-evaluation-harness"),
         ((exact, "--license", "my own words"), 2, "expected a name"),

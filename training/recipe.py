@@ -47,10 +47,10 @@ from resformer.configuration.methods import method_of
 from resformer.environment import cpu_has_bf16
 from resformer.errors import CheckpointError, OutputError, ResFormerError, brief
 from resformer.files import check_apart, check_target, locked, replacing
-from resformer.model_cards import TRAINING_FIELDS, carried_metadata, finetuned_card
+from resformer.model_cards import TRAINING_FIELDS, base_model_of, carried_metadata, trained_card, well_formed
 from resformer.pushing import HubError
 from resformer.pushing import push as push_checkpoint
-from resformer.record import RECORD
+from resformer.record import RECORD, weight_digests
 from resformer.training.data import (
     SAMPLE_BY,
     STANDARD_LIBRARY,
@@ -259,7 +259,7 @@ class FinetuneReport:
     predicted_memory: dict[str, Any] | None = None  # bytes, of a dry run: see `predicted_memory`
     url: str | None = None  # of the commit that pushed the output
     evaluations: list[dict[str, float]] = field(default_factory=list)
-    #: What `resformer card --metrics` reads, by the names of `finetuned_card`.
+    #: What `resformer card --metrics` reads, by the names of `trained_card`.
     source: str | None = None
     revision: str | None = None
     corpus: str | None = None
@@ -401,12 +401,17 @@ def _finetune(options: FinetuneOptions, arguments: TrainingArguments) -> Finetun
             (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
             if (options.unfinished / "runs").exists():  # TensorBoard's
                 shutil.copytree(options.unfinished / "runs", folder / "runs")
-            (folder / "metrics.json").write_text(json.dumps(report.as_dict(), indent=2, default=str) + "\n")
+            facts = {**report.as_dict(), **weight_digests(folder)}
+            (folder / "metrics.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
             if isinstance(config, ResFormerConfig):  # cards are for models with cross-layer connections
-                facts = {name: getattr(report, name) for name in TRAINING_FIELDS}
-                repository = options.push or output.name
-                facts["dtype"] = options.save_dtype or options.dtype
-                card = finetuned_card(**facts, repository=repository, config=config, source_card=source_card)
+                card = trained_card(
+                    **{name: getattr(report, name) for name in TRAINING_FIELDS},
+                    parameters=report.parameters,
+                    dtype=options.save_dtype or options.dtype,
+                    repository=options.push or output.name,
+                    config=config,
+                    source_card=source_card,
+                )
                 card.save(folder / "README.md")
     if first:
         shutil.rmtree(options.unfinished)
@@ -736,7 +741,10 @@ def _record_origin(options: FinetuneOptions, config: PreTrainedConfig, report: F
         )
         for name in ("README.md", RECORD)
     )
+    base = base_model_of(config)
     report.source, report.revision = (model.resolve().name if model.is_dir() else options.model), commit
+    if commit is None and base:  # saved elsewhere after a training
+        report.source, report.revision = base["name"], base["revision"]
     with suppress(OSError, ValueError, KeyError, TypeError):
         conversion = json.loads(Path(record).read_text(encoding="utf-8"))
         report.source, report.revision = conversion["source"], conversion["revision"]
@@ -763,7 +771,7 @@ def _record_origin(options: FinetuneOptions, config: PreTrainedConfig, report: F
             "steps": report.steps,
         }
     ]
-    return {} if card is None else carried_metadata(Path(card))
+    return {**well_formed(base), **({} if card is None else carried_metadata(Path(card)))}
 
 
 def _checked_type(name: str, value: Any, expected: Any) -> Any:

@@ -3,35 +3,77 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub import ModelCard
-from jinja2 import UndefinedError
+from huggingface_hub.dataclasses import type_validator
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
-from resformer.convert.reading import Checkpoint
-from resformer.convert.source import open_source
-from resformer.convert.verification import first_bytes
-from resformer.errors import CheckpointError, listed
+from resformer.convert.reading_back import first_bytes
+from resformer.convert.source import OpenedSource, open_source
+from resformer.errors import CheckpointError, brief, listed
 from resformer.files import replace_text
 from resformer.model_cards import (
     TRAINING_FIELDS,
     Metric,
+    base_model_of,
     carried_metadata,
     eval_result_files,
-    finetuned_card,
     harness_metrics,
     is_as_made,
     metrics_of,
     retrofit_card,
-    scratch_card,
+    trained_card,
     well_formed,
 )
-from resformer.record import RECORD, read_record
+from resformer.record import RECORD, config_digest, file_digest, read_record
 from resformer.untrusted import parse_json, reading
 
 __all__ = ["CheckpointCard", "checkpoint_card"]
+
+_NUMBER = int | float
+#: What a card states of a record: key -> a type, the form of an object, or [the form of each entry].
+_RECORD: dict[str, Any] = {
+    **dict.fromkeys(("source", "family", "verified"), str),
+    **dict.fromkeys(("revision", "method"), str | None),
+    **dict.fromkeys(("fields", "source_fields"), dict),
+    **dict.fromkeys(("exact", "dequantised"), bool),
+    **dict.fromkeys(("parameters", "dequantising_rounded"), int),
+    **dict.fromkeys(("dtype", "source_dtype"), Literal["float64", "float32", "float16", "bfloat16"]),
+    **dict.fromkeys(("inexact_because", "dropped"), list[str]),
+    "added": dict[str, int],
+    "files": dict[str, dict],
+    "logits": dict | None,
+    "rounding": dict.fromkeys(("changed", "overflowed", "flushed"), int),
+    "config_sha256": str,
+}
+_LOGITS = {"tokens": int, "identical": bool, **dict.fromkeys(("max_difference", "mean_kl", "top1_agreement"), _NUMBER)}
+_LOGITS |= {"row": int, "window": int | None}
+_COSTS = "source_loss loss kl_mean kl_p95 top1_agreement greedy_median".split()
+#: The same of a shrunken checkpoint.
+_SHRUNK: dict[str, Any] = {
+    "cache": _NUMBER,
+    "calibration": {"tokens": int, "texts": list[str], "evaluated_on": list[str]},
+    "cost": {**dict.fromkeys(_COSTS, _NUMBER), **dict.fromkeys(("tokens", "greedy_prompts", "greedy_limit"), int)},
+    "shares": [{"layer": int, "keys_of": int, "values_of": int, "output_error": _NUMBER}],
+}
+#: The same of a `metrics.json`, and of its `recipe`.
+_TRAINING: dict[str, Any] = {
+    "corpus": str,
+    "evaluation_tokens": int,
+    "runs": [
+        {"name": str, "training_tokens": int, "steps": int}
+        | dict.fromkeys(("perplexity_before", "perplexity_after"), _NUMBER)
+    ],
+}
+_RECIPE: dict[str, Any] = {
+    "train": Literal["all", "connections", "sharing"],
+    "teacher": str | None,
+    "hidden_layers": list[int],
+    **dict.fromkeys(("trained", "parameters"), int),
+    **dict.fromkeys(("weight", "temperature", "hidden_weight"), _NUMBER),
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +81,7 @@ class CheckpointCard:
     """A model card, and the results that it states."""
 
     card: ModelCard
-    origin: str  # of the model: "retrofitted", "fine-tuned" or "from-scratch"
+    origin: str  # of the model: "retrofitted", "fine-tuned", "derived", "from scratch" or "unknown"
     metrics: list[Metric]
 
     def write(self, path: Path, *, force: bool = False) -> list[Path]:
@@ -95,15 +137,20 @@ def checkpoint_card(
         training, _ = _read_results([checkpoint / "metrics.json"], [])
     opened = open_source(str(checkpoint), resformer=True).fetch()
     config, record = opened.config, read_record(checkpoint)
-    dtype = str(opened.dtype).removeprefix("torch.")
     if not isinstance(config, ResFormerConfig):
         raise CheckpointError(f"{checkpoint}: is a {config.model_type}, no ResFormer; `resformer convert` makes one.")
+    if record is not None:
+        _check_form(record, _RECORD | (_SHRUNK if "shares" in record else {}), str(checkpoint / RECORD))
+        if record["logits"] is not None:
+            _check_form(record["logits"], _LOGITS, f"{checkpoint / RECORD}: `logits`")
     of_this = [metric for metric in results if metric.is_of(config)]
     if results and not of_this:
         raise CheckpointError(
             f"{listed(list(map(str, metric_files)))}: no result is of this model; a study has those of its own models."
         )
-    source_card = {**carried_metadata(checkpoint / "README.md"), **((record or {}).get("source_card") or {})}
+    base = base_model_of(config)
+    source_card = {**well_formed(base), **carried_metadata(checkpoint / "README.md")}
+    source_card |= (record or {}).get("source_card") or {}
     if license is not None:
         source_card = {name: value for name, value in source_card.items() if not name.startswith("license")}
         source_card["license"] = license
@@ -114,24 +161,29 @@ def checkpoint_card(
         "metrics": of_this,
         "bundle": "auto_map" in opened.raw_config and (checkpoint / "modeling_resformer.py").is_file(),
     }
-    try:
-        if training and (record is not None or training.get("source") is not None):
-            if training.get("source") is None and record is not None:
-                training |= {name: record[name] for name in ("source", "revision", "method")}
-            training = {"revision": None, "method": method_of(config), **training}
-            card = finetuned_card(**training, **arguments, dtype=dtype, base_model=base_model)
-            return CheckpointCard(card, "fine-tuned", of_this)
-        if record is not None:
-            _check_weights(opened.checkpoint, record)
-            return CheckpointCard(retrofit_card(record, **arguments, base_model=base_model), "retrofitted", of_this)
-        arguments |= {
-            name: value for name, value in training.items() if name not in ("source", "revision", "method", "recipe")
-        }
-        parameters = sum(tensor.elements for tensor in opened.checkpoint.tensors.values())
-        card = scratch_card(method=method_of(config), parameters=parameters, dtype=dtype, **arguments)
-        return CheckpointCard(card, "from-scratch", of_this)
-    except (KeyError, TypeError, AttributeError, UndefinedError, ValueError) as error:  # fields that JSON files lack
-        raise CheckpointError(f"{checkpoint}: its record or the metrics lack what a card states: {error}") from error
+    if record is not None and not training:
+        changed = _changed(opened, record)
+        card = retrofit_card(record, **arguments, base_model=base_model, changed=changed)
+        return CheckpointCard(card, "retrofitted", of_this)
+    changed = _changed(opened, training) if training else []
+    from_scratch = "source" in training and training["source"] is None and not base and record is None
+    if training.get("source") is None:
+        known = base if record is None else {"name": record["source"], "revision": record["revision"]}
+        training |= {"source": known.get("name"), "revision": known.get("revision")}
+    card = trained_card(
+        **arguments,
+        **{name: value for name, value in training.items() if name in TRAINING_FIELDS and name != "method"},
+        method=method_of(config),
+        dtype=str(opened.dtype).removeprefix("torch."),
+        parameters=sum(tensor.elements for tensor in opened.checkpoint.tensors.values()),
+        base_model=base_model,
+        from_scratch=from_scratch,
+        changed=changed,
+    )
+    origin = "fine-tuned" if "runs" in training else "derived"
+    return CheckpointCard(
+        card, origin if training["source"] else "from scratch" if from_scratch else "unknown", of_this
+    )
 
 
 def _read_results(metrics: list[Path], evaluations: list[Path]) -> tuple[dict[str, Any], list[Metric]]:
@@ -146,24 +198,55 @@ def _read_results(metrics: list[Path], evaluations: list[Path]) -> tuple[dict[st
     if len(trainings) > 1:
         raise CheckpointError(f"{trainings[1]}: describes a training, as {trainings[0]} does; a card takes one.")
     for path in trainings:
-        if missing := [name for name in ("corpus", "evaluation_tokens") if name not in contents[path]]:
-            raise CheckpointError(f"{path}: has the `runs` of a training, but no `{missing[0]}`.")
-    return {
-        name: contents[path][name] for path in trainings for name in TRAINING_FIELDS if name in contents[path]
-    }, results
+        form = _TRAINING | {name: str | None for name in ("source", "revision", "method") if name in contents[path]}
+        form |= {"datasets": list[str]} if "datasets" in contents[path] else {}
+        form |= {"recipe": _RECIPE} if contents[path].get("recipe") else {}
+        _check_form(contents[path], form, str(path))
+        return contents[path], results
+    return {}, results
 
 
-def _check_weights(checkpoint: Checkpoint, record: Mapping[str, Any]) -> None:
-    """Refuses files of other sizes, or tensors of other first bytes, than the record says: trained since."""
-    digests = first_bytes(checkpoint.tensors.values())
-    for name, file in record["files"].items():
-        path = checkpoint.folder / name
-        recorded = {tensor: facts["first_bytes"] for tensor, facts in file["tensors"].items() if "first_bytes" in facts}
-        if not path.is_file() or path.stat().st_size != file["bytes"] or not recorded.items() <= digests.items():
-            raise CheckpointError(
-                f"{path}: is not the file that {RECORD} describes. Was the model trained since? Then give --metrics, "
-                f"or remove {RECORD}."
-            )
+def _check_form(value: Any, form: Any, where: str) -> None:
+    """Refuses a part of a record or of results that has not the form that a card states, by its name.
+
+    Args:
+        form: a type; or key -> form, of an object; or [the form of each entry], of a list.
+    """
+    try:
+        type_validator(where, value, type(form) if isinstance(form, (dict, list)) else form)
+    except TypeError as error:
+        raise CheckpointError(f"A card cannot state this: {brief(error)}.") from error
+    if isinstance(form, dict):
+        for name, inner in form.items():
+            if name not in value:
+                raise CheckpointError(f"{where}: lacks `{name}`, which a card states.")
+            _check_form(value[name], inner, f"{where}: `{name}`")
+    elif isinstance(form, list):
+        for entry in value:
+            _check_form(entry, form[0], where)
+
+
+def _changed(opened: OpenedSource, described: Mapping[str, Any]) -> list[str] | None:
+    """The files that are not those that a record or a metrics.json describes; `None` if it does not say which.
+
+    Weight files are compared by SHA-256 where it is described, else by their size and the first bytes of each tensor.
+    """
+    files, shards = described.get("files"), {shard.name: shard for shard in opened.checkpoint.shards}
+    if not isinstance(files, dict) or not isinstance(described.get("config_sha256"), str):
+        return None
+    changed = ["config.json"] if described["config_sha256"] != config_digest(opened.raw_config) else []
+    for name in sorted(files.keys() | shards.keys()):
+        facts, shard = files.get(name), shards.get(name)
+        if not isinstance(facts, dict) or shard is None or shard.path is None:
+            same = False
+        elif facts.get("sha256") is not None:
+            same = file_digest(shard.path) == facts["sha256"]
+        else:
+            _check_form(facts, {"bytes": int, "tensors": dict[str, dict]}, str(opened.folder / RECORD))
+            starts = {tensor: each.get("first_bytes") for tensor, each in facts["tensors"].items()}
+            same = shard.size == facts["bytes"] and starts == first_bytes(shard.tensors)
+        changed += [] if same else [name]
+    return changed
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def run_demo(
     except CheckpointError as error:
         error.option = None  # one of `resformer convert`
         raise
-    _say(f"   {sum(report.added.values()):,} parameters added, logits {report.verification}")
+    _say(f"   {sum(report.added.values()):,} parameters added, logits {report.logits}")
     for warning in report.warnings:
         _say(f"   Warning: {warning}")
 

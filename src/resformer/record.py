@@ -1,11 +1,14 @@
 """The conversion record: the file in a converted checkpoint that says where it is from and what was done."""
 
+import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from resformer.untrusted import read_json
+from resformer.untrusted import open_regular, read_json, reading, regular_file
 
-__all__ = ["RECORD", "read_record"]
+__all__ = ["RECORD", "config_digest", "file_digest", "read_record", "weight_digests"]
 
 RECORD = "resformer_conversion.json"
 
@@ -17,3 +20,21 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         CheckpointError: the file cannot be read as JSON.
     """
     return read_json(folder / RECORD) if (folder / RECORD).is_file() else None
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """SHA-256 of the content of a config.json, but for its order and `auto_map`, which `resformer bundle` adds."""
+    content = {key: value for key, value in config.items() if key != "auto_map"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a whole file."""
+    with open_regular(regular_file(path)) as file, reading(path):
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+def weight_digests(folder: Path) -> dict[str, Any]:
+    """What a `metrics.json` says of the model that it describes, under the names of the record."""
+    files = {path.name: {"sha256": file_digest(path)} for path in sorted(folder.glob("*.safetensors"))}
+    return {"config_sha256": config_digest(read_json(folder / "config.json")), "files": files}

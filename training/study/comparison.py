@@ -22,9 +22,9 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from resformer.configuration import METHODS, ResFormerConfig, cache_bytes_per_token
+from resformer.convert.reading_back import first_bytes
 from resformer.convert.retrofitting import retrofit
 from resformer.convert.source import open_source
-from resformer.convert.verification import first_bytes
 from resformer.environment import describe_environment
 from resformer.errors import CheckpointError, brief
 from resformer.files import locked, replace_text, replacing

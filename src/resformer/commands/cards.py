@@ -51,7 +51,7 @@ def card(
             echo(built.card)
             return
         target, *others = built.write(output or checkpoint / "README.md", force=force)
-        row("card", f"{target}, of a {built.origin} model")
+        row("card", f"{target}, origin: {built.origin}")
         row("results", len(built.metrics))
         for path in others:
             row("also wrote", path)

@@ -137,12 +137,18 @@ def convert(
             row("as they were", json.dumps(report.source_fields))
         row("parameters", f"{report.parameters:,}: {added:,} added in {len(report.added)} tensors")
         row("tensors", f"{report.kept} kept, {len(report.added)} new, {len(report.dropped)} dropped")
-        if report.rounded or report.dtype != report.source_dtype:
-            row("dtype", f"{report.source_dtype} to {report.dtype}: {report.rounded} tensors rounded")
-        if report.rounding.overflowed or report.rounding.flushed:
-            row("rounding", f"{report.rounding.overflowed:,} became infinite, {report.rounding.flushed:,} became 0")
-        for loss in report.losses:
-            row("lossy", loss)
+        if report.rounding.changed or report.dtype != report.source_dtype:
+            counts = report.rounding
+            lost = f", {counts.overflowed:,} became infinite, {counts.flushed:,} became 0"
+            changed = "" if dry_run else f": {counts.changed:,} numbers rounded"
+            row(
+                "dtype",
+                f"{report.source_dtype} to {report.dtype}{changed}" + lost * bool(counts.overflowed or counts.flushed),
+            )
+        if report.dequantising_rounded:
+            row("dequantised", f"{report.dequantising_rounded:,} numbers rounded to bfloat16")
+        for reason in report.inexact_because:
+            row("lossy", reason)
         if report.terms:
             row("terms", ", ".join(f"{name} {value}" for name, value in report.terms.items()) + ", as the source's")
         if dry_run:
@@ -229,28 +235,51 @@ def verify(
     one: Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or a Hub id.")],
     other: Annotated[str, typer.Argument(help="Another one, its retrofit for example.")],
     verify: _Verify = Verification.AUTO,
+    tokens: Annotated[int, typer.Option(help="At which logits are compared.")] = 128,
+    text: Annotated[Path | None, typer.Option(help="Compare logits on this text. [default: random tokens]")] = None,
+    device: Annotated[str | None, typer.Option(help="Where the models run: cuda. [default: cpu]")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of ONE.")] = None,
     other_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of OTHER.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two checkpoints' tensors byte for byte, and their logits. Exit code 4 if they differ."""
+    """Compare two models: configurations, tensors, logits. Exit code 0 if they are the same, else 4."""
     with reporting_errors():
         from resformer.convert import verify as compare
 
-        comparison = compare(one, other, verify=verify.value, revision=revision, other_revision=other_revision)
+        result = compare(
+            one,
+            other,
+            verify=verify.value,
+            tokens=tokens,
+            text=text,
+            device=device,
+            revision=revision,
+            other_revision=other_revision,
+        )
         if as_json:
-            echo(json.dumps(comparison.as_dict(), indent=2, sort_keys=True))
+            echo(json.dumps(result.as_dict(), indent=2, sort_keys=True))
         else:
-            what = "of the same dtype and shape" if verify is Verification.HEADERS else "identical byte for byte"
-            row("tensors", f"{comparison.identical} {what}, {len(comparison.different)} different")
-            for name, difference in comparison.different.items():
-                unlike = "dtypes or shapes differ" if verify is Verification.HEADERS else "shapes differ"
-                row("", f"{name}: " + (unlike if difference is None else f"by up to {difference:.3g}"))
-            row("only in one", ", ".join(comparison.only_in_one) or "-")
-            row("only in other", ", ".join(comparison.only_in_other) or "-")
-            row("logits", comparison.logits or "not compared")
-            row("same", "yes" if comparison.same else "no")
-        if not comparison.same:
+            what = "same byte for byte" if result.bytes_compared else "of the same dtype and shape"
+            row("tensors", f"{result.identical} {what}, {len(result.different)} different")
+            for name, difference in result.different.items():
+                row(
+                    "",
+                    f"{name}: " + ("dtypes or shapes differ" if difference is None else f"by up to {difference:.3g}"),
+                )
+            row("only in one", ", ".join(result.only_in_one) or "-")
+            row("only in other", ", ".join(result.only_in_other) or "-")
+            pairs = [
+                f"{name} ({first} / {second}{', without effect' if name in result.without_effect else ''})"
+                for name, (first, second) in result.configuration.items()
+            ]
+            row("configuration", f"differs in {', '.join(pairs)}" if pairs else "same")
+            if result.logits is not None:
+                row("logits", result.logits)
+                of_one, of_other = result.logits.cache_differences
+                row("with a cache", f"up to {of_one:.3g} / {of_other:.3g} from the logits without")
+            row("not compared", ", ".join(result.not_compared) or "-")
+            row("same", {True: "yes", False: "no", None: "not known, see `not compared`"}[result.same])
+        if not result.same:
             raise typer.Exit(VERIFICATION_FAILED)
 
 
@@ -306,7 +335,7 @@ def print_result(report: Any, dry_run: bool) -> None:
         "logits": "headers, bytes",
         "copies": "headers, hashes of all files",
     }
-    logits = f", logits {report.verification}" if report.verification is not None else ""
+    logits = f", logits {report.logits}" if report.logits is not None else ""
     row("verified", levels[report.verified] + logits)
     row("wrote", report.output)
     if report.url is not None:

@@ -1,0 +1,285 @@
+"""Two checkpoints side by side: what their configurations build, tensors byte for byte, logits on the same tokens."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+from transformers.modeling_rope_utils import RopeParameters
+
+from resformer.configuration import ResFormerConfig
+from resformer.configuration.methods import CONNECTION_FIELDS, backbone_fields, without_connections
+from resformer.convert.connections import added_shapes, expected_shapes, read_connections
+from resformer.convert.conversion import Verify, check_verify
+from resformer.convert.deciding import EMBEDDING, HEAD, check_tensors
+from resformer.convert.families import resformer_config
+from resformer.convert.logits import LogitsComparison, compare_logits, free_memory, memory_for_logits
+from resformer.convert.reading_back import same_bytes
+from resformer.convert.safetensors_format import FLOATING, Tensor
+from resformer.convert.source import OpenedSource, open_source
+from resformer.errors import CheckpointError, brief
+from resformer.files import json_value
+from resformer.modeling.connection import ConnectionKind
+from resformer.modeling.wiring import KINDS
+from resformer.untrusted import MIB, read_bounded
+
+__all__ = ["Comparison", "verify"]
+
+#: Fields of `ResFormerConfig` that change no number of a forward pass or its gradient. Both ends of a tie are compared
+#: as tensors.
+_WITHOUT_EFFECT = {"initializer_range", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id"} | {
+    "tie_word_embeddings"
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of comparing two checkpoints."""
+
+    one: str
+    other: str
+    configuration: dict[str, tuple[Any, Any]]  # field that changes what is computed -> its values, where they differ
+    without_effect: list[str]  # those fields whose connections change nothing: their coefficients are the identity
+    bytes_compared: bool  # False: names, dtypes and shapes of tensors alone
+    identical: int  # tensors that are alike
+    different: dict[str, float | None]  # tensor -> largest absolute difference; None if shapes or dtypes differ
+    only_in_one: list[str]
+    only_in_other: list[str]
+    added: list[str]  # those of the two lists above that are parameters of connections
+    logits: LogitsComparison | None
+    not_compared: list[str]  # sentences: what was not compared, and why
+
+    @property
+    def same_tensors(self) -> bool:
+        """Whether every tensor that both models should have is alike, as far as it was compared."""
+        return not self.different and not ({*self.only_in_one, *self.only_in_other} - set(self.added))
+
+    @property
+    def same_configuration(self) -> bool:
+        """Whether both configurations build models that compute the same with the same tensors."""
+        return self.configuration.keys() <= set(self.without_effect)
+
+    @property
+    def same(self) -> bool | None:
+        """Whether both are the same model; a retrofit and its source are, if it is exact. `None`: not known."""
+        if not self.same_tensors or (self.logits is not None and not self.logits.identical):
+            return False
+        differing = self.configuration.keys() - set(self.without_effect)
+        if self.bytes_compared or differing - set(CONNECTION_FIELDS):
+            return not differing
+        return None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`, which has no NaN and no infinity: `None` in their place."""
+        names = ("same_tensors", "same_configuration", "same")
+        values: dict[str, Any] = json_value({**asdict(self), **{name: getattr(self, name) for name in names}})
+        return values
+
+
+def verify(
+    one: str | Path,
+    other: str | Path,
+    *,
+    verify: Verify = "auto",
+    tokens: int = 128,
+    text: str | Path | None = None,
+    device: str | None = None,
+    revision: str | None = None,
+    other_revision: str | None = None,
+) -> Comparison:
+    """Compares two checkpoints, a source and its retrofit for example. Their tokenizers are not compared.
+
+    Args:
+        one, other: folders, `.gguf` files or Hub ids, of any family that can be converted, or ResFormer's.
+        verify: configurations are always compared. `"headers"` compares names, dtypes and shapes of tensors; `"hashes"`
+            the bytes too; `"logits"` the logits too, each model in its own dtype, one in memory at a time. `"auto"` is
+            logits where the larger fits into free memory.
+        tokens: at which logits are compared, at the end of two rows that are longer than any sliding window.
+        text: a file whose text, as the tokenizer of `one` reads it, makes the rows; default: random tokens.
+        device: where the models run; default: the CPU.
+        revision, other_revision: of `one` and `other`, if they are Hub ids.
+
+    Raises:
+        CheckpointError: one of them cannot be read, or the text is too short.
+        ValueError: `verify`, `tokens` or `device` make no sense.
+    """
+    check_verify(verify)
+    _check_options(verify, tokens, text, device)
+    sources = open_source(one, revision, resformer=True), open_source(other, other_revision, resformer=True)
+    opened = [source.fetch(headers_only=verify == "headers") for source in sources]
+    configs = [resformer_config(source.config) for source in opened]
+    tables: list[dict[str, Tensor]] = []
+    connections: set[str] = set()
+    for source, config in zip(opened, configs, strict=True):
+        expected = expected_shapes(config)
+        tied, _ = check_tensors(source, expected)
+        connections |= expected.keys() - expected_shapes(without_connections(config)).keys()
+        table = dict(source.checkpoint.tensors)
+        if tied:  # a checkpoint stores one end of the tie or both, the model has both
+            for stored, missing in ((EMBEDDING, HEAD), (HEAD, EMBEDDING)):
+                if missing not in table:
+                    table[missing] = table[stored]
+        tables.append(table)
+    configuration, without_effect = _configurations(opened, configs, tables)
+    a, b = tables
+    common = [name for name in a if name in b]
+    different: dict[str, float | None] = {}
+    for name in common:
+        comparable = (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape)
+        if verify == "headers":
+            if not comparable:
+                different[name] = None
+        elif not (comparable and same_bytes(a[name], b[name])):
+            different[name] = _distance(a[name], b[name])
+    only_a, only_b = sorted(a.keys() - b.keys()), sorted(b.keys() - a.keys())
+    logits, reasons = None, ["bytes of tensors (--verify headers)"] if verify == "headers" else []
+    if reason := _why_no_logits(opened, configs, verify):
+        reasons.append(f"logits ({reason})")
+    else:
+        logits = _logits(opened, configs, tokens, text, device)
+    return Comparison(
+        one=opened[0].name,
+        other=opened[1].name,
+        configuration=configuration,
+        without_effect=without_effect,
+        bytes_compared=verify != "headers",
+        identical=len(common) - len(different),
+        different=different,
+        only_in_one=only_a,
+        only_in_other=only_b,
+        added=sorted(connections & {*only_a, *only_b}),
+        logits=logits,
+        not_compared=reasons,
+    )
+
+
+def _check_options(verify: Verify, tokens: int, text: object, device: str | None) -> None:
+    if tokens < 16:
+        raise ValueError(f"tokens={tokens}: expected 16 or more.")
+    if verify in ("headers", "hashes") and (text is not None or device is not None):
+        raise ValueError(f"verify={verify!r} runs no model: leave out --text and --device.")
+    try:
+        torch.device(device or "cpu")
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r}: {brief(error, 100)}") from error
+
+
+def _configurations(
+    sources: Sequence[OpenedSource], configs: Sequence[ResFormerConfig], tables: Sequence[dict[str, Tensor]]
+) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
+    """(the fields that build different models, with both values; those whose connections have no effect)."""
+    first, second = (_computed(source, config) for source, config in zip(sources, configs, strict=True))
+    differing = {name: (first[name], second[name]) for name in first if first[name] != second[name]}
+    for name in differing.keys() & set(CONNECTION_FIELDS):  # as they are stated, if they are: others follow from those
+        differing[name] = getattr(configs[0], name), getattr(configs[1], name)
+    differing = {name: pair for name, pair in differing.items() if pair[0] != pair[1]}
+    neutral = [
+        name
+        for kind in KINDS
+        if not any(_has_effect(kind, config, table) for config, table in zip(configs, tables, strict=True))
+        for name in kind.fields
+        if name in differing
+    ]
+    return differing, neutral
+
+
+def _computed(source: OpenedSource, config: ResFormerConfig) -> dict[str, Any]:
+    """The fields that change what a model computes; defaults are filled in, what nothing reads is `None`."""
+    values = {name: value for name, value in backbone_fields(config).items() if name not in _WITHOUT_EFFECT}
+    rope = {"rope_type": "default", "partial_rotary_factor": 1.0, **(values.pop("rope_parameters") or {})}
+    values |= {name: rope.get(name) for name in RopeParameters.__annotations__}
+    if config.layer_types is not None and "sliding_attention" not in config.layer_types:
+        values["sliding_window"] = None
+    if rope["rope_type"] == "default":
+        values["max_position_embeddings"] = None  # how long the model was trained: no limit
+    values["no_rope_layers"] = config.no_rope_layers or [1] * config.num_hidden_layers
+    if config.attention_out_bias is None:
+        values["attention_out_bias"] = config.attention_bias
+    for kind in KINDS:
+        values |= {name: getattr(config, name) if kind.is_in(config) else None for name in kind.fields}
+    learned = {name for name in CONNECTION_FIELDS if name.endswith("_init")}  # the start of what a checkpoint holds
+    values |= dict.fromkeys(learned - ({"value_residual_init"} if config.value_residual == "constant" else set()))
+    values["value_sources"], values["key_sources"] = config.all_value_sources, config.all_key_sources
+    if values["value_residual"] is not None:
+        values["value_residual_layers"], values["value_residual_stride"] = config.mixing_layers, config.value_stride
+    # Transformers loads a model in the dtype that config.json states.
+    stated = source.raw_config.get("dtype") or source.raw_config.get("torch_dtype")
+    stored = str(source.dtype).removeprefix("torch.")
+    values["dtype"] = stated.removeprefix("torch.") if isinstance(stated, str) and not source.fp8 else stored
+    return values
+
+
+def _has_effect(kind: ConnectionKind, config: ResFormerConfig, tensors: dict[str, Tensor]) -> bool:
+    """Whether connections of this kind change what a model computes; True where their coefficients are not here."""
+    if not kind.is_in(config):
+        return False
+    with torch.device("meta"):
+        modules = kind.modules(config)
+    if not modules:
+        return bool(kind.losses(config))
+    if not all(tensors[name].on_this_disk for name in added_shapes(config)):
+        return True
+    read = read_connections(config, tensors)
+    return any(distance != 0 for name in modules for distance, _ in read[name].deviations())
+
+
+def _why_no_logits(sources: Sequence[OpenedSource], configs: Sequence[ResFormerConfig], verify: Verify) -> str:
+    """Why logits are not compared; empty if they are."""
+    sizes = [config.vocab_size for config in configs]
+    if verify not in ("auto", "logits"):
+        return f"--verify {verify}"
+    if sizes[0] != sizes[1]:
+        return f"the vocabularies have {sizes[0]:,} and {sizes[1]:,} tokens"
+    needed, free = max(memory_for_logits(source.checkpoint, source.dtype) for source in sources), free_memory()
+    if verify == "auto" and needed > free:
+        return f"that takes {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
+    return ""
+
+
+def _logits(
+    sources: Sequence[OpenedSource],
+    configs: Sequence[ResFormerConfig],
+    tokens: int,
+    text: str | Path | None,
+    device: str | None,
+) -> LogitsComparison:
+    window = max((c.sliding_window or 0 for c in configs if "sliding_attention" in (c.layer_types or ())), default=0)
+    row = max(tokens // 2, window + tokens // 4)
+    ids = None if text is None else _token_ids(sources[0], Path(text).expanduser(), configs[0].vocab_size, 2 * row)
+    return compare_logits(sources[0].load, sources[1].load, tokens, row=row, text=ids, window=window, device=device)
+
+
+def _token_ids(source: OpenedSource, path: Path, vocab_size: int, needed: int) -> list[int]:
+    """The first `needed` tokens of a text file."""
+    gguf = {} if source.gguf is None else {"gguf_file": source.gguf.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False, **gguf)
+    except Exception as error:  # Transformers raises nearly anything for a bad tokenizer
+        raise CheckpointError(f"{source.name}: its tokenizer cannot be read: {brief(error)}") from error
+    ids: list[int] = tokenizer(read_bounded(path, 64 * MIB).decode("utf-8", "replace"))["input_ids"]
+    if len(ids) < needed:
+        raise CheckpointError(
+            f"{path}: has {len(ids):,} tokens, two rows take {needed:,}: give more text, or --tokens."
+        )
+    if max(ids) >= vocab_size:
+        raise CheckpointError(f"{source.name}: its tokenizer gives the id {max(ids):,}, of {vocab_size:,} tokens.")
+    return ids[:needed]
+
+
+def _distance(one: Tensor, other: Tensor) -> float | None:
+    """The largest absolute difference; NaN if there is one."""
+    if one.shape != other.shape:
+        return None
+    largest = torch.zeros(())
+    for a, b in zip(_floats(one), _floats(other), strict=True):
+        largest = torch.maximum(largest, (a - b).abs().max().float())
+    return largest.item()
+
+
+def _floats(tensor: Tensor) -> Any:
+    """The numbers, some at a time: as many for every dtype."""
+    dtype = getattr(torch, FLOATING[tensor.dtype])
+    for piece in tensor.pieces(2**20 * dtype.itemsize):
+        yield torch.frombuffer(piece, dtype=dtype).double()

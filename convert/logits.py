@@ -1,0 +1,214 @@
+"""The logits of two models on the same tokens, and how much memory they take."""
+
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from resformer.convert.reading import Checkpoint
+from resformer.convert.safetensors_format import FLOATING, Tensor
+
+__all__ = [
+    "LogitsComparison",
+    "compare_logits",
+    "free_memory",
+    "memory_for_logits",
+    "model_bytes",
+    "not_finite",
+]
+
+#: Tokens that are decoded one at a time, with a cache.
+_STEPS = 4
+
+
+def not_finite(tensors: Iterable[Tensor]) -> list[str]:
+    """The names of the floating tensors that hold a NaN or an infinity."""
+    names = []
+    for tensor in tensors:
+        if tensor.dtype in FLOATING:
+            dtype = getattr(torch, FLOATING[tensor.dtype])
+            numbers = (torch.frombuffer(piece, dtype=dtype) for piece in tensor.pieces())
+            if not all(piece.isfinite().all() for piece in numbers):
+                names.append(tensor.name)
+    return names
+
+
+@dataclass(frozen=True)
+class LogitsComparison:
+    """The distance between the logits of two models on two rows of tokens.
+
+    Each row is read twice: in one pass without a cache; then as `generate` reads it, the first row padded on the left,
+    into a cache, and the last tokens one at a time.
+    """
+
+    tokens: int  # at which logits are compared, in both readings: half of them at the end of each row
+    row: int  # tokens of a row
+    window: int | None  # a sliding window that no row exceeds
+    identical: bool  # bit for bit, in both readings
+    finite: bool  # all of the source's
+    max_difference: float
+    mean_kl: float  # KL(source || converted) per token, in nats
+    top1_agreement: float  # 0 to 1
+    cache_differences: tuple[float, float]  # in each model, the largest between the two readings of a token
+
+    def __str__(self) -> str:
+        where = f"on {self.tokens} tokens" + (f", within the sliding window of {self.window:,}" if self.window else "")
+        if self.identical:
+            return f"identical to the bit {where}"
+        return (
+            f"differ {where}: max {self.max_difference:.3g}, KL {self.mean_kl:.3g} nats per token, top-1 agreement "
+            f"{self.top1_agreement:.1%}"
+        )
+
+
+def compare_logits(
+    source: Callable[[], PreTrainedModel] | PreTrainedModel,
+    converted: Callable[[], PreTrainedModel] | PreTrainedModel,
+    tokens: int = 128,
+    *,
+    row: int | None = None,
+    text: Sequence[int] | None = None,
+    window: int | None = None,
+    device: str | None = None,
+) -> LogitsComparison:
+    """Runs both models on the same two rows of tokens.
+
+    Args:
+        source, converted: models, or functions that load one; then no more than one is in memory at a time.
+        tokens: at which logits are compared; at least 16.
+        row: tokens of a row; at least, and by default, half of `tokens`.
+        text: token ids, at least two rows of them; default: random ones, from a fixed seed.
+        window: the longest sliding window of both.
+        device: where the models run; default: where they are.
+    """
+    row = row or tokens // 2
+    with _no_bars():
+        (expected, first), (actual, second) = (
+            _logits(model, tokens // 2, row, text, device) for model in (source, converted)
+        )
+    pairs = list(zip(expected.split(128), actual.split(128), strict=True))  # float64 takes memory
+    kl = agreement = 0.0
+    for one, other in pairs:
+        one_log, other_log = (values.double().log_softmax(-1) for values in (one, other))
+        kl += (one_log.exp() * (one_log - other_log)).sum().item()
+        agreement += (one.argmax(-1) == other.argmax(-1)).sum().item()
+    return LogitsComparison(
+        tokens=2 * (tokens // 2),
+        row=row,
+        window=window if window is not None and row <= window else None,
+        identical=all(bool(((one == other) | (one.isnan() & other.isnan())).all()) for one, other in pairs),
+        finite=bool(expected.isfinite().all()),
+        max_difference=torch.stack([(one - other).abs().max().float() for one, other in pairs]).max().item(),
+        mean_kl=kl / len(expected),
+        top1_agreement=agreement / len(expected),
+        cache_differences=(first, second),
+    )
+
+
+@torch.no_grad()
+def _logits(
+    model: Callable[[], PreTrainedModel] | PreTrainedModel,
+    compared: int,
+    row: int,
+    text: Sequence[int] | None,
+    device: str | None,
+) -> tuple[torch.Tensor, float]:
+    """(logits at the last `compared` tokens of two rows in both readings, the largest difference of the readings)."""
+    loaded = model if isinstance(model, PreTrainedModel) else model()
+    loaded = loaded if device is None else loaded.to(device)
+    if text is None:
+        ids = torch.randint(loaded.config.vocab_size, (2, row), generator=torch.Generator().manual_seed(0))
+    else:
+        ids = torch.tensor(text[: 2 * row]).view(2, row)
+    ids = ids.to(loaded.device)
+    was_training = loaded.training
+    loaded.eval()
+    plain = loaded(input_ids=ids, use_cache=False, logits_to_keep=compared).logits.cpu()
+    pad = compared // 4
+    padded = torch.stack([torch.cat([ids.new_zeros(pad), ids[0, : row - pad]]), ids[1]])
+    mask = torch.ones_like(padded)
+    mask[0, :pad] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # as `generate` counts them
+    cache, parts = None, []
+    for start, stop in ((0, row - _STEPS), *((n, n + 1) for n in range(row - _STEPS, row))):
+        output = loaded(
+            input_ids=padded[:, start:stop],
+            attention_mask=mask[:, :stop],
+            position_ids=positions[:, start:stop],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=min(stop - start, compared - _STEPS),
+        )
+        cache = output.past_key_values
+        parts.append(output.logits.cpu())
+    cached = torch.cat(parts, 1)
+    loaded.train(was_training)
+    del loaded, output, cache
+    gc.collect()  # a model refers to itself: without this it would stay beside the next one
+    steps = torch.stack([plain[0, -_STEPS - pad : -pad], plain[1, -_STEPS:]])
+    difference = (cached[:, -_STEPS:] - steps).abs().max().item()
+    of_padding = max(0, pad - (row - compared))
+    return torch.cat([plain[0], plain[1], cached[0, of_padding:], cached[1]]), difference
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Hides the bars that Transformers shows while it loads a model: they would break the bar of the conversion."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def model_bytes(checkpoint: Checkpoint, dtype: torch.dtype, added: Iterable[Tensor] = ()) -> int:
+    """Bytes of memory that a model takes, with the tensors `added` to those of the checkpoint."""
+    return sum(tensor.elements for tensor in (*checkpoint.tensors.values(), *added)) * dtype.itemsize
+
+
+def memory_for_logits(checkpoint: Checkpoint, dtype: torch.dtype, added: Iterable[Tensor] = ()) -> int:
+    """Bytes of memory to compare a model's logits: the model, and room for a forward pass."""
+    return int(1.2 * model_bytes(checkpoint, dtype, added)) + 2**29
+
+
+def free_memory(system: Path = Path("/")) -> int:
+    """Bytes that this process can still take: of the machine, or of a control group that it is in, whichever is less.
+
+    Args:
+        system: the root of the file system, for tests.
+    """
+    free = psutil.virtual_memory().available
+    with suppress(OSError):  # no control groups: not Linux
+        for line in (system / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):  # "": version 2
+                mount = system / "sys/fs/cgroup" / controllers
+                group = mount / path.lstrip("/")
+                # A container sees its own group as the mount, and a path that is not below it.
+                for folder in (group, *group.parents):
+                    if folder == mount or mount in folder.parents:
+                        free = min(free, _free_in_group(folder, version=1 if controllers else 2))
+    return free
+
+
+def _free_in_group(group: Path, version: int) -> int:
+    limit_file, used_file, cached_key = (
+        ("memory.max", "memory.current", "inactive_file")
+        if version == 2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    )
+    try:
+        limit, used = (int((group / name).read_text()) for name in (limit_file, used_file))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return limit - used + int(statistics[cached_key])  # cached files make room
+    except (OSError, ValueError, KeyError):  # the root group has no such files, and no limit reads "max"
+        return sys.maxsize
