@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.modeling_rope_utils import RopeParameters
 
-from resformer.configuration import ResFormerConfig
+from resformer.configuration import ResFormerConfig, key_sources, mixing_layers, value_sources
 from resformer.configuration.methods import CONNECTION_FIELDS, backbone_fields, without_connections
 from resformer.convert.connections import added_shapes, expected_shapes, read_connections
 from resformer.convert.conversion import Verify, check_verify
@@ -201,9 +201,9 @@ def _computed(source: OpenedSource, config: ResFormerConfig) -> dict[str, Any]:
         values |= {name: getattr(config, name) if kind.is_in(config) else None for name in kind.fields}
     learned = {name for name in CONNECTION_FIELDS if name.endswith("_init")}  # the start of what a checkpoint holds
     values |= dict.fromkeys(learned - ({"value_residual_init"} if config.value_residual == "constant" else set()))
-    values["value_sources"], values["key_sources"] = config.all_value_sources, config.all_key_sources
+    values["value_sources"], values["key_sources"] = value_sources(config), key_sources(config)
     if values["value_residual"] is not None:
-        values["value_residual_layers"], values["value_residual_stride"] = config.mixing_layers, config.value_stride
+        values["value_residual_layers"] = mixing_layers(config)
     # Transformers loads a model in the dtype that config.json states.
     stated = source.raw_config.get("dtype") or source.raw_config.get("torch_dtype")
     stored = str(source.dtype).removeprefix("torch.")
