@@ -31,13 +31,13 @@ from resformer import METHODS, ResFormerForCausalLM
 from resformer.configuration import mixing_layers
 from resformer.model_cards.metrics import metrics_of
 from resformer.training.data import Blocks, PackedBlocks, is_held_out
+from resformer.training.flops import forward_flops, training_flops
 from resformer.training.memory import step_memory
 from resformer.training.optimizer import ConnectionTrainer, is_connection
 from resformer.training.study import comparison
 from resformer.training.study import paired_run as paired_run_module
 from resformer.training.study.comparison import names
 from resformer.training.study.data import study_data
-from resformer.training.study.flops import forward_flops, training_flops
 from resformer.training.study.paired_run import RunSettings, paired_model, paired_run
 from resformer.training.study.table import dunnett_critical_value, losses_of, pooled_error, rows_of
 

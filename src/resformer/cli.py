@@ -9,6 +9,7 @@ from resformer.commands import comparison as comparison
 from resformer.commands import conversion as conversion
 from resformer.commands import evaluation as evaluation
 from resformer.commands import general as general
+from resformer.commands import pretraining as pretraining
 from resformer.commands import pushing as pushing
 from resformer.commands import shrinking as shrinking
 from resformer.commands import training as training

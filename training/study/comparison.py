@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
-from transformers import PreTrainedConfig
 
 from resformer.configuration import METHODS, ResFormerConfig, cache_bytes_per_token
 from resformer.convert.reading_back import first_bytes
@@ -31,40 +30,20 @@ from resformer.files import locked, replace_text, replacing
 from resformer.model_cards.metrics import architecture_digest
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.data import SAMPLE_BY, PackedBlocks
+from resformer.training.sizes import CONFIG_FIELDS, SIZES, scratch_config
 from resformer.training.study.data import StudyData, study_data
 from resformer.training.study.paired_run import RunSettings, paired_model, paired_run, whole_batches
 from resformer.training.study.plot import check_packages, plot
 from resformer.training.study.table import pooled_error, rows_of
+from resformer.training.untrained import parameter_count
 
-__all__ = ["SIZES", "StudyOptions", "names", "plan_study", "run_study"]
+__all__ = ["StudyOptions", "names", "plan_study", "run_study"]
 
 #: Plain Llama, which every study has.
 PLAIN = "transformer"
 
-#: Shapes by name; 82m and 180m are the ResFormer paper's, whose vocabulary of 50,257 makes them that large. The narrow
-#: ones start at sqrt(2 / (5 hidden_size)), arXiv 1910.05895: Llama's 0.02 is for wide models, and leaves narrow ones
-#: at the loss of a unigram model for hundreds of steps.
-SIZES: dict[str, dict[str, float]] = {
-    "tiny": {
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "hidden_size": 128,
-        "intermediate_size": 448,
-        "initializer_range": 0.056,
-    },
-    "10m": {
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "hidden_size": 256,
-        "intermediate_size": 896,
-        "initializer_range": 0.04,
-    },
-    "82m": {"num_hidden_layers": 8, "num_attention_heads": 8, "hidden_size": 512, "intermediate_size": 1792},
-    "180m": {"num_hidden_layers": 12, "num_attention_heads": 12, "hidden_size": 768, "intermediate_size": 2688},
-}
 #: Settings that a method may have for itself.
 _SETTINGS = ("learning_rate", "connection_learning_rate", "steps")
-_FIELDS = {field.name for field in fields(ResFormerConfig)} - {field.name for field in fields(PreTrainedConfig)}
 
 
 @dataclass(frozen=True)
@@ -295,7 +274,7 @@ def plan_study(options: StudyOptions) -> dict[str, Any]:
                 done = study.file(run).is_file()
                 seconds += 0 if done else run.method.settings.steps * measured["step_seconds"] + evaluating
                 if run.seed == options.first_seed:
-                    rows.append({**_described(run), "parameters": _parameters(run.config), "to_do": 0})
+                    rows.append({**_described(run), "parameters": parameter_count(run.config), "to_do": 0})
                     del rows[-1]["seed"]
                 next(row for row in rows if (row["size"], row["method"]) == (size, run.method.text))[
                     "to_do"
@@ -374,18 +353,11 @@ def _check_same(record: Path, plan: Mapping[str, Any]) -> None:
 def _runs_from_scratch(options: StudyOptions, methods: Sequence[_Method], data: StudyData) -> list[_Run]:
     runs = []
     for size in options.sizes or ("tiny",):
-        name, overrides = _parsed(size, SIZES, "size", _FIELDS)
-        shape = {
-            "vocab_size": len(data.tokenizer),
-            "max_position_embeddings": options.block,
-            "bos_token_id": data.tokenizer.bos_token_id,
-            "eos_token_id": data.tokenizer.eos_token_id,
-            **SIZES[name],
-            **overrides,
-        }
-        backbone = ResFormerConfig.for_method(PLAIN, **shape)
+        name, overrides = _parsed(size, SIZES, "size", CONFIG_FIELDS)
+        backbone = scratch_config(PLAIN, name, data.tokenizer, options.block, **overrides)
         for method in methods:
-            config = ResFormerConfig.for_method(method.name, **{**shape, **method.fields})
+            values = {**overrides, **method.fields}
+            config = scratch_config(method.name, name, data.tokenizer, options.block, **values)
             runs += [_Run(size, method, seed, config, backbone, None) for seed in options.all_seeds]
     return runs
 
@@ -431,7 +403,7 @@ def _file_name(name: str) -> str:
 
 
 def _read_method(text: str, settings: RunSettings) -> _Method:
-    name, values = _parsed(text, METHODS, "method", {*_FIELDS, *_SETTINGS})
+    name, values = _parsed(text, METHODS, "method", {*CONFIG_FIELDS, *_SETTINGS})
     own = {key: values.pop(key) for key in _SETTINGS if key in values}
     return _Method(text, name, values, replace(settings, **own))
 
@@ -459,11 +431,6 @@ def _parsed(text: str, known: Mapping[str, Any], what: str, allowed: Collection[
 def _rates(method: str, settings: RunSettings) -> tuple[float, float | None]:
     own = _read_method(method, settings).settings
     return own.learning_rate, own.connection_learning_rate
-
-
-def _parameters(config: ResFormerConfig) -> int:
-    with torch.device("meta"):
-        return int(ResFormerForCausalLM(config).num_parameters())
 
 
 def _described(run: _Run) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 import hashlib
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from resformer.training.data import (
     STANDARD_HELD_OUT,
@@ -18,16 +17,11 @@ from resformer.training.data import (
     PackedBlocks,
     held_out_groups,
     load_documents,
-    load_tokenizer,
     pack_documents,
-    training_texts,
 )
+from resformer.training.tokenizers import make_tokenizer
 
 __all__ = ["StudyData", "bytes_per_token", "study_data"]
-
-_END = "<|endoftext|>"
-_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-_LEARNED_FROM = 100_000_000  # characters that a BPE tokenizer is trained on at most
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,7 @@ class StudyData:
 def study_data(
     sources: Sequence[str],
     *,
-    tokenizer: str | PreTrainedTokenizerBase,
+    tokenizer: str,
     block: int,
     held_out: float,
     held_out_blocks: int,
@@ -72,14 +66,14 @@ def study_data(
     """Reads and packs the sources, or Python's standard library if there are none.
 
     Args:
-        tokenizer: "bytes"; "bpe:N", trained on the training part; a folder or Hub id.
+        tokenizer: as of `make_tokenizer`.
         held_out: the share of documents that is held out. Of the standard library it is one module in ten.
         sources, split, text_column, sample_by: as of `load_documents`.
 
     Raises:
         DataError: the data cannot be read, or are too few.
         CheckpointError: the tokenizer cannot be loaded.
-        ValueError: `tokenizer` is "bpe:" without a number of at least 257.
+        ValueError: as of `make_tokenizer`.
     """
     name = ", ".join(Path(source).name if Path(source).exists() else source for source in sources)
     if not sources:
@@ -87,7 +81,7 @@ def study_data(
         name = f"the sources of the standard library of Python {platform.python_version()}"
     documents = load_documents(sources, split=split, text_column=text_column, sample_by=sample_by, held_out=held_out)
     name += "".join(f" ({note})" for note in documents.notes)
-    fitted = _tokenizer(tokenizer, training_texts(documents, held_out))
+    fitted = make_tokenizer(tokenizer, documents, held_out)
     blocks = pack_documents(documents, fitted, block=block, held_out=held_out, held_out_blocks=held_out_blocks)
     groups = held_out_groups(documents, held_out)
     return StudyData(name, blocks, fitted, bytes_per_token(blocks.held_out.whole, fitted), groups)
@@ -104,33 +98,3 @@ def bytes_per_token(blocks: PackedBlocks, tokenizer: PreTrainedTokenizerBase) ->
         clean_up_tokenization_spaces=False,
     )
     return sum(len(text.encode("utf-8", "replace")) for text in texts) / (len(blocks) * blocks.block)
-
-
-def _tokenizer(tokenizer: str, texts: Iterable[str]) -> PreTrainedTokenizerBase:
-    name, _, size = tokenizer.partition(":")
-    if tokenizer == "bytes":
-        vocabulary = {_END: 0, **{letter: index for index, letter in enumerate(_ALPHABET, start=1)}}
-        model = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    elif name == "bpe":
-        if not size.isdecimal() or int(size) <= len(_ALPHABET):
-            raise ValueError(f"tokenizer is {tokenizer!r}; expected bpe: and a number of tokens from 257 up.")
-        model = Tokenizer(models.BPE())
-        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        trainer = trainers.BpeTrainer(
-            vocab_size=int(size), special_tokens=[_END], initial_alphabet=_ALPHABET, show_progress=False
-        )
-        model.train_from_iterator(_bounded(texts), trainer)
-    else:
-        return load_tokenizer(tokenizer, None, "expected bytes, bpe:N, a folder or a Hub id")
-    model.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token=_END)
-
-
-def _bounded(texts: Iterable[str]) -> Iterator[str]:
-    seen = 0
-    for text in texts:
-        yield text
-        seen += len(text)
-        if seen >= _LEARNED_FROM:
-            return

@@ -26,10 +26,10 @@ from transformers import (
 from resformer.configuration import ResFormerConfig
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.data import Blocks, DataError, PackedBlocks
+from resformer.training.flops import training_flops
 from resformer.training.memory import step_memory
 from resformer.training.optimizer import ConnectionTrainer, is_connection
 from resformer.training.recipe import last_checkpoint, processor_has_bf16
-from resformer.training.study.flops import training_flops
 
 __all__ = ["RunSettings", "paired_model", "paired_run", "whole_batches"]
 

@@ -31,7 +31,7 @@ def compare(
     ] = None,
     sizes: Annotated[
         str | None,
-        typer.Option(help="tiny, 10m, 82m, 180m, or NAME:FIELD=VALUE...; commas between.  [default: tiny]"),
+        typer.Option(help="tiny, 10m, 82m, 180m, 320m, 468m, or NAME:FIELD=VALUE...; commas between.  [default: tiny]"),
     ] = None,
     seeds: Annotated[int, typer.Option(help="Paired runs of each method.")] = 3,
     first_seed: Annotated[int, typer.Option(min=0, help="The first run's; the others count on from it.")] = 0,

@@ -6,10 +6,13 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
@@ -29,6 +32,7 @@ __all__ = [
     "reporting_errors",
     "row",
     "size",
+    "takes",
 ]
 
 FAILED, USAGE, INVALID_INPUT, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 4, 130
@@ -113,6 +117,42 @@ def json_or_text(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError:
         return value
+
+
+def takes(
+    options: type, interrupted: str = "Nothing was left behind; run the command again."
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the fields of a dataclass, each annotated with what Typer needs, in place of its first parameter.
+
+    The function gets the dataclass, and runs within `reporting_errors`. A field of a mapping takes `name=value` pairs.
+    """
+    hints = get_type_hints(options, include_extras=True)
+    pairs = [name for name, hint in hints.items() if get_origin(hint.__origin__) is dict]
+    parameters = []
+    for each in fields(options):
+        hint, default = hints[each.name], each.default
+        if each.name in pairs:
+            hint = Annotated[list[str], *hint.__metadata__]
+        if each.default_factory is not MISSING:
+            default = []
+        default = Parameter.empty if default is MISSING else default
+        parameters.append(Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = list(signature(function, eval_str=True).parameters.values())[1:]
+
+        @wraps(function)
+        def command(**values: Any) -> None:
+            with reporting_errors(interrupted):
+                more = {each.name: values.pop(each.name) for each in own}
+                function(options(**values | {name: assignments(values[name]) for name in pairs}), **more)
+
+        every = [*parameters, *(each.replace(kind=Parameter.KEYWORD_ONLY) for each in own)]
+        command.__signature__ = Signature(every)  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in every}
+        return command
+
+    return decorate
 
 
 def own_command(*more: str, leave_out: str = "") -> str:

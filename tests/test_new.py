@@ -1,0 +1,95 @@
+"""`resformer new`: an untrained checkpoint that any engine starts from, of a size with a known shape."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import byte_tokenizer, save_notes
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from resformer import METHODS, ResFormerConfig
+from resformer.training.sizes import budget, scratch_config
+from resformer.training.untrained import parameter_count
+
+NARROW = ["--tokenizer", "bytes", "--set", "hidden_size=32", "--set", "num_hidden_layers=3", "--set", "vocab_size=320"]
+
+
+def test_a_new_checkpoint_loads_as_any_other(tmp_path: Path, invoke: Callable[..., Any]) -> None:
+    for name, seed in (("a", 3), ("same", 3), ("other", 4)):
+        done = invoke(tmp_path, "new", name, "--method", "svformer", *NARROW, "--seed", seed)
+        assert done.exit_code == 0, done.output
+    weights, same, other = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("a", "same", "other")
+    )
+    assert all(torch.equal(tensor, same[name]) for name, tensor in weights.items())
+    assert not torch.equal(weights["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    config = ResFormerConfig.from_pretrained(tmp_path / "a")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
+    assert (config.value_sources, config.vocab_size, config.hidden_size) == ([0, 0, 0], 320, 32)
+    assert (config.max_position_embeddings, tokenizer.model_max_length) == (512, 512)
+    assert (config.eos_token_id, len(tokenizer)) == (tokenizer.eos_token_id, 257)
+    assert abs(weights["model.embed_tokens.weight"].std() - (2 / (5 * 32)) ** 0.5) < 0.005
+
+
+def test_without_weights_there_are_none(tmp_path: Path, invoke: Callable[..., Any]) -> None:
+    save_notes(tmp_path)
+    arguments = ["new", "a", "--size", "468m", "--tokenizer", "bpe:300", "--data", "notes.txt", "--no-weights"]
+    planned = invoke(tmp_path, *arguments, "--dry-run")
+    assert (planned.exit_code, (tmp_path / "a").exists()) == (0, False), planned.output
+    done = invoke(tmp_path, *arguments, "--json")
+    assert done.exit_code == 0, done.output
+    assert {path.suffix for path in (tmp_path / "a").iterdir()} == {".json"}
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "a")) == 300
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert (config["architectures"], config["initializer_range"]) == (["ResFormerForCausalLM"], 0.02)
+    assert json.loads(done.stdout)["parameters"] == parameter_count(ResFormerConfig.from_pretrained(tmp_path / "a"))
+
+
+@pytest.mark.parametrize(("size", "millions"), [("82m", 82), ("180m", 180), ("320m", 320), ("468m", 468)])
+def test_sizes_have_the_parameters_of_their_names(size: str, millions: int) -> None:
+    config = scratch_config("transformer", size, byte_tokenizer(), vocab_size=50_277)
+    assert parameter_count(config) == pytest.approx(millions * 1e6, rel=0.01)
+    assert config.head_dim == 64
+    assert config.intermediate_size == 3.5 * config.hidden_size
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_built_at_every_depth(method: str) -> None:
+    config = scratch_config(method, "tiny", byte_tokenizer(), num_hidden_layers=5)
+    assert (config.num_hidden_layers, config.initializer_range) == (5, 0.056)
+
+
+def test_the_budget_follows_the_published_fits() -> None:
+    """The batch and the rate of DeepSeek LLM's fit at 1e20 operations, by hand; 20 tokens a parameter."""
+    tokens, batch, rate = budget(10**9, 5e9)
+    assert tokens == 20 * 10**9  # 1e20 operations
+    assert batch == pytest.approx(0.292 * 10 ** (20 * 0.3271), rel=1e-6)
+    assert rate == pytest.approx(0.3118 * 10**-2.5)
+    assert budget(10**6, 6e6, tokens=1000)[::2] == (1000, 2e-3)  # no higher than what was measured
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["new", "a", "--size", "7b", "--tokenizer", "bytes"], 2, "one of tiny, 10m, 82m"),
+        (["new", "a", "--method", "gpt", "--tokenizer", "bytes"], 2, "Unknown method 'gpt'"),
+        (["new", "a", "--tokenizer", "bytes", "--set", "hiden_size=4"], 2, "Did you mean 'hidden_size'?"),
+        (["new", "a", "--tokenizer", "bytes", "--set", "vocab_size=200"], 2, "200, but the tokenizer has 257"),
+        (["new", "a"], 2, "'bpe:4096', which is trained on data; name some with --data"),
+        (["new", "a", "--tokenizer", "bytes", "--block", 1], 2, "2 tokens at least"),
+        (["new", "full", "--tokenizer", "bytes"], 3, "full: exists and is not an empty folder"),
+        (["train", "a", "--steps", 3], 2, "`resformer pretrain` trains from scratch"),
+    ],
+)
+def test_refusals_say_what_to_do(
+    arguments: list[Any], code: int, words: str, tmp_path: Path, invoke: Callable[..., Any]
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").touch()
+    done = invoke(tmp_path, *arguments)
+    assert (done.exit_code, words in done.stderr) == (code, True), done.stderr
+    assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["full"]

@@ -1,0 +1,67 @@
+"""Checkpoints of models that are not trained yet, which any training engine can start from."""
+
+from pathlib import Path
+
+import torch
+
+from resformer.configuration import ResFormerConfig
+from resformer.errors import CheckpointError
+from resformer.files import check_apart, replacing
+from resformer.modeling import ResFormerForCausalLM
+from resformer.training.data import load_documents, weighted_sources
+from resformer.training.options import NewOptions
+from resformer.training.sizes import known_size, scratch_config
+from resformer.training.tokenizers import make_tokenizer
+
+__all__ = ["new_checkpoint", "parameter_count"]
+
+
+def new_checkpoint(
+    options: NewOptions, *, weights: bool = True, held_out: float = 0.0, dry_run: bool = False
+) -> ResFormerConfig:
+    """Writes config.json, the tokenizer and, with `weights`, random weights in float32; all or nothing.
+
+    Args:
+        held_out: the share of documents that a tokenizer is not trained on.
+        dry_run: write nothing.
+
+    Raises:
+        CheckpointError: the output is not empty, or the tokenizer cannot be loaded.
+        DataError: the data cannot be read.
+        OutputError: the output cannot be written.
+        ValueError: as of `make_tokenizer` and `scratch_config`.
+    """
+    output = Path(options.output)
+    name = options.tokenizer or known_size(options.size).tokenizer
+    sources = weighted_sources(options.data)[0]
+    check_apart(output, *sources, name)
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise CheckpointError(f"{output}: exists and is not an empty folder; choose another output.")
+    documents = load_documents(
+        sources if name.startswith("bpe:") else (),
+        split=options.split,
+        text_column=options.text_column,
+        sample_by=options.sample_by,
+        streaming=True,
+        held_out=held_out,
+    )
+    tokenizer = make_tokenizer(name, documents, held_out)
+    config = scratch_config(options.method, options.size, tokenizer, options.block, **options.fields)
+    tokenizer.model_max_length = config.max_position_embeddings
+    if dry_run:
+        return config
+    with replacing(output) as folder:
+        tokenizer.save_pretrained(folder)
+        if weights:
+            torch.manual_seed(options.seed)
+            ResFormerForCausalLM(config).save_pretrained(folder)
+        else:
+            config.architectures, config.dtype = [ResFormerForCausalLM.__name__], torch.float32
+            config.save_pretrained(folder)
+    return config
+
+
+def parameter_count(config: ResFormerConfig) -> int:
+    """The number of parameters of a model."""
+    with torch.device("meta"):
+        return int(ResFormerForCausalLM(config).num_parameters())
