@@ -190,7 +190,7 @@ def _computed(source: OpenedSource, config: ResFormerConfig) -> dict[str, Any]:
     values = {name: value for name, value in backbone_fields(config).items() if name not in _WITHOUT_EFFECT}
     rope = {"rope_type": "default", "partial_rotary_factor": 1.0, **(values.pop("rope_parameters") or {})}
     values |= {name: rope.get(name) for name in RopeParameters.__annotations__}
-    if config.layer_types is not None and "sliding_attention" not in config.layer_types:
+    if "sliding_attention" not in (config.layer_types or ()):
         values["sliding_window"] = None
     if rope["rope_type"] == "default":
         values["max_position_embeddings"] = None  # how long the model was trained: no limit

@@ -145,8 +145,8 @@ def retrofit(
         CheckpointError: the source cannot be converted, the method needs `lossy`, or `output` is in the way.
         HubError: the Hub refuses, cannot copy, or cannot be reached; the message says if a commit was made.
         OutputError: the disk is full or read-only. Nothing is left behind.
-        VerificationError: the result does not hold or compute what the source does. An output folder stays as it was, a
-            commit on the Hub is named.
+        VerificationError: the result does not hold or compute what the source does. No output folder is changed; with
+            `push_to` the message names the commit that was made.
         ValueError: `method`, `fields`, `dtype`, `verify` or `max_shard_size` are wrong.
     """
     options = Options(

@@ -696,7 +696,8 @@ def test_figures_of_other_weights_are_left_out(copied: Callable[[str], Path]) ->
 def test_what_is_no_record_is_refused_by_the_name_of_the_field(copied: Callable[[str], Path]) -> None:
     folder = copied("exact")
     record = record_of(folder)
-    for name, value in (("parameters", "many"), ("added", [1]), ("dtype", "int3"), ("rounding", {}), ("files", 5)):
+    wrong = {"parameters": "many", "added": [1], "dtype": "int3", "rounding": {}, "files": 5, "logits": {}, "terms": 1}
+    for name, value in wrong.items():
         (folder / "resformer_conversion.json").write_text(json.dumps({**record, name: value}))
         code, _, said = card(folder)
         assert (code, len(said.splitlines())) == (3, 1)

@@ -33,29 +33,34 @@ from resformer.untrusted import parse_json, reading
 __all__ = ["CheckpointCard", "checkpoint_card"]
 
 _NUMBER = int | float
-#: What a card states of a record: key -> a type, the form of an object, or [the form of each entry].
+_LOGITS: dict[str, Any] = {"tokens": int, "window": int | None, "identical": bool}
+_LOGITS |= dict.fromkeys(("max_difference", "mean_kl", "top1_agreement"), _NUMBER)
+#: What a card states of a record: key -> a type, the form of an object, [the form of each entry], or (a form or null,).
 _RECORD: dict[str, Any] = {
     **dict.fromkeys(("source", "family", "verified"), str),
     **dict.fromkeys(("revision", "method"), str | None),
-    **dict.fromkeys(("fields", "source_fields"), dict),
+    **dict.fromkeys(("fields", "source_fields", "source_card", "terms"), dict),
     **dict.fromkeys(("exact", "dequantised"), bool),
     **dict.fromkeys(("parameters", "dequantising_rounded"), int),
     **dict.fromkeys(("dtype", "source_dtype"), Literal["float64", "float32", "float16", "bfloat16"]),
     **dict.fromkeys(("inexact_because", "dropped"), list[str]),
     "added": dict[str, int],
     "files": dict[str, dict],
-    "logits": dict | None,
+    "logits": (_LOGITS,),
     "rounding": dict.fromkeys(("changed", "overflowed", "flushed"), int),
     "config_sha256": str,
 }
-_LOGITS = {"tokens": int, "identical": bool, **dict.fromkeys(("max_difference", "mean_kl", "top1_agreement"), _NUMBER)}
-_LOGITS |= {"row": int, "window": int | None}
-_COSTS = "source_loss loss kl_mean kl_p95 top1_agreement greedy_median".split()
+_COSTS: dict[str, Any] = {
+    **dict.fromkeys("source_loss loss kl_mean kl_p95 top1_agreement greedy_median".split(), _NUMBER),
+    **dict.fromkeys(("tokens", "greedy_prompts", "greedy_limit"), int),
+    **dict.fromkeys(("last_words", "source_last_word_accuracy", "last_word_accuracy"), _NUMBER | None),
+    "passkey": ([dict.fromkeys(("length", "questions", "source", "result"), _NUMBER)],),
+}
 #: The same of a shrunken checkpoint.
 _SHRUNK: dict[str, Any] = {
     "cache": _NUMBER,
     "calibration": {"tokens": int, "texts": list[str], "evaluated_on": list[str]},
-    "cost": {**dict.fromkeys(_COSTS, _NUMBER), **dict.fromkeys(("tokens", "greedy_prompts", "greedy_limit"), int)},
+    "cost": _COSTS,
     "shares": [{"layer": int, "keys_of": int, "values_of": int, "output_error": _NUMBER}],
 }
 #: The same of a `metrics.json`, and of its `recipe`.
@@ -141,8 +146,6 @@ def checkpoint_card(
         raise CheckpointError(f"{checkpoint}: is a {config.model_type}, no ResFormer; `resformer convert` makes one.")
     if record is not None:
         _check_form(record, _RECORD | (_SHRUNK if "shares" in record else {}), str(checkpoint / RECORD))
-        if record["logits"] is not None:
-            _check_form(record["logits"], _LOGITS, f"{checkpoint / RECORD}: `logits`")
     of_this = [metric for metric in results if metric.is_of(config)]
     if results and not of_this:
         raise CheckpointError(
@@ -150,7 +153,7 @@ def checkpoint_card(
         )
     base = base_model_of(config)
     source_card = {**well_formed(base), **carried_metadata(checkpoint / "README.md")}
-    source_card |= (record or {}).get("source_card") or {}
+    source_card |= {} if record is None else record["source_card"]
     if license is not None:
         source_card = {name: value for name, value in source_card.items() if not name.startswith("license")}
         source_card["license"] = license
@@ -210,8 +213,12 @@ def _check_form(value: Any, form: Any, where: str) -> None:
     """Refuses a part of a record or of results that has not the form that a card states, by its name.
 
     Args:
-        form: a type; or key -> form, of an object; or [the form of each entry], of a list.
+        form: as in `_RECORD`.
     """
+    if isinstance(form, tuple):
+        if value is None:
+            return
+        (form,) = form
     try:
         type_validator(where, value, type(form) if isinstance(form, (dict, list)) else form)
     except TypeError as error:
