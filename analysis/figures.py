@@ -11,6 +11,7 @@ import numpy as np
 
 from resformer.analysis.claims import THRESHOLDS, distance_from_plain
 from resformer.analysis.measuring import Analysis
+from resformer.errors import install_hint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,7 +62,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ImportError("Figures need matplotlib: pip install 'resformer[analysis]'") from error
+        raise ImportError(f"Figures need matplotlib: {install_hint('analysis')}") from error
 
 
 def plots(analyses: Sequence[Analysis], *, changes: bool = False) -> dict[str, Plot]:

@@ -23,6 +23,7 @@ from resformer.configuration.methods import connections_of, method_of
 from resformer.errors import CheckpointError, brief
 from resformer.files import json_value
 from resformer.modeling.mixing import plain_matrix
+from resformer.untrusted import check_folder
 
 __all__ = ["DEFINITIONS", "Analysis", "analyze"]
 
@@ -277,6 +278,7 @@ def _layers(base: nn.Module, name: str) -> list[nn.Module]:
 
 
 def _load(checkpoint: str, dtype: torch.dtype, device: str | torch.device | None) -> PreTrainedModel:
+    check_folder(checkpoint)
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True

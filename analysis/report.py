@@ -64,9 +64,9 @@ def write_report(report: Report, folder: Path, *, force: bool = False) -> None:
     """
     require_matplotlib()
     checkpoints = [analysis.checkpoint for analysis in report.analyses if analysis.checkpoint is not None]
-    check_target(folder, *checkpoints, mark="analysis.json", force=force)
+    check_target(folder, *checkpoints, made_by="analyze", force=force)
     figures, values = [*plots(report.analyses).values()], report.as_dict()
-    with replacing(folder, force=force) as partial:
+    with replacing(folder, made_by="analyze", force=force) as partial:
         write_text(partial / "analysis.json", json.dumps(values, indent=1, allow_nan=False) + "\n")
         write_text(partial / "report.html", page(values, figures))
         for plot in figures:

@@ -18,46 +18,30 @@ from typing import TYPE_CHECKING, Any
 
 from resformer.errors import CheckpointError, OutputError, VerificationError
 
-if TYPE_CHECKING:
-    from resformer.convert.bundling import BundleReport, bundle
-    from resformer.convert.comparing import Comparison, verify
-    from resformer.convert.inspection import Inspection, inspect
-    from resformer.convert.retrofitting import RetrofitReport, retrofit
-    from resformer.convert.reverting import RevertReport, revert
-
+#: Module -> its names, which are loaded when they are used: the errors above need no torch.
 _HOMES = {
-    "BundleReport": "bundling",
-    "Comparison": "comparing",
-    "Inspection": "inspection",
-    "RetrofitReport": "retrofitting",
-    "RevertReport": "reverting",
-    "bundle": "bundling",
-    "inspect": "inspection",
-    "retrofit": "retrofitting",
-    "revert": "reverting",
-    "verify": "comparing",
+    "bundling": "BundleReport bundle",
+    "comparing": "Comparison verify",
+    "inspection": "Inspection inspect",
+    "retrofitting": "RetrofitReport retrofit",
+    "reverting": "RevertReport revert",
 }
 
-__all__ = [
-    "BundleReport",
-    "CheckpointError",
-    "Comparison",
-    "Inspection",
-    "OutputError",
-    "RetrofitReport",
-    "RevertReport",
-    "VerificationError",
-    "bundle",
-    "inspect",
-    "retrofit",
-    "revert",
-    "verify",
-]
+if TYPE_CHECKING:
+    from resformer.convert.bundling import *  # noqa: F403
+    from resformer.convert.comparing import *  # noqa: F403
+    from resformer.convert.inspection import *  # noqa: F403
+    from resformer.convert.retrofitting import *  # noqa: F403
+    from resformer.convert.reverting import *  # noqa: F403
+
+__all__ = ["CheckpointError", "OutputError", "VerificationError"]
+__all__ += [name for names in _HOMES.values() for name in names.split()]
 
 
-def __getattr__(name: str) -> Any:  # so that an error can be told from others without importing torch
-    if name in _HOMES:
-        from importlib import import_module
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
 
-        return getattr(import_module(f"resformer.convert.{_HOMES[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names.split():
+            return getattr(import_module(f"{__name__}.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

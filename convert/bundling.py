@@ -1,6 +1,7 @@
 """Bundles: a ResFormer checkpoint with the code that loads it, for those who have Transformers and not this package."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,12 +14,11 @@ from resformer.configuration import ResFormerConfig
 from resformer.convert.connections import expected_shapes
 from resformer.convert.conversion import Options, Report, carry_out
 from resformer.convert.deciding import Decision, check_tensors
-from resformer.convert.reading import SideFile
+from resformer.convert.reading import side_file
 from resformer.convert.source import OpenedSource, open_source
 from resformer.errors import CheckpointError, shown
 from resformer.files import EVAL_RESULTS, check_target
 from resformer.record import RECORD
-from resformer.untrusted import regular_file
 from resformer.version import __version__
 
 __all__ = ["AUTO_MAP", "BundleReport", "bundle", "config_with_code", "remote_code"]
@@ -71,9 +71,9 @@ def bundle(
         CheckpointError: the source is no causal language model of ours, or `output` is in the way.
         OutputError, VerificationError: as for `resformer.retrofit`.
     """
-    settings = Options(force=force, **options)
+    settings = Options(made_by="bundle", force=force, **options)
     target = Path(output).expanduser()
-    check_target(target, source, mark=f"{_CONFIGURATION}.py", force=force)
+    check_target(target, source, made_by=settings.made_by, force=force)
     opened = open_source(source, revision, resformer=True)
     known = {key: value for key, value in opened.raw_config.items() if key not in opened.dropped_config}
     config = config_with_code({"model_type": opened.config.model_type, **known}, opened.name)
@@ -98,13 +98,13 @@ def _decide(source: OpenedSource, config: dict[str, Any]) -> Decision:
     tied, warnings = check_tensors(source, expected_shapes(source.config))
     if source.config.tie_word_embeddings and not tied:
         config = {**config, "tie_word_embeddings": False}
-    names = [name for name in ("README.md", RECORD, "metrics.json") if (source.folder / name).exists()]
+    names = [name for name in ("README.md", RECORD, "metrics.json") if os.path.lexists(source.folder / name)]
     names += [f"{EVAL_RESULTS}/{path.name}" for path in sorted((source.folder / EVAL_RESULTS).glob("*.yaml"))]
     return Decision(
         source=source,
         config=json.dumps(config, indent=2, sort_keys=True) + "\n",
         dtype=source.dtype,
-        side_files=tuple(_side_file(source.folder, name) for name in names),
+        side_files=tuple(side_file(source.folder, name) for name in names),
         warnings=tuple(warnings),
     )
 
@@ -146,8 +146,3 @@ def remote_code() -> dict[str, str]:
         home, name = reference.split(".")
         code[f"{home}.py"] += _REGISTER.format(name=name, auto_class=auto_class)
     return dict(sorted(code.items()))
-
-
-def _side_file(folder: Path, name: str) -> SideFile:
-    path = regular_file(folder / name)
-    return SideFile(name, path, path.stat().st_size)

@@ -116,7 +116,7 @@ def verify(
         expected = expected_shapes(config)
         tied, _ = check_tensors(source, expected)
         connections |= expected.keys() - expected_shapes(without_connections(config)).keys()
-        table = dict(source.checkpoint.tensors)
+        table = dict(source.with_coefficients().checkpoint.tensors)
         if tied:  # a checkpoint stores one end of the tie or both, the model has both
             for stored, missing in ((EMBEDDING, HEAD), (HEAD, EMBEDDING)):
                 if missing not in table:

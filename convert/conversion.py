@@ -56,6 +56,7 @@ class Options:
         ValueError: `verify` is no `Verify`, or `max_shard_size` no size.
     """
 
+    made_by: str = "convert"  # the command; `shrink` writes what `convert` does
     force: bool = False
     dry_run: bool = False
     link: bool = False
@@ -151,9 +152,9 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
             warnings.append(f"As things are this would fail: {error}")
         return make_report(decision, output, plan, forecast, warnings, report_of)
     to_move = sum(shard.size for shard in plan.shards) + sum(file.size for file in plan.side_files)
-    to_read = 0 if verify == "headers" else forecast.moved + forecast.cloned
+    to_read = 0 if verify == "headers" else forecast.moved
     with (
-        replacing(output, force=options.force) as partial,
+        replacing(output, made_by=options.made_by, force=options.force) as partial,
         progress_bar(
             total=to_move + to_read, unit="B", unit_scale=True, desc=output.name, show=options.progress
         ) as bar,

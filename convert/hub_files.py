@@ -1,6 +1,6 @@
 """Files of a Hub repository, read in place: their sizes, and the headers of safetensors by range requests."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,6 +12,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_st
 
 from resformer.convert.safetensors_format import Shard, Tensor, check_shard, read_shard
 from resformer.errors import CheckpointError, brief
+from resformer.untrusted import MOST_BYTES
 
 __all__ = ["HubFiles"]
 
@@ -58,8 +59,17 @@ class HubFiles:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def with_bytes(self, shards: Iterable[Shard], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Shard, ...]:
-        """The shards with the tensors of these names and shapes in memory."""
+    def with_bytes(self, shards: Collection[Shard], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Shard, ...]:
+        """The shards with the tensors of these names and shapes in memory.
+
+        Raises:
+            CheckpointError, HfHubHTTPError: as `read_shard`; or they are larger than coefficients are.
+        """
+        size = sum(t.nbytes for shard in shards for t in shard.tensors if shapes.get(t.name) == t.shape)
+        if size > MOST_BYTES:
+            raise CheckpointError(
+                f"{self.repo_id}: its coefficients of connections have {size:,} bytes; at most {MOST_BYTES:,} are read."
+            )
 
         def fetched(tensor: Tensor) -> Tensor:
             if tensor.on_this_disk or shapes.get(tensor.name) != tensor.shape or isinstance(tensor.data, memoryview):

@@ -66,6 +66,7 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     backbone = resformer_config(config)
     expected = expected_shapes(backbone)
     tied, notes = check_tensors(opened, expected)
+    opened = opened.with_coefficients()
     dtype = opened.dtype
     tensors = opened.checkpoint.tensors
     dtypes: dict[str, int] = {}

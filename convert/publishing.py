@@ -4,9 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
 from huggingface_hub.hf_api import ModelInfo, RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -16,7 +14,6 @@ from resformer.convert.conversion import (
     Finish,
     Options,
     R,
-    carry_out,
     generation_warnings,
     make_plan,
     make_report,
@@ -44,7 +41,6 @@ class Destination:
     repo_id: str
     private: bool = False
     accept_license: bool = False
-    allow_download: bool = False
 
     def __post_init__(self) -> None:
         if self.repo_id.count("/") != 1:
@@ -94,13 +90,11 @@ def publish(
         contents |= {name: text.encode() for name, text in described.items()}
         pushed = _push(contents, decision, destination, options, terms)
     except CopyError as error:
-        if not destination.allow_download:
-            size = sum(shard.size for shard in source.checkpoint.shards)
-            raise CopyError(
-                f"{source.repo_id}: cannot be copied to {repo_id} on the Hub: {error}. Nothing was committed. "
-                f"--allow-download (allow_download=True) downloads {size:,} bytes and uploads them again."
-            ) from error
-        return _by_download(decision, destination, options, report_of, finish, plan, terms)
+        size = sum(shard.size for shard in source.checkpoint.shards)
+        raise CopyError(
+            f"{source.repo_id}: cannot be copied to {repo_id} on the Hub: {error}. Nothing was committed. Convert to a "
+            f"folder, which downloads {size:,} bytes, then: resformer push FOLDER {repo_id}."
+        ) from error
     _check(pushed, contents, plan)
     return replace(report, transfer=_transfer(contents), commit=pushed.commit, url=pushed.url)
 
@@ -201,47 +195,6 @@ def _push(
         gated=terms.get("gated"),  # type: ignore[arg-type]
         replace=options.force,
     ).run()
-
-
-def _by_download(
-    decision: Decision,
-    destination: Destination,
-    options: Options,
-    report_of: Callable[..., R],
-    finish: Finish[R],
-    plan: Plan,
-    terms: dict[str, str],
-) -> R:
-    """The same result by way of this disk: downloaded to the Hub's cache, converted beside it, uploaded."""
-    size = sum(shard.size for shard in decision.source.checkpoint.shards)
-    if options.dry_run:
-        uploaded = sum(shard.size for shard in plan.carried) + sum(shard.file_size for shard in plan.written)
-        transfer = Transfer(downloaded=size, uploaded=uploaded)
-        return make_report(decision, destination.repo_id, plan, transfer, [], report_of, terms=terms)
-    decision = replace(decision, source=decision.source.fetch())
-    with TemporaryDirectory(dir=constants.HF_HUB_CACHE, prefix=".resformer-") as work:
-        folder = Path(work) / "result"
-        report = carry_out(
-            decision,
-            folder,
-            replace(options, link=True),
-            report_of,
-            lambda report, files: finish(replace(report, output=destination.repo_id, terms=terms), files),
-        )
-        contents: dict[str, Content] = {
-            path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
-        }
-        pushed = _push(contents, decision, destination, options, terms)
-        _check(pushed, contents, make_plan(decision, options))
-        transfer = Transfer(downloaded=size, uploaded=_transfer(contents).uploaded)
-    return replace(
-        report,
-        output=destination.repo_id,
-        transfer=transfer,
-        terms=terms,
-        commit=pushed.commit,
-        url=pushed.url,
-    )
 
 
 def _check(pushed: Pushed, contents: Mapping[str, Content], plan: Plan) -> None:

@@ -6,14 +6,15 @@ What it accepts is what Transformers would load, and a folder of shards that has
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from resformer.convert.hub_files import HubFiles
 from resformer.convert.safetensors_format import MOST_TENSORS, Shard, Tensor, read_shard
 from resformer.errors import CheckpointError, brief, listed, shown
-from resformer.untrusted import MIB, bare_name, read_json, regular_file
+from resformer.files import LISTING
+from resformer.untrusted import MIB, MOST_BYTES, TEMPLATE_FOLDERS, bare_name, read_json, regular_file
 
 __all__ = [
     "INDEX",
@@ -22,8 +23,10 @@ __all__ = [
     "Checkpoint",
     "SideFile",
     "indexed_names",
+    "is_side_file",
     "read_checkpoint",
     "read_side_files",
+    "side_file",
     "why_none",
 ]
 
@@ -214,29 +217,48 @@ def read_side_files(folder: Path, hub: HubFiles | None = None) -> tuple[list[Sid
     side_files, left_behind, notes = [], [], []
     for path in sorted(_entries(folder) if hub is None else (folder / name for name in hub.sizes)):
         name = path.relative_to(folder).as_posix()
-        if not _SIDE_FILES.fullmatch(name):
+        if name == LISTING:
+            continue
+        if not is_side_file(name):
             left_behind.append(f"{name}/" if path.is_dir() and not path.is_symlink() else name)
             continue
-        if hub is not None and not path.exists():
-            side_files.append(SideFile(name, path, hub.sizes[name]))
-            continue
         try:
-            real = regular_file(path)
+            file = side_file(folder, name, hub)
         except CheckpointError as error:
             notes.append(f"{error} It does not go along.")
             left_behind.append(name)
             continue
-        content, removed = _without_code(path) if name in SETTINGS else (None, [])
+        content, removed = _without_code(path) if name in SETTINGS and path.exists() else (None, [])
         notes += [f"{path}: {key} names code and was taken out." for key in removed]
-        size = real.stat().st_size if content is None else len(content)
-        side_files.append(SideFile(name, real, size, content))
+        side_files.append(file if content is None else replace(file, size=len(content), content=content))
     return side_files, left_behind, notes
+
+
+def side_file(folder: Path, name: str, hub: HubFiles | None = None) -> SideFile:
+    """A file of the folder, or still on the Hub.
+
+    Raises:
+        CheckpointError: it is too large, or `regular_file` refuses it.
+    """
+    path = folder / name
+    if hub is not None and not path.exists():
+        size = hub.sizes[name]
+    else:
+        path = regular_file(path, folder)
+        size = path.stat().st_size
+    if size > MOST_BYTES:
+        raise CheckpointError(f"{folder / name}: has {size:,} bytes; at most {MOST_BYTES:,} are carried over.")
+    return SideFile(name, path, size)
+
+
+def is_side_file(name: str) -> bool:
+    """Whether every conversion copies the file."""
+    return _SIDE_FILES.fullmatch(name) is not None
 
 
 def _entries(folder: Path) -> list[Path]:
     """What is in the folder, and in its folders of chat templates."""
-    inside = [folder / name for name in ("chat_templates", "additional_chat_templates")]
-    inside = [path for path in inside if not path.is_symlink()]
+    inside = [folder / name for name in TEMPLATE_FOLDERS if not (folder / name).is_symlink()]
     return [*({*folder.iterdir()} - {*inside}), *(path for each in inside for path in each.glob("*"))]
 
 

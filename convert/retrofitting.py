@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +41,6 @@ from resformer.files import check_target
 from resformer.model_cards import base_model_of, carried_metadata, retrofit_card
 from resformer.modeling.wiring import KINDS
 from resformer.record import RECORD, config_digest
-from resformer.untrusted import regular_file
 from resformer.version import __version__
 
 __all__ = ["RetrofitReport", "retrofit", "write_retrofit"]
@@ -87,7 +85,6 @@ def retrofit(
     push_to: str | None = None,
     private: bool = False,
     accept_license: bool = False,
-    allow_download: bool = False,
     lossy: bool = False,
     force: bool = False,
     dry_run: bool = False,
@@ -121,8 +118,6 @@ def retrofit(
         push_to: `owner/name` on the Hub, instead of an output folder; made if there is none.
         private: make that repository private.
         accept_license: publish a source again that is gated, private, or of a licence that may not allow it.
-        allow_download: where the Hub cannot copy (a file changes, or lies in another storage region), download the
-            weights and upload the result.
         method: one of `resformer.configuration.METHODS`.
         lossy: allow a method, or fields, that change what the model computes.
         force: replace an earlier result of this command; with `push_to`, all files of the repository.
@@ -164,11 +159,9 @@ def retrofit(
     target: Path | Destination
     if output is not None and push_to is None:
         target = Path(output).expanduser()
-        check_target(target, source, mark=RECORD, force=force)  # before anything is read or fetched
+        check_target(target, source, made_by="convert", force=force)  # before anything is read or fetched
     elif push_to is not None and output is None:
-        target = Destination(
-            repo_id=push_to, private=private, accept_license=accept_license, allow_download=allow_download
-        )
+        target = Destination(repo_id=push_to, private=private, accept_license=accept_license)
     else:
         raise ValueError("Give either an output folder or --push OWNER/NAME (push_to).")
     opened = open_source(source, revision, resformer=True)
@@ -264,6 +257,7 @@ def _decide(
     """
     expected, shapes = expected_shapes(before), expected_shapes(config)
     config.tie_word_embeddings, warnings = check_tensors(source, expected)
+    source = source.with_coefficients()
     dtype = target_dtype or source.dtype
     initial = initial_connections(config, dtype)
     tensors = source.checkpoint.tensors
@@ -294,10 +288,8 @@ def _decide(
 
 def _source_card(source: Source) -> dict[str, Any]:
     """Metadata of the source's card that go into the result's card."""
-    if source.gguf is None:  # beside a GGUF file, a README.md may be of something else
-        with suppress(CheckpointError):  # there is none, or it is a link out of its folder
-            return carried_metadata(regular_file(source.folder / "README.md"))
-    return {}
+    # Beside a GGUF file, a README.md may be of something else.
+    return carried_metadata(source.folder / "README.md") if source.gguf is None else {}
 
 
 def _base_model(source: Source, source_card: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from resformer.record import RECORD, read_record
 
 __all__ = ["RevertReport", "revert"]
 
-#: Names the source of a revert. `--force` replaces no checkpoint without it.
+#: Names the source of a revert.
 _REVERTED = "resformer_revert.json"
 
 
@@ -65,9 +65,9 @@ def revert(
         CheckpointError: it is no ResFormer checkpoint, or its connections have an effect; the message says how large.
         OutputError, VerificationError: as for `retrofit`.
     """
-    settings = Options(force=force, **options)
+    settings = Options(made_by="revert", force=force, **options)
     target = Path(output).expanduser()
-    check_target(target, source, mark=_REVERTED, force=force)
+    check_target(target, source, made_by=settings.made_by, force=force)
     opened = open_source(source, revision, resformer=True)
     config = opened.config
     if not isinstance(config, ResFormerConfig):
@@ -79,7 +79,9 @@ def revert(
             raise CheckpointError(f"{opened.name}: cannot be reverted: {reasons[0]}. Convert the original again.")
     remaining = connections_of(before)
     reverted = before if remaining else family_config(config, recorded_family(opened))
-    decision = _decide(opened.fetch(), config, before, reverted)
+    decision = _decide(opened.fetch(headers_only=True), config, before, reverted)
+    if not (settings.dry_run or decision.source.on_this_disk):  # download the weights: the coefficients allow it
+        decision = _decide(opened.fetch(), config, before, reverted)
     return carry_out(
         decision,
         target,
@@ -103,7 +105,10 @@ def _decide(
     reverted.tie_word_embeddings, warnings = check_tensors(source, expected)
     removed = sorted(expected.keys() - expected_shapes(before).keys())
     kept = connection_modules(before)
-    modules = read_connections(config, source.checkpoint.tensors)
+    source = source.with_coefficients()
+    modules = read_connections(config, source.checkpoint.tensors, tables=source.on_this_disk)
+    if modules.keys() < connection_modules(config).keys():
+        warnings.append(f"{source.name}: its tables of values were not read; if they have learned, it is not reverted.")
     distance, where = _deviation({name: module for name, module in modules.items() if name not in kept})
     if distance:
         raise CheckpointError(

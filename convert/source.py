@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from resformer.convert.families import FAMILIES, supported
 from resformer.convert.gguf_format import dequantise, gguf_config, gguf_headers
 from resformer.convert.hub_files import HubFiles
 from resformer.convert.loading import load_model
-from resformer.convert.pickle_format import pickle_names, read_pickles
+from resformer.convert.pickle_format import PICKLE_INDEX, pickle_names, read_pickles
 from resformer.convert.quantisation import Dequantised, check_quantisation, dequantise_fp8
 from resformer.convert.reading import (
     INDEX,
@@ -37,6 +38,7 @@ from resformer.convert.reading import (
     SINGLE,
     Checkpoint,
     indexed_names,
+    is_side_file,
     read_checkpoint,
     read_side_files,
     why_none,
@@ -46,19 +48,15 @@ from resformer.convert.tensors import dominant_dtype, to_torch
 from resformer.errors import CheckpointError, brief, listed, shown
 from resformer.files import EVAL_RESULTS
 from resformer.record import RECORD
-from resformer.untrusted import MIB, read_json
+from resformer.untrusted import MIB, MOST_BYTES, read_json
 
 __all__ = ["OpenedSource", "Source", "asking_hub", "open_source"]
 
 #: What is fetched of a Hub repository with its configuration.
 _CONFIG_FILES = ["config.json", "README.md", RECORD]
-#: What is fetched of a Hub repository with its weights.
-_SMALL_HUB_FILES = f"*.json *.jinja *.model *.txt *.tiktoken README.md {EVAL_RESULTS}/*.yaml".split()
-#: Licences, in any case: `*[Nn][Oo][Tt]...*`.
-_SMALL_HUB_FILES += [
-    "*" + re.sub("[A-Z]", lambda letter: f"[{letter[0]}{letter[0].lower()}]", word) + "*"
-    for word in "LICENSE LICENCE NOTICE COPYING USE?POLICY ACCEPTABLE_USE".split()
-]
+#: What is fetched of a Hub repository with its weights, beside the files that every conversion copies.
+_SMALL_HUB_FILES = {*_CONFIG_FILES, INDEX, PICKLE_INDEX, "metrics.json"}
+_MOST_SMALL_FILES = 1000
 #: Keys that every configuration may have and that say nothing about the architecture.
 _METADATA_KEYS = set(
     "model_type architectures torch_dtype dtype transformers_version pretraining_tp id2label label2id "
@@ -99,8 +97,8 @@ class Source:
 
         Args:
             allow_pickle: read `pytorch_model*.bin` where there are no safetensors, restricted to tensors.
-            headers_only: of weights on the Hub read the headers alone, and the connections' coefficients; do not
-                dequantise a GGUF file. Tensors have names and shapes, but no bytes.
+            headers_only: of weights on the Hub read the headers alone; do not dequantise a GGUF file. Tensors have
+                names and shapes, but no bytes.
 
         Raises:
             CheckpointError: they cannot be fetched or read, or do not have the configuration's number of layers.
@@ -112,9 +110,6 @@ class Source:
         elif headers_only and (hub := _hub_files(self)) is not None:
             with asking_hub(self.name):
                 checkpoint = read_checkpoint(self.folder, hub)
-                if isinstance(self.config, ResFormerConfig):
-                    shards = hub.with_bytes(checkpoint.shards, coefficient_shapes(self.config))
-                    checkpoint = replace(checkpoint, shards=shards)
         else:
             pickled = _fetch_from_hub(self, allow_pickle=allow_pickle)
             checkpoint = _read_pickled(self.folder) if pickled else read_checkpoint(self.folder, _hub_files(self))
@@ -135,6 +130,22 @@ class OpenedSource(Source):
     def left_behind(self) -> list[str]:
         """Files, and keys of config.json, that do not go along."""
         return [*self.checkpoint.left_behind, *(f"config.json: {key}" for key in self.dropped_config)]
+
+    @property
+    def on_this_disk(self) -> bool:
+        """Whether all weights are: they are still on the Hub otherwise."""
+        return all(tensor.on_this_disk for tensor in self.checkpoint.tensors.values())
+
+    def with_coefficients(self) -> "OpenedSource":
+        """The source with its connections' coefficients in memory, if the weights are on the Hub.
+
+        `check_tensors` comes first: then their shapes are the configuration's.
+        """
+        if not isinstance(self.config, ResFormerConfig) or self.on_this_disk or (hub := _hub_files(self)) is None:
+            return self
+        with asking_hub(self.name):
+            shards = hub.with_bytes(self.checkpoint.shards, coefficient_shapes(self.config))
+        return replace(self, checkpoint=replace(self.checkpoint, shards=shards))
 
     @property
     def fp8(self) -> list[Dequantised]:
@@ -260,8 +271,17 @@ def _fetch_from_hub(source: Source, *, allow_pickle: bool) -> bool:
         snapshot_download(str(source.repo_id), revision=source.revision, allow_patterns=patterns)
 
     with asking_hub(source.name):
-        snapshot_download(source.repo_id, revision=source.revision, allow_patterns=_SMALL_HUB_FILES)
-        download([SINGLE])
+        small = [
+            name
+            for name, size in ((file.path, file.size) for file in _cached_tree(source))
+            if size <= MOST_BYTES
+            and (name in _SMALL_HUB_FILES or is_side_file(name) or fnmatch(name, f"{EVAL_RESULTS}/*.yaml"))
+        ]
+        if len(small) > _MOST_SMALL_FILES:
+            raise CheckpointError(
+                f"{source.name}: has {len(small):,} files beside its weights; at most {_MOST_SMALL_FILES:,} are read."
+            )
+        download([*small, SINGLE])
         if (folder / SINGLE).exists():
             return False
         if (folder / INDEX).exists():

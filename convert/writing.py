@@ -1,7 +1,7 @@
 """Carries out a plan: writes its shards, side files, index and configuration into a folder.
 
-The kernel hard-links, clones (reflink) or copies bytes that do not change: whole files, and tensors of new files. Only
-a change of dtype reads them into this process, a piece at a time.
+The kernel hard-links or copies bytes that do not change: whole files, and tensors of new files; where the file system
+has reflinks, copies share their bytes. Only a change of dtype reads them into this process, a piece at a time.
 """
 
 import hashlib
@@ -23,9 +23,6 @@ from resformer.errors import CheckpointError, OutputError
 from resformer.files import folder_above, write_text, writing
 from resformer.untrusted import MIB, open_regular, reading, regular_file
 
-if sys.platform != "win32":
-    import fcntl
-
 __all__ = [
     "Transfer",
     "Written",
@@ -36,7 +33,6 @@ __all__ = [
 ]
 
 _COPY_PIECE = 64 * MIB  # bytes of one copy_file_range call; the progress bar moves after each
-_FICLONE = 0x40049409  # linux/fs.h
 
 Progress = Callable[[int], object]
 
@@ -46,8 +42,7 @@ class Transfer:
     """How many bytes went which way."""
 
     linked: int = 0  # hard links: no bytes moved
-    cloned: int = 0  # reflinks: no bytes moved, until one side changes
-    copied: int = 0  # whole files and side files
+    copied: int = 0  # whole files and side files; the kernel shares their bytes where the file system can
     written: int = 0  # new files
     downloaded: int = 0  # from the Hub
     uploaded: int = 0  # to the Hub
@@ -81,8 +76,6 @@ def expected_transfer(plan: Plan, target: Path, *, link: bool) -> Transfer:
         here = shard.path.exists()
         if link and (shard.path if here else shard.path.parent).stat().st_dev == folder.stat().st_dev:
             transfer.linked += shard.size
-        elif here and _can_clone(shard.path, folder):
-            transfer.cloned += shard.size
         else:
             transfer.copied += shard.size
     return transfer
@@ -163,12 +156,8 @@ def _carry(shard: CarriedShard, target: Path, done: Written, *, link: bool, prog
             return
     with open_regular(source) as reader, target.open("xb", buffering=0) as output:
         before = os.fstat(reader.fileno())
-        if before.st_size == shard.size and _clone(reader, output):
-            done.transfer.cloned += shard.size
-            progress(shard.size)
-        else:
-            _copy_range(reader, source, 0, shard.size, output, progress)
-            done.transfer.copied += shard.size
+        _copy_range(reader, source, 0, shard.size, output, progress)
+        done.transfer.copied += shard.size
         after = os.fstat(reader.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or after.st_size != shard.size:
         raise CheckpointError(f"{source}: changed while it was read; run the conversion again.")
@@ -233,28 +222,6 @@ def _copy_range(source: BinaryIO, path: Path, start: int, length: int, output: B
 def _write_all(output: BinaryIO, piece: memoryview) -> None:
     while piece:
         piece = piece[output.write(piece) :]
-
-
-def _clone(source: BinaryIO, output: BinaryIO) -> bool:
-    """Makes `output` share the extents of `source`; not possible on most file systems."""
-    if sys.platform != "linux":
-        return False
-    try:
-        fcntl.ioctl(output.fileno(), _FICLONE, source.fileno())
-    except OSError:
-        return False
-    return True
-
-
-def _can_clone(source: Path, folder: Path) -> bool:
-    """Whether `_clone` works into `folder`, tried with a file that has no name."""
-    if not hasattr(os, "O_TMPFILE"):
-        return False
-    try:
-        with open_regular(source) as reader, os.fdopen(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600), "wb") as trial:
-            return _clone(reader, trial)
-    except OSError:
-        return False
 
 
 def _fsync(path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.utils import yaml_dump  # type: ignore[attr-defined]
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token
@@ -189,13 +190,15 @@ def render(template: str, **values: Any) -> str:
     environment = Environment(
         loader=FunctionLoader(lambda name: files("resformer.model_cards").joinpath(name).read_text(encoding="utf-8")),
         undefined=StrictUndefined,
+        finalize=_as_text,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["code"] = _as_code
-    environment.filters["quoted"] = lambda text: json.dumps(str(text), ensure_ascii=False)
-    environment.filters["cell"] = lambda text: " ".join(str(text).split()).replace("|", "\\|")
+    environment.filters["safe"] = _Markdown
+    environment.filters["text"] = _as_text
+    environment.filters["code"] = lambda text: _Markdown(f"`{_line(text).strip().replace('`', chr(39))}`")
+    environment.filters["quoted"] = lambda text: _Markdown(json.dumps(str(text), ensure_ascii=False))
     environment.filters["number"] = lambda number: f"{number + 0:,}"  # + 0: an undefined value raises, by name
     text = environment.get_template(template).render(**values)
     return re.sub(r"\n{3,}", "\n\n", text)
@@ -244,7 +247,7 @@ def _card(
     )
     text = render(
         template,
-        card_data=card_data.to_yaml(),
+        card_data=yaml_dump(_in_lines(card_data.to_dict()), sort_keys=False).strip(),
         title=" ".join(title.split()),
         method=method,
         fields=fields,
@@ -266,9 +269,26 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _as_code(text: object) -> str:
-    """Untrusted text as a code span; backticks in it are replaced, so that it cannot end the span."""
-    return "`" + " ".join(str(text).replace("`", "'").split()) + "`"
+class _Markdown(str):
+    """Text that a template takes as it is; all other values of its expressions go through `_as_text`."""
+
+
+def _in_lines(value: Any) -> Any:
+    """The same with every text in one line."""
+    if isinstance(value, dict):
+        return {key: _in_lines(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_in_lines(entry) for entry in value]
+    return _line(value) if isinstance(value, str) else value
+
+
+def _line(text: object) -> str:
+    return re.sub(r"\s+", " ", str(text))
+
+
+def _as_text(value: object) -> str:
+    """Text of a record or of results, which is untrusted: without a line, link, table cell or HTML tag of its own."""
+    return value if isinstance(value, _Markdown) else re.sub(r"[\\`\[\]<|]", r"\\\g<0>", _line(value))
 
 
 def _cache(config: ResFormerConfig | None, dtype: str) -> dict[str, Any] | None:

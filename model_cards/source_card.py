@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.repocard import metadata_load
-from yaml import YAMLError
+import yaml
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+from resformer.errors import CheckpointError
+from resformer.untrusted import MIB, read_bounded
 
 __all__ = ["base_model_of", "carried_metadata", "well_formed"]
 
-_MOST_BYTES = 4 * 2**20
 _PATTERNS = {
     "license": r"[\w.+-]{1,100}",
     "license_name": r"[\w.+ -]{1,200}",
@@ -24,15 +26,15 @@ _LISTS = ("language", "datasets")
 def carried_metadata(card: Path) -> dict[str, Any]:
     """The fields `license`, `license_name`, `license_link`, `language` and `datasets` of a `README.md`.
 
-    Values that do not match a field's pattern are left out. A missing or unreadable card gives an empty mapping.
+    Values that do not match a field's pattern are left out. A card that is missing, unreadable or a link out of its
+    folder gives an empty mapping.
     """
     try:
-        if not card.is_file() or card.stat().st_size > _MOST_BYTES:
-            return {}
-        stated = metadata_load(card)
-    except (OSError, ValueError, YAMLError, RecursionError):
+        block = REGEX_YAML_BLOCK.search(read_bounded(card, 4 * MIB).decode("utf-8-sig"))
+        stated = yaml.safe_load(block[2]) if block else None
+    except (CheckpointError, ValueError, yaml.YAMLError, RecursionError):
         return {}
-    return well_formed(stated or {})
+    return well_formed(stated) if isinstance(stated, dict) else {}
 
 
 def well_formed(stated: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from resformer.errors import install_hint
+
 __all__ = ["Moments", "assign_heads", "fit", "fold_heads", "ridge"]
 
 #: Ridge strengths to choose from, as shares of the mean square of a regressor.
@@ -100,7 +102,7 @@ def check_packages() -> None:
     try:
         import scipy.optimize  # noqa: F401
     except ImportError as error:
-        raise ImportError("Shrinking a cache needs scipy: pip install 'resformer[shrink]'") from error
+        raise ImportError(f"Shrinking a cache needs scipy: {install_hint('shrink')}") from error
 
 
 def assign_heads(costs: torch.Tensor) -> list[int]:

@@ -22,7 +22,6 @@ from resformer.errors import CheckpointError, brief
 from resformer.files import check_target
 from resformer.modeling import ResFormerForCausalLM
 from resformer.progress import progress_bar
-from resformer.record import RECORD
 from resformer.shrinking.accounting import Cost, measure_cost
 from resformer.shrinking.calibration import HELD_OUT, Calibration, calibrating, student_of
 from resformer.shrinking.readers import Plan, Readers
@@ -129,7 +128,7 @@ def shrink(
     check_packages()
     target = Path(output).expanduser()
     inputs = [*calibrate, *evaluate, *([] if plan is None else [plan])]
-    check_target(target, source, *inputs, mark=RECORD, force=force)
+    check_target(target, source, *inputs, made_by="convert", force=force)
     opened = open_source(source, revision)
     config: Any = backbone_config(opened.config)
     kinds = _kinds(opened.name, config, share)

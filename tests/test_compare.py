@@ -453,7 +453,7 @@ def test_lists_of_names_keep_the_commas_of_values() -> None:
 def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any]) -> None:
     common = [*SMALL, "--steps", 4, "--evaluations", 2]
     (work / "study").mkdir()
-    (work / "study" / ".plan.json.partial").touch()  # of a process that was killed
+    (work / "study" / ".plan.json.0123.partial").touch()  # of a process that was killed
     first = compare("study", "--methods", GQA, "--seeds", 1, *common)
     assert first.exit_code == 0, first.output
     assert "one seed, no interval" in first.stdout
@@ -654,7 +654,7 @@ def test_a_missing_matplotlib_is_told_before_the_work(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = compare("unplotted", *SMALL, "--steps", 4)
     assert result.exit_code == 1
-    assert "pip install 'resformer[study]'" in result.stderr
+    assert "pip install '.[study]'" in result.stderr
     assert not (work / "unplotted").exists()
 
 

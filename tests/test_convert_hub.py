@@ -2,14 +2,18 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
 import torch
 from checkpoints import save_checkpoint
-from hub_server import HubServer
+from hub_server import HubServer, Sparse
+from safetensors.torch import load_file, save_file
 from test_hub import run
+
+from resformer import retrofit
 
 CONVERT = """
 import json, sys
@@ -103,3 +107,46 @@ def test_the_files_that_the_index_names_are_fetched_and_no_others(outcomes: tupl
     assert weights_asked(hub, "you/indexed") == shards
     assert weights_asked(hub, "you/whole") == {"model.safetensors"}
     assert weights_asked(hub, "you/pickles") == {"pytorch_model.bin"}
+
+
+REVERT = """
+import json, sys
+from resformer import revert
+
+for repo_id, output, options in json.loads(sys.argv[1]):
+    try:
+        outcome = revert(repo_id, output, verify="headers", progress=False, **options).removed
+    except Exception as error:
+        outcome = f"{type(error).__name__}: {error}"
+    print(json.dumps(outcome))
+"""
+
+
+@pytest.mark.slow
+def test_small_files_are_fetched_up_to_a_number_and_a_size_and_weights_if_the_coefficients_allow_it(
+    tmp_path: Path,
+) -> None:
+    save_checkpoint(tmp_path / "llama")
+    for name in ("ours", "learned", "crowd"):
+        retrofit(tmp_path / "llama", tmp_path / name, verify="headers")
+    coefficients = tmp_path / "learned" / "model-00002-of-00002.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(coefficients).items()}, coefficients)
+
+    def outcomes(*calls: tuple[str, str, dict[str, Any]]) -> list[Any]:
+        return list(map(json.loads, run(hub, tmp_path, REVERT, json.dumps(calls)).splitlines()))
+
+    with HubServer() as hub:
+        for name in ("ours", "learned", "crowd"):
+            hub.add(f"you/{name}", tmp_path / name)
+        hub.repositories["you/crowd"].update({f"{n}.model": b"" for n in range(1001)})
+        large = {"sub/x.json": b"{}", "logs/y.txt": b"", "tokenizer.model": Sparse(b"", 2**40, "0" * 64)}
+        hub.repositories["you/ours"].update(large)
+        dry, learned = outcomes(("you/ours", "dry", {"dry_run": True}), ("you/learned", "no", {}))
+        assert dry == ["model.value_residual.bias"]
+        assert "its connections have an effect" in learned
+        assert not list(tmp_path.glob("**/blobs/*.safetensors"))
+        assert not list(tmp_path.glob("**/snapshots/**/*.safetensors"))
+        done, crowd = outcomes(("you/ours", "back", {}), ("you/crowd", "no", {}))
+    assert done == dry
+    assert "at most 1,000 are read" in crowd
+    assert {path.name for path in tmp_path.glob("**/snapshots/**/*")}.isdisjoint({"x.json", "y.txt", "tokenizer.model"})

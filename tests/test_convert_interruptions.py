@@ -47,7 +47,7 @@ def beside(output: Path, part: str) -> Path:
 
 def tidy_up(output: Path) -> None:
     """What the next run does: brings the old output back if it has no place, and removes what a killed run has left."""
-    with suppress(KeyboardInterrupt), files.replacing(output):
+    with suppress(KeyboardInterrupt), files.replacing(output, made_by="test"):
         raise KeyboardInterrupt
 
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from resformer import ResFormerConfig, ResFormerForCausalLM, retrofit
 from resformer.convert import CheckpointError, revert
+from resformer.files import LISTING
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -32,7 +33,7 @@ def test_revert_gives_the_source_back(
     assert a == b
     assert report.left_behind == ["README.md", "resformer_conversion.json"]
     names = {file.name for file in (tmp_path / "source").iterdir()}
-    assert {file.name for file in (tmp_path / "back").iterdir()} == names | {"resformer_revert.json"}
+    assert {file.name for file in (tmp_path / "back").iterdir()} == names | {LISTING, "resformer_revert.json"}
     assert json.loads((tmp_path / "back" / "resformer_revert.json").read_text()) == {"source": "out", "revision": None}
 
 

@@ -195,7 +195,7 @@ def test_without_the_harness_the_error_says_what_to_install(folder: Path, monkey
     monkeypatch.setattr("sys.meta_path", [Absent(), *sys.meta_path])
     done = cli("eval", folder / "llama", "--tasks", "letters")
     assert done.exit_code == 1
-    assert "pip install 'resformer[eval]'" in done.stderr
+    assert "pip install '.[eval]'" in done.stderr
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_colla
 from resformer import ResFormerForCausalLM, retrofit
 from resformer.checkpoint_cards import checkpoint_card
 from resformer.errors import CheckpointError, OutputError
-from resformer.files import check_target, locked
+from resformer.files import LISTING, check_target, locked
 from resformer.pushing import HubError
 from resformer.training import recipe
 from resformer.training.data import load_documents, pack_documents
@@ -88,7 +88,7 @@ def test_the_output_is_a_whole_checkpoint_with_true_metrics(work: Path) -> None:
     assert metrics == json.loads((work / "out" / "metrics.json").read_text())
     assert {path.name for path in (work / "out").iterdir()} == {
         "README.md", "config.json", "generation_config.json", "metrics.json", "model.safetensors", "tokenizer.json",
-        "tokenizer_config.json", "chat_template.jinja",
+        "tokenizer_config.json", "chat_template.jinja", LISTING,
     }  # fmt: skip
     assert not (work / "out.training").exists()
     # What the metrics say is what anybody computes from the folders.
@@ -607,7 +607,7 @@ def test_tensorboard_files_are_in_the_output(work: Path, monkeypatch: pytest.Mon
     (folder,) = (work / "logged" / "runs").iterdir()
     events = reader.EventAccumulator(str(folder)).Reload()
     assert [event.step for event in events.Scalars("eval/loss")] == [0, 1, 2]
-    check_target(work / "logged", mark="metrics.json", force=True)
+    check_target(work / "logged", made_by="finetune", force=True)
 
 
 @pytest.mark.slow

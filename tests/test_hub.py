@@ -186,14 +186,22 @@ def test_push_replaces_weights_that_would_be_loaded_instead(checkpoint: Path, tm
         # An adapter's base model wins over both, and one model.safetensors over an index.
         (tmp_path / "llama" / "adapter_config.json").write_text("{}")
         old = hub.add("you/model", tmp_path / "llama")
-        branch, request, foreign = resformer_commands(
+        old[".eval_results/old.yaml"] = b"- value: 1"  # of the old weights
+        hub.add("you/same", checkpoint)[".eval_results/kept.yaml"] = b"- value: 1"  # of these weights
+        same, branch, request, foreign = resformer_commands(
             hub,
             tmp_path,
+            ["hf_test", "push", checkpoint, "you/same", "--json"],
             ["hf_test", "push", checkpoint, "you/model", "--revision", "next", "--json"],
             ["hf_test", "push", checkpoint, "you/model", "--create-pr", "--json"],
             ["hf_other", "push", checkpoint, "you/model", "--create-pr", "--json"],
         )
-        assert json.loads(branch[1])["deleted"] == ["adapter_config.json", "model.safetensors"], branch[2]
+        assert json.loads(branch[1])["deleted"] == [
+            ".eval_results/old.yaml",
+            "adapter_config.json",
+            "model.safetensors",
+        ], branch[2]
+        assert json.loads(same[1])["deleted"] == [], same[2]
         new = old.commits[old.branches["next"]]
         assert "model.safetensors" not in new
         assert {"model.safetensors.index.json", "model-00002-of-00002.safetensors"} <= set(new)

@@ -33,6 +33,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from resformer.errors import CheckpointError, brief, listed
+from resformer.untrusted import check_folder
 from resformer.version import __version__
 
 __all__ = [
@@ -544,6 +545,8 @@ def load_tokenizer(name: str | Path, vocab_size: int | None, remedy: str, **opti
     Raises:
         CheckpointError: it cannot be loaded, or has more tokens than the model.
     """
+    if "gguf_file" not in options:
+        check_folder(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # a corrupt file raises any

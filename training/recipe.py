@@ -66,6 +66,7 @@ from resformer.training.distillation import DistillationTrainer
 from resformer.training.freezing import TRAIN, trained_parameters
 from resformer.training.memory import PeakMemory, predicted_memory
 from resformer.training.optimizer import ConnectionTrainer
+from resformer.untrusted import check_folder, read_json
 
 __all__ = ["FinetuneOptions", "FinetuneReport", "finetune_checkpoint", "last_checkpoint", "processor_has_bf16"]
 
@@ -299,7 +300,7 @@ def _finetune(options: FinetuneOptions, arguments: TrainingArguments) -> Finetun
     first = arguments.process_index == 0
     if first:
         inputs = [name for name in (options.model, *options.sources, options.distill, options.tokenizer) if name]
-        check_target(output, *inputs, mark="metrics.json", force=options.force)
+        check_target(output, *inputs, made_by="finetune", force=options.force)
         check_apart(options.unfinished, *inputs)
         _check_unfinished(options, {**options.run, "processes": arguments.world_size})
     config = _loaded(AutoConfig, options.model)
@@ -390,7 +391,7 @@ def _finetune(options: FinetuneOptions, arguments: TrainingArguments) -> Finetun
         raise CheckpointError(f"The loss is {loss}; nothing was written. Try a lower --learning-rate.")
 
     source_card = _record_origin(options, config, report)
-    with replacing(output, force=options.force) if first else nullcontext(output) as folder:
+    with replacing(output, made_by="finetune", force=options.force) if first else nullcontext(output) as folder:
         model.config.use_cache = config.use_cache  # which the Trainer sets to False
         saved = folder if options.save_dtype is None else options.unfinished / "trained"
         trainer.save_model(str(saved))  # every process takes part where the weights are sharded
@@ -624,6 +625,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 def _loaded(auto_class: Any, name: str, **options: Any) -> Any:
     """Never runs, nor asks on stdin to run, a checkpoint's code."""
+    check_folder(name)
     try:
         return auto_class.from_pretrained(name, trust_remote_code=False, **options)
     except (OSError, ValueError, ImportError) as error:
@@ -745,8 +747,8 @@ def _record_origin(options: FinetuneOptions, config: PreTrainedConfig, report: F
     report.source, report.revision = (model.resolve().name if model.is_dir() else options.model), commit
     if commit is None and base:  # saved elsewhere after a training
         report.source, report.revision = base["name"], base["revision"]
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        conversion = json.loads(Path(record).read_text(encoding="utf-8"))
+    with suppress(CheckpointError, KeyError, TypeError):
+        conversion = read_json(Path(record))
         report.source, report.revision = conversion["source"], conversion["revision"]
     local = [source for source in options.sources if source == STANDARD_LIBRARY or Path(source).expanduser().exists()]
     report.datasets = [source.partition(":")[0] for source in options.sources if source not in local]

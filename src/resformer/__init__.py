@@ -9,64 +9,31 @@ from typing import TYPE_CHECKING, Any
 from resformer.registration import register_on_demand
 from resformer.version import __version__
 
-if TYPE_CHECKING:
-    from resformer.configuration import METHODS, ResFormerConfig
-    from resformer.convert import bundle, inspect, retrofit, revert, verify
-    from resformer.errors import ResFormerError
-    from resformer.modeling import (
-        GrowingCache,
-        ResFormerForCausalLM,
-        ResFormerForQuestionAnswering,
-        ResFormerForSequenceClassification,
-        ResFormerForTokenClassification,
-        ResFormerModel,
-        ResFormerPreTrainedModel,
-    )
-    from resformer.pushing import push
-    from resformer.shrinking.shrink import shrink
-
+#: Module -> its public names.
 _HOMES = {
-    "GrowingCache": "resformer.modeling",
-    "METHODS": "resformer.configuration",
-    "ResFormerConfig": "resformer.configuration",
-    "ResFormerError": "resformer.errors",
-    "ResFormerForCausalLM": "resformer.modeling",
-    "ResFormerForQuestionAnswering": "resformer.modeling",
-    "ResFormerForSequenceClassification": "resformer.modeling",
-    "ResFormerForTokenClassification": "resformer.modeling",
-    "ResFormerModel": "resformer.modeling",
-    "ResFormerPreTrainedModel": "resformer.modeling",
-    "bundle": "resformer.convert",
-    "inspect": "resformer.convert",
-    "push": "resformer.pushing",
-    "retrofit": "resformer.convert",
-    "revert": "resformer.convert",
-    "shrink": "resformer.shrinking.shrink",
-    "verify": "resformer.convert",
+    "resformer.configuration": "METHODS ResFormerConfig",
+    "resformer.convert": "bundle inspect retrofit revert verify",
+    "resformer.errors": "ResFormerError",
+    "resformer.modeling": (
+        "GrowingCache ResFormerForCausalLM ResFormerForQuestionAnswering ResFormerForSequenceClassification "
+        "ResFormerForTokenClassification ResFormerModel ResFormerPreTrainedModel"
+    ),
+    "resformer.pushing": "push",
+    "resformer.shrinking.shrink": "shrink",
 }
+
+if TYPE_CHECKING:
+    from resformer.configuration import *  # noqa: F403
+    from resformer.convert import *  # noqa: F403
+    from resformer.errors import *  # noqa: F403
+    from resformer.modeling import *  # noqa: F403
+    from resformer.pushing import *  # noqa: F403
+    from resformer.shrinking.shrink import *  # noqa: F403
 
 _SUBPACKAGES = ("analysis", "configuration", "convert", "model_cards", "modeling", "shrinking", "training")
 
-__all__ = [
-    "METHODS",
-    "GrowingCache",
-    "ResFormerConfig",
-    "ResFormerError",
-    "ResFormerForCausalLM",
-    "ResFormerForQuestionAnswering",
-    "ResFormerForSequenceClassification",
-    "ResFormerForTokenClassification",
-    "ResFormerModel",
-    "ResFormerPreTrainedModel",
-    "__version__",
-    "bundle",
-    "inspect",
-    "push",
-    "retrofit",
-    "revert",
-    "shrink",
-    "verify",
-]
+__all__ = ["__version__"]
+__all__ += [name for names in _HOMES.values() for name in names.split()]
 
 register_on_demand()
 
@@ -76,10 +43,11 @@ def __getattr__(name: str) -> Any:
 
     if name in _SUBPACKAGES:
         return import_module(f"{__name__}.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return value
+    for home, names in _HOMES.items():
+        if name in names.split():
+            value = globals()[name] = getattr(import_module(home), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

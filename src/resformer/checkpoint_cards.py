@@ -1,5 +1,6 @@
 """The model card of a checkpoint folder, from its conversion record and from files of results."""
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from resformer.model_cards import (
     well_formed,
 )
 from resformer.record import RECORD, config_digest, file_digest, read_record
-from resformer.untrusted import parse_json, reading
+from resformer.untrusted import MOST_BYTES, read_bounded, read_json
 
 __all__ = ["CheckpointCard", "checkpoint_card"]
 
@@ -98,12 +99,16 @@ class CheckpointCard:
         """
         if path.suffix != ".md":  # `force` would replace a config.json too
             raise CheckpointError(f"{path}: is not a card's file name; expected one that ends in .md.")
-        if not force and path.exists() and not is_as_made(path.read_text(encoding="utf-8", errors="replace")):
+        if (
+            not force
+            and os.path.lexists(path)
+            and not is_as_made(read_bounded(path, MOST_BYTES).decode(errors="replace"))
+        ):
             raise CheckpointError(f"{path}: was written or edited by hand. Replace it with --force.", "--force")
         files = {path: str(self.card)}
         files |= {path.parent / name: text for name, text in eval_result_files(self.metrics).items()}
-        for file, text in files.items():
-            replace_text(file, text)
+        for file, text in reversed(files.items()):  # the card last: it is not written if another file cannot be
+            replace_text(file, text, path.parent)
         return list(files)
 
 
@@ -136,9 +141,11 @@ def checkpoint_card(
         raise ValueError(f"license {license!r}: expected a name such as apache-2.0, mit, llama3 or other.")
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint}: is not a folder; a card needs a local checkpoint.")
-    metric_files = list(map(Path, metrics))
-    training, results = _read_results(metric_files, list(map(Path, evaluations)))
-    if not training and (checkpoint / "metrics.json").is_file():  # written by `resformer finetune`
+    metric_files, evaluation_files = (
+        [Path(os.path.realpath(path)) for path in paths] for paths in (metrics, evaluations)
+    )
+    training, results = _read_results(metric_files, evaluation_files)
+    if not training and os.path.lexists(checkpoint / "metrics.json"):  # written by `resformer finetune`
         training, _ = _read_results([checkpoint / "metrics.json"], [])
     opened = open_source(str(checkpoint), resformer=True).fetch()
     config, record = opened.config, read_record(checkpoint)
@@ -191,10 +198,12 @@ def checkpoint_card(
 
 def _read_results(metrics: list[Path], evaluations: list[Path]) -> tuple[dict[str, Any], list[Metric]]:
     """(the description of a training, from one of the `metrics`; the results of all files)."""
-    contents = {path: _read_object(path) for path in metrics}
+    contents = {path: read_json(path, MOST_BYTES) for path in metrics}
     try:
         results = [metric for path, values in contents.items() for metric in metrics_of(values, str(path))]
-        results += [metric for path in evaluations for metric in harness_metrics(_read_object(path), str(path))]
+        results += [
+            metric for path in evaluations for metric in harness_metrics(read_json(path, MOST_BYTES), str(path))
+        ]
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     trainings = [path for path, values in contents.items() if "runs" in values]
@@ -254,8 +263,3 @@ def _changed(opened: OpenedSource, described: Mapping[str, Any]) -> list[str] | 
             same = shard.size == facts["bytes"] and starts == first_bytes(shard.tensors)
         changed += [] if same else [name]
     return changed
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    with reading(path):
-        return parse_json(path.read_bytes(), str(path))

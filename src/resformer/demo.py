@@ -48,7 +48,7 @@ def run_demo(
         CheckpointError: the model cannot be downloaded, converted, trained or reloaded.
     """
     source = smollm2() if model is None else model
-    check_target(output / "finetuned", source, mark="metrics.json", force=True)
+    check_target(output / "finetuned", source, made_by="finetune", force=True)
     _say(f"1. Retrofit {source} with {method}")
     try:
         report = retrofit(source, output / "retrofit", method, force=True)

@@ -3,7 +3,17 @@
 import reprlib
 from collections.abc import Collection
 
-__all__ = ["CheckpointError", "OutputError", "ResFormerError", "VerificationError", "brief", "listed", "plain", "shown"]
+__all__ = [
+    "CheckpointError",
+    "OutputError",
+    "ResFormerError",
+    "VerificationError",
+    "brief",
+    "install_hint",
+    "listed",
+    "plain",
+    "shown",
+]
 
 
 class ResFormerError(Exception):
@@ -28,7 +38,12 @@ class OutputError(CheckpointError):
 
 
 class VerificationError(CheckpointError):
-    """The result does not hold or compute what its source does; an output folder stays as it was, a commit is named."""
+    """The result does not hold or compute what its source does. No folder was replaced; the message names a commit."""
+
+
+def install_hint(extra: str) -> str:
+    """How to install an extra. There is no release yet: on PyPI the name `resformer` is not this package's."""
+    return f"in a checkout of resformer, pip install '.[{extra}]'"
 
 
 _short = reprlib.Repr()

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from resformer.errors import CheckpointError, brief
-from resformer.untrusted import read_json
+from resformer.errors import CheckpointError, brief, install_hint
+from resformer.untrusted import check_folder, read_json
 from resformer.version import __version__
 
 __all__ = ["check_output", "evaluate", "main", "results_json", "results_table", "write_results"]
@@ -153,7 +153,7 @@ def _harness() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "lm_eval":
             raise
-        raise ImportError("Evaluation needs lm-evaluation-harness: pip install 'resformer[eval]'") from None
+        raise ImportError(f"Evaluation needs lm-evaluation-harness: {install_hint('eval')}") from None
     return lm_eval
 
 
@@ -193,9 +193,10 @@ def _find_tasks(
 
 
 def _load(arguments: dict[str, Any], batch_size: int | str, device: str) -> Any:
+    checkpoint = arguments["pretrained"]
+    check_folder(checkpoint)
     from lm_eval.models.huggingface import HFLM
 
-    checkpoint = arguments["pretrained"]
     if os.path.isdir(checkpoint):  # the harness would look a relative path up on the Hub
         checkpoint = os.path.abspath(checkpoint)
     try:

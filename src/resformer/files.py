@@ -1,8 +1,10 @@
 """Output folders and files that appear whole or not at all."""
 
 import hashlib
+import json
 import math
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,9 +14,11 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from resformer.errors import CheckpointError, OutputError, listed
+from resformer.untrusted import MOST_BYTES, open_regular, read_json
 
 __all__ = [
     "EVAL_RESULTS",
+    "LISTING",
     "check_apart",
     "check_target",
     "folder_above",
@@ -28,17 +32,17 @@ __all__ = [
 
 #: The folder in which a repository of the Hub has its evaluation results.
 EVAL_RESULTS = ".eval_results"
-#: Sub-folders that a checkpoint may have.
-_SUBFOLDERS = {"chat_templates", "additional_chat_templates", EVAL_RESULTS}
+#: In every output folder: the command that wrote it, and the size and first bytes of its files.
+LISTING = ".resformer-files.json"
 
 
-def check_target(target: Path, *inputs: str | Path, mark: str, force: bool) -> None:
+def check_target(target: Path, *inputs: str | Path, made_by: str, force: bool) -> None:
     """Refuses an output folder that holds an input, or that holds anything but an earlier result.
 
     Args:
         inputs: what the command reads: files, folders, or Hub ids, which are passed over.
-        mark: a file that every result of the command has. With `force`, a folder is replaced only if it holds this
-            file, no sub-folders but those of a checkpoint, and no code, unless `mark` is code.
+        made_by: the command. With `force`, a folder is replaced only if this command has written every file in it,
+            as `LISTING` says, and their sizes and first bytes are what they were.
 
     Raises:
         CheckpointError: as `check_apart`; or the output is a file, holds something and `force` is not set, or holds
@@ -57,10 +61,19 @@ def check_target(target: Path, *inputs: str | Path, mark: str, force: bool) -> N
     if not os.path.isdir(target) or not any(target.iterdir()):
         return
     kept = "It is not replaced, with or without --force; choose another output."
-    if not (target / mark).is_file():
-        raise CheckpointError(f"{target}: is not empty, and has no {mark}, as every result of this command has. {kept}")
-    if foreign := _foreign_entries(target, mark):
-        raise CheckpointError(f"{target}: holds {listed(foreign)}, which no result of this command does. {kept}")
+    listing = read_json(target / LISTING, MOST_BYTES) if os.path.lexists(target / LISTING) else {}
+    if listing.get("made_by") != made_by or not isinstance(listing.get("files"), dict):
+        raise CheckpointError(
+            f"{target}: is not empty, and has no {LISTING} of `resformer {made_by}`, as every result of this command. "
+            f"{kept}"
+        )
+    known = listing["files"].items()
+    if foreign := [
+        name for name, found in _fingerprints(target).items() if found is None or (name, found) not in known
+    ]:
+        raise CheckpointError(
+            f"{target}: holds {listed(foreign)}, which `resformer {made_by}` did not write, or not as it is. {kept}"
+        )
     if not force:
         raise CheckpointError(
             f"{target}: is not empty; replace it with --force (force=True), or choose another output.", "--force"
@@ -76,10 +89,18 @@ def check_apart(target: Path, *inputs: str | Path) -> None:
             continue
         entries = path.iterdir() if path.is_dir() else ()
         read = {path, *(Path(os.path.realpath(entry)) for entry in entries)}
-        if any(output in (each, *each.parents) for each in read):
+        if any(_same(output, each) for each in {folder for each in read for folder in (each, *each.parents)}):
             raise CheckpointError(f"{target}: holds the source {name}; choose another output.")
-        if path in output.parents and path.is_dir():
+        if path.is_dir() and any(_same(path, parent) for parent in output.parents):
             raise CheckpointError(f"{target}: lies in the source folder {name}; choose another output.")
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two resolved paths lead to one file, also where the volume ignores case."""
+    try:
+        return one == other or os.path.samefile(one, other)
+    except OSError:
+        return False
 
 
 def folder_above(target: Path) -> Path:
@@ -91,31 +112,34 @@ def folder_above(target: Path) -> Path:
 def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
     """Whether no other process holds this file, which is held until the block ends, or the process is killed."""
     absent = [parent for parent in path.parents if not parent.exists()]
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
-    with writing(path), suppress(Timeout):
-        lock.acquire(timeout=-1 if wait else 0)
     try:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(path), suppress(Timeout):
+            lock.acquire(timeout=-1 if wait else 0)
         yield lock.is_locked
     finally:
+        with suppress(OSError):  # an interrupt may have come after the file was made and before it was locked
+            lock.acquire(timeout=0)
         if lock.is_locked:
             with suppress(OSError):  # Windows removes it on release
                 path.unlink()  # before the release: nobody else can hold it yet
-            lock.release()
+            lock.release(force=True)
         for parent in absent:
             with suppress(OSError):  # something lies in it
                 parent.rmdir()
 
 
 @contextmanager
-def replacing(target: Path, *, force: bool = False) -> Iterator[Path]:
+def replacing(target: Path, *, made_by: str, force: bool = False) -> Iterator[Path]:
     """A folder beside `target` that takes its place when the block ends well, and is removed when it does not.
 
     The names of this folder, of the old output and of the lock file follow from `target`'s: the next run finds and
     removes what a killed one has left. The system releases the lock of a killed process.
 
     Args:
+        made_by: the command, for the listing of the files that `check_target` reads.
         force: replace a folder that is not empty.
 
     Raises:
@@ -126,8 +150,6 @@ def replacing(target: Path, *, force: bool = False) -> Iterator[Path]:
     if len(os.fsencode(name)) > 200:  # file systems allow 255 bytes, and suffixes are added
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
     partial, old, lock_file = (target.with_name(f".{name}.resformer-{part}") for part in ("partial", "old", "lock"))
-    absent = [parent for parent in target.parents if not parent.exists()]
-    lock = FileLock(lock_file)
 
     def settle() -> None:
         """Removes what lies beside the output, but brings the old output back if nothing took its place."""
@@ -137,36 +159,24 @@ def replacing(target: Path, *, force: bool = False) -> Iterator[Path]:
                 old.rename(target)
         _remove_folder(old)
 
-    try:
-        with writing(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-        with writing(lock_file), suppress(Timeout):
-            lock.acquire(timeout=0)
-        if not lock.is_locked:
+    with locked(lock_file) as free:
+        if not free:
             raise OutputError(f"{target}: another process is writing there; wait for it.")
-        settle()
-        with writing(partial):
-            partial.mkdir()
-        yield partial
-        with writing(target):
-            if target.exists():
-                target.rename(old) if force else target.rmdir()  # Windows renames onto no folder, even an empty one
-            partial.rename(target)
-        settle()
-    except BaseException:
-        if lock.is_locked:
+        try:
             settle()
-        raise
-    finally:
-        with suppress(OSError):  # an interrupt may have come after the file was made and before it was locked
-            lock.acquire(timeout=0)
-        if lock.is_locked:
-            with suppress(OSError):  # Windows removes it on release
-                lock_file.unlink()  # before the release: nobody else can hold it yet
-            lock.release(force=True)
-        for parent in absent:
-            with suppress(OSError):  # the output lies in it
-                parent.rmdir()
+            with writing(partial):
+                partial.mkdir()
+            yield partial
+            listing = {"made_by": made_by, "files": _fingerprints(partial)}
+            write_text(partial / LISTING, json.dumps(listing, indent=2, sort_keys=True) + "\n")
+            with writing(target):
+                if target.exists():
+                    target.rename(old) if force else target.rmdir()  # Windows renames onto no folder, even an empty one
+                partial.rename(target)
+            settle()
+        except BaseException:
+            settle()
+            raise
 
 
 def write_text(path: Path, text: str) -> None:
@@ -184,17 +194,24 @@ def json_value(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str, folder: Path | None = None) -> None:
     """Writes a file, with the folders that it lies in, in place of what is there; whole or not at all.
 
+    Args:
+        folder: made by a stranger: links below it are replaced or refused, never followed. Default: the file's own.
+
     Raises:
-        OutputError: it cannot be written.
+        OutputError: it cannot be written, or lies behind a link out of `folder`.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    folder = folder or path.parent
+    if linked := [each for each in path.parents if folder in each.parents and each.is_symlink()]:
+        raise OutputError(f"{linked[-1]}: is a link, which is not followed; put a folder there.")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")  # a name that nobody can have planted
     try:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(text.encode())
+            with partial.open("xb") as file:
+                file.write(text.encode())
             os.replace(partial, path)
     except BaseException:
         with suppress(OSError):  # as there is none; the error above is raised
@@ -216,11 +233,32 @@ def _remove_folder(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _foreign_entries(folder: Path, mark: str) -> list[str]:
-    """Names that no result of a command has: unknown sub-folders, and code unless `mark`, as of a bundle, is code."""
-    known = _SUBFOLDERS | ({"runs"} if mark == "metrics.json" else set())  # TensorBoard's, of a fine-tuning
-    return [
-        path.name
-        for path in folder.iterdir()
-        if (path.is_dir() and path.name not in known) or (path.suffix == ".py" and not mark.endswith(".py"))
-    ]
+def _fingerprints(folder: Path) -> dict[str, str | None]:
+    """Relative name -> size and first bytes, of every file; `None` for links, pipes and empty folders."""
+    found: dict[str, str | None] = {}
+    for parent, folders, files in os.walk(folder):
+        inner = Path(parent).relative_to(folder)
+        linked = [name for name in folders if Path(parent, name).is_symlink()]
+        for name in (*files, *linked):
+            found[(inner / name).as_posix()] = _fingerprint(Path(parent, name))
+        if not files and not folders and parent != str(folder):
+            found[f"{inner.as_posix()}/"] = None
+    return {name: fingerprint for name, fingerprint in found.items() if name != LISTING}
+
+
+def _fingerprint(path: Path) -> str | None:
+    """Size and SHA-256 of the first 4 KiB; of safetensors, those of each tensor too: training changes no others."""
+    starts, digest = [0], hashlib.sha256()
+    with suppress(CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        if not path.is_symlink():
+            with open_regular(path) as file:
+                if path.suffix == ".safetensors":
+                    length = int.from_bytes(file.read(8), "little")
+                    entries = json.loads(file.read(min(length, MOST_BYTES)))
+                    entries.pop("__metadata__", None)
+                    starts += [8 + length + entry["data_offsets"][0] for entry in entries.values()]
+                for start in starts:
+                    file.seek(start)
+                    digest.update(file.read(4096))
+                return f"{file.seek(0, 2)} {digest.hexdigest()}"
+    return None

@@ -24,6 +24,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 from huggingface_hub.hf_api import RepoFile
 
 from resformer.errors import CheckpointError, ResFormerError, brief, listed
+from resformer.files import EVAL_RESULTS
 from resformer.version import __version__
 
 __all__ = ["Content", "Copied", "CopyError", "HubError", "Push", "Pushed", "digest", "hub_api", "repository_files"]
@@ -135,10 +136,21 @@ class Push:
             api.create_branch(repo_id, branch=branch, exist_ok=True)
         parent = api.model_info(repo_id, revision=branch).sha
         before = repository_files(api, repo_id, branch)
-        deleted = [name for name in before if name not in self.contents and self.superseded(name)]
+        operations = list(self._operations(before))
+        sent = {
+            each.path_in_repo: each.upload_info.sha256.hex()
+            for each in operations
+            if isinstance(each, CommitOperationAdd)
+        }
+        weights = {name: file.lfs.sha256 for name, file in before.items() if name.endswith(".safetensors") and file.lfs}
+        # Evaluation results are of the weights that they lie beside.
+        results = f"{EVAL_RESULTS}/" if not weights.items() <= sent.items() else "\0"
+        deleted = [
+            name for name in before if name not in self.contents and (self.superseded(name) or name.startswith(results))
+        ]
         commit = api.create_commit(
             repo_id,
-            [*(CommitOperationDelete(name, is_folder=False) for name in deleted), *self._operations(before)],
+            [*(CommitOperationDelete(name, is_folder=False) for name in deleted), *operations],
             commit_message=self.message,
             revision=branch,
             create_pr=self.create_pr,

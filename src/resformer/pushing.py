@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from resformer.convert import inspect
 from resformer.convert.bundling import config_with_code, remote_code
 from resformer.errors import CheckpointError, brief
-from resformer.files import EVAL_RESULTS
+from resformer.files import EVAL_RESULTS, LISTING
 from resformer.hub import HubError, Push
 from resformer.untrusted import MIB, read_bounded, read_json, regular_file
 
@@ -69,7 +69,8 @@ def push(
     """Puts a checkpoint folder on the Hub, in one commit; the token is `HF_TOKEN` or that of `hf auth login`.
 
     Weights and an `adapter_config.json` of an earlier push, which Transformers would load instead, are deleted in the
-    same commit. Passing errors are tried again; after a failure, a second push uploads only what is missing.
+    same commit; so are evaluation results, where weights change. Passing errors are tried again; after a failure, a
+    second push uploads only what is missing.
 
     Args:
         checkpoint: a folder with `config.json`, safetensors and a model card, `README.md`.
@@ -142,14 +143,14 @@ def _select(folder: Path) -> tuple[dict[str, Path | bytes], list[str]]:
     left_behind = []
     for parent, folders, files in os.walk(folder):
         inner = Path(parent).relative_to(folder)
-        for name in sorted([*folders, *files]):
+        for name in sorted({*folders, *files} - {LISTING}):
             path = (inner / name).as_posix()
             linked_folder = name in folders and (folder / path).is_symlink()
             debris = name != EVAL_RESULTS and any(fnmatch(name, pattern) for pattern in _LEFT_BEHIND)
             if linked_folder or debris:
                 left_behind.append(f"{path}/" if name in folders else path)
             elif name in files:
-                contents[path] = regular_file(folder / path, within=True)
+                contents[path] = regular_file(folder / path, folder, within=True)
         folders[:] = [name for name in folders if f"{(inner / name).as_posix()}/" not in left_behind]
     return dict(sorted(contents.items())), sorted(left_behind)
 

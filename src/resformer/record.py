@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     """The record in `folder`; `None` if there is none.
 
     Raises:
-        CheckpointError: the file cannot be read as JSON.
+        CheckpointError: it is no regular file in the folder, or cannot be read as JSON.
     """
-    return read_json(folder / RECORD) if (folder / RECORD).is_file() else None
+    return read_json(folder / RECORD) if os.path.lexists(folder / RECORD) else None
 
 
 def config_digest(config: Mapping[str, Any]) -> str:

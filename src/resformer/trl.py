@@ -9,6 +9,8 @@ import sys
 from argparse import ArgumentParser
 from pkgutil import iter_modules
 
+from resformer.errors import install_hint
+
 __all__ = ["main"]
 
 
@@ -19,7 +21,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name != "trl":
             raise
-        raise ImportError("This needs TRL: pip install 'resformer[train]'") from None
+        raise ImportError(f"This needs TRL: {install_hint('train')}") from None
     from transformers import trainer
 
     from resformer.training.optimizer import FullPrecisionConnections

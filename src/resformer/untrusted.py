@@ -1,4 +1,4 @@
-"""Reads files of untrusted checkpoints: no devices or pipes, few links out of the folder, bounded sizes."""
+"""Reads files of untrusted checkpoints: no devices or pipes, no links out of the folder, bounded sizes."""
 
 import json
 import os
@@ -12,46 +12,94 @@ from typing import Any, BinaryIO
 
 from resformer.errors import CheckpointError, shown
 
-__all__ = ["MIB", "bare_name", "open_regular", "parse_json", "read_bounded", "read_json", "reading", "regular_file"]
+__all__ = [
+    "MIB",
+    "MOST_BYTES",
+    "TEMPLATE_FOLDERS",
+    "bare_name",
+    "check_folder",
+    "open_regular",
+    "parse_json",
+    "read_bounded",
+    "read_json",
+    "reading",
+    "regular_file",
+]
 
 MIB = 2**20
+#: Of a file that holds no weights. Gemma's tokenizer.json has 33 MiB.
+MOST_BYTES = 256 * MIB
+#: A resolved path is no link; opening a FIFO does not wait for a writer.
+_GUARDS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
+#: Files of these suffixes are read by Transformers: tokenizers, templates, settings and weights.
+_READ = (".jinja", ".json", ".model", ".safetensors", ".tiktoken", ".txt")
+#: Sub-folders with chat templates.
+TEMPLATE_FOLDERS = ("chat_templates", "additional_chat_templates")
 #: Often links to a store that several folders share. Following them is safe: weights are checked tensor by tensor, and
 #: only known keys of config.json are read.
 _OFTEN_LINKED = re.compile(r".*\.safetensors|config\.json|model\.safetensors\.index\.json")
 
 
-def regular_file(path: Path, *, within: bool = False) -> Path:
-    """The file behind `path`, links resolved.
+def regular_file(path: Path, folder: Path | None = None, *, within: bool = False) -> Path:
+    """The file behind `path`, links resolved. No link in any part of the path below `folder` is followed out of it.
 
-    Links out of the folder are followed in a snapshot of the Hub's cache, to its `blobs`, and for safetensors,
-    config.json and the index.
+    Exceptions: links of a snapshot in the Hub's cache to its `blobs`; weights, config.json and the index directly in
+    `folder`.
 
     Args:
-        within: follow no other links than the snapshot's out of the folder.
+        folder: made by a stranger, and named by the user; default: the one that the file lies in.
+        within: make no exception but the Hub's cache.
 
     Raises:
-        CheckpointError: the file does not exist, is not regular (a FIFO would block, a device never ends), or is a link
-            out of its folder that is not followed.
+        CheckpointError: the file does not exist, is not regular (a FIFO would block, a device never ends), or lies
+            outside `folder`.
     """
+    folder = folder or path.parent
     try:
         mode = path.stat().st_mode
-        real = path.resolve(strict=True)
+        real, home = path.resolve(strict=True), folder.resolve()
     except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a NUL in the name
         reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         raise CheckpointError(f"{path}: {reason}.") from error
     if not stat.S_ISREG(mode):
         raise CheckpointError(f"{path}: expected a regular file, found {_kind(mode)}.")
-    folder = path.parent.resolve()
-    followed = not within and _OFTEN_LINKED.fullmatch(path.name)
-    if path.is_symlink() and not followed and folder not in real.parents and real.parent != _blobs(folder):
+    followed = not within and path.parent == folder and _OFTEN_LINKED.fullmatch(path.name)
+    if not followed and home not in real.parents and real.parent != _blobs(home):
         raise CheckpointError(f"{path}: is a link out of its folder, to {real}; put the file itself there.")
     return real
+
+
+def check_folder(folder: str | Path) -> None:
+    """Refuses a folder that Transformers is about to load, if it would follow a link out of it or read without end.
+
+    Hub ids are passed over. An adapter's configuration may name any folder as its base model, which Transformers loads.
+
+    Raises:
+        CheckpointError: a file that may be read is not regular, lies outside the folder or is too large; the message
+            names it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        return
+    if os.path.lexists(folder / "adapter_config.json"):
+        raise CheckpointError(
+            f"{folder / 'adapter_config.json'}: a PEFT adapter; merge it into its model and save that "
+            "(`merge_and_unload`), or remove it."
+        )
+    with reading(folder):
+        templates = [path for name in TEMPLATE_FOLDERS for path in (folder / name).glob("*")]
+        for path in [*folder.iterdir(), *templates]:
+            if path.suffix not in _READ or path.is_dir():
+                continue
+            size = regular_file(path, folder).stat().st_size
+            if size > MOST_BYTES and path.suffix != ".safetensors":
+                raise CheckpointError(f"{path}: has {size:,} bytes; at most {MOST_BYTES:,} are read.")
 
 
 def open_regular(path: Path) -> BinaryIO:
     """Opens a path that `regular_file` returned; checks again, as the file may have been replaced since."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        descriptor = os.open(path, os.O_RDONLY | _GUARDS)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be opened: {error.strerror}.") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -69,13 +117,13 @@ def reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}.") from error
 
 
-def read_bounded(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes."""
-    with open_regular(regular_file(path)) as file, reading(path):
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise CheckpointError(f"{path}: is larger than {limit:,} bytes, which no such file is.")
-    return content
+def read_bounded(path: Path, limit: int, folder: Path | None = None) -> bytes:
+    """The content of a regular file of at most `limit` bytes; `folder` as for `regular_file`."""
+    with open_regular(regular_file(path, folder)) as file, reading(path):
+        size = os.fstat(file.fileno()).st_size
+        if size <= limit:
+            return file.read(limit)
+    raise CheckpointError(f"{path}: has {size:,} bytes, is larger than {limit:,}, which no such file is.")
 
 
 def read_json(path: Path, limit: int = 16 * MIB) -> dict[str, Any]:

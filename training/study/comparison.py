@@ -295,9 +295,9 @@ def _prepared(options: StudyOptions, starts: Path, *, write: bool) -> _Study:
     """Reads the data and, if it is to `write`, starts the output; converted checkpoints go to `starts`."""
     output, methods = Path(options.output), [_read_method(text, options.settings) for text in options.all_methods]
     saved, record = output / "tokenizer", output / "plan.json"
-    beginning = {f".{record.name}.partial"}  # of a process that was killed at its first write
+    beginning = f".{record.name}.*.partial"  # of a process that was killed at its first write
     if output.exists() and not (
-        output.is_dir() and (record.is_file() or {path.name for path in output.iterdir()} <= beginning)
+        output.is_dir() and (record.is_file() or all(path.match(beginning) for path in output.iterdir()))
     ):
         raise CheckpointError(f"{output}: exists and is not a study folder; give another folder.")
     tokenizer = options.tokenizer or options.start or "bpe:4096"
@@ -320,7 +320,7 @@ def _prepared(options: StudyOptions, starts: Path, *, write: bool) -> _Study:
         if record in new:
             _write_json(record, study.plan)
         if saved in new:
-            with replacing(saved, force=True) as folder:
+            with replacing(saved, made_by="compare", force=True) as folder:
                 data.tokenizer.save_pretrained(folder)
         if options.start is None:
             runs = _runs_from_scratch(options, methods, data)

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from resformer.errors import install_hint
 from resformer.training.study.table import losses_of, pooled_error
 
 __all__ = ["check_packages", "plot"]
@@ -16,7 +17,7 @@ Run = Mapping[str, Any]
 def check_packages() -> None:
     """Raises ImportError if the plot or the intervals cannot be made; called before anything is trained."""
     if missing := [package for package in ("matplotlib", "scipy") if find_spec(package) is None]:
-        raise ImportError(f"A study needs {' and '.join(missing)}: pip install 'resformer[study]'")
+        raise ImportError(f"A study needs {' and '.join(missing)}: {install_hint('study')}")
 
 
 def plot(study: Mapping[str, Any], runs: Sequence[Run], path: Path) -> None:

@@ -65,7 +65,7 @@ def analyze(
                 *checkpoints,
                 *(text or []),
                 *([tokenizer] if tokenizer else []),
-                mark="analysis.json",
+                made_by="analyze",
                 force=force,
             )
         # Before any model: a text that cannot be read is an error.

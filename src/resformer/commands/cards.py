@@ -55,5 +55,6 @@ def card(
         row("results", len(built.metrics))
         for path in others:
             row("also wrote", path)
-        for path in sorted(set((target.parent / EVAL_RESULTS).glob("*.yaml")) - set(others)):
+        stale = set() if (results := target.parent / EVAL_RESULTS).is_symlink() else set(results.glob("*.yaml"))
+        for path in sorted(stale - set(others)):
             echo(f"Warning: {path} is not of these results: remove it if it is out of date.", err=True)

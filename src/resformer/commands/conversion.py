@@ -79,10 +79,6 @@ def convert(
         bool,
         typer.Option("--accept-license", help="With --push: you accepted the source's license, and it allows a copy."),
     ] = False,
-    allow_download: Annotated[
-        bool,
-        typer.Option("--allow-download", help="With --push: download and upload weights that the Hub cannot copy."),
-    ] = False,
     method: Annotated[str, typer.Option(help="Name of a method; `resformer methods` lists them.")] = "resformer",
     set_: Annotated[
         list[str] | None,
@@ -114,7 +110,6 @@ def convert(
             push_to=push,
             private=private,
             accept_license=accept_license,
-            allow_download=allow_download,
             lossy=lossy,
             force=force,
             dry_run=dry_run,
