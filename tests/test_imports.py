@@ -13,7 +13,9 @@ import resformer
 #: A package stands for all its modules. Names that share a line do not import each other.
 ORDER = """
 errors, version
-environment, files, hub, progress, untrusted
+environment, progress, untrusted
+files
+hub
 record
 configuration
 modeling

@@ -27,7 +27,7 @@ from resformer.checkpoint_cards import checkpoint_card
 from resformer.convert import bundle, inspect, revert, verify
 from resformer.evaluation import _load
 from resformer.hub import Push, Pushed
-from resformer.model_cards import finetuned_card, retrofit_card
+from resformer.model_cards import retrofit_card, trained_card
 from resformer.record import RECORD
 from resformer.shrinking.shrink import shrink
 from resformer.training.recipe import FinetuneOptions, finetune_checkpoint
@@ -273,7 +273,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 @pytest.mark.parametrize("kind", ["retrofit", "exact", "shrunk", "finetuned"])
 def test_text_of_a_record_is_data_in_a_card(kind: str, good: Path) -> None:
     record = json.loads((good / "ours" / RECORD).read_text()) | {"source_card": {"license": "mit"}}
-    record |= {"output": "model", "losses": ["a"], "terms": {"gated": "auto"}, "exact": kind == "exact"}
+    record |= {"inexact_because": ["a"], "terms": {"gated": "auto"}, "exact": kind == "exact"}
     if kind == "shrunk":
         record |= SHRUNK
     values: dict[str, Any] = TRAINING if kind == "finetuned" else record
@@ -282,9 +282,9 @@ def test_text_of_a_record_is_data_in_a_card(kind: str, good: Path) -> None:
         was, holder[key] = holder[key], HOSTILE
         try:
             card = (
-                finetuned_card(**values, repository="m")
+                trained_card(**values, repository="m", config=config)
                 if kind == "finetuned"
-                else retrofit_card(values, config=config)
+                else retrofit_card(values, "m", config=config)
             )
         except (ValueError, TypeError, UndefinedError, KeyError, AttributeError):  # no number, for one
             continue
