@@ -21,6 +21,7 @@ from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, push, retr
 from resformer.checkpoint_cards import checkpoint_card
 from resformer.convert import CheckpointError, bundle, revert
 from resformer.convert.bundling import AUTO_MAP, remote_code
+from resformer.files import LISTING
 from resformer.version import __version__
 
 CODE = [*remote_code()]
@@ -159,8 +160,9 @@ def test_the_record_of_a_retrofit_goes_along(tmp_path: Path) -> None:
     (tmp_path / "retrofit" / ".eval_results" / "arc.yaml").write_text("- value: 1")
     bundle(tmp_path / "retrofit", tmp_path / "out", link=True)
     retrofitted, out = contents(tmp_path / "retrofit"), contents(tmp_path / "out")
-    assert {name: out[name] for name in retrofitted if name != "config.json"} == {
-        name: content for name, content in retrofitted.items() if name != "config.json"
+    new = {"config.json", LISTING}
+    assert {name: out[name] for name in retrofitted.keys() - new} == {
+        name: content for name, content in retrofitted.items() if name not in new
     }
     shard = "model-00001-of-00002.safetensors"
     assert (tmp_path / "out" / shard).samefile(tmp_path / "retrofit" / shard)

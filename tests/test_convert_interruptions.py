@@ -1,8 +1,10 @@
 """A conversion that is killed, runs out of disk, or loses its source: nothing, or all of it, and a second run works."""
 
 import errno
+import hashlib
 import inspect
 import io
+import json
 import os
 import shutil
 import signal
@@ -51,14 +53,19 @@ def tidy_up(output: Path) -> None:
         raise KeyboardInterrupt
 
 
-#: An earlier result, as far as --force looks at it.
-OLD = {"resformer_conversion.json": b"{}", "resformer_revert.json": b"{}", "mine": b"mine"}
+def old_result(command: str) -> dict[str, bytes]:
+    """An earlier result, as far as --force looks at it."""
+    listing = {"made_by": command, "files": {"mine": f"4 {hashlib.sha256(b'mine').hexdigest()}"}}
+    return {files.LISTING: json.dumps(listing).encode(), "mine": b"mine"}
 
 
-def write_old(folder: Path) -> None:
+OLD = old_result("convert")
+
+
+def write_old(folder: Path, content: dict[str, bytes] = OLD) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in OLD.items():
-        (folder / name).write_bytes(content)
+    for name, data in content.items():
+        (folder / name).write_bytes(data)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +155,7 @@ def test_killed_at_any_step_the_output_is_the_old_or_the_new(
 ) -> None:
     """Signals that can be handled come again and again; what SIGKILL leaves beside the output, the next run removes."""
     source, out, log, errors = small, tmp_path / "place" / "out", tmp_path / "log", tmp_path / "errors"
-    before = OLD if force else {}
+    before = old_result(command[0]) if force else {}
     if command[0] == "revert":
         source = tmp_path / "retrofit"
         retrofit(small, source, verify="headers")
@@ -157,7 +164,7 @@ def test_killed_at_any_step_the_output_is_the_old_or_the_new(
         shutil.rmtree(out.parent, ignore_errors=True)
         out.parent.mkdir()
         if force:
-            write_old(out)
+            write_old(out, before)
         arguments = [*command, source, out, "--verify", "headers", *["--force"] * force]
         return Run("-c", STOPPED, int(number), step, out.parent, *arguments, log=log, errors=errors).wait()
 
@@ -447,7 +454,8 @@ def test_an_output_of_a_long_name_is_written_or_refused_without_debris(
     out = tmp_path / "new" / ("x" * length)
     if length < 256:
         retrofit(small, out, verify="headers")
-        assert {**contents(out), "README.md": b""} == {**small_result, "README.md": b""}  # whose title is the name
+        named = {"README.md": b"", files.LISTING: b""}  # the card's title is the name
+        assert {**contents(out), **named} == {**small_result, **named}
         assert names(out.parent) == [out.name]
     else:
         with pytest.raises(CheckpointError):

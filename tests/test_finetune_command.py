@@ -280,7 +280,7 @@ def broken(work: Path) -> Path:
         (["source", "new"], 2, "data is missing"),
         (["source", "new", "--data", "missing.txt"], 3, "missing.txt: there is no such file"),
         (["nowhere/model", "new", "--data", "notes.txt"], 3, "nowhere/model: is no checkpoint folder or Hub id"),
-        (["source", "retrofit", "--data", "notes.txt", "--force"], 3, "has no metrics.json, as every result"),
+        (["source", "retrofit", "--data", "notes.txt", "--force"], 3, "has no .resformer-files.json of"),
         (["source", "texts", "--data", "texts/a.txt", "--force"], 3, "holds the source texts/a.txt"),
         (["source", "source/new", "--data", "notes.txt"], 3, "lies in the source folder"),
         (["source", "new", "--data", "notes.txt", "--text-column", "body"], 3, "no column 'body' but 'text'"),
