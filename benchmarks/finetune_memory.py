@@ -3,7 +3,7 @@
     python benchmarks/finetune_memory.py CHECKPOINT --output benchmarks/results/finetune_memory.json
 
 Every run is a process of two steps, whose largest resident memory is read, or the accelerator's, by
-`resformer.training.memory.PeakMemory`. The adapters are computed, not run: LoRA of a model of Llama-3.1-8B's shape in
+`resformer.training.memory.peak_memory`. The adapters are computed, not run: LoRA of a model of Llama-3.1-8B's shape in
 4 bits, with the activations of `predicted_memory` in bfloat16.
 """
 

@@ -2,6 +2,7 @@
 
     python benchmarks/shrink.py --source SmolLM2 --calibrate valid.txt --text wikitext=test.txt
     python benchmarks/shrink.py --source SmolLM2 --text wikitext=test.txt --shrunken "shared, refitted=folder"
+    python benchmarks/shrink.py --source SmolLM2 --calibrate valid.txt --parts passages --plans shrink/83.3.json
     python benchmarks/shrink.py --plot
 
 Rivals, all without training:
@@ -16,6 +17,11 @@ merge heads, fitted two heads become the principal part of both, which folds int
 fp8, int8, int4     Transformers' quantised caches; int8 and int4 are its group-wise layers with optimum-quanto's
                     rounding, a scale and an offset of 16 bits for each 64 numbers, so that no package is needed
 
+The part `passages` asks for words that a passage has to be read for: the last word of a sentence in Python's
+documentation (`pydoc_data`, in every Python) that stands in the 700 characters before, but not in the last 120. It
+refits the source for each plan in `--plans`, the JSON files in benchmarks/results/shrink. A word is right if each of
+its tokens is the most probable one. Rates have Wilson's intervals of 95 %.
+
 `--shrunken NAME=FOLDER` measures each checkpoint in a folder as a curve NAME, and its quantised caches.
 
 Quantised caches are measured as in decoding: after each chunk of 128 tokens, Transformers quantises all of them; the
@@ -28,8 +34,11 @@ import argparse
 import hashlib
 import itertools
 import json
+import math
 import platform
+import re
 import shlex
+import statistics
 import sys
 import tempfile
 import time
@@ -37,6 +46,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from pydoc_data import topics
 from typing import Any
 
 import torch
@@ -48,12 +58,22 @@ from transformers.cache_utils import QuantizedLayer
 
 import resformer
 from resformer.configuration import cache_bytes_per_token
-from resformer.shrinking.accounting import compare_predictions, logits_in_chunks
+from resformer.convert.connections import expected_shapes
+from resformer.convert.deciding import check_tensors
+from resformer.convert.families import backbone_config
+from resformer.convert.source import open_source
+from resformer.shrinking.accounting import compare_predictions, interval, logits_in_chunks
+from resformer.shrinking.calibration import calibrating
+from resformer.shrinking.readers import Plan, Readers
+from resformer.shrinking.shrink import plain_model
+from resformer.training.data import load_documents, pack_all
 
 #: Bits that a cached number takes, its part of scales and offsets included.
 BITS = {"fp8": 8.0, "int8": 8 + 32 / 64, "int4": 4 + 32 / 64}
 DROPPED = (2, 3, 5, 7, 10)  # of 30 layers
 MERGED = (8, 15, 23, 30)  # layers with two heads merged, of 30
+ALONE = "source, from the last 24 tokens alone"
+FINAL_STEPS = 300  # as `resformer shrink` trains query projections for
 RIDGE = 1e-3  # of the mean diagonal
 
 
@@ -461,11 +481,101 @@ def measure_shrunken(table: Table) -> None:
                 add_quantised(table, names[kind], name, share, model, kind)
 
 
+def prose(count: int) -> list[tuple[str, str]]:
+    """(passage, the word that ends it), the first `count` of Python's documentation that do not overlap."""
+    items = []
+    for _, text in sorted(topics.topics.items()):
+        text, free = " ".join(text.split()), 0
+        for match in re.finditer(r" ([a-z]{4,})(?=\.)", text):
+            begin = match.start() - 700
+            passage = text[begin : match.start()]
+            if begin < free or re.search(rf"\b{match[1]}\b", passage[-120:]):
+                continue
+            if re.search(rf"\b{match[1]}\b", passage[:-120]):
+                items.append((passage, match[0]))
+                free = match.end()
+    return items[:: max(1, len(items) // count)][:count]
+
+
+@torch.inference_mode()
+def last_words_of(model: PreTrainedModel, items: list[tuple[list[int], list[int]]]) -> list[tuple[bool, float]]:
+    """For each passage and its word, whether the word is right, and its loss in nats."""
+    answers = []
+    for passage, word in items:
+        ids = torch.tensor([passage + word[:-1]])
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(word)).logits[0].float()
+        wanted = torch.tensor(word)
+        loss = F.cross_entropy(logits, wanted, reduction="sum").item()
+        answers.append((bool((logits.argmax(-1) == wanted).all()), loss))
+    return answers
+
+
+def measure_passages(table: Table) -> None:
+    """The source, and the source refitted for each plan, on passages of prose."""
+    measured: dict[str, Any] = table.results.setdefault("passages", {})
+    words = table.tokenizer.backend_tokenizer
+    items = [(words.encode(passage).ids, words.encode(word).ids) for passage, word in prose(table.options.passages)]
+
+    def measure(name: str, model: PreTrainedModel, items: list[tuple[list[int], list[int]]], **facts: Any) -> None:
+        began = time.perf_counter()
+        answers = last_words_of(model, items)
+        measured[name] = {
+            **facts,
+            "tokens a passage": statistics.fmean(len(passage) for passage, _ in items),
+            "right": "".join(str(int(right)) for right, _ in answers),
+            "nats": [round(loss, 3) for _, loss in answers],
+            "seconds": round(time.perf_counter() - began, 1),
+        }
+        compare_passages(measured)
+        write(table.results, table.options.output)
+        print(name, {key: value for key, value in measured[name].items() if key not in ("right", "nats")}, flush=True)
+
+    if table.options.sources and "source" not in measured:
+        measure("source", table.source, items, cache=1.0)
+        measure(ALONE, table.source, [(passage[-24:], word) for passage, word in items], cache=1.0)
+    if not table.options.plans:
+        return
+    source = open_source(table.options.source).fetch()
+    config = backbone_config(source.config)
+    config.tie_word_embeddings, _ = check_tensors(source, expected_shapes(config))
+    model = plain_model(source, config)
+    packed = pack_all(
+        load_documents([str(table.options.calibrate)]), table.tokenizer, block=512, most=64, side="calibration"
+    )
+    blocks = torch.stack([packed[number]["input_ids"] for number in range(len(packed))])
+    with calibrating(model, blocks) as calibration:
+        for file in table.options.plans:
+            fields = json.loads(file.read_text(encoding="utf-8"))["fields"]
+            own = range(config.num_hidden_layers)
+            plan = Plan(*(tuple(fields.get(f"{kind}_sources", own)) for kind in ("key", "value")))
+            with torch.inference_mode():
+                student = Readers(calibration, FINAL_STEPS, plan).student(plan)
+            share = plan.kept / (2 * config.num_hidden_layers)
+            measure(file.stem, student, items, cache=share, calibrated=[table.options.calibrate.name, blocks.numel()])
+
+
+def compare_passages(measured: dict[str, Any]) -> None:
+    """Adds to each model's answers its rate with an interval, and what it is against the source's."""
+    for row in measured.values():
+        right, count = row["right"].count("1"), len(row["right"])
+        row |= {
+            "share": right / count,
+            "interval": interval(right, count),
+            "nats a word": statistics.fmean(row["nats"]),
+        }
+        if source := measured.get("source"):
+            rises = [nats - before for nats, before in zip(row["nats"], source["nats"], strict=True)]
+            pairs = list(zip(source["right"], row["right"], strict=True))
+            row["rise"], row["standard error"] = statistics.fmean(rises), statistics.stdev(rises) / math.sqrt(count)
+            row["lost"], row["gained"] = pairs.count(("1", "0")), pairs.count(("0", "1"))
+
+
 PARTS = {
     "quantised": measure_quantised,
     "shrunken": measure_shrunken,
     "dropped": measure_dropped,
     "merged": measure_merged,
+    "passages": measure_passages,
 }
 
 
@@ -518,7 +628,14 @@ def main() -> None:
     parser.add_argument("--text", type=named, nargs="+", default=[], metavar="NAME=FILE", help="held-out text")
     parser.add_argument("--calibrate", type=Path, help="text of other documents, for the orders and fits of rivals")
     parser.add_argument("--shrunken", type=named, nargs="+", default=[], metavar="NAME=FOLDER")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[part for part in PARTS if part != "passages"])
+    parser.add_argument(
+        "--plans", type=Path, nargs="+", default=[], help="for the part passages: their source is refitted"
+    )
+    parser.add_argument("--passages", type=int, default=200, help="how many (200)")
+    parser.add_argument(
+        "--sources", action=argparse.BooleanOptionalAction, default=True, help="passages: the source too"
+    )
     parser.add_argument("--quantised", nargs="*", choices=BITS, default=list(BITS), help="kinds of quantised caches")
     parser.add_argument("--blocks", type=int, default=12, help="held-out blocks of each text (12)")
     parser.add_argument("--tokens", type=int, default=512, help="tokens in a block (512)")
@@ -533,7 +650,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     results = json.loads(options.output.read_text(encoding="utf-8")) if options.output.exists() else {}
     if not options.plot:
-        if options.source is None or not options.texts:
+        if options.source is None or not (options.texts or options.parts == ["passages"]):
             parser.error("--source and --text are needed")
         command = shlex.join(["python", *sys.argv])
         results = {
@@ -546,9 +663,13 @@ def main() -> None:
             },
             "texts": {},
             "rows": [],
-            **{name: results[name] for name in ("texts", "orders", "rows") if name in results},
+            **{name: results[name] for name in ("texts", "orders", "rows", "passages") if name in results},
+            "passages": results.get("passages", {}),
         }
         table = Table(options, results)
+        if options.parts == ["passages"]:
+            measure_passages(table)
+            return
         for name in options.texts:  # one text at a time: its logits of the source take gigabytes
             table.options.texts = {name: dict(options.text)[name]}
             table.keep_source_logits(name)

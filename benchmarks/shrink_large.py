@@ -22,7 +22,7 @@ from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.shrinking.calibration import calibrating
 from resformer.shrinking.readers import Plan, Readers
 from resformer.training.data import load_documents, pack_all
-from resformer.training.memory import PeakMemory
+from resformer.training.memory import peak_memory
 
 RESULTS = Path(__file__).parent / "results" / "shrink_large.json"
 SHAPE = {
@@ -52,27 +52,25 @@ def main() -> None:
     blocks = torch.stack([each["input_ids"] for each in packed])
     layers = tuple(range(config.num_hidden_layers))
     steps: list[dict[str, float | str]] = []
-    with PeakMemory() as whole:
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        model = ResFormerForCausalLM(config).to("cuda" if torch.cuda.is_available() else "cpu").eval()
-        torch.set_default_dtype(dtype)
-        begin = time.perf_counter()
-        with calibrating(model, blocks) as calibration, torch.inference_mode():
-            steps.append({"step": "inputs of all layers", "seconds": round(time.perf_counter() - begin, 1)})
-            print(steps[-1], flush=True)
-            for n in (1, 8, 15):
-                for kind in ("value", "key"):
-                    with PeakMemory() as memory:
-                        begin = time.perf_counter()
-                        sources = [list(layers), list(layers)]
-                        sources[kind == "value"][n] = n - 1
-                        plan = Plan(*map(tuple, sources))
-                        Readers(calibration, 200, plan).fit(plan)
-                    seconds = round(time.perf_counter() - begin, 1)
-                    name = f"{kind}s of layer {n - 1} for layer {n}"
-                    steps.append({"step": name, "seconds": seconds, "peak_bytes": memory.peak})
-                    print(steps[-1], flush=True)
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    model = ResFormerForCausalLM(config).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    torch.set_default_dtype(dtype)
+    begin = time.perf_counter()
+    with calibrating(model, blocks) as calibration, torch.inference_mode():
+        steps.append({"step": "inputs of all layers", "seconds": round(time.perf_counter() - begin, 1)})
+        print(steps[-1], flush=True)
+        for n in (1, 8, 15):
+            for kind in ("value", "key"):
+                begin = time.perf_counter()
+                sources = [list(layers), list(layers)]
+                sources[kind == "value"][n] = n - 1
+                plan = Plan(*map(tuple, sources))
+                Readers(calibration, 200, plan).fit(plan)
+                seconds = round(time.perf_counter() - begin, 1)
+                name = f"{kind}s of layer {n - 1} for layer {n}"
+                steps.append({"step": name, "seconds": seconds, "peak_bytes": peak_memory()})
+                print(steps[-1], flush=True)
     result = {
         "command": shlex.join(["python", *sys.argv]),
         "torch": torch.__version__,
@@ -82,7 +80,7 @@ def main() -> None:
         "calibration_tokens": blocks.numel(),
         "weights_bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "inputs_bytes": blocks.numel() * config.hidden_size * 2 * (config.num_hidden_layers + 1),
-        "peak_bytes": whole.peak,
+        "peak_bytes": peak_memory(),
         "steps": steps,
     }
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")

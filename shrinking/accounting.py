@@ -25,6 +25,7 @@ __all__ = [
     "compare_chunks",
     "compare_predictions",
     "equal_greedy_tokens",
+    "interval",
     "last_words",
     "logits_in_chunks",
     "measure_cost",
@@ -84,9 +85,23 @@ class Cost:
         """The share of the source's cache."""
         return self.bytes_per_token / self.source_bytes_per_token
 
+    @property
+    def intervals(self) -> dict[str, Any]:
+        """Of each rate of few items at 95 %: of last words, and of the numbers found in each length."""
+        asked = {
+            name: interval(share * (self.last_words or 0), self.last_words)
+            for name in ("source_last_word_accuracy", "last_word_accuracy")
+            if self.last_words and (share := getattr(self, name)) is not None
+        }
+        found = [
+            {name: interval(each[name] * each["questions"], int(each["questions"])) for name in ("source", "result")}
+            for each in self.passkey or ()
+        ]
+        return {**asked, "passkey": found}
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "cache": self.cache}
+        return {**asdict(self), "cache": self.cache, "intervals": self.intervals}
 
 
 def measure_cost(
@@ -285,6 +300,14 @@ def word_accuracy(
         return None
     source_share, share = torch.stack(hits).float().mean(0).tolist()
     return len(hits), source_share, share
+
+
+def interval(right: float, of: int) -> tuple[float, float]:
+    """Wilson's interval of a rate, at 95 %."""
+    from scipy.stats import binomtest
+
+    low, high = binomtest(round(right), of).proportion_ci(method="wilson")
+    return float(low), float(high)
 
 
 def last_words(pieces: Sequence[str]) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """`resformer.shrink`: a Llama-style checkpoint in, one with a smaller key/value cache out."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class ShrinkReport(RetrofitReport):
     @property
     def summary(self) -> Cost:
         """The cost, as it was measured."""
-        return Cost(**{name: value for name, value in self.cost.items() if name != "cache"})
+        return Cost(**{field.name: self.cost[field.name] for field in fields(Cost)})
 
 
 def shrink(

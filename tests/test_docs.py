@@ -16,6 +16,7 @@ from resformer.commands import terminal
 from resformer.configuration import cache_bytes_by_method
 from resformer.configuration.methods import without_connections
 from resformer.convert.deciding import inexact_because
+from resformer.shrinking.accounting import interval
 from resformer.training.study.table import rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -150,8 +151,11 @@ def test_costs_of_smaller_caches_are_the_committed_ones() -> None:
         cost = json.loads(file.read_text())["cost"]
         row = (
             f"| {100 * cost['cache']:.1f} % | {cost['loss'] - cost['source_loss']:+.4f} | {cost['kl_mean']:.4f} | "
-            f"{cost['kl_p95']:.3f} | {100 * cost['top1_agreement']:.1f} % | {100 * cost['last_word_accuracy']:.1f} % |"
+            f"{cost['kl_p95']:.3f} | {100 * cost['top1_agreement']:.1f} % | {100 * cost['last_word_accuracy']:.1f} % "
         )
+        low, high = interval(cost["last_words"] * cost["last_word_accuracy"], cost["last_words"])
+        assert [round(low, 4), round(high, 4)] == cost["intervals"]["last_word_accuracy"]
+        row += f"({100 * low:.0f} to {100 * high:.0f}) |"
         assert row in page, row
     measured = results("shrink")["rows"]
     methods = "drop, by (?:cosine|loss)|merge heads, fitted|int4|int8|shared.*?"

@@ -13,6 +13,7 @@ from resformer.errors import CheckpointError
 from resformer.shrinking.accounting import (
     compare_predictions,
     equal_greedy_tokens,
+    interval,
     last_words,
     logits_in_chunks,
     measure_cost,
@@ -116,6 +117,13 @@ def test_a_last_word_counts_if_its_every_token_is_most_probable() -> None:
     predictions = compare_predictions([logits], [worse], ids)
     assert word_accuracy(predictions, TOKENIZER, context=4) == (2, 1.0, 0.5)
     assert word_accuracy(predictions, TOKENIZER, context=1000) is None
+
+
+def test_rates_of_few_items_have_intervals() -> None:
+    # Newcombe 1998, table I, method 3.
+    assert interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert interval(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    assert interval(1 / 29 * 29, 29) == pytest.approx((0.0061, 0.1718), abs=5e-5)
 
 
 @pytest.mark.parametrize("depth", [0.1, 0.9])

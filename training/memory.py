@@ -1,10 +1,9 @@
 """Memory that training takes: of a whole run as it happens, of one step by the byte, or predicted."""
 
 import os
-import threading
+import sys
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -16,40 +15,18 @@ from transformers import PreTrainedModel
 
 from resformer.training.distillation import distillation_loss
 
-__all__ = ["PeakMemory", "peak_allocation", "predicted_memory", "step_memory"]
+__all__ = ["peak_allocation", "peak_memory", "predicted_memory", "step_memory"]
 
 
-class PeakMemory:
-    """The largest memory in use within a `with` block, in bytes: resident, or on the accelerator if there is one."""
+def peak_memory() -> int:
+    """The most bytes in use at once so far: resident in this process, or allocated on the accelerator."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource
 
-    def __init__(self, interval: float = 0.05):
-        self.peak = 0
-        self._interval = interval
-        self._done = threading.Event()
-        self._sampler = threading.Thread(target=self._sample, daemon=True)
-
-    def __enter__(self) -> "PeakMemory":
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            self._sampler.start()
-        return self
-
-    def __exit__(
-        self, exception_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if torch.cuda.is_available():
-            self.peak = torch.cuda.max_memory_allocated()
-        else:
-            self._done.set()
-            self._sampler.join()
-
-    def _sample(self) -> None:
-        process = psutil.Process()
-        while True:
-            self.peak = max(self.peak, process.memory_info().rss)
-            if self._done.wait(self._interval):
-                return
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def step_memory(model: PreTrainedModel, inputs: dict[str, Any], *, bf16: bool) -> int:

@@ -64,7 +64,7 @@ from resformer.training.data import (
 )
 from resformer.training.distillation import DistillationTrainer
 from resformer.training.freezing import TRAIN, trained_parameters
-from resformer.training.memory import PeakMemory, predicted_memory
+from resformer.training.memory import peak_memory, predicted_memory
 from resformer.training.optimizer import ConnectionTrainer
 from resformer.untrusted import check_folder, read_json
 
@@ -256,7 +256,7 @@ class FinetuneReport:
     tokens: int | None = None  # seen in training, on all devices, before a resumption too
     seconds: float | None = None  # of training in this process, evaluation left out
     tokens_per_second: float | None = None
-    peak_memory: int | None = None  # bytes: resident in all while training, or allocated on the accelerator
+    peak_memory: int | None = None  # bytes, most at once: resident in this process, or allocated on the accelerator
     predicted_memory: dict[str, Any] | None = None  # bytes, of a dry run: see `predicted_memory`
     url: str | None = None  # of the commit that pushed the output
     evaluations: list[dict[str, float]] = field(default_factory=list)
@@ -511,17 +511,16 @@ def _train(trainer: _RecipeTrainer, last: Path | None, report: FinetuneReport) -
         if isinstance(trainer.train_dataset, StreamedBlocks):
             trainer.train_dataset.start = state["stateful_callbacks"][_Place.__name__]["attributes"]
             trainer.random_states = str(last)
-    with PeakMemory() as memory:
-        start = time.perf_counter()
-        result = trainer.train(resume_from_checkpoint=None if last is None else str(last))
-        report.seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    result = trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    report.seconds = time.perf_counter() - start
     state = trainer.state
     evaluations = [entry for entry in state.log_history if "eval_loss" in entry]
     within = [entry for entry in evaluations if last is None or entry["step"] > report.resumed_from]
     report.seconds -= sum(entry["eval_runtime"] for entry in within)
     report.steps, report.tokens = state.global_step, int(state.num_input_tokens_seen)
     report.tokens_per_second = (report.tokens - seen_before) / report.seconds
-    report.peak_memory = memory.peak
+    report.peak_memory = peak_memory()
     if trainer.eval_dataset is None:
         return float(result.training_loss)
     if not evaluations or evaluations[-1]["step"] != state.global_step:

@@ -93,7 +93,8 @@ def shrink(
         )
         if cost.last_words:
             accuracies = f"{cost.source_last_word_accuracy:.1%} to {cost.last_word_accuracy:.1%}"
-            row("last words", f"{accuracies} right, of {cost.last_words}")
+            low, high = cost.intervals["last_word_accuracy"]
+            row("last words", f"{accuracies} right, of {cost.last_words} (95 %: {low:.1%} to {high:.1%})")
         for asked in cost.passkey or ():
             row("passkey", f"{asked['length']:,} tokens: {asked['source']:.0%} to {asked['result']:.0%}")
         print_result(report, dry_run)
