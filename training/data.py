@@ -1,6 +1,7 @@
 """Training data: files, saved datasets and Hub ids, mixed or not, a held-out split by content, packing into blocks."""
 
 import hashlib
+import json
 import math
 import random
 import re
@@ -37,6 +38,7 @@ from resformer.untrusted import check_folder
 from resformer.version import __version__
 
 __all__ = [
+    "INDEX",
     "SAMPLE_BY",
     "STANDARD_HELD_OUT",
     "STANDARD_LIBRARY",
@@ -45,12 +47,14 @@ __all__ = [
     "Documents",
     "PackedBlocks",
     "StreamedBlocks",
+    "document_ends",
     "is_held_out",
     "load_documents",
     "load_tokenizer",
     "pack_all",
     "pack_documents",
     "standard_library",
+    "tokenise",
     "training_texts",
     "weighted_sources",
 ]
@@ -59,6 +63,8 @@ __all__ = [
 STANDARD_LIBRARY = "standard-library"
 #: The share of its modules that comparisons, the demo and `resformer analyze` hold out.
 STANDARD_HELD_OUT = 0.1
+#: What lists the files that `resformer tokenize` has written, in their folder.
+INDEX = "index.json"
 #: What a document of a plain text file may be.
 SAMPLE_BY = ("document", "paragraph", "line")
 
@@ -178,7 +184,7 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
 
     Args:
         streams: source -> documents.
-        tokenise: of a batch of documents, as `_tokenise`.
+        tokenise: of a batch of documents, as `tokenise`.
         seed: of the order.
 
     Attributes:
@@ -374,7 +380,7 @@ def load_documents(
     chats: bool = False,
     held_out: float = 0.0,
 ) -> Documents:
-    """Source -> its documents, in order, as a column called `text`, or as columns of chats.
+    """Source -> its documents, in order, as a column called `text`, of token ids called `input_ids`, or of chats.
 
     Where a source has too few documents for a share of them to be held out, its text is cut at line ends, and some of
     the parts are held out, as a column `held_out` says.
@@ -405,6 +411,9 @@ def load_documents(
             columns = part.column_names or list(next(iter(part), {}))
             if not columns:
                 raise DataError(f"{source}: is empty.")
+            if "input_ids" in columns:
+                parts.append(part.select_columns([name for name in ("input_ids", "held_out") if name in columns]))
+                continue
             if text_column not in columns:
                 chat = next((names for names in _CHAT_COLUMNS if chats and set(names) <= set(columns)), None)
                 if chat is None:
@@ -502,6 +511,8 @@ def _load(source: str, *, split: str, sample_by: str, streaming: bool) -> Iterat
                     raise DataError(f"{source}: has no split {split!r} but {listed(saved)}; name one with --split.")
                 saved = saved[split]
             yield saved.to_iterable_dataset() if streaming else saved
+        elif (path / INDEX).is_file():
+            yield load_dataset("parquet", data_files=_token_files(path), split="train", streaming=streaming)
         elif path.exists():
             for builder, files in _files(path).items():
                 options = {"text": {"sample_by": sample_by}, "tsv": {"sep": "\t"}}.get(builder, {})
@@ -515,6 +526,17 @@ def _load(source: str, *, split: str, sample_by: str, streaming: bool) -> Iterat
     except (DatasetsError, HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         detail = brief(error.__cause__ or error)
         raise DataError(f"{source}: cannot be read as a file, a folder or a dataset of the Hub: {detail}") from error
+
+
+def _token_files(folder: Path) -> list[str]:
+    """The files of `resformer tokenize`, held-out documents first."""
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    files = [file for side in ("validation", "train") for file in index["files"] if file["name"].startswith(side)]
+    for file in files:
+        path = folder / file["name"]
+        if not path.is_file() or path.stat().st_size != file["bytes"]:
+            raise DataError(f"{path}: is not the file of {file['bytes']:,} bytes that {INDEX} lists; tokenise again.")
+    return [str(folder / file["name"]) for file in files]
 
 
 def _files(path: Path) -> dict[str, list[str]]:
@@ -592,12 +614,12 @@ def pack_documents(
     Raises:
         DataError: either side does not fill one block.
     """
-    options = {"tokenizer": tokenizer, "share": held_out, **_document_ends(tokenizer)}
+    options = {"tokenizer": tokenizer, "share": held_out, **document_ends(tokenizer)}
     streams = {source: part for source, part in documents.items() if isinstance(part, IterableDataset)}
     train: PackedBlocks | StreamedBlocks
     if streams:
-        tokenise = partial(_tokenise, **options, wanted=False)
-        train = StreamedBlocks(streams, tokenise, block, weights=weights, separate=separate, seed=seed)
+        encode = partial(tokenise, **options, wanted=False)
+        train = StreamedBlocks(streams, encode, block, weights=weights, separate=separate, seed=seed)
     else:
         tables = [_token_table(part, options, wanted=False) for part in documents.values()]
         train = _packed(_shares(tables, weights), block, "training", separate=separate)
@@ -624,12 +646,12 @@ def pack_all(
     Raises:
         DataError: the documents, called `side` in the message, do not fill one block.
     """
-    options = {"tokenizer": tokenizer, "share": 0.0, **_document_ends(tokenizer)}
+    options = {"tokenizer": tokenizer, "share": 0.0, **document_ends(tokenizer)}
     tables = [_token_table(part, options, wanted=False) for part in documents.values()]
     return _packed(tables, block, side, most=most)
 
 
-def _document_ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+def document_ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
     """The tokens that go before and after each document.
 
     The call also sets up the tokenizer's truncation and padding, so that its hash, which names the cache, stays.
@@ -639,7 +661,7 @@ def _document_ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
     return {"begin": [bos] if bos is not None and added[:1] == [bos] else [], "end": [] if eos is None else [eos]}
 
 
-def _tokenise(
+def tokenise(
     batch: Mapping[str, Sequence[Any]],
     *,
     tokenizer: PreTrainedTokenizerBase,
@@ -656,6 +678,13 @@ def _tokenise(
     """
     tokens: dict[str, list[list[Any]]] = {"input_ids": [], "learned": []}
     rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+    if "input_ids" in batch:
+        for row in rows:
+            key = np.array(row["input_ids"], "<i4").tobytes().decode("latin-1")
+            if key and _is_held_out(row, key, share) == wanted:
+                tokens["input_ids"].append(row["input_ids"])
+                tokens["learned"].append([])
+        return tokens
     documents = [_rendered(row, tokenizer) for row in rows]
     chosen = [
         document
@@ -731,9 +760,19 @@ _TOKENS = Features({"input_ids": List(Value("int32")), "learned": List(Value("bo
 
 
 def _token_table(documents: Dataset, options: dict[str, Any], *, wanted: bool) -> pa.Table:
-    """The tokens of one side; no processes, as the tokenizer's own threads use all cores."""
+    """The tokens of one side; no processes, as the tokenizer's own threads use all cores.
+
+    Those of `resformer tokenize` are read where they lie: held-out documents come first.
+    """
+    if {"input_ids", "held_out"} <= set(documents.column_names):
+        table = documents.data.table
+        held_out = pc.sum(table["held_out"]).as_py() or 0
+        if pc.sum(table["held_out"].slice(0, held_out)).as_py() in (held_out, None):
+            table = table.slice(0, held_out) if wanted else table.slice(held_out)
+            nothing = pa.ListArray.from_arrays(np.zeros(len(table) + 1, np.int32), pa.array([], pa.bool_()))
+            return pa.table({"input_ids": table["input_ids"], "learned": nothing}, schema=_TOKENS.arrow_schema)
     tokens = documents.map(
-        _tokenise,
+        tokenise,
         fn_kwargs={**options, "wanted": wanted, "version": __version__},
         batched=True,
         remove_columns=documents.column_names,
@@ -759,7 +798,7 @@ def _read_ahead(documents: IterableDataset, characters: int, enough: int, option
     """Held-out documents of a stream: of its first `characters`, or of more if those have not `enough` tokens."""
     tables, seen, count = [_TOKENS.arrow_schema.empty_table()], 0, 0
     for batch in documents.iter(batch_size=64):
-        tokens = _tokenise(batch, **options, wanted=True)
+        tokens = tokenise(batch, **options, wanted=True)
         tables.append(pa.table(tokens, schema=_TOKENS.arrow_schema))
         seen += sum(len(str(value)) for values in batch.values() for value in values)
         count += sum(map(len, tokens["input_ids"]))

@@ -5,7 +5,24 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-__all__ = ["DataOptions", "NewOptions"]
+__all__ = ["DataOptions", "NewOptions", "TokenizeOptions", "count"]
+
+
+_UNITS = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def count(text: str | int) -> int:
+    """The number that a text such as 300k, 1.6B or 2,048 stands for.
+
+    Raises:
+        ValueError: it stands for none.
+    """
+    text = str(text)  # Typer passes defaults, too
+    number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
+    value = float(number.replace(",", "").replace("_", "")) * unit
+    if not (value > 0 and value == round(value)):
+        raise ValueError(f"{text!r}: expected a whole number of more than 0, such as 300k or 1.6B.")
+    return round(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,3 +71,38 @@ class NewOptions(DataOptions):
     def __post_init__(self) -> None:
         if self.block is not None and self.block < 2:
             raise ValueError(f"block is {self.block}; a sequence needs 2 tokens at least, one to predict the other.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeOptions(DataOptions):
+    """What `resformer tokenize` takes.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    data: Annotated[list[str], Argument(help="Files, folders, Hub ids, standard-library.")]
+    output: Annotated[str, Argument(help="The folder to write, or to go on with.")]
+    tokenizer: Annotated[str, Option(help="bytes; bpe:N, trained on DATA; folder or Hub id.")]
+    workers: Annotated[int, Option(min=1, help="Processes.")] = 1
+    shard: Annotated[
+        str, Option(metavar="I/N", help="Only the I-th of N parts of the documents, 1/4 for one; one machine each.")
+    ] = "1/1"
+    tokens_per_file: Annotated[
+        int,
+        Option(parser=count, metavar="TOKENS", help="A file ends after so many.  [default: 64M]", show_default=False),
+    ] = 64_000_000
+    held_out: Annotated[float, Option(help="Share of the documents to evaluate on.")] = 0.01
+
+    def __post_init__(self) -> None:
+        part, slash, parts = self.shard.partition("/")
+        if not (part.isdecimal() and slash and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+            raise ValueError(f"shard is {self.shard!r}; expected I/N, with I from 1 to N.")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"held_out is {self.held_out}; expected a share of the documents from 0 to less than 1.")
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """(I, N) of `shard`."""
+        part, _, parts = self.shard.partition("/")
+        return int(part), int(parts)

@@ -1,4 +1,4 @@
-"""`resformer new`."""
+"""`resformer new` and `tokenize`."""
 
 import json
 from typing import Annotated
@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from resformer.commands.conversion import DryRun
-from resformer.commands.terminal import AsJson, app, echo, reporting_errors, row, takes
-from resformer.training.options import NewOptions
+from resformer.commands.terminal import AsJson, app, echo, reporting_errors, row, size, takes
+from resformer.training.options import NewOptions, TokenizeOptions
 
-__all__ = ["new", "train"]
+__all__ = ["new", "tokenize", "train"]
 
 
 @app.command()
@@ -31,6 +31,27 @@ def new(
     row("shape", f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads, width {config.hidden_size}")
     row("tokenizer", f"{config.vocab_size:,} tokens")
     row("would write" if dry_run else "wrote", options.output)
+
+
+@app.command()
+@takes(TokenizeOptions, "Give the command again to go on.")
+def tokenize(options: TokenizeOptions, as_json: AsJson = False) -> None:
+    """Write documents as parquet files of token ids, which `pretrain` and `finetune` read as --data.
+
+    A run that was stopped goes on when the command is given again.
+    """
+    from resformer.training.tokenizing import tokenize as run
+
+    index = run(options)
+    if index is None:
+        row("wrote", f"part {options.shard} of {options.output}; other parts are not done")
+    elif as_json:
+        echo(json.dumps(index, indent=2))
+    else:
+        for side in ("train", "validation"):
+            sums = index[side]
+            row(side, f"{sums['tokens']:,} tokens of {sums['documents']:,} documents, {size(sums['bytes'])}")
+        row("wrote", options.output)
 
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

@@ -1,0 +1,124 @@
+"""`resformer tokenize`: the tokens of `pretrain`'s own reader, in files that a stopped run goes on with."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+from resformer.training import tokenizing
+from resformer.training.data import DataError, load_documents, pack_documents
+from resformer.training.options import TokenizeOptions, count
+
+WORDS = "one two three four five six seven eight nine ten eleven twelve".split()
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """700 lines, one a document."""
+    generator = np.random.default_rng(0)
+    lines = [" ".join([str(number), *generator.choice(WORDS, 8)]) for number in range(700)]
+    (tmp_path / "text.txt").write_text("\n".join(lines))
+    return tmp_path
+
+
+def options(folder: Path, output: str = "tokens", **more: Any) -> TokenizeOptions:
+    given = {"tokenizer": "bytes", "tokens_per_file": 5000, "held_out": 0.1, "sample_by": "line", **more}
+    return TokenizeOptions(data=[str(folder / "text.txt")], output=str(folder / output), **given)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.parquet")}
+
+
+def test_the_files_hold_the_tokens_of_the_text(text: Path, invoke: Callable[..., Any]) -> None:
+    arguments = ["tokenize", "text.txt", "tokens", "--tokenizer", "bytes", "--sample-by", "line", "--held-out", "0.1"]
+    done = invoke(text, *arguments, "--tokens-per-file", "5k", "--json")
+    assert done.exit_code == 0, done.output
+    index, tokenizer = json.loads(done.stdout), AutoTokenizer.from_pretrained(text / "tokens" / "tokenizer")
+    assert index == json.loads((text / "tokens" / "index.json").read_text())
+    assert {file["name"]: file["sha256"] for file in index["files"]} == digests(text / "tokens")
+    assert index["train"]["documents"] + index["validation"]["documents"] == 700
+    assert len([file for file in index["files"] if file["name"].startswith("train")]) > 3
+
+    common: dict[str, Any] = {"block": 16, "held_out": 0.1, "held_out_blocks": 64, "separate": True}
+    lines = load_documents([str(text / "text.txt")], sample_by="line")
+    written = load_documents([str(text / "tokens")])
+    expected, blocks = (pack_documents(documents, tokenizer, **common) for documents in (lines, written))
+    assert blocks.digest == expected.digest
+    assert index["train"]["tokens"] == len(expected.train.tokens)
+    stream = pack_documents(load_documents([str(text / "tokens")], streaming=True), tokenizer, **common)
+    assert stream.held_out.digest == expected.held_out.digest
+
+
+def test_a_stopped_run_goes_on_to_the_same_files(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizing.tokenize(options(text, "whole"))
+    close, closed = tokenizing._Writer.close, []
+
+    def interrupted(writer: Any) -> Any:
+        closed.append(writer)
+        if len(closed) in (2, 5):
+            raise KeyboardInterrupt
+        return close(writer)
+
+    monkeypatch.setattr(tokenizing._Writer, "close", interrupted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            tokenizing.tokenize(options(text))
+        assert not (text / "tokens" / "index.json").exists()
+    assert tokenizing.tokenize(options(text)) is not None
+    assert digests(text / "tokens") == digests(text / "whole")
+
+
+def test_parts_have_every_document_once(text: Path) -> None:
+    assert tokenizing.tokenize(options(text, shard="2/3")) is None
+    assert tokenizing.tokenize(options(text, shard="1/3")) is None
+    index = tokenizing.tokenize(options(text, shard="3/3"))
+    whole = tokenizing.tokenize(options(text, "whole"))
+    assert index is not None
+    assert whole is not None
+    rows = [
+        sorted(str(row) for path in (text / name).glob("*.parquet") for row in pq.read_table(path).to_pylist())
+        for name in ("tokens", "whole")
+    ]
+    assert rows[0] == rows[1]
+    assert index["train"]["tokens"] == whole["train"]["tokens"]
+
+
+@pytest.mark.slow
+def test_processes_write_the_same_files(text: Path) -> None:
+    tokenizing.tokenize(options(text, "whole"))
+    tokenizing.tokenize(options(text, workers=2))
+    assert digests(text / "tokens") == digests(text / "whole")
+
+
+def test_another_text_or_tokenizer_is_refused(text: Path, invoke: Callable[..., Any]) -> None:
+    tokenizing.tokenize(options(text))
+    other = invoke(text, "tokenize", text / "text.txt", "tokens", "--tokenizer", "bpe:300")
+    assert (other.exit_code, "tokenizer was 'bytes', is 'bpe:300'" in other.stderr) == (3, True), other.stderr
+    (text / "mine").mkdir()
+    (text / "mine" / "notes.txt").touch()
+    mine = invoke(text, "tokenize", text / "text.txt", "mine", "--tokenizer", "bytes")
+    assert (mine.exit_code, "was not written by" in mine.stderr) == (3, True), mine.stderr
+    part = invoke(text, "tokenize", text / "text.txt", "new", "--tokenizer", "bytes", "--shard", "4/3")
+    assert (part.exit_code, "I from 1 to N" in part.stderr) == (2, True), part.stderr
+
+
+def test_a_file_that_was_cut_is_not_read(text: Path) -> None:
+    tokenizing.tokenize(options(text))
+    file = next((text / "tokens").glob("train*.parquet"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DataError, match="tokenise again"):
+        load_documents([str(text / "tokens")])
+
+
+@pytest.mark.parametrize(("text_", "number"), [("300k", 300_000), ("1.6B", 1_600_000_000), ("2,048", 2048)])
+def test_counts_are_read(text_: str, number: int) -> None:
+    assert count(text_) == number
+    with pytest.raises(ValueError, match="such as 300k"):
+        count("0.3")
