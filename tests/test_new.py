@@ -81,7 +81,7 @@ def test_the_budget_follows_the_published_fits() -> None:
         (["new", "a", "--tokenizer", "bytes", "--set", "vocab_size=200"], 2, "200, but the tokenizer has 257"),
         (["new", "a"], 2, "'bpe:4096', which is trained on data; name some with --data"),
         (["new", "a", "--tokenizer", "bytes", "--block", 1], 2, "2 tokens at least"),
-        (["new", "full", "--tokenizer", "bytes"], 3, "full: exists and is not an empty folder"),
+        (["new", "full", "--tokenizer", "bytes", "--force"], 3, "full: is not empty, and has no"),
         (["train", "a", "--steps", 3], 2, "`resformer pretrain` trains from scratch"),
     ],
 )

@@ -67,6 +67,7 @@ class NewOptions(DataOptions):
         dict[str, Any], Option("--set", metavar="FIELD=VALUE", help="A field of ResFormerConfig; repeatable.")
     ] = field(default_factory=dict)
     seed: Annotated[int, Option(help="Of the random numbers.")] = 0
+    force: Annotated[bool, Option("--force", help="Replace an earlier result.")] = False
 
     def __post_init__(self) -> None:
         if self.block is not None and self.block < 2:

@@ -84,7 +84,7 @@ def _begun(options: TokenizeOptions, plan: dict[str, Any]) -> PreTrainedTokenize
     if any(path.suffix != ".lock" and path.name != TOKENIZER for path in output.iterdir()):
         raise CheckpointError(f"{output}: is not empty, and was not written by `resformer tokenize`.")
     tokenizer = make_tokenizer(options.tokenizer, _documents(options), options.held_out)
-    with replacing(output / TOKENIZER, force=True) as folder:
+    with replacing(output / TOKENIZER, made_by="tokenize", force=True) as folder:
         tokenizer.save_pretrained(folder)
     replace_text(record, json.dumps(plan, indent=2))
     return tokenizer

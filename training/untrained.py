@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 
 from resformer.configuration import ResFormerConfig
-from resformer.errors import CheckpointError
-from resformer.files import check_apart, replacing
+from resformer.files import check_target, replacing
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.data import load_documents, weighted_sources
 from resformer.training.options import NewOptions
@@ -26,7 +25,7 @@ def new_checkpoint(
         dry_run: write nothing.
 
     Raises:
-        CheckpointError: the output is not empty, or the tokenizer cannot be loaded.
+        CheckpointError: the output is in the way, or the tokenizer cannot be loaded.
         DataError: the data cannot be read.
         OutputError: the output cannot be written.
         ValueError: as of `make_tokenizer` and `scratch_config`.
@@ -34,9 +33,7 @@ def new_checkpoint(
     output = Path(options.output)
     name = options.tokenizer or known_size(options.size).tokenizer
     sources = weighted_sources(options.data)[0]
-    check_apart(output, *sources, name)
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise CheckpointError(f"{output}: exists and is not an empty folder; choose another output.")
+    check_target(output, *sources, name, made_by="new", force=options.force)
     documents = load_documents(
         sources if name.startswith("bpe:") else (),
         split=options.split,
@@ -50,7 +47,7 @@ def new_checkpoint(
     tokenizer.model_max_length = config.max_position_embeddings
     if dry_run:
         return config
-    with replacing(output) as folder:
+    with replacing(output, made_by="new", force=options.force) as folder:
         tokenizer.save_pretrained(folder)
         if weights:
             torch.manual_seed(options.seed)
