@@ -3,7 +3,6 @@
 texts       cuts files into the texts that the models read
 attention   an attention function that adds up token importance and never holds a tokens x tokens matrix
 measuring   `analyze`: a model and texts in, an `Analysis` out
-claims      the papers' claims, judged by thresholds
 figures     the plots
 report      writes analysis.json, PNG figures and, with `page`, one HTML page
 """

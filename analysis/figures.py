@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from resformer.analysis.claims import THRESHOLDS, distance_from_plain
 from resformer.analysis.measuring import Analysis
 from resformer.errors import install_hint
 
@@ -76,9 +75,15 @@ def plots(analyses: Sequence[Analysis], *, changes: bool = False) -> dict[str, P
         drawn = [_lines(key, analyses) for key in _LINES]
         drawn.append(_positions(analyses))
         for key, title in (("value_mixing", "Value mixing matrix M"), ("depth_mixing", "Depth mixing matrix D")):
-            if mixing := [analysis for analysis in analyses if distance_from_plain(_matrix(analysis, key)).any()]:
+            if mixing := [analysis for analysis in analyses if _distance_from_plain(_matrix(analysis, key)).any()]:
                 drawn.append(_maps(key, title, mixing, changes))
     return {plot.key: plot for plot in drawn}
+
+
+def _distance_from_plain(matrix: np.ndarray) -> np.ndarray:
+    """The distance of each entry of a mixing matrix from plain Llama's: 1 for the newest state, 0 for the others."""
+    rows, columns = matrix.shape
+    return np.abs(matrix - np.eye(rows, columns, k=columns - rows))
 
 
 def _matrix(analysis: Analysis, key: str) -> np.ndarray:
@@ -142,8 +147,6 @@ def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(_short)
         axes.yaxis.set_minor_formatter(_few_decades(axes))
-        threshold = THRESHOLDS[key][0]
-        axes.axhline(threshold, color="black", alpha=0.6, linestyle="--", label=f"our threshold, {threshold:g}")
     return _finished(key, title, figure, axes, "layer", label)
 
 
@@ -173,7 +176,7 @@ def _finished(key: str, title: str, figure: "Figure", axes: "Axes", across: str,
 
 def _maps(key: str, title: str, analyses: Sequence[Analysis], changes: bool) -> Plot:
     figure, row = _figure(4.8 * len(analyses), 4.2, len(analyses))
-    largest = max(np.nanmax(distance_from_plain(_matrix(analysis, key))) for analysis in analyses)
+    largest = max(np.nanmax(_distance_from_plain(_matrix(analysis, key))) for analysis in analyses)
     for axes, analysis in zip(row, analyses, strict=True):
         matrix = _matrix(analysis, key)
         rows, columns = matrix.shape

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from resformer.analysis.attention import IMPLEMENTATION
 from resformer.configuration import ResFormerConfig
-from resformer.configuration.methods import connections_of, method_of
+from resformer.configuration.methods import method_of
 from resformer.errors import CheckpointError, brief
 from resformer.files import json_value
 from resformer.modeling.mixing import plain_matrix
@@ -45,8 +45,6 @@ DEFINITIONS = {
 _NAMES = list(DEFINITIONS)
 #: The importance of this many first positions is reported one by one.
 _POSITIONS = 64
-#: Beginnings of the connection fields whose effect is in the mixing matrices and `neutreno_lambda`.
-_SHOWN = ("value_residual", "dwa", "neutreno")
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,6 @@ class Analysis:
     value_mixing_matrix: list[list[float]]  # (N, N); NaN where a gate decides for each token
     depth_mixing_matrix: list[list[float]]  # (N, N + 1)
     neutreno_lambda: float
-    other_connections: bool  # shared keys or values, value embeddings or depth attention, which the above do not show
 
     def mean(self, quantity: str) -> list[float]:
         """Per layer."""
@@ -184,7 +181,6 @@ def analyze(
         value_mixing_matrix=(base.value_mixing_matrix() if connected else plain_matrix(count, count)).tolist(),
         depth_mixing_matrix=(base.depth_mixing_matrix() if connected else plain_matrix(count, count + 1)).tolist(),
         neutreno_lambda=config.neutreno_lambda if connected else 0.0,
-        other_connections=connected and not all(name.startswith(_SHOWN) for name in connections_of(config)),
     )
 
 

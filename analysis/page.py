@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from resformer.analysis.claims import MOVED
 from resformer.analysis.figures import Plot
 
 __all__ = ["number", "page"]
 
 _STYLE = """
-:root { --ink: #1c2430; --soft: #5b6675; --paper: #f6f7f9; --card: #fff; --line: #dde2e9; --good: #12714a;
-  --bad: #b3341f; --tint: #eef2f7; }
+:root { --ink: #1c2430; --soft: #5b6675; --paper: #f6f7f9; --card: #fff; --line: #dde2e9;
+  --tint: #eef2f7; }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
 main { max-width: 84rem; margin: auto; padding: 2.5rem clamp(1rem, 4vw, 3rem) 4rem; }
@@ -35,8 +34,6 @@ th, td { padding: .5rem .8rem; text-align: left; vertical-align: top; border-bot
 tr:last-child > * { border-bottom: 0; }
 thead th { background: var(--tint); }
 table.numbers td, table.numbers th { text-align: right; font-variant-numeric: tabular-nums; padding: .25rem .7rem; }
-.holds { color: var(--good); font-weight: 650; }
-.breaks { color: var(--bad); font-weight: 650; }
 details { margin: .7rem 0; }
 summary { cursor: pointer; font-weight: 600; padding: .3rem 0; }
 dt { font-weight: 600; margin-top: .6rem; }
@@ -60,12 +57,6 @@ _CAPTIONS = {
     "gate decides for each token.",
     "depth_mixing": "Block n + 1 reads Y_n = sum_j D[n, j] X_j; plain Llama has 1 right of the diagonal, 0 elsewhere.",
 }
-_AGREEMENT = {
-    True: ", as the paper says of such a model",
-    False: "; the paper says otherwise of such a model",
-    None: "",
-}
-_OUTCOME = {True: ("holds", "holds"), False: ("does not hold", "breaks"), None: ("no finding", "soft")}
 
 
 def number(value: float | None) -> str:
@@ -98,12 +89,6 @@ deviation.</p>
 <div class="cards">
 {"".join(_summary(checkpoint) for checkpoint in checkpoints)}
 </div>
-<h2>The papers' claims, by our thresholds</h2>
-<p class="soft">The papers speak of models trained from scratch and give no limits: the numbers 10, 0.5 and 3 are this
-package's. Each verdict names the layer that is closest to the threshold, or furthest beyond it. "No finding": no
-checkpoint of this report crosses the threshold, as is usual with short texts or little training. A model whose
-mixing coefficients are all within {MOVED} of plain Llama's is judged as a Transformer.</p>
-<div class="scroll">{_claims(report)}</div>
 <h2>Layer by layer</h2>
 <div class="cards">
 {figures}
@@ -131,8 +116,6 @@ def _summary(checkpoint: dict[str, Any]) -> str:
     entropy, entropy_layer = _extreme(means["entropy"], min)
     alike, alike_layer = _extreme(means["similarity"], max)
     method = f", method {checkpoint['method']}" if checkpoint["model_type"] == "resformer" else ""
-    if checkpoint["judged_as"] == "transformer" and checkpoint["method"] != "transformer":
-        method += ", judged as a Transformer"
     lines = [
         f"The first token receives at most {number(sink)} times what another does (layer {sink_layer}); it would "
         f"be {number(checkpoint['uniform']['importance_ratio'])} with uniform attention.",
@@ -148,29 +131,6 @@ def _summary(checkpoint: dict[str, Any]) -> str:
 {escape(checkpoint["dtype"])} on {escape(checkpoint["device"])}.</p>
 <ul>{"".join(f"<li>{line}</li>" for line in lines)}</ul></section>
 """
-
-
-def _claims(report: dict[str, Any]) -> str:
-    checkpoints = report["checkpoints"]
-    rows = []
-    for claim, text in report["claims"].items():
-        verdicts = [next((v for v in one["claims"] if v["claim"] == claim), None) for one in checkpoints]
-        if any(verdicts):
-            rows.append(f'<tr><th scope="row">{escape(text)}</th>{"".join(map(_verdict, verdicts))}</tr>')
-    head = "".join(f'<th scope="col">{escape(checkpoint["name"])}</th>' for checkpoint in checkpoints)
-    return f'<table><thead><tr><th scope="col">Claim</th>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-
-
-def _verdict(verdict: dict[str, Any] | None) -> str:
-    if verdict is None:
-        return '<td class="soft">not judged</td>'
-    where = "" if verdict["layer"] is None else f" in layer {verdict['layer']}"
-    agrees = None if verdict["expected"] is None else verdict["expected"] == verdict["holds"]
-    word, style = _OUTCOME[verdict["holds"]]
-    return (
-        f'<td><span class="{style}">{word}</span>: {number(verdict["value"])}{where}; {escape(verdict["detail"])}'
-        f"{_AGREEMENT[agrees]}</td>"
-    )
 
 
 def _figure(plot: Plot, checkpoints: Sequence[dict[str, Any]]) -> str:

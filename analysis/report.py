@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import transformers
 
-from resformer.analysis.claims import CLAIMS, DEPTH_CLAIMS, judge, paper_model
 from resformer.analysis.figures import plots, require_matplotlib
 from resformer.analysis.measuring import DEFINITIONS, Analysis
 from resformer.analysis.page import page
@@ -38,11 +37,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """All numbers, their definitions, the command and the versions."""
         return {
-            "checkpoints": [
-                {**analysis.as_dict(), "judged_as": paper_model(analysis), "claims": verdicts}
-                for analysis, verdicts in zip(self.analyses, judge(self.analyses), strict=True)
-            ],
-            "claims": {**CLAIMS, **DEPTH_CLAIMS},
+            "checkpoints": [analysis.as_dict() for analysis in self.analyses],
             "command": self.command,
             "definitions": DEFINITIONS,
             "versions": {

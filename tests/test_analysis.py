@@ -10,7 +10,6 @@ import sys
 import tracemalloc
 from base64 import b64decode
 from collections.abc import Iterator
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,8 @@ from transformers import (
 )
 
 from resformer import ResFormerForSequenceClassification
-from resformer.analysis import Analysis, Report, analyze, attention, figures, read_texts, write_report
+from resformer.analysis import Report, analyze, attention, figures, read_texts, write_report
 from resformer.analysis.attention import IMPLEMENTATION, MaskRows, chunked_attention
-from resformer.analysis.claims import CLAIMS, THRESHOLDS, judge, paper_model
 from resformer.analysis.measuring import DEFINITIONS
 from resformer.analysis.page import number
 from resformer.configuration import value_sources
@@ -299,92 +297,6 @@ def test_other_attention_is_refused_by_name() -> None:
         analyze(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=97)), TEXTS)
 
 
-# The claims
-
-
-def with_means(analysis: Analysis, **means: list[float]) -> Analysis:
-    changed = {name: {**analysis.quantities[name], "mean": values} for name, values in means.items()}
-    return replace(analysis, quantities={**analysis.quantities, **changed})
-
-
-def test_claims_are_judged_by_the_worst_layer_beside_a_model_that_breaks_them(tiny_model: TinyModel) -> None:
-    analysis = analyze(tiny_model("resformer"), TEXTS)
-    good = with_means(
-        analysis,
-        importance_ratio=[1, 2, 9.9, 3, 4, 5],
-        value_norm_ratio=[1, 1, 1, 0.51, 2, 2],
-        hidden_norm_ratio=[2.9, 1, 1, 1, 1, 1],
-    )
-    bad = with_means(
-        replace(analysis, value_mixing_matrix=np.eye(6).tolist()),
-        importance_ratio=[1, 11, 10, 3, 4, 5],
-        value_norm_ratio=[1, 1, 1, 1, 2, 0.5],
-        hidden_norm_ratio=[1, 1, 1, 1, 300, 4],
-    )
-    of_good, of_bad = judge([good, bad])
-    assert [(v["value"], v["layer"]) for v in of_good] == [(9.9, 2), (0.51, 3), (2.9, 0)]
-    assert [(v["holds"], v["expected"]) for v in of_good] == [(True, True)] * 3
-    assert [(v["value"], v["layer"]) for v in of_bad] == [(11, 1), (0.5, 5), (300, 4)]
-    assert [(v["holds"], v["expected"]) for v in of_bad] == [(False, None), (False, False), (False, False)]
-    assert [v["detail"] for v in of_bad] == [f"{count} of 6 layers break it" for count in (2, 1, 2)]
-    # Where no checkpoint has a sink, its absence says nothing of the model.
-    (alone,) = judge([good])
-    assert [(v["holds"], v["value"], v["expected"]) for v in alone] == [(None, v, None) for v in (9.9, 0.51, 2.9)]
-
-
-def test_depth_claims_are_judged_by_the_matrix(tiny_model: TinyModel) -> None:
-    analysis = analyze(tiny_model("denseformer"), TEXTS)
-    matrix = np.eye(6, 7, k=1) + 1e-9 * np.tri(6, 7)
-    matrix[:, 0] = [0.3, 0.3, 0.3, 0.3, -0.1, -0.2]
-    matrix[3, 2] = 0.1
-    held = judge([replace(analysis, depth_mixing_matrix=matrix.tolist())])[0][3:]
-    assert [(v["holds"], round(v["value"], 3)) for v in held] == [(True, 1), (True, 0.25), (True, -0.1)]
-    matrix[4, :3] = 0.05, 1.5, 9
-    assert held[1]["detail"] == "against 0.00667", "0.1 among the 15 weights between"
-    broken = judge([replace(analysis, depth_mixing_matrix=matrix.tolist())])[0][3:]
-    assert [(v["holds"], v["layer"]) for v in broken] == [(False, 4), (False, None), (False, None)]
-    for layer in range(6):  # with a period or dilation most are 0
-        matrix[layer, 1 : layer + 1] = 0
-    averages = judge([replace(analysis, depth_mixing_matrix=matrix.tolist())])[0]
-    assert [verdict["claim"] for verdict in averages] == list(CLAIMS)
-    hardly_moved = replace(analysis, depth_mixing_matrix=(np.eye(6, 7, k=1) + 0.04).tolist())
-    assert [verdict["claim"] for verdict in judge([hardly_moved])[0]] == list(CLAIMS)
-
-
-@pytest.mark.parametrize(
-    ("variant", "name"),
-    [
-        ("transformer", "transformer"),
-        ("resformer", "resformer"),
-        ("resformer-gated", "resformer"),
-        ("depth-attention", None),
-        ("value-embeddings", None),
-        ("resformer-denseformer", "resformer"),
-        ("neutreno", "neutreno"),
-        ("resformer-neutreno", None),
-        ("svformer", None),
-        ("cla2", None),
-        ("denseformer", None),
-    ],
-    indirect=["variant"],
-)
-def test_a_model_is_judged_as_what_it_computes(variant: str, name: str | None, tiny_model: TinyModel) -> None:
-    assert paper_model(analyze(tiny_model(variant), TEXTS)) == name
-
-
-def test_a_retrofit_that_has_hardly_moved_is_not_judged_as_a_resformer(tiny_model: TinyModel) -> None:
-    analysis = analyze(tiny_model("transformer"), TEXTS)
-    for moved_by, gate, name in (
-        (0.04, 0.04, "transformer"),
-        (0.06, 0.06, "resformer"),
-        (0.04, np.nan, None),
-        (0.06, np.nan, "resformer"),
-    ):
-        matrix = np.diag(np.full(6, 1 + moved_by))
-        matrix[1:, 0] = gate
-        assert paper_model(replace(analysis, value_mixing_matrix=matrix.tolist())) == name
-
-
 # The report
 
 
@@ -522,7 +434,7 @@ def test_page_opens_in_a_browser(report: tuple[Report, Path], tmp_path: Path, wi
 def test_page_shows_the_numbers_of_the_json(report: tuple[Report, Path]) -> None:
     values = json.loads((report[1] / "analysis.json").read_text())
     page = Page((report[1] / "report.html").read_text(encoding="utf-8"))
-    claims, *numbers = page.tables
+    numbers = page.tables
     checkpoints = values["checkpoints"]
     for checkpoint, (head, *rows) in zip(checkpoints, numbers, strict=True):
         assert head == ["layer", *DEFINITIONS]
@@ -536,26 +448,15 @@ def test_page_shows_the_numbers_of_the_json(report: tuple[Report, Path]) -> None
                 shown = float(cell.split(" ± ")[0].replace(",", ""))
                 assert shown == pytest.approx(mean, rel=6e-3)
         assert len(rows) == 6
-    by_claim = {text: key for key, text in values["claims"].items()}
-    assert [by_claim[text] for text, *_ in claims[1:]] == list(values["claims"])
-    for text, *cells in claims[1:]:
-        for checkpoint, cell in zip(checkpoints, cells, strict=True):
-            verdicts = [v for v in checkpoint["claims"] if v["claim"] == by_claim[text]]
-            if not verdicts:
-                assert cell == "not judged"
-                continue
-            outcome = {True: "holds", False: "does not hold", None: "no finding"}[verdicts[0]["holds"]]
-            assert cell.startswith(f"{outcome}: {number(verdicts[0]['value'])}")
 
 
-def test_every_line_and_threshold_has_its_name(report: tuple[Report, Path]) -> None:
+def test_every_line_has_its_name(report: tuple[Report, Path]) -> None:
     for plot in figures.plots(report[0].analyses).values():
         if not plot.key.endswith("_mixing"):
             (axes,) = plot.figure.axes
             labels = "\n".join(text.get_text() for text in axes.get_legend().get_texts())
             for name in ('a $b$ <i>&"', "resformer-denseformer", "resformer-gated"):
                 assert name in labels
-            assert ("our threshold" in labels) == (plot.key in THRESHOLDS)
 
 
 def test_changes_are_from_llamas_matrices_on_one_scale(report: tuple[Report, Path]) -> None:

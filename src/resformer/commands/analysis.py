@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,7 +22,6 @@ _SHOWN = {
     "hidden_norm_ratio": "first hidden",
     "similarity": "similarity",
 }
-_OUTCOMES = {True: "holds", False: "does not hold", None: "no finding"}
 
 
 @app.command()
@@ -54,7 +53,6 @@ def analyze(
 
         from resformer.analysis import Report, read_texts, standard_texts, write_report
         from resformer.analysis import analyze as analyze_one
-        from resformer.analysis.claims import judge
         from resformer.analysis.figures import require_matplotlib
         from resformer.files import check_target
 
@@ -90,8 +88,8 @@ def analyze(
             write_report(report, output, force=force)
         if print_json(report, as_json):
             return
-        for analysis, verdicts in zip(analyses, judge(analyses), strict=True):
-            _print(analysis, verdicts)
+        for analysis in analyses:
+            _print(analysis)
         if output is not None:
             row("report", output / "report.html")
 
@@ -104,16 +102,11 @@ def _names(checkpoints: list[str]) -> list[str]:
     ]
 
 
-def _print(analysis: "Analysis", verdicts: list[dict[str, Any]]) -> None:
-    from resformer.analysis.claims import CLAIMS, DEPTH_CLAIMS
+def _print(analysis: "Analysis") -> None:
     from resformer.analysis.page import number
 
     echo(f"{analysis.name}: {analysis.texts:,} texts, {analysis.tokens:,} tokens")
     echo("layer" + "".join(f"{heading:>13}" for heading in _SHOWN.values()))
     for layer in range(analysis.layers):
         echo(f"{layer:5}" + "".join(f"{number(analysis.mean(quantity)[layer]):>13}" for quantity in _SHOWN))
-    for verdict in verdicts:
-        where = "" if verdict["layer"] is None else f" in layer {verdict['layer']}"
-        word = _OUTCOMES[verdict["holds"]]
-        echo(f"{word:14}{number(verdict['value'])}{where}. {(CLAIMS | DEPTH_CLAIMS)[verdict['claim']]}")
     echo()
