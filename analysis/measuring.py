@@ -22,7 +22,7 @@ from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
 from resformer.errors import CheckpointError, brief
 from resformer.files import json_value
-from resformer.modeling.mixing import plain_matrix
+from resformer.modeling.connection import plain_matrix
 from resformer.untrusted import check_folder
 
 __all__ = ["DEFINITIONS", "Analysis", "analyze"]

@@ -228,7 +228,7 @@ def filled(cache: Cache, model: PreTrainedModel, case: Case) -> Cache:
             torch.randn(shape, device=model.device, dtype=model.dtype) if sources[kind][layer] == layer else None
             for kind in ("key", "value")
         )
-        update_cache(cache, layer, (keys, values), (None, None))
+        update_cache(cache, layer, keys, values)
     return cache
 
 

@@ -37,8 +37,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import resformer
 from resformer import ResFormerConfig, ResFormerForCausalLM
+from resformer.modeling.connection import weighted_sum
 from resformer.modeling.depth_average import GROUP, DepthAverage, depth_average
-from resformer.modeling.mixing import weighted_sum
 
 #: Layers, width, tokens, dilation and period, dtype.
 Case = tuple[int, int, int, tuple[int, int], str]

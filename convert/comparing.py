@@ -22,7 +22,7 @@ from resformer.convert.source import OpenedSource, open_source
 from resformer.errors import CheckpointError, brief
 from resformer.files import json_value
 from resformer.modeling.connection import ConnectionKind
-from resformer.modeling.wiring import KINDS
+from resformer.modeling.modeling_resformer import KINDS
 from resformer.untrusted import MIB, read_bounded
 
 __all__ = ["Comparison", "verify"]
@@ -218,7 +218,7 @@ def _has_effect(kind: ConnectionKind, config: ResFormerConfig, tensors: dict[str
     with torch.device("meta"):
         modules = kind.modules(config)
     if not modules:
-        return bool(kind.losses(config))
+        return bool(kind.inexact_because(config))
     if not all(tensors[name].on_this_disk for name in added_shapes(config)):
         return True
     read = read_connections(config, tensors)

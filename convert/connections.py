@@ -1,8 +1,8 @@
-"""The parameters that connections add: at their start, and as a checkpoint holds them.
+"""The parameters that connections add: at their start, and as a checkpoint holds them."""
 
-No model is built for them.
-"""
-
+import copy
+import functools
+import json
 from collections.abc import Mapping
 
 import torch
@@ -11,11 +11,29 @@ from resformer.configuration import ResFormerConfig
 from resformer.convert.safetensors_format import Tensor
 from resformer.convert.tensors import to_tensor, to_torch
 from resformer.errors import CheckpointError, brief
+from resformer.modeling import ResFormerForCausalLM
 from resformer.modeling.connection import Connection
-from resformer.modeling.shapes import parameter_shapes
-from resformer.modeling.wiring import connection_modules
 
-__all__ = ["added_shapes", "coefficient_shapes", "expected_shapes", "initial_connections", "read_connections"]
+__all__ = [
+    "added_shapes",
+    "coefficient_shapes",
+    "connection_modules",
+    "expected_shapes",
+    "initial_connections",
+    "read_connections",
+]
+
+
+@functools.lru_cache(maxsize=4)
+def _meta_model(config: str) -> ResFormerForCausalLM:
+    with torch.device("meta"):
+        return ResFormerForCausalLM(ResFormerConfig.from_dict(json.loads(config)))
+
+
+def connection_modules(config: ResFormerConfig) -> dict[str, Connection]:
+    """Name in `ResFormerForCausalLM` -> the module, on the meta device, for each that holds added parameters."""
+    model = _meta_model(config.to_json_string())
+    return {name: module for name, module in model.named_modules() if isinstance(module, Connection)}
 
 
 def expected_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
@@ -25,28 +43,27 @@ def expected_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
         CheckpointError: the configuration has values that no model can have.
     """
     try:
-        return parameter_shapes(config)
+        tensors = _meta_model(config.to_json_string()).state_dict()
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     except Exception as error:  # torch's and Transformers' any, for values that no validator looks at
         raise CheckpointError(f"config.json makes no model: {brief(error)}") from error
 
 
 def added_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every added parameter."""
-    with torch.device("meta"):
-        return _shapes(connection_modules(config))
+    return _shapes(connection_modules(config))
 
 
 def coefficient_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
     """`added_shapes` without value-embedding tables, which are large and not needed for mixing matrices."""
-    with torch.device("meta"):
-        return _shapes({name: module for name, module in connection_modules(config).items() if not module.is_table})
+    return _shapes({name: module for name, module in connection_modules(config).items() if not module.is_table})
 
 
 def initial_connections(config: ResFormerConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """The added parameters at their start; `dtype` is the model's, which tables have."""
-    modules = connection_modules(config)
+    modules = {name: _on_cpu(module, dtype) for name, module in connection_modules(config).items()}
     for module in modules.values():
-        module.to(dtype if module.is_table else None).reset_parameters()
+        module.reset_parameters()
     return {name: to_tensor(name, parameter) for name, parameter in _parameters(modules).items()}
 
 
@@ -59,11 +76,18 @@ def read_connections(
         tensors: name -> tensor. `check_tensors` has checked that the added parameters are there, in their shapes.
         tables: also tables.
     """
-    modules = {name: module for name, module in connection_modules(config).items() if tables or not module.is_table}
+    modules = {
+        name: _on_cpu(module) for name, module in connection_modules(config).items() if tables or not module.is_table
+    }
     with torch.no_grad():
         for name, parameter in _parameters(modules).items():
             parameter.copy_(to_torch(tensors[name]))
     return modules
+
+
+def _on_cpu(module: Connection, table_dtype: torch.dtype | None = None) -> Connection:
+    """A copy without values, on the CPU."""
+    return copy.deepcopy(module).to(table_dtype if module.is_table else None).to_empty(device="cpu")
 
 
 def _shapes(modules: Mapping[str, Connection]) -> dict[str, tuple[int, ...]]:

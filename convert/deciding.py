@@ -16,7 +16,7 @@ from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.convert.source import OpenedSource, Source
 from resformer.errors import CheckpointError, listed, shown
 from resformer.modeling.connection import ConnectionKind
-from resformer.modeling.wiring import KINDS
+from resformer.modeling.modeling_resformer import KINDS
 from resformer.record import read_record
 
 __all__ = [
@@ -85,7 +85,7 @@ def added_kinds(config: ResFormerConfig, before: ResFormerConfig) -> list[Connec
 
 def inexact_because(config: ResFormerConfig, before: ResFormerConfig) -> list[str]:
     """Why a model of `config` does not start as its source, of configuration `before`; empty if it does."""
-    return [reason for kind in added_kinds(config, before) for reason in kind.losses(config)]
+    return [reason for kind in added_kinds(config, before) for reason in kind.inexact_because(config)]
 
 
 def recorded_family(source: Source) -> str:

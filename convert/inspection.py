@@ -15,7 +15,7 @@ from resformer.convert.families import family_config, resformer_config
 from resformer.convert.source import open_source
 from resformer.errors import CheckpointError
 from resformer.files import json_value
-from resformer.modeling.mixing import mixing_matrix, plain_matrix
+from resformer.modeling.connection import mixing_matrix, plain_matrix
 
 __all__ = ["Inspection", "inspect"]
 

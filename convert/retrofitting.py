@@ -39,7 +39,7 @@ from resformer.convert.tensors import CODES, to_tensor
 from resformer.errors import CheckpointError
 from resformer.files import check_target
 from resformer.model_cards import base_model_of, carried_metadata, retrofit_card
-from resformer.modeling.wiring import KINDS
+from resformer.modeling.modeling_resformer import KINDS
 from resformer.record import RECORD, config_digest
 from resformer.version import __version__
 

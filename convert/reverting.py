@@ -12,7 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of, without_connections
-from resformer.convert.connections import expected_shapes, read_connections
+from resformer.convert.connections import connection_modules, expected_shapes, read_connections
 from resformer.convert.conversion import Options, Report, carry_out, published_name
 from resformer.convert.deciding import Decision, added_kinds, check_tensors, config_text, recorded_family
 from resformer.convert.families import family_config
@@ -20,7 +20,6 @@ from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.errors import CheckpointError, brief
 from resformer.files import check_target
 from resformer.modeling.connection import Connection
-from resformer.modeling.wiring import connection_modules
 from resformer.record import RECORD, read_record
 
 __all__ = ["RevertReport", "revert"]
@@ -75,7 +74,7 @@ def revert(
     before = without_connections(config) if all else _recorded_config(opened, config)
     for kind in added_kinds(config, before):
         # Without parameters it cannot have learned to have no effect. The parameters of the others are read below.
-        if kind.module is None and (reasons := kind.losses(config)):
+        if kind.module is None and (reasons := kind.inexact_because(config)):
             raise CheckpointError(f"{opened.name}: cannot be reverted: {reasons[0]}. Convert the original again.")
     remaining = connections_of(before)
     reverted = before if remaining else family_config(config, recorded_family(opened))

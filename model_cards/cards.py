@@ -5,13 +5,13 @@ Arguments come from a `RetrofitReport`, the `metrics.json` of a training, or res
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import PurePath
 from typing import Any
 
+import torch
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import yaml_dump  # type: ignore[attr-defined]
 from jinja2 import Environment, FunctionLoader, StrictUndefined
@@ -21,7 +21,7 @@ from resformer.configuration.methods import connections_of, without_connections
 from resformer.model_cards.facts import FACTS, FIELDS, papers_of
 from resformer.model_cards.metrics import Metric, table_rows
 from resformer.model_cards.source_card import well_formed
-from resformer.modeling.shapes import parameter_shapes
+from resformer.modeling import ResFormerForCausalLM
 
 __all__ = [
     "TRAINING_FIELDS",
@@ -206,9 +206,10 @@ def render(template: str, **values: Any) -> str:
 
 def added_parameters(config: ResFormerConfig) -> int:
     """How many parameters the connections add to Llama of this shape; negative where layers share projections."""
-    connected, plain = (
-        sum(map(math.prod, parameter_shapes(each).values())) for each in (config, without_connections(config))
-    )
+    with torch.device("meta"):
+        connected, plain = (
+            ResFormerForCausalLM(each).num_parameters() for each in (config, without_connections(config))
+        )
     return connected - plain
 
 

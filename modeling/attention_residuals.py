@@ -10,7 +10,7 @@ layers form B blocks. D_0 are the embeddings, and D_b, b >= 1, is what block b -
 the D_b of all blocks before their own: at most B. Heads h are contiguous slices of D_b and of w_i; their number is that
 of key/value heads, or its greatest common divisor with `hidden_size`. The 1 is a null source of score 0 and value 0, so
 that a head can read nothing. w_i, `(hidden_size)`, starts at 0, a mean over all sources; g_i, a scalar, starts at
-`attention_residual_init`. At g = 0 this is plain Llama: x + 0 D changes no bit for finite D.
+`attention_residual_init`. At g = 0 this is plain Llama: for finite D, x + 0 D is x.
 
 It departs from the published code in three points. There D_b is the stream minus D_(b-1) for b >= 2, and the attention
 of a block's first layer does not read the block before it. The null source and the norm's scale are learned; here w_i
@@ -26,10 +26,9 @@ from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
 from resformer.configuration import ResFormerConfig
-from resformer.modeling.connection import Connection, ConnectionKind
-from resformer.modeling.mixing import coefficient_dtype
+from resformer.modeling.connection import Connection, ConnectionKind, coefficient_dtype, weighted_sum
 
-__all__ = ["ATTENTION_RESIDUALS", "AttentionResiduals", "BlockDeltas", "add_deltas", "attention_residuals"]
+__all__ = ["ATTENTION_RESIDUALS", "AttentionResiduals", "BlockDeltas", "attention_residuals"]
 
 
 def attention_residuals(config: ResFormerConfig) -> "AttentionResiduals | None":
@@ -43,7 +42,7 @@ class AttentionResiduals(Connection):
     ```python
     >>> deltas = attention_residuals.start(*attention_residuals())
     >>> for n, layer in enumerate(layers):
-    ...     hidden_states = layer(hidden_states, *deltas.read(n, hidden_states))
+    ...     hidden_states = layer(hidden_states, block_deltas=deltas.read(n, hidden_states))
     ```"""
 
     def __init__(self, config: ResFormerConfig):
@@ -87,15 +86,19 @@ class BlockDeltas:
         self.scores: list[torch.Tensor] = []  # s_ib, (sublayers from the current block on, batch, tokens, heads)
         self.weights: list[torch.Tensor] = []  # g_i a_ib of the current block's layers
 
-    def read(self, layer: int, hidden_states: torch.Tensor) -> list[torch.Tensor]:
-        """What `add_deltas` takes in this layer: g_i a_ib, `(2, D, batch, tokens, heads, 1)`, and the D deltas.
+    def read(self, layer: int, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the attention and the MLP of a layer read beside the stream: sum_b g_i a_ib D_b, as the stream's shape.
 
         Args:
             hidden_states: the stream that the layer reads, `(batch, tokens, hidden_size)`.
         """
         if layer in self.module.blocks:
             self.begin(layer, self.module.blocks[layer], hidden_states)
-        return [self.weights.pop(0), *self.deltas]
+        attention, mlp = self.weights.pop(0)
+        return (
+            weighted_sum(self.deltas, attention).view_as(hidden_states),
+            weighted_sum(self.deltas, mlp).view_as(hidden_states),
+        )
 
     def begin(self, layer: int, end: int, stream: torch.Tensor) -> None:
         """Adds the delta of the block that ended before `layer`, for the layers from there up to `end`."""
@@ -119,33 +122,13 @@ class BlockDeltas:
         self.weights = list(weights.to(delta.dtype).unsqueeze(-1).split(2))
 
 
-def add_deltas(
-    hidden_states: torch.Tensor, sublayer: int, weights: torch.Tensor | None = None, *deltas: torch.Tensor
-) -> torch.Tensor:
-    """Returns what a sublayer reads, x + sum_b w_b D_b; x itself without deltas.
-
-    Weights of exactly 0 change no bit of x, for finite deltas.
-
-    Args:
-        hidden_states: x, `(batch, tokens, hidden_size)`.
-        sublayer: of the layer, 0 for its attention and 1 for its MLP.
-        weights, deltas: what `BlockDeltas.read` returned for the layer.
-    """
-    if weights is None:
-        return hidden_states
-    total = hidden_states.view_as(deltas[0])
-    for delta, weight in zip(deltas, weights[sublayer].unbind(), strict=True):
-        total = torch.addcmul(total, delta, weight)
-    return total.view_as(hidden_states)
-
-
 def _starts(config: ResFormerConfig) -> list[int]:
     """The first layer of each block; sizes differ by 1 at most."""
     blocks = config.attention_residual_blocks
     return [block * config.num_hidden_layers // blocks for block in range(blocks)]
 
 
-def _losses(config: ResFormerConfig) -> list[str]:
+def _inexact(config: ResFormerConfig) -> list[str]:
     start = config.attention_residual_init
     if not config.attention_residuals or start == 0.0:
         return []
@@ -159,16 +142,10 @@ def _flops(config: ResFormerConfig) -> int:
     return 4 * config.hidden_size * read
 
 
-def _modules(config: ResFormerConfig) -> dict[str, Connection]:
-    module = attention_residuals(config)
-    return {} if module is None else {"model.attention_residuals": module}
-
-
 ATTENTION_RESIDUALS = ConnectionKind(
     ("attention_residuals", "attention_residual_blocks", "attention_residual_init"),
     "attention_residuals",
-    modules=_modules,
-    losses=_losses,
+    inexact_because=_inexact,
     start=lambda fields: {"attention_residual_init": 0.0} if fields.get("attention_residuals") else {},
     flops=_flops,
 )

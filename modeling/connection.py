@@ -1,22 +1,60 @@
-"""The interface between a kind of connection, one file each, and the rest of the package."""
+"""What all connections have in common: modules with added parameters, weighted sums, and what a kind says of itself."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import initialization as init
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import connections_of
 
-__all__ = ["Connection", "ConnectionKind", "Crossing"]
+__all__ = [
+    "Connection",
+    "ConnectionKind",
+    "FreeRows",
+    "MixingRows",
+    "coefficient_dtype",
+    "mixing_matrix",
+    "plain_matrix",
+    "weighted_sum",
+]
 
-#: A tensor that crosses layers: its name in `ResFormerAttention.forward`, and the layer that makes it.
-Crossing = tuple[str, int]
+#: The weights of one row: `(K,)`, or K numbers.
+Row = torch.Tensor | Sequence[float]
+
+
+@dataclass(frozen=True)
+class ConnectionKind:
+    """One kind of connection, listed in `KINDS` of `modeling_resformer.py`.
+
+    Args:
+        fields: its fields of `ResFormerConfig`.
+        module: the name of the modules that hold its parameters; `None` if it has none.
+        inexact_because: configuration -> why a model with it does not start as plain Llama; empty if it does.
+        start: connection fields of a retrofit -> fields that make it start as plain Llama, unless it sets them itself.
+        flops: configuration -> operations of a forward pass per token; a multiplication and an addition are two.
+    """
+
+    fields: tuple[str, ...]
+    module: str | None = None
+    inexact_because: Callable[[ResFormerConfig], list[str]] = lambda config: []
+    start: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
+    flops: Callable[[ResFormerConfig], int] = lambda config: 0
+
+    def is_in(self, config: ResFormerConfig) -> bool:
+        """Whether `config` sets any of its fields; an initial value alone is no connection."""
+        return any(name in self.fields for name in connections_of(config) if not name.endswith("_init"))
 
 
 class Connection(nn.Module):
-    """A module whose parameters a connection adds to Llama's."""
+    """A module whose parameters a connection adds to Llama's.
+
+    Their names contain `bias`, so that the stock `Trainer` leaves them out of weight decay, which would pull a
+    retrofit's ones to zero.
+    """
 
     #: Whether it is a table with a row per token of the vocabulary. Tables have the model's dtype.
     is_table = False
@@ -29,31 +67,90 @@ class Connection(nn.Module):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class ConnectionKind:
-    """One kind of connection, listed in `KINDS`.
+def coefficient_dtype() -> torch.dtype:
+    """The dtype of the coefficients: float32 whatever the model's dtype is, or float64 in a float64 model.
+
+    bfloat16 has no number between 1 and 1 - 2^-8, so a coefficient that starts at 1 would never learn.
+    """
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)
+
+
+def weighted_sum(states: Sequence[torch.Tensor], weights: Row) -> torch.Tensor:
+    """Returns sum_k weights[k] states[k], in the dtype of the states.
+
+    A weight of exactly 0 adds nothing and a weight of exactly 1 changes nothing, for finite states; -0 becomes +0 where
+    0 is added to it.
 
     Args:
-        fields: its fields of `ResFormerConfig`.
-        module: the name of the modules that hold its parameters; `None` if it has none.
-        modules: configuration -> name in `ResFormerForCausalLM` and a new module, for each that adds parameters.
-        reads: configuration and layer -> the tensors that the layer reads of earlier layers.
-        losses: configuration -> why a model with it does not start as plain Llama; empty if it does.
-        start: connection fields of a retrofit -> fields that make it start as plain Llama, unless it sets them itself.
-        flops: configuration -> operations of a forward pass per token; a multiplication and an addition are two.
-        coefficients: the name of those modules whose parameters are in float32 at least, whatever the model's dtype is;
-            `None`: all.
+        states: K >= 1 tensors of one shape and dtype.
+        weights: of any floating dtype; tensors get gradients. A tensor `(K, ...)` holds K that broadcast to the states.
+    """
+    scalars: Sequence[Any] = weights.to(states[0]).unbind() if isinstance(weights, torch.Tensor) else weights
+    total = states[0] * scalars[0]
+    for state, weight in zip(states[1:], scalars[1:], strict=True):
+        if isinstance(weight, torch.Tensor):
+            total = torch.addcmul(total, state, weight)
+        else:
+            total = torch.add(total, state, alpha=weight)
+    return total
+
+
+class MixingRows(Connection):
+    """The rows of a mixing matrix that are not the identity's: row n mixes the states `columns[n]`, the newest last.
+
+    Subclasses define where the weights come from, and their initial values in `reset_parameters`.
     """
 
-    fields: tuple[str, ...]
-    module: str | None = None
-    modules: Callable[[ResFormerConfig], dict[str, Connection]] = lambda config: {}
-    reads: Callable[[ResFormerConfig, int], Sequence[Crossing]] = lambda config, layer: ()
-    losses: Callable[[ResFormerConfig], list[str]] = lambda config: []
-    start: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
-    flops: Callable[[ResFormerConfig], int] = lambda config: 0
-    coefficients: str | None = None
+    def __init__(self, columns: dict[int, list[int]]):
+        super().__init__()
+        self.columns = columns
 
-    def is_in(self, config: ResFormerConfig) -> bool:
-        """Whether `config` sets any of its fields; an initial value alone is no connection."""
-        return any(name in self.fields for name in connections_of(config) if not name.endswith("_init"))
+    def forward(self) -> Mapping[int, Row]:
+        """Row n -> its weights, in the order of `columns[n]`. Whoever mixes rounds them to the dtype of the states."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def deviations(self) -> list[tuple[float, str]]:
+        # A gate's coefficients are not among the weights.
+        rows = [(row, self.columns[row][-len(weights) :], weights) for row, weights in self().items()]
+        return [
+            (abs(float(weight) - (column == columns[-1])), f"[{row}, {column}]")
+            for row, columns, weights in rows
+            for column, weight in zip(columns, weights, strict=True)
+        ]
+
+    @torch.no_grad()
+    def fill(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Writes the rows into `matrix`, a tensor on the CPU, and returns it."""
+        for row, weights in self().items():
+            matrix[row] = 0.0
+            for column, weight in zip(self.columns[row], weights, strict=True):
+                matrix[row, column] = float(weight)
+        return matrix
+
+
+class FreeRows(MixingRows):
+    """Rows whose weights are parameters: one flat vector `bias`, row after row."""
+
+    def __init__(self, columns: dict[int, list[int]]):
+        super().__init__(columns)
+        self.sizes = [len(row) for row in columns.values()]
+        self.bias = nn.Parameter(torch.empty(sum(self.sizes), dtype=coefficient_dtype()))
+
+    def forward(self) -> Mapping[int, Row]:
+        # A copy: FSDP2 frees the parameter itself when this returns.
+        return dict(zip(self.columns, self.bias.clone().split(self.sizes), strict=True))
+
+    def start_at(self, rows: list[list[float]]) -> None:
+        init.copy_(self.bias, torch.tensor([weight for row in rows for weight in row]))
+
+
+def plain_matrix(rows: int, columns: int) -> torch.Tensor:
+    """Plain Llama's mixing matrix, `(N, N)` of values or `(N, N + 1)` of depth: ones for the newest states."""
+    return torch.eye(rows, columns, dtype=torch.float32).roll(columns - rows, dims=1)
+
+
+def mixing_matrix(rows: int, columns: int, module: MixingRows | None) -> torch.Tensor:
+    """`plain_matrix` with the rows of `module`, if there is one: float32, detached, on the CPU."""
+    matrix = plain_matrix(rows, columns)
+    return matrix if module is None else module.fill(matrix)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from resformer.modeling.mixing import MixingRows, coefficient_dtype, weighted_sum
+from resformer.modeling.connection import MixingRows, coefficient_dtype, weighted_sum
 
 __all__ = ["DepthGates", "depth_values"]
 

@@ -11,14 +11,13 @@ its weight is 0; plain Llama makes NaN of it too, in the next norm.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from resformer.configuration import ResFormerConfig
-from resformer.modeling.connection import Connection, ConnectionKind
+from resformer.modeling.connection import ConnectionKind, FreeRows, weighted_sum
 from resformer.modeling.depth_gather import Gather
-from resformer.modeling.mixing import FreeRows, is_autocast, is_ordinary, weighted_sum
 
 __all__ = ["DEPTH_AVERAGE", "DepthAverage", "RunningAverage", "depth_average"]
 
@@ -27,9 +26,6 @@ __all__ = ["DEPTH_AVERAGE", "DepthAverage", "RunningAverage", "depth_average"]
 #: float16.
 GROUP = 8
 GROUPED_FROM = {torch.float32: 24, torch.float64: 24, torch.bfloat16: 8}
-#: A decoding step whose states have at most this many numbers uses a `Buffer`: its time goes into calling operations,
-#: and a `Buffer` calls the fewest.
-FEW_NUMBERS = 2**13
 
 
 def depth_average(config: ResFormerConfig) -> "DepthAverage | None":
@@ -89,8 +85,8 @@ class RunningAverage:
         Y_2   a20   a21   a22             read by block 2
         Y_3   a30   a31   a32   a33       read by the final norm
 
-    Three ways give the same averages: `Buffer` for decoding steps, `Gather` for the rest, and a plain weighted sum
-    where neither can be used: compilers, tensor subclasses, layers on several devices.
+    Two ways give the same averages, up to rounding: `Gather`, and a plain weighted sum where that cannot be used:
+    compilers, tensor subclasses, layers on several devices.
     """
 
     def __init__(self, module: DepthAverage, weights: dict[int, torch.Tensor]):
@@ -98,7 +94,7 @@ class RunningAverage:
         self.weights = weights
         self.states: dict[int, torch.Tensor] = {}  # j -> X_j, as long as a later average reads it
         self.count = 0
-        self.fast: Buffer | Gather | None = None
+        self.gather: Gather | None = None
         self.layout: tuple[object, ...] = ()  # of X_0
 
     def append(self, state: torch.Tensor) -> torch.Tensor:
@@ -108,12 +104,12 @@ class RunningAverage:
         self.states[number] = state
         layout = (state.shape, state.dtype, state.device)
         if number == 0:
-            self.layout, self.fast = layout, self.fast_way(state)
+            self.layout, self.gather = layout, self.start_gather(state)
         elif layout != self.layout:  # with `device_map`, layers are on several devices
-            self.fast = None
+            self.gather = None
 
-        if self.fast is not None:
-            output = self.fast.append(number, state)
+        if self.gather is not None:
+            output = self.gather.append(number, state)
         elif number in self.module.reads:
             terms = [self.states[earlier].to(state.device) for earlier in self.module.reads[number]]
             output = weighted_sum(terms, self.weights[number - 1])
@@ -123,44 +119,25 @@ class RunningAverage:
             del self.states[earlier]
         return output
 
-    def fast_way(self, state: torch.Tensor) -> "Buffer | Gather | None":
-        """Returns what is fastest for states like X_0; `None` where only a plain weighted sum works."""
-        if not is_ordinary(state, *self.weights.values()):
+    def start_gather(self, state: torch.Tensor) -> Gather | None:
+        """Returns a `Gather` for states like X_0; `None` where only a plain weighted sum works."""
+        if not _is_ordinary(state, *self.weights.values()):
             return None
         matrix = self.module.matrix(self.weights).to(state.device)
-        reads = self.module.reads
-        few = state.numel() <= FEW_NUMBERS
-        if few and not torch.is_grad_enabled() and not is_autocast(state):  # on a GPU autocast would round the product
-            return Buffer(matrix, reads, state)
-        return Gather(matrix, reads, self.states, self.module.group(state.dtype), state)
+        return Gather(matrix, self.module.reads, self.states, self.module.group(state.dtype), state)
 
 
-class Buffer:
-    """The averages of a few tokens without gradients: all states in one buffer, one matrix-vector product an average.
+def _is_ordinary(*tensors: torch.Tensor) -> bool:
+    """Whether these are plain tensors with data, outside of torch.compile, torch.jit tracing and torch.func transforms.
 
-    Args:
-        matrix: A, `(N + 1, N + 1)`; row i makes Y_i.
-        reads: its keys are the i that are averages; Y_i = X_i for every other i.
-        like: any state.
+    Compilers fuse plain operations by themselves, and tracers and transforms do not support Python autograd functions.
     """
-
-    def __init__(self, matrix: torch.Tensor, reads: Mapping[int, Sequence[int]], like: torch.Tensor):
-        # On CPUs the product is slow below float32. The weights are rounded to the states' dtype, as everywhere.
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        self.rows = matrix.to(like.dtype).to(dtype).unbind()
-        self.reads = reads
-        self.converts = dtype != like.dtype
-        states = like.new_zeros((len(matrix), *like.shape), dtype=dtype)  # later states are 0, and so are their weights
-        self.slots = states.unbind()
-        self.columns = states.flatten(1).t()
-
-    def append(self, number: int, state: torch.Tensor) -> torch.Tensor:
-        """Returns Y_number, a new tensor, or X_number itself."""
-        self.slots[number].copy_(state)
-        if number not in self.reads:
-            return state
-        output = torch.mv(self.columns, self.rows[number]).view_as(state)
-        return output.to(state.dtype) if self.converts else output
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+        or any(type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta for tensor in tensors)
+    )
 
 
 def _columns(layers: int, dilation: int, period: int) -> dict[int, list[int]]:
@@ -177,12 +154,7 @@ def _flops(config: ResFormerConfig) -> int:
     return 2 * config.hidden_size * sum(map(len, rows))
 
 
-def _modules(config: ResFormerConfig) -> dict[str, Connection]:
-    average = depth_average(config)
-    return {} if average is None else {"model.depth_average": average}
-
-
-DEPTH_AVERAGE = ConnectionKind(("dwa", "dwa_dilation", "dwa_period"), "depth_average", modules=_modules, flops=_flops)
+DEPTH_AVERAGE = ConnectionKind(("dwa", "dwa_dilation", "dwa_period"), "depth_average", flops=_flops)
 
 
 @functools.lru_cache

@@ -149,6 +149,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer):
 
     keys: torch.Tensor
     values: torch.Tensor
+    record_past = False  # set by Transformers, from 5.16 on
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -1,19 +1,20 @@
 """Llama's decoder with connections between layers.
 
-Tensors that cross layers are positional arguments and come back in a tuple: reentrant gradient checkpointing tracks no
-others, and Accelerate's device hooks move them.
+Tensors cross layers by name: a layer takes them as keyword arguments and returns, in a dict, those that later layers
+read. `crossings` says which they are; `model.model.layers[7].reads` shows what layer 7 reads.
 """
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
 from transformers.generation import GenerationConfig, GenerationMixin
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.integrations import use_kernelized_func
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -21,7 +22,7 @@ from transformers.modeling_layers import (
     GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
@@ -35,60 +36,98 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from resformer.configuration import ResFormerConfig, key_sources, value_sources
-from resformer.modeling.attention_residuals import add_deltas, attention_residuals
-from resformer.modeling.connection import Connection, Crossing
+from resformer.modeling.attention_residuals import ATTENTION_RESIDUALS, attention_residuals
+from resformer.modeling.connection import Connection, mixing_matrix, weighted_sum
 from resformer.modeling.depth_attention import depth_values
-from resformer.modeling.depth_average import depth_average
+from resformer.modeling.depth_average import DEPTH_AVERAGE, depth_average
 from resformer.modeling.growing_cache import GrowingCache
-from resformer.modeling.mixing import mixing_matrix, weighted_sum
-from resformer.modeling.neutreno import neutreno_term
-from resformer.modeling.sharing import update_cache
-from resformer.modeling.value_embedding import ValueEmbedding, ValueTable
-from resformer.modeling.value_residual import ValueGate, mixed_layers, mixed_states, value_residual
-from resformer.modeling.wiring import KINDS, LayerWiring, wire
+from resformer.modeling.neutreno import NEUTRENO, neutreno_term
+from resformer.modeling.sharing import SHARING, update_cache
+from resformer.modeling.value_embedding import VALUE_EMBEDDING, ValueEmbedding, ValueTable
+from resformer.modeling.value_residual import VALUE_RESIDUAL, ValueGate, mixed_layers, value_residual
+from resformer.modeling.versions import record_rejected_tokens, slice_logits_to_keep
 
 __all__ = [
+    "KINDS",
     "ResFormerForCausalLM",
     "ResFormerForQuestionAnswering",
     "ResFormerForSequenceClassification",
     "ResFormerForTokenClassification",
     "ResFormerModel",
     "ResFormerPreTrainedModel",
+    "crossings",
 ]
 
-MASKS: dict[str, Callable[..., Any]] = {
-    "full_attention": create_causal_mask,
-    "sliding_attention": create_sliding_window_causal_mask,
-}
+#: All kinds of connections.
+KINDS = (SHARING, NEUTRENO, VALUE_EMBEDDING, VALUE_RESIDUAL, DEPTH_AVERAGE, ATTENTION_RESIDUALS)
+
+#: A tensor that crosses layers: its name, and the layer that makes it.
+Crossing = tuple[str, int]
 
 
+def crossings(config: ResFormerConfig, layer: int) -> dict[str, Crossing | list[Crossing]]:
+    """What a layer reads of earlier ones: an argument of `ResFormerAttention.forward` -> the tensor or tensors.
+
+    The names of tensors of layer m are:
+
+    * `raw_values`, `mixed_values`, `current_keys`: V_m, V'_m, and K_m before the rotary embedding, of the current
+      tokens, `(batch, key/value heads, tokens, head_dim)`;
+    * `keys`, `values`: those that the layer attends to, past tokens included.
+    """
+    keys, values, mixed = key_sources(config), value_sources(config), mixed_layers(config, layer)
+    reads: dict[str, Crossing | list[Crossing]] = {}
+    if keys[layer] != layer:
+        reads["shared_keys"] = ("keys", keys[layer])
+    if values[layer] != layer:
+        reads["shared_values"] = ("values", values[layer])
+    if mixed and config.value_residual == "dense":
+        reads["earlier_values"] = [("raw_values", earlier) for earlier in mixed[:-1]]
+    elif mixed and config.value_residual == "depth_attention":
+        reads["earlier_values"] = [("mixed_values", earlier) for earlier in mixed[:-1]]
+        reads["earlier_keys"] = [("current_keys", keys[each]) for each in mixed if keys[each] != layer]
+    elif mixed:
+        reads["first_values"] = ("raw_values", 0)
+    if config.neutreno_lambda and layer > 0:
+        reads["first_values"] = ("raw_values", 0)
+        if values[layer] != layer:
+            reads["shared_mixed_values"] = ("mixed_values", values[layer])
+    return reads
+
+
+def returned(config: ResFormerConfig, layer: int) -> tuple[str, ...]:
+    """The names of the tensors that a layer returns: those that a later one reads."""
+    names = set()
+    for later in range(layer + 1, config.num_hidden_layers):
+        for read in crossings(config, later).values():
+            names |= {name for name, maker in (read if isinstance(read, list) else [read]) if maker == layer}
+    return tuple(sorted(names))
+
+
+@use_kernelized_func(apply_rotary_pos_emb)
 class ResFormerAttention(nn.Module):
     """Multi-head attention, whose keys may be another layer's, and whose values may be mixed or another layer's.
 
     A layer that reads another's keys has no `k_proj`, one that reads another's values no `v_proj`.
     """
 
-    def __init__(self, config: ResFormerConfig, layer_idx: int, wiring: LayerWiring):
+    def __init__(self, config: ResFormerConfig, layer_idx: int):
         super().__init__()
         self.config = config
-        self.layer_idx = layer_idx
-        self.wiring = wiring
-        self.key_source = key_sources(config)[layer_idx]
-        self.value_source = value_sources(config)[layer_idx]
-        mixed = mixed_layers(config).get(layer_idx, [])
-        self.mixes = mixed[:-1]  # earlier layers whose values it mixes with its own
-        self.mixed_states = mixed_states(config)
-        self.mixed_keys = [key_sources(config)[layer] for layer in mixed]  # the layers that make their keys
+        self.layer_idx = layer_idx  # in a cache
+        self.returned = returned(config, layer_idx)
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         # Copied: attributes of a configuration are slow to read, and decoding reads them for every token and layer.
+        # Booleans, not numbers of layers: torch.compile makes one graph for all layers that have the same.
+        self.has_keys = key_sources(config)[layer_idx] == layer_idx
+        self.has_values = value_sources(config)[layer_idx] == layer_idx
+        self.mixing = config.value_residual if mixed_layers(config, layer_idx) else "none"
+        self.embeds_values = layer_idx in (config.value_embeddings or ())
+        self.neutreno_lambda = config.neutreno_lambda if layer_idx > 0 else 0.0
         self.qk_norm = config.qk_norm
-        self.gated = config.value_residual == "gated"
-        self.attends_over_depth = config.value_residual == "depth_attention"
-        self.neutreno_lambda = config.neutreno_lambda
         self.use_rope = config.no_rope_layers is None or bool(config.no_rope_layers[layer_idx])
         sliding = config.layer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if sliding else None
@@ -99,41 +138,43 @@ class ResFormerAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.attention_bias)
         if config.qk_norm:
             self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        if self.key_source == layer_idx:
+        if self.has_keys:
             self.k_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
             if config.qk_norm:
                 self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        if self.value_source == layer_idx:
+        if self.has_values:
             self.v_proj = nn.Linear(config.hidden_size, key_value_width, bias=config.attention_bias)
-        self.embeds_values = layer_idx in (config.value_embeddings or ())
         if self.embeds_values:
             self.value_embedding = ValueEmbedding(config)
-        if self.gated and self.mixes:
+        if self.mixing == "gated":
             self.value_residual = ValueGate(config)
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=out_bias)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        *crossing: Any,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        input_ids: torch.Tensor | None = None,
+        mixing_weights: Any = None,
+        first_values: torch.Tensor | None = None,
+        earlier_values: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+        earlier_keys: tuple[torch.Tensor, ...] = (),
+        shared_keys: torch.Tensor | None = None,
+        shared_values: torch.Tensor | None = None,
+        shared_mixed_values: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Returns (output, attention weights, *what later layers read of this one, `wiring.gives`).
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+        """Returns the output, the attention weights, and what later layers read.
 
         Args:
             hidden_states: H_n, `(batch, tokens, hidden_size)`.
-            crossing: `wiring.reads`, by name and layer m:
-
-                * `input_ids`: of the current tokens, `(batch, tokens)`;
-                * `mixing_weights`: the row of layer m = n in the value mixing matrix;
-                * `raw_values`, `current_values`, `current_keys`: V_m, V'_m and K_m of the current tokens, the keys
-                  before the rotary embedding, `(batch, key/value heads, tokens, head_dim)`;
-                * `keys`, `values`: those that layer m attends to, past tokens included.
+            input_ids: of the current tokens, `(batch, tokens)`, in the layers in `value_embeddings`.
+            mixing_weights: the layer's row of the value mixing matrix, or its gates; the last number in mode "dense".
+            earlier_values: the rest of that row's sum in mode "dense", V'_m in mode "depth_attention".
+            first_values, earlier_keys, shared_keys, shared_values, shared_mixed_values: see `crossings`.
         """
-        read = dict(zip(self.wiring.reads, crossing, strict=True))
         input_shape = hidden_states.shape[:-1]
         head_shape = (*input_shape, -1, self.head_dim)
 
@@ -143,7 +184,7 @@ class ResFormerAttention(nn.Module):
         query_states = query_states.transpose(1, 2)
 
         key_states = None
-        if self.key_source == self.layer_idx:
+        if self.has_keys:
             key_states = self.k_proj(hidden_states).view(head_shape)
             if self.qk_norm:
                 key_states = self.k_norm(key_states)
@@ -151,32 +192,33 @@ class ResFormerAttention(nn.Module):
         current_keys = key_states
 
         raw_values = value_states = None
-        if self.value_source == self.layer_idx:
-            raw_values = value_states = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
+        if self.has_values:
+            raw_values = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)
             if self.embeds_values:
-                input_ids = read["input_ids", self.layer_idx]
-                raw_values = value_states = self.value_embedding(hidden_states, input_ids, raw_values)
-            if self.mixes:
-                # V'_n = l1 V_0 + l2 V_n
-                terms = [*(read[self.mixed_states, earlier] for earlier in self.mixes), raw_values]
-                weights = read["mixing_weights", self.layer_idx]
-                if self.gated:
-                    value_states = self.value_residual(hidden_states, *terms, weights)
-                elif self.attends_over_depth:
-                    mixed_keys = [read.get(("current_keys", source), current_keys) for source in self.mixed_keys]
-                    value_states = depth_values(query_states, mixed_keys, terms, weights)
-                else:
-                    value_states = weighted_sum(terms, weights)
+                raw_values = self.value_embedding(hidden_states, input_ids, raw_values)
+            if self.mixing == "none":
+                value_states = raw_values
+            elif self.mixing == "gated":
+                value_states = self.value_residual(hidden_states, first_values, raw_values, mixing_weights)
+            elif self.mixing == "dense":
+                value_states = torch.addcmul(earlier_values, raw_values, mixing_weights.to(raw_values))
+            elif self.mixing == "depth_attention":
+                keys = (*earlier_keys, current_keys) if self.has_keys else earlier_keys
+                value_states = depth_values(query_states, keys, (*earlier_values, raw_values), mixing_weights)
+            else:  # V'_n = l1 V_0 + l2 V_n
+                value_states = weighted_sum((first_values, raw_values), mixing_weights)
+        mixed_values = value_states if self.has_values else shared_mixed_values
 
         if self.use_rope:
             cos, sin = position_embeddings
-            if key_states is None:
-                query_states, _ = apply_rotary_pos_emb(query_states, query_states[:, :1], cos, sin)
-            else:
+            if self.has_keys:
                 query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+            else:
+                query_states, _ = apply_rotary_pos_emb(query_states, query_states[:, :1], cos, sin)
 
-        shared = read.get(("keys", self.key_source)), read.get(("values", self.value_source))
-        keys, values = update_cache(past_key_values, self.layer_idx, (key_states, value_states), shared)
+        keys, values = update_cache(past_key_values, self.layer_idx, key_states, value_states)
+        keys = keys if self.has_keys else shared_keys
+        values = values if self.has_values else shared_values
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -192,26 +234,28 @@ class ResFormerAttention(nn.Module):
             sliding_window=self.sliding_window,
             **kwargs,
         )
-        if self.neutreno_lambda and self.layer_idx > 0:
-            current = read["current_values", self.value_source] if value_states is None else value_states
+        if self.neutreno_lambda:
             attn_output = neutreno_term(
-                attn_output.reshape(head_shape), read["raw_values", 0], current, self.neutreno_lambda
+                attn_output.reshape(head_shape), first_values, mixed_values, self.neutreno_lambda
             )
         attn_output = self.o_proj(attn_output.reshape(*input_shape, -1).contiguous())
-        given = {
+        made = {
             "raw_values": raw_values,
-            "current_values": value_states,
+            "mixed_values": mixed_values,
             "current_keys": current_keys,
             "keys": keys,
             "values": values,
         }
-        return attn_output, attn_weights, *[given[name] for name in self.wiring.gives]
+        return attn_output, attn_weights, {name: made[name] for name in self.returned}
 
 
 class ResFormerDecoderLayer(GradientCheckpointingLayer):
-    def __init__(self, config: ResFormerConfig, layer_idx: int, wiring: LayerWiring):
+    def __init__(self, config: ResFormerConfig, layer_idx: int):
         super().__init__()
-        self.self_attn = ResFormerAttention(config, layer_idx, wiring)
+        self.layer_idx = layer_idx
+        self.reads = crossings(config, layer_idx)
+        self.attention_type = config.layer_types[layer_idx]
+        self.self_attn = ResFormerAttention(config, layer_idx)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -219,41 +263,26 @@ class ResFormerDecoderLayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        *crossing: Any,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        block_deltas: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor | None, ...]:
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns X_{n+1} and what later layers read.
 
         Args:
-            crossing: what the attention reads, then what `add_deltas` takes, if anything.
+            block_deltas: what attention and MLP read beside the stream (`attention_residuals`).
+            kwargs: of `ResFormerAttention.forward`.
         """
-        reads = len(self.self_attn.wiring.reads)
-        crossing, deltas = crossing[:reads], crossing[reads:]
-
         residual = hidden_states
-        hidden_states = self.input_layernorm(add_deltas(hidden_states, 0, *deltas))
-        hidden_states, _, *given = self.self_attn(
-            hidden_states,
-            *crossing,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
+        if block_deltas is not None:
+            hidden_states = hidden_states + block_deltas[0]
+        hidden_states, _, made = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = residual + hidden_states
 
         residual = hidden_states
-        hidden_states = self.post_attention_layernorm(add_deltas(hidden_states, 1, *deltas))
-        hidden_states = self.mlp(hidden_states)
-        hidden_states = residual + hidden_states
-        return hidden_states, *given
+        if block_deltas is not None:
+            hidden_states = hidden_states + block_deltas[1]
+        hidden_states = self.mlp(self.post_attention_layernorm(hidden_states))
+        return residual + hidden_states, made
 
 
 class ResFormerPreTrainedModel(PreTrainedModel):
@@ -263,7 +292,6 @@ class ResFormerPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["ResFormerDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
-    _keep_in_fp32_modules = ["bias_gate"]  # a linear layer, which some quantisers would replace
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -282,10 +310,16 @@ class ResFormerPreTrainedModel(PreTrainedModel):
         if type(config).__name__ == ResFormerConfig.__name__ and type(config) not in AutoModel._model_mapping:
             AutoModel.register(type(config), ResFormerModel)
 
-    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        # Coefficients are in float32 at least: bfloat16 would round away what they learn.
-        kept = [kind.coefficients or kind.module for kind in KINDS if kind.module is not None]
-        return super()._get_dtype_plan(dtype) | dict.fromkeys(kept, torch.promote_types(dtype, torch.float32))
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **kwargs: Any
+    ) -> None:
+        options = getattr(gradient_checkpointing_func, "keywords", {})
+        if enable and options.get("use_reentrant") is not False:  # `checkpoint` itself takes None for True
+            raise ValueError(
+                "Reentrant gradient checkpointing loses the gradients of tensors that cross layers: leave "
+                "`gradient_checkpointing_kwargs` out, or set {'use_reentrant': False} in it."
+            )
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -316,9 +350,8 @@ class ResFormerModel(ResFormerPreTrainedModel):
         self.vocab_size = config.vocab_size
 
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.wiring = wire(config)
         self.layers = nn.ModuleList(
-            [ResFormerDecoderLayer(config, layer_idx, wiring) for layer_idx, wiring in enumerate(self.wiring)]
+            [ResFormerDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
         )
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
@@ -327,6 +360,12 @@ class ResFormerModel(ResFormerPreTrainedModel):
         self.attention_residuals = attention_residuals(config)
         self.gradient_checkpointing = False
 
+        # Coefficients are in float32 in a model of lower precision, which would round away what they learn.
+        names = [name for name, _ in self.named_parameters()]
+        coefficients = ("value_residual", "value_embedding.bias_gate", "depth_average", "attention_residuals")
+        self._keep_in_fp32_modules_strict = {each for each in coefficients if any(f"{each}." in name for name in names)}
+        # Quantisers, which would replace linear layers, look here.
+        self._keep_in_fp32_modules = {each for each in ("bias_gate",) if any(f"{each}." in name for name in names)}
         self.post_init()
 
     @torch.no_grad()
@@ -382,7 +421,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
         masks = attention_mask
         if not isinstance(masks, dict):
             masks = {
-                kind: MASKS[kind](
+                kind: LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[kind](
                     config=self.config,
                     inputs_embeds=inputs_embeds,
                     attention_mask=attention_mask,
@@ -402,39 +441,45 @@ class ResFormerModel(ResFormerPreTrainedModel):
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
-        crossing: dict[Crossing, Any] = {
-            ("input_ids", layer): input_ids for layer in self.config.value_embeddings or ()
-        }
-        if self.value_residual is not None:
-            crossing |= {("mixing_weights", layer): weights for layer, weights in self.value_residual().items()}
+        layers = self.layers[: self.config.num_hidden_layers]  # fewer while `assistant_early_exit` drafts
+        rows = {} if self.value_residual is None else self.value_residual()
         averages = None if self.depth_average is None else self.depth_average.start(self.depth_average())
         if averages is not None:
             hidden_states = averages.append(hidden_states)
-        deltas = (
-            None if self.attention_residuals is None else self.attention_residuals.start(*self.attention_residuals())
-        )
+        deltas = None
+        if self.attention_residuals is not None:
+            deltas = self.attention_residuals.start(*self.attention_residuals())
+        if not all(hasattr(layer, "reads") for layer in layers):  # placeholders for layers of other pipeline stages
+            raise NotImplementedError(
+                "Pipeline parallelism is not supported: values, keys and states of earlier layers do not reach another "
+                "stage. Use tensor parallelism or FSDP2."
+            )
+        if (averages is not None or deltas is not None) and [each.layer_idx for each in layers] != [
+            *range(len(layers))
+        ]:
+            raise ValueError(
+                f"The model has layers {[each.layer_idx for each in layers]}, in this order, but `dwa` and "
+                "`attention_residuals` read the outputs of all layers in theirs: layers cannot be removed or moved."
+            )
 
-        layer_types = self.config.layer_types
-        layers = self.layers[: self.config.num_hidden_layers]  # fewer while `assistant_early_exit` drafts
-        for n, (layer, wiring) in enumerate(zip(layers, self.wiring, strict=False)):
-            outputs = layer(
+        made: dict[Crossing, torch.Tensor] = {}
+        for layer in layers:
+            arguments = self._crossing_arguments(layer, made, rows, hidden_states.device)
+            if layer.self_attn.embeds_values:
+                arguments["input_ids"] = input_ids
+            if deltas is not None:
+                arguments["block_deltas"] = deltas.read(layer.layer_idx, hidden_states)
+            hidden_states, given = layer(
                 hidden_states,
-                *[crossing[read] for read in wiring.reads],
-                *([] if deltas is None else deltas.read(n, hidden_states)),
-                attention_mask=masks[layer_types[n]],
+                attention_mask=masks[layer.attention_type],
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
+                **arguments,
                 **kwargs,
             )
-            if isinstance(outputs, torch.Tensor):  # the placeholder for a layer of another pipeline stage
-                raise NotImplementedError(
-                    "Pipeline parallelism is not supported: values, keys and states of earlier layers do not reach "
-                    "another stage. Use tensor parallelism or FSDP2."
-                )
-            hidden_states, *given = outputs
-            crossing.update({(name, n): tensor for name, tensor in zip(wiring.gives, given, strict=True)})
+            made.update({(name, layer.layer_idx): tensor for name, tensor in given.items()})
             if averages is not None:
                 hidden_states = averages.append(hidden_states)
 
@@ -442,6 +487,38 @@ class ResFormerModel(ResFormerPreTrainedModel):
             last_hidden_state=self.norm(hidden_states),
             past_key_values=past_key_values,
         )
+
+    @staticmethod
+    def _crossing_arguments(
+        layer: ResFormerDecoderLayer, made: dict[Crossing, torch.Tensor], rows: Mapping[int, Any], device: torch.device
+    ) -> dict[str, Any]:
+        """The arguments of a layer that come from earlier ones, and its coefficients, by the number it was built with.
+
+        Args:
+            made: the tensors that earlier layers have returned.
+            rows: layer -> its row of the value mixing matrix.
+        """
+
+        def tensor(crossing: Crossing) -> torch.Tensor:
+            if crossing not in made:
+                name, maker = crossing
+                raise ValueError(
+                    f"Layer {layer.layer_idx} reads the {name} of layer {maker}, which has been removed or comes later."
+                )
+            return made[crossing]
+
+        arguments: dict[str, Any] = {
+            name: tuple(map(tensor, read)) if isinstance(read, list) else tensor(read)
+            for name, read in layer.reads.items()
+        }
+        if layer.layer_idx in rows:
+            arguments["mixing_weights"] = row = rows[layer.layer_idx]
+            if layer.self_attn.mixing == "dense":
+                # Summed here, so that all layers take as many tensors, and torch.compile makes one graph for them.
+                earlier = [values.to(device) for values in arguments["earlier_values"]]
+                arguments["earlier_values"] = weighted_sum(earlier, row[:-1])
+                arguments["mixing_weights"] = row[-1:]
+        return arguments
 
 
 class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
@@ -508,17 +585,18 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         config, cache = self.config, model_kwargs.get("past_key_values")
-        if generation_config.cache_implementation == "quantized":
-            # Transformers refuses layers that store nothing. Here they are never updated.
-            storing = copy.copy(config)
-            storing.key_sources = None
-            generation_config.cache_config = {"config": storing, **(generation_config.cache_config or {})}
+        quantized = generation_config.cache_implementation == "quantized" or isinstance(cache, QuantizedCache)
+        if quantized and (config.key_sources is not None or config.value_sources is not None):
+            raise ValueError(
+                "A quantized cache cannot hold layers that store their keys or values alone (`key_sources`, "
+                "`value_sources`): use another cache, the default for one."
+            )
         is_chosen_by_caller = cache is not None or generation_config.cache_implementation is not None
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if not is_chosen_by_caller and type(model_kwargs.get("past_key_values")) is DynamicCache:
             model_kwargs["past_key_values"] = cache = GrowingCache(config)
             if generation_config.is_assistant:  # rejected tokens are cropped
-                cache.activate_past_recording()
+                record_rejected_tokens(cache)
 
     def _get_static_cache_init_shape(self) -> tuple[int | list[int], int | list[int]] | None:
         # Early allocation would give full-size memory to layers that share keys or values.

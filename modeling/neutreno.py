@@ -8,8 +8,8 @@ and needs the current tokens only.
 
 import torch
 
-from resformer.configuration import ResFormerConfig, value_sources
-from resformer.modeling.connection import ConnectionKind, Crossing
+from resformer.configuration import ResFormerConfig
+from resformer.modeling.connection import ConnectionKind
 
 __all__ = ["NEUTRENO", "neutreno_term"]
 
@@ -29,14 +29,7 @@ def neutreno_term(
     return torch.add(attention_output, difference.repeat_interleave(groups, dim=2), alpha=strength)
 
 
-def _reads(config: ResFormerConfig, layer: int) -> list[Crossing]:
-    if not config.neutreno_lambda or layer == 0:
-        return []
-    source = value_sources(config)[layer]
-    return [("raw_values", 0), *([("current_values", source)] if source != layer else [])]
-
-
-def _losses(config: ResFormerConfig) -> list[str]:
+def _inexact(config: ResFormerConfig) -> list[str]:
     strength = config.neutreno_lambda
     return [f"`neutreno_lambda`={strength} adds a fixed term to every layer but 0"] if strength else []
 
@@ -47,4 +40,4 @@ def _flops(config: ResFormerConfig) -> int:
     return 3 * queries * (config.num_hidden_layers - 1) if config.neutreno_lambda else 0
 
 
-NEUTRENO = ConnectionKind(("neutreno_lambda",), reads=_reads, losses=_losses, flops=_flops)
+NEUTRENO = ConnectionKind(("neutreno_lambda",), inexact_because=_inexact, flops=_flops)

@@ -18,8 +18,7 @@ from torch import nn
 from transformers import initialization as init
 
 from resformer.configuration import ResFormerConfig
-from resformer.modeling.connection import Connection, ConnectionKind, Crossing
-from resformer.modeling.mixing import coefficient_dtype
+from resformer.modeling.connection import Connection, ConnectionKind, coefficient_dtype
 from resformer.modeling.value_residual import GateProjection
 
 __all__ = ["VALUE_EMBEDDING", "ValueEmbedding", "ValueTable"]
@@ -73,11 +72,7 @@ def table_deviation(config: ResFormerConfig) -> float:
     return config.initializer_range if config.value_embeddings_init is None else config.value_embeddings_init
 
 
-def _reads(config: ResFormerConfig, layer: int) -> list[Crossing]:
-    return [("input_ids", layer)] if layer in (config.value_embeddings or ()) else []
-
-
-def _losses(config: ResFormerConfig) -> list[str]:
+def _inexact(config: ResFormerConfig) -> list[str]:
     if not config.value_embeddings or not table_deviation(config):
         return []
     return [f"`value_embeddings_init`={table_deviation(config)} starts tables of values away from 0"]
@@ -93,22 +88,10 @@ def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"value_embeddings_init": 0.0} if fields.get("value_embeddings") else {}
 
 
-def _modules(config: ResFormerConfig) -> dict[str, Connection]:
-    modules: dict[str, Connection] = {}
-    for layer in config.value_embeddings or ():
-        embedding = ValueEmbedding(config)
-        prefix = f"model.layers.{layer}.self_attn.value_embedding"
-        modules |= {f"{prefix}.bias_table": embedding.bias_table, f"{prefix}.bias_gate": embedding.bias_gate}
-    return modules
-
-
 VALUE_EMBEDDING = ConnectionKind(
     ("value_embeddings", "value_embeddings_init"),
     "value_embedding",
-    _modules,
-    _reads,
-    _losses,
-    _start,
-    _flops,
-    coefficients="value_embedding.bias_gate",
+    inexact_because=_inexact,
+    start=_start,
+    flops=_flops,
 )

@@ -25,37 +25,31 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from resformer.configuration import ResFormerConfig, key_sources, mixing_layers, value_sources
-from resformer.modeling.connection import Connection, ConnectionKind, Crossing
+from resformer.configuration import ResFormerConfig, mixing_layers, value_sources
+from resformer.modeling.connection import Connection, ConnectionKind, FreeRows, MixingRows, Row, coefficient_dtype
 from resformer.modeling.depth_attention import DepthGates
-from resformer.modeling.mixing import FreeRows, MixingRows, Row, coefficient_dtype
 
-__all__ = ["VALUE_RESIDUAL", "GateProjection", "ValueGate", "mixed_layers", "mixed_states", "value_residual"]
-
-
-def mixed_states(config: ResFormerConfig) -> str:
-    """The values of earlier layers that are mixed in: `"raw_values"`, V_m, or `"current_values"`, V'_m."""
-    return "current_values" if config.value_residual == "depth_attention" else "raw_values"
+__all__ = ["VALUE_RESIDUAL", "GateProjection", "ValueGate", "mixed_layers", "value_residual"]
 
 
-def mixed_layers(config: ResFormerConfig) -> dict[int, list[int]]:
-    """Mixing layer n -> the layers whose values make V'_n, ascending, n last."""
+def mixed_layers(config: ResFormerConfig, layer: int) -> list[int]:
+    """The layers whose values make V'_n of layer n, ascending, n last; empty if it does not mix."""
+    if layer not in mixing_layers(config):
+        return []
     if config.value_residual == "depth_attention":
         stride = config.depth_attention_stride
-        return {layer: list(range(layer % stride, layer + 1, stride)) for layer in mixing_layers(config)}
-    if config.value_residual != "dense":
-        return {layer: [0, layer] for layer in mixing_layers(config)}
-    with_values = [layer for layer, source in enumerate(value_sources(config)) if layer == source]
-    return {layer: [earlier for earlier in with_values if earlier <= layer] for layer in mixing_layers(config)}
+        return list(range(layer % stride, layer + 1, stride))
+    if config.value_residual == "dense":
+        return [earlier for earlier, source in enumerate(value_sources(config)[: layer + 1]) if earlier == source]
+    return [0, layer]
 
 
 def value_residual(config: ResFormerConfig) -> MixingRows | None:
     """The module that holds the coefficients of the configured mode; `None` if no layer mixes."""
-    columns = mixed_layers(config)
+    columns = {layer: mixed_layers(config, layer) for layer in mixing_layers(config)}
     if not columns:
         return None
-    a, b = config.value_residual_init
-    start = (a, b)
+    start: tuple[float, float] = tuple(config.value_residual_init)
     match config.value_residual:
         case "identity":
             return FixedValueResidual(columns, (0.5, 0.5))
@@ -180,18 +174,7 @@ class GateProjection(Connection, nn.Linear):
         return [(float(self.weight.detach().abs().max()), ".weight")]
 
 
-def _reads(config: ResFormerConfig, layer: int) -> list[Crossing]:
-    columns = mixed_layers(config).get(layer)
-    if columns is None:
-        return []
-    reads = [("mixing_weights", layer), *((mixed_states(config), earlier) for earlier in columns[:-1])]
-    if config.value_residual == "depth_attention":
-        sources = [key_sources(config)[mixed] for mixed in columns]
-        reads += [("current_keys", source) for source in sources if source != layer]
-    return reads
-
-
-def _losses(config: ResFormerConfig) -> list[str]:
+def _inexact(config: ResFormerConfig) -> list[str]:
     mode, start = config.value_residual, config.value_residual_init
     if not mixing_layers(config):
         return []
@@ -209,7 +192,7 @@ def _flops(config: ResFormerConfig) -> int:
 
     Depth-Attention: as much again for each score, for the gate, and the sum of the queries.
     """
-    mixed = mixed_layers(config)
+    mixed = {layer: mixed_layers(config, layer) for layer in mixing_layers(config)}
     heads = config.num_key_value_heads
     terms, more = sum(map(len, mixed.values())), 0
     if config.value_residual == "gated":
@@ -226,15 +209,6 @@ def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"value_residual_init": [0.0, 1.0]} if mode in ("learnable", "learnable_plus", "dense", "gated") else {}
 
 
-def _modules(config: ResFormerConfig) -> dict[str, Connection]:
-    coefficients = value_residual(config)
-    modules: dict[str, Connection] = {} if coefficients is None else {"model.value_residual": coefficients}
-    if config.value_residual == "gated":
-        for layer in mixed_layers(config):
-            modules[f"model.layers.{layer}.self_attn.value_residual.bias_gate"] = ValueGate(config).bias_gate
-    return modules
-
-
 VALUE_RESIDUAL = ConnectionKind(
     (
         "value_residual",
@@ -244,9 +218,7 @@ VALUE_RESIDUAL = ConnectionKind(
         "depth_attention_init",
     ),
     "value_residual",
-    _modules,
-    _reads,
-    _losses,
+    _inexact,
     _start,
     _flops,
 )

@@ -6,17 +6,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from resformer.configuration import ResFormerConfig
 from resformer.files import writing
 from resformer.modeling import ResFormerForCausalLM
-from resformer.modeling.modeling_resformer import MASKS
 
 if TYPE_CHECKING:
     from resformer.shrinking.keys import KeyFit
@@ -53,7 +52,7 @@ class Calibration:
         positions = torch.arange(blocks.shape[1], device=model.device)[None]
         self.position_embeddings = model.model.rotary_emb(example, position_ids=positions)
         self.masks = {
-            kind: MASKS[kind](
+            kind: LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[kind](
                 config=config, inputs_embeds=example, attention_mask=None, past_key_values=None, position_ids=positions
             )
             for kind in set(config.layer_types)
@@ -71,12 +70,12 @@ class Calibration:
 
     def attend(self, n: int, rows: list[int]) -> tuple[torch.Tensor, ...]:
         """(y, A, keys as attended to, V_n) of layer n."""
-        output, weights, keys, values = self.layers[n].self_attn(
+        output, weights, made = self.layers[n].self_attn(
             self.inputs(n, rows),
             position_embeddings=self.position_embeddings,
             attention_mask=self.masks[self.config.layer_types[n]],
         )
-        return output, weights, keys, values
+        return output, weights, made["keys"], made["values"]
 
     def queries(self, n: int, rows: list[int], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The queries of layer n before rotation, by this projection: `(rows, query heads, tokens, head_dim)`."""
@@ -139,7 +138,7 @@ def calibrating(
     model.set_attn_implementation("eager")
     layers: Any = model.model.layers
     for layer in layers:
-        layer.self_attn.wiring = replace(layer.self_attn.wiring, gives=("keys", "values"))
+        layer.self_attn.returned = ("keys", "values")
     shape = (*blocks.shape, config.hidden_size)
     with tempfile.TemporaryDirectory() as folder:
         hidden = [_mapped(Path(folder) / f"{n}", shape, model.dtype) for n in range(config.num_hidden_layers + 1)]

@@ -39,7 +39,7 @@ from resformer.analysis.page import number
 from resformer.configuration import value_sources
 from resformer.convert import CheckpointError, retrofit
 from resformer.files import LISTING
-from resformer.modeling.mixing import plain_matrix
+from resformer.modeling.connection import plain_matrix
 from resformer.training.optimizer import is_connection
 
 #: Texts of different lengths, as token ids.

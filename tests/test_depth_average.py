@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from resformer import ResFormerConfig
 from resformer.modeling import depth_average as depth_average_file
-from resformer.modeling.depth_average import Buffer, DepthAverage, RunningAverage, depth_average
+from resformer.modeling.depth_average import DepthAverage, RunningAverage, depth_average
 from resformer.modeling.depth_gather import Gather
 
 WIDTH = 6
@@ -105,7 +105,7 @@ def blocks(request: pytest.FixtureRequest, grouped: Callable[[int], None]) -> Bl
 def test_values_and_gradients_are_the_plain_sums(blocks: Blocks) -> None:
     running = blocks.start()
     averaged = blocks.states(running)[1]
-    assert isinstance(running.fast, Gather)
+    assert isinstance(running.gather, Gather)
     assert_equal_up_to_rounding(averaged, blocks.states(None)[1])
     assert_equal_up_to_rounding(gradients(averaged[-1], blocks), gradients(blocks.output(None), blocks))
 
@@ -203,20 +203,16 @@ def test_function_transforms_see_a_plain_sum(blocks: Blocks) -> None:
 # Forms
 
 
-@pytest.mark.parametrize("few", [True, False])
-def test_without_gradients_every_form_gives_the_plain_sum(
-    blocks: Blocks, few: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(depth_average_file, "FEW_NUMBERS", 2**13 if few else 0)
+def test_without_gradients_it_gives_the_plain_sum(blocks: Blocks) -> None:
     with torch.no_grad():
         running = blocks.start()
         averaged = blocks.states(running)[1]
-    assert isinstance(running.fast, Buffer if few else Gather)
+    assert isinstance(running.gather, Gather)
     assert_equal_up_to_rounding(averaged, blocks.states(None)[1])
     assert not running.states  # nothing is kept that no average reads
 
 
-@pytest.mark.parametrize("form", ["plain", "few", "many", "training", "grouped"])
+@pytest.mark.parametrize("form", ["plain", "inference", "training", "grouped"])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("layout", [(11, 1, 1), (11, 2, 3)], ids=str)
 def test_the_identity_changes_no_bit_in_any_form(
@@ -227,10 +223,8 @@ def test_the_identity_changes_no_bit_in_any_form(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grouped(4 if form == "grouped" and layout[1] == 1 else 0)
-    if form != "few":
-        monkeypatch.setattr(depth_average_file, "FEW_NUMBERS", 0)
     if form == "plain":
-        monkeypatch.setattr(depth_average_file, "is_ordinary", lambda *_: False)
+        monkeypatch.setattr(depth_average_file, "_is_ordinary", lambda *_: False)
     module = Blocks(*layout).module.float()
     module.reset_parameters()
     assert module.bias.dtype == torch.float32
@@ -357,12 +351,9 @@ def test_a_fresh_model_has_plain_llamas_bits_in_training_prefill_and_decoding(
     model = tiny_model(method, num_hidden_layers=layers, dtype=dtype)
     model.load_state_dict(plain.state_dict(), strict=False)
     model.model.depth_average.reset_parameters()
-    long = torch.randint(3, 97, (3, 100))  # more than FEW_NUMBERS
-    assert long.numel() * model.config.hidden_size > depth_average_file.FEW_NUMBERS
-    for inputs in (ragged, {"input_ids": long}):
-        assert torch.equal(model(**inputs).logits, plain(**inputs).logits)
-        with torch.no_grad():
-            assert torch.equal(model(**inputs).logits, plain(**inputs).logits)
+    assert torch.equal(model(**ragged).logits, plain(**ragged).logits)
+    with torch.no_grad():
+        assert torch.equal(model(**ragged).logits, plain(**ragged).logits)
 
 
 def test_states_go_in_groups_where_all_are_read_and_there_are_many() -> None:

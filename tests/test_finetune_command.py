@@ -401,7 +401,7 @@ def test_dtypes_and_attention_are_those_that_were_asked_for(
     [
         ("shared", "sharing", {}),
         ("retrofit", "connections", {}),
-        ("shared", "sharing", {"activation_checkpointing_kwargs": {"use_reentrant": True}}),
+        ("shared", "sharing", {"activation_checkpointing": True}),
     ],
 )
 def test_only_what_is_named_is_trained(

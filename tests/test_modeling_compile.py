@@ -86,6 +86,33 @@ def test_exporting_every_method_with_dynamic_batch_and_length(
             assert (got - expected)[mask.bool()].abs().max() <= 1e-5 * expected[mask.bool()].abs().max()
 
 
+GRAPHS = {
+    "transformer": 1, "resformer": 2, "svformer": 2, "cla2": 2, "neutreno": 2, "resformer-gated": 2,
+    "denseformer": 1, "attention-residuals": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", others_slow(METHODS, ["resformer", "cla2", "resformer-dense"]))
+def test_layers_of_a_kind_share_one_graph(tiny_model: TinyModel, method: str, ragged: Batch) -> None:
+    # As with Accelerate's `compile_regions` and FSDP2: each layer is compiled by itself.
+    model = tiny_model(method, num_hidden_layers=12).train()
+    inputs = {**ragged, "labels": ragged["input_ids"], "use_cache": False}
+    expected = model(**inputs).loss
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    for layer in model.model.layers:
+        layer.compile(backend=backend, fullgraph=True)
+    loss = model(**inputs).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    assert len(graphs) <= GRAPHS.get(method, 3)
+
+
 def test_a_compiled_model_takes_a_growing_cache(tiny_model: TinyModel, ragged: Batch) -> None:
     # Within torch.compile it concatenates, as a DynamicCache does: growing in place breaks graphs.
     model = tiny_model("svformer", num_hidden_layers=2)

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from resformer import ResFormerForCausalLM
 from resformer.configuration import mixing_layers, value_sources
-from resformer.modeling.mixing import weighted_sum
+from resformer.modeling.connection import weighted_sum
 from resformer.training.optimizer import is_connection
 
 

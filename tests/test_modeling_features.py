@@ -1,5 +1,6 @@
 """What callers expect of a Transformers model: outputs, padding, packing, backends, training, saving, compiling."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from resformer import (
+    ResFormerForCausalLM,
     ResFormerForQuestionAnswering,
     ResFormerForSequenceClassification,
     ResFormerForTokenClassification,
@@ -31,8 +33,7 @@ from resformer import (
 )
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.modeling.connection import Connection
-from resformer.modeling.shapes import parameter_shapes
-from resformer.modeling.wiring import KINDS, connection_modules
+from resformer.modeling.modeling_resformer import KINDS
 from resformer.training.optimizer import is_connection
 
 
@@ -220,10 +221,9 @@ def loss_and_gradients(model: PreTrainedModel, batch: Batch) -> tuple[torch.Tens
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("trained", ["everything", "added"])
 def test_gradient_checkpointing_changes_no_gradient(
-    tiny_model: TinyModel, variant: str, reentrant: bool, trained: str, ragged: Batch
+    tiny_model: TinyModel, variant: str, trained: str, ragged: Batch
 ) -> None:
     model = tiny_model(variant).train()
     if trained == "added":
@@ -237,7 +237,7 @@ def test_gradient_checkpointing_changes_no_gradient(
 
     calls = []
     model.model.layers[-1].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.gradient_checkpointing_enable()
     if trained == "added":
         model.enable_input_require_grads()
     checkpointed, gradients = loss_and_gradients(model, ragged)
@@ -442,9 +442,58 @@ def test_pipeline_stages_are_refused_by_name(tiny_model: TinyModel, variant: str
         model(**ragged)
 
 
-def test_shapes_and_connections_are_known_without_the_model(variant: str, tiny_model: TinyModel) -> None:
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("options", [{"use_reentrant": True}, {"preserve_rng_state": False}], ids=str)
+def test_reentrant_checkpointing_is_refused(tiny_model: TinyModel, options: dict[str, bool]) -> None:
+    with pytest.raises(ValueError, match=r"Reentrant gradient checkpointing.*\{'use_reentrant': False\}"):
+        tiny_model("resformer").gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+# Layers taken out or moved
+
+
+@pytest.mark.parametrize("variant", ["resformer", "resformer-dense", "denseformer", "svformer"], indirect=True)
+def test_a_pruned_layer_takes_its_coefficients_along_or_is_missed(
+    tiny_model: TinyModel, variant: str, ragged: Batch
+) -> None:
+    model, naive = tiny_model(variant), tiny_model(variant)
+    del model.model.layers[3]
+    if variant in ("denseformer", "resformer-dense"):
+        missed = "cannot be removed or moved" if variant == "denseformer" else "Layer 4 reads the raw_values of layer 3"
+        with pytest.raises(ValueError, match=missed):
+            model(**ragged)
+        return
+    # The same function: a layer 3 that adds nothing to the stream.
+    for part in (naive.model.layers[3].self_attn.o_proj, naive.model.layers[3].mlp.down_proj):
+        part.weight.data.zero_()
+    torch.testing.assert_close(logits_of(model, **ragged), logits_of(naive, **ragged))
+    del model.model.layers[0]
+    with pytest.raises(ValueError, match=r"reads the .*values of layer 0, which has been removed or comes later"):
+        model(**ragged)
+
+
+def test_names_and_fields_of_connections_are_complete(variant: str, tiny_model: TinyModel) -> None:
     model = tiny_model(variant)
-    assert parameter_shapes(model.config) == {name: tensor.shape for name, tensor in model.state_dict().items()}
-    connections = {name for name, module in model.named_modules() if isinstance(module, Connection)}
-    assert connection_modules(model.config).keys() == connections
+    added = {name for name, module in model.named_modules() if isinstance(module, Connection)}
+    assert {name for name, _ in model.named_parameters() if is_connection(name)} == {
+        name for name, _ in model.named_parameters() if name.rpartition(".")[0] in added
+    }
     assert sorted(name for kind in KINDS for name in kind.fields) == sorted(CONNECTION_FIELDS)
+
+
+# Precision, as Transformers' common tests ask
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_coefficients_are_loaded_in_float32(
+    variant: str, tiny_model: TinyModel, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    tiny_model(variant).save_pretrained(tmp_path)
+    model = ResFormerForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert not model._keep_in_fp32_modules & model._keep_in_fp32_modules_strict
+    names = [name for name, _ in model.named_parameters()]
+    for kept in model._keep_in_fp32_modules | model._keep_in_fp32_modules_strict:
+        assert any(re.search(rf"(?:^|\.){kept}(?:\.|$)", name) for name in names), kept
+    for name, parameter in model.named_parameters():
+        coefficient = is_connection(name) and "bias_table" not in name
+        assert parameter.dtype == (torch.float32 if coefficient else dtype), name

@@ -3,7 +3,7 @@
 from typing import Any
 
 from resformer.configuration import key_sources, value_sources
-from resformer.modeling.wiring import KINDS
+from resformer.modeling.modeling_resformer import KINDS
 
 __all__ = ["forward_flops", "training_flops"]
 

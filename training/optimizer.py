@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from resformer.modeling.wiring import KINDS
+from resformer.modeling.modeling_resformer import KINDS
 
 __all__ = ["ConnectionTrainer", "FullPrecisionConnections", "is_connection", "set_connection_learning_rate"]
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from resformer.convert import CheckpointError, retrofit
 from resformer.files import check_target
 from resformer.modeling import ResFormerForCausalLM
-from resformer.modeling.mixing import plain_matrix
+from resformer.modeling.connection import plain_matrix
 from resformer.training.data import STANDARD_HELD_OUT, STANDARD_LIBRARY
 from resformer.training.recipe import FinetuneOptions, FinetuneReport, finetune_checkpoint
 

@@ -14,6 +14,7 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdate
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 
+from resformer.configuration import key_sources, value_sources
 from resformer.registration import register_models
 
 __all__ = ["ResFormerForCausalLM", "StartupChecks", "register"]
@@ -30,7 +31,7 @@ def register() -> None:
 
 def whole_layers_of(config: Any) -> dict[int, int]:
     """Reader -> source, of layers whose keys and values are both those of one earlier layer."""
-    pairs = enumerate(zip(config.all_key_sources, config.all_value_sources, strict=True))
+    pairs = enumerate(zip(key_sources(config), value_sources(config), strict=True))
     return {n: key for n, (key, value) in pairs if key == value != n}
 
 
@@ -86,11 +87,8 @@ class StartupChecks(VerifyAndUpdateConfig):
                 len(layers) - len(whole_layers),
                 len(layers),
             )
-        partly = [
-            n
-            for n in layers
-            if n not in whole_layers and (config.all_key_sources[n], config.all_value_sources[n]) != (n, n)
-        ]
+        keys, values = key_sources(config), value_sources(config)
+        partly = [n for n in layers if n not in whole_layers and (keys[n], values[n]) != (n, n)]
         if partly:
             logger.warning(
                 "Sharing saves no memory in layers %s: vLLM stores the keys and the values of a layer or neither, and "
