@@ -106,7 +106,7 @@ PLANTS: dict[str, tuple[str, Plant]] = {
         for kind in KINDS
         if (name, kind) != ("README.md", "folder")
     },
-    **{f"{name}-{kind}": (name, in_place_of(name, kind)) for name in LINKED for kind in ("fifo", "link-to-zero")},
+    **{f"{name}-{kind}": (name, in_place_of(name, kind)) for name in LINKED for kind in KINDS if kind != "link-out"},
     **{f"{name}-deep": (name, deep(name)) for name in (RECORD, "metrics.json", "config.json", "tokenizer_config.json")},
     **{f"{name}-linked": (name, linked_folder(name)) for name in (".eval_results", "additional_chat_templates")},
     "deep-folder-linked": ("a/b", lambda f, o: ((f / "a").mkdir(), (f / "a" / "b").symlink_to(o))),
