@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from resformer import configuration
 from resformer.configuration import ResFormerConfig
 from resformer.convert.connections import expected_shapes
 from resformer.convert.conversion import Options, Report, carry_out
@@ -35,6 +36,7 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": f"{_MODELING}.ResFormerForTokenClassification",
 }
 _IMPORT = re.compile(r"from resformer\.(configuration|modeling)\.(\w+) import")
+_NAMES = re.compile(r"from resformer\.configuration import (.+)")
 #: The first lines of each module in a bundle; the module as it is in the package follows.
 _HEAD = """\
 # SPDX-License-Identifier: Apache-2.0
@@ -137,12 +139,16 @@ def remote_code() -> dict[str, str]:
     modules = [("configuration", _CONFIGURATION), ("modeling", _MODELING)]
     for package, module in modules:
         text = (files(f"resformer.{package}") / f"{module}.py").read_text(encoding="utf-8")
-        text = text.replace(
-            "from resformer.configuration import", f"from resformer.configuration.{_CONFIGURATION} import"
-        )
+        text = _NAMES.sub(_from_their_homes, text)
         modules += [name for name in _IMPORT.findall(text) if name not in modules]
         code[f"{module}.py"] = _HEAD.format(version=__version__) + _IMPORT.sub(r"from .\2 import", text)
     for auto_class, reference in AUTO_MAP.items():
         home, name = reference.split(".")
         code[f"{home}.py"] += _REGISTER.format(name=name, auto_class=auto_class)
     return dict(sorted(code.items()))
+
+
+def _from_their_homes(match: re.Match[str]) -> str:
+    """An import from the package `resformer.configuration`, which a bundle lacks, from the modules of its names."""
+    names = match[1].split(", ")
+    return "\n".join(f"from {getattr(configuration, name).__module__} import {name}" for name in names)
