@@ -148,7 +148,7 @@ def test_everything_but_the_configuration_goes_along_byte_for_byte(saved: Path, 
     source, out = contents(saved), contents(tmp_path / "out")
     config, bundled = json.loads(source.pop("config.json")), json.loads(out.pop("config.json"))
     assert bundled == {**config, "auto_map": AUTO_MAP}
-    assert source.pop(LISTING) != out.pop(LISTING)  # each lists its own folder
+    del out[LISTING]
     assert out == {**source, **{name: text.encode() for name, text in remote_code().items()}}
     assert (report.verified, report.left_behind, report.warnings) == ("logits", [], [])
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("ab").input_ids == byte_tokenizer()("ab").input_ids
