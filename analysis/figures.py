@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from resformer.analysis.measuring import Analysis
-from resformer.errors import install_hint
+from resformer.environment import install_hint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

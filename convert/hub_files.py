@@ -60,16 +60,10 @@ class HubFiles:
             pool.shutdown(cancel_futures=True)
 
     def with_bytes(self, shards: Collection[Shard], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Shard, ...]:
-        """The shards with the tensors of these names and shapes in memory.
-
-        Raises:
-            CheckpointError, HfHubHTTPError: as `read_shard`; or they are larger than coefficients are.
-        """
+        """The shards with the tensors of these names and shapes in memory, which `MOST_BYTES` bounds."""
         size = sum(t.nbytes for shard in shards for t in shard.tensors if shapes.get(t.name) == t.shape)
         if size > MOST_BYTES:
-            raise CheckpointError(
-                f"{self.repo_id}: its coefficients of connections have {size:,} bytes; at most {MOST_BYTES:,} are read."
-            )
+            raise CheckpointError(f"{self.repo_id}: coefficients of {size:,} bytes; at most {MOST_BYTES:,} are read.")
 
         def fetched(tensor: Tensor) -> Tensor:
             if tensor.on_this_disk or shapes.get(tensor.name) != tensor.shape or isinstance(tensor.data, memoryview):

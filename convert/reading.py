@@ -19,11 +19,11 @@ from resformer.untrusted import MIB, MOST_BYTES, TEMPLATE_FOLDERS, bare_name, re
 __all__ = [
     "INDEX",
     "SETTINGS",
+    "SIDE_FILES",
     "SINGLE",
     "Checkpoint",
     "SideFile",
     "indexed_names",
-    "is_side_file",
     "read_checkpoint",
     "read_side_files",
     "side_file",
@@ -34,7 +34,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 #: Files that every conversion copies: the tokenizer, its chat templates, the licence. Never code or a pickle.
-_SIDE_FILES = re.compile(
+SIDE_FILES = re.compile(
     r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json|vocab\.txt"
     r"|merges\.txt|[\w.-]*\.model|[\w.-]*\.tiktoken|tekken\.json|chat_template\.(jinja|json)|generation_config\.json"
     r"|(chat_templates|additional_chat_templates)/[\w.-]+\.jinja"
@@ -213,13 +213,13 @@ def _read_all(paths: list[Path], hub: HubFiles | None = None) -> list[Shard]:
 
 
 def read_side_files(folder: Path, hub: HubFiles | None = None) -> tuple[list[SideFile], list[str], list[str]]:
-    """(the files that go along, the names of all others, warnings): see `_SIDE_FILES`."""
+    """(the files that go along, the names of all others, warnings): see `SIDE_FILES`."""
     side_files, left_behind, notes = [], [], []
     for path in sorted(_entries(folder) if hub is None else (folder / name for name in hub.sizes)):
         name = path.relative_to(folder).as_posix()
         if name == LISTING:
             continue
-        if not is_side_file(name):
+        if not SIDE_FILES.fullmatch(name):
             left_behind.append(f"{name}/" if path.is_dir() and not path.is_symlink() else name)
             continue
         try:
@@ -249,11 +249,6 @@ def side_file(folder: Path, name: str, hub: HubFiles | None = None) -> SideFile:
     if size > MOST_BYTES:
         raise CheckpointError(f"{folder / name}: has {size:,} bytes; at most {MOST_BYTES:,} are carried over.")
     return SideFile(name, path, size)
-
-
-def is_side_file(name: str) -> bool:
-    """Whether every conversion copies the file."""
-    return _SIDE_FILES.fullmatch(name) is not None
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,10 @@ from resformer.convert.quantisation import Dequantised, check_quantisation, dequ
 from resformer.convert.reading import (
     INDEX,
     SETTINGS,
+    SIDE_FILES,
     SINGLE,
     Checkpoint,
     indexed_names,
-    is_side_file,
     read_checkpoint,
     read_side_files,
     why_none,
@@ -54,8 +53,11 @@ __all__ = ["OpenedSource", "Source", "asking_hub", "open_source"]
 
 #: What is fetched of a Hub repository with its configuration.
 _CONFIG_FILES = ["config.json", "README.md", RECORD]
-#: What is fetched of a Hub repository with its weights, beside the files that every conversion copies.
-_SMALL_HUB_FILES = {*_CONFIG_FILES, INDEX, PICKLE_INDEX, "metrics.json"}
+#: What is fetched of a Hub repository with its weights.
+_SMALL_HUB_FILES = re.compile(
+    "|".join(map(re.escape, (*_CONFIG_FILES, INDEX, PICKLE_INDEX, "metrics.json")))
+    + rf"|{re.escape(EVAL_RESULTS)}/[^/]+\.yaml|{SIDE_FILES.pattern}"
+)
 _MOST_SMALL_FILES = 1000
 #: Keys that every configuration may have and that say nothing about the architecture.
 _METADATA_KEYS = set(
@@ -271,12 +273,8 @@ def _fetch_from_hub(source: Source, *, allow_pickle: bool) -> bool:
         snapshot_download(str(source.repo_id), revision=source.revision, allow_patterns=patterns)
 
     with asking_hub(source.name):
-        small = [
-            name
-            for name, size in ((file.path, file.size) for file in _cached_tree(source))
-            if size <= MOST_BYTES
-            and (name in _SMALL_HUB_FILES or is_side_file(name) or fnmatch(name, f"{EVAL_RESULTS}/*.yaml"))
-        ]
+        sizes = {file.path: file.size for file in _cached_tree(source) if _SMALL_HUB_FILES.fullmatch(file.path)}
+        small = [name for name, size in sizes.items() if size <= MOST_BYTES]
         if len(small) > _MOST_SMALL_FILES:
             raise CheckpointError(
                 f"{source.name}: has {len(small):,} files beside its weights; at most {_MOST_SMALL_FILES:,} are read."

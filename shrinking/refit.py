@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from resformer.errors import install_hint
+from resformer.environment import install_hint
 
 __all__ = ["Moments", "assign_heads", "fit", "fold_heads", "ridge"]
 

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cpu_has_bf16", "describe_environment"]
+__all__ = ["cpu_has_bf16", "describe_environment", "install_hint"]
 
 _PACKAGES = (
     "resformer torch transformers accelerate datasets safetensors huggingface_hub tokenizers peft trl lm-eval "
@@ -138,3 +138,8 @@ def _without_secrets(text: str) -> str:
     if len(home) > 1:
         text = text.replace(home, "~")
     return _HOME.sub("~", _SECRET_VALUE.sub("***", text))
+
+
+def install_hint(extra: str) -> str:
+    """How to install an extra. There is no release yet: on PyPI the name `resformer` is not this package's."""
+    return f"in a checkout of resformer, pip install '.[{extra}]'"

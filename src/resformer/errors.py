@@ -3,17 +3,7 @@
 import reprlib
 from collections.abc import Collection
 
-__all__ = [
-    "CheckpointError",
-    "OutputError",
-    "ResFormerError",
-    "VerificationError",
-    "brief",
-    "install_hint",
-    "listed",
-    "plain",
-    "shown",
-]
+__all__ = ["CheckpointError", "OutputError", "ResFormerError", "VerificationError", "brief", "listed", "plain", "shown"]
 
 
 class ResFormerError(Exception):
@@ -39,11 +29,6 @@ class OutputError(CheckpointError):
 
 class VerificationError(CheckpointError):
     """The result does not hold or compute what its source does. No folder was replaced; the message names a commit."""
-
-
-def install_hint(extra: str) -> str:
-    """How to install an extra. There is no release yet: on PyPI the name `resformer` is not this package's."""
-    return f"in a checkout of resformer, pip install '.[{extra}]'"
 
 
 _short = reprlib.Repr()

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from resformer.errors import CheckpointError, brief, install_hint
+from resformer.environment import install_hint
+from resformer.errors import CheckpointError, brief
 from resformer.untrusted import check_folder, read_json
 from resformer.version import __version__
 

@@ -143,8 +143,7 @@ class Push:
             if isinstance(each, CommitOperationAdd)
         }
         weights = {name: file.lfs.sha256 for name, file in before.items() if name.endswith(".safetensors") and file.lfs}
-        # Evaluation results are of the weights that they lie beside.
-        results = f"{EVAL_RESULTS}/" if not weights.items() <= sent.items() else "\0"
+        results = f"{EVAL_RESULTS}/" if not weights.items() <= sent.items() else "\0"  # they are of the weights
         deleted = [
             name for name in before if name not in self.contents and (self.superseded(name) or name.startswith(results))
         ]

@@ -9,7 +9,7 @@ import sys
 from argparse import ArgumentParser
 from pkgutil import iter_modules
 
-from resformer.errors import install_hint
+from resformer.environment import install_hint
 
 __all__ = ["main"]
 

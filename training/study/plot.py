@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from resformer.errors import install_hint
+from resformer.environment import install_hint
 from resformer.training.study.table import losses_of, pooled_error
 
 __all__ = ["check_packages", "plot"]
