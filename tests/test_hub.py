@@ -196,7 +196,7 @@ def test_push_replaces_weights_that_would_be_loaded_instead(checkpoint: Path, tm
             ["hf_test", "push", checkpoint, "you/model", "--create-pr", "--json"],
             ["hf_other", "push", checkpoint, "you/model", "--create-pr", "--json"],
         )
-        assert json.loads(branch[1])["deleted"] == [
+        assert sorted(json.loads(branch[1])["deleted"]) == [
             ".eval_results/old.yaml",
             "adapter_config.json",
             "model.safetensors",
