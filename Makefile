@@ -1,6 +1,6 @@
 # Two commands on a fresh machine with Python's pip and venv: `make demo` and `make test`.
 # `make test` is what takes under six minutes on two free cores, `make test-slow` the rest, `make test-all` both;
-# `make test-gpu` needs a GPU and takes under eight minutes.
+# `make test-gpu` needs a GPU and takes under eight minutes; `make test-vllm` runs vLLM on the CPU, in some four minutes.
 #   make demo ARGS="--help"            make test ARGS="-k configuration"          make test PYTHON=python3.12
 PYTHON ?= python3.11
 WORKERS ?= 2
@@ -9,7 +9,7 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow test-all test-gpu lint types docs tour clean
+.PHONY: demo test test-slow test-all test-gpu test-vllm lint types docs tour clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -28,6 +28,10 @@ test-all: .venv/test
 test-gpu: .venv/test
 	$(BIN)/python -m pytest tests/test_gpu.py $(ARGS)
 
+test-vllm: .venv-vllm/made
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -n $(WORKERS) --dist worksteal \
+		tests/test_vllm.py $(ARGS)
+
 lint: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,7 +48,7 @@ tour: .venv/test
 	$(BIN)/python tests/tour.py
 
 clean:
-	rm -rf .venv build dist src/*.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm build dist src/*.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A changed setup.cfg or constraints.txt makes the environment anew, so that nothing old stays in it.
@@ -61,4 +65,14 @@ clean:
 .venv/test: .venv/made
 	@echo "Installing resformer and what its tests need into .venv; the first time takes some minutes."
 	$(INSTALL) --editable '.[test,demo]'
+	touch $@
+
+# vLLM asks for other versions of some packages than .venv has: its environment holds those, and takes the rest from there.
+.venv-vllm/made: .venv/test requirements-vllm.txt
+	@echo "Installing vLLM into .venv-vllm; the first time takes some minutes."
+	rm -rf .venv-vllm
+	$(PYTHON) -m venv .venv-vllm
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
+		> "$$(.venv-vllm/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r requirements-vllm.txt
 	touch $@

@@ -119,7 +119,7 @@ def variant(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_config() -> TinyConfig:
     """`tiny_config("svformer", hidden_size=64)`: the configuration of a method or combination, fields on top."""
 
@@ -131,7 +131,7 @@ def tiny_config() -> TinyConfig:
     return build
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def randomise() -> Callable[..., PreTrainedModel]:
     """Draws every parameter anew, the mixing ones too, from numbers that float32 holds exactly."""
 
@@ -146,7 +146,7 @@ def randomise() -> Callable[..., PreTrainedModel]:
     return draw
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_model(tiny_config: TinyConfig, randomise: Callable[..., PreTrainedModel]) -> TinyModel:
     """`tiny_model("svformer", dtype=torch.float64)`: a model of a variant with random parameters, in eval mode."""
 

