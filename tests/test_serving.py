@@ -1,6 +1,5 @@
-"""`transformers serve` answers the `openai` client with our checkpoints, and serving backends find what they need."""
+"""The servers of docs/serving.md answer the `openai` client, and serving backends find what they need."""
 
-import inspect
 import os
 import re
 import socket
@@ -8,6 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +21,29 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_serve_available
 
-from resformer import ResFormerConfig, ResFormerForCausalLM
+from resformer import ResFormerConfig, ResFormerForCausalLM, bundle
 from resformer.configuration import key_sources, value_sources
 
+PAGE = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
 PROMPT = "Keys and values of"
-
-needs_server = pytest.mark.skipif(
-    not is_serve_available(), reason="`transformers serve` needs fastapi, uvicorn and openai: pip install '.[test]'"
-)
+STARTS = re.findall(r"^    ((?:python -m resformer\.serving|vllm serve) .*)$", PAGE, re.MULTILINE)
+CLIENT, SCORES = re.findall(r"^```python\n(.*?)^```", PAGE[PAGE.index("An OpenAI server") :], re.MULTILINE | re.DOTALL)
+TRANSFORMERS = [pytest.mark.slow, pytest.mark.skipif(not is_serve_available(), reason="no `transformers serve`")]
+VLLM = [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="no vLLM: make test-vllm")]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random SVFormer that also mixes, with a tokenizer and a chat template."""
-    folder = tmp_path_factory.mktemp("served") / "model"
+    """A random SVFormer that also mixes, with a tokenizer and a chat template; its bundle in `bundle` beside it."""
+    folder = tmp_path_factory.mktemp("served") / "checkpoint"
     torch.manual_seed(0)
-    sharing = {"value_sources": [0, 1, 1, 3, 3, 3], "value_residual": "learnable", "dwa": True}
+    sharing = {"value_sources": [0, 1, 1, 3, 3, 3], "value_residual": "learnable", "dwa": True, "head_dim": 32}
     model = ResFormerForCausalLM(ResFormerConfig(**SIZES, **sharing))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
+    bundle(folder, folder.parent / "bundle", progress=False)
     return folder
 
 
@@ -52,15 +55,18 @@ def expected_text(checkpoint: Path, tokens: int) -> str:
     return tokenizer.decode(got, skip_special_tokens=True)
 
 
-def serve(checkpoint: Path, log: Path, *options: str) -> Iterator[str]:
+@contextmanager
+def serving(command: str, log: Path, **environment: str) -> Iterator[int]:
+    """Runs the page's command on a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "resformer.serving", str(checkpoint), "--host", "127.0.0.1", "--port", str(port)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
+    program, *arguments = command.replace("8000", str(port)).split()
+    launch = {"python": [sys.executable], "vllm": [sys.executable, "-m", "vllm.entrypoints.cli.main"]}[program]
+    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1", **environment}
     with log.open("w") as output:
         server = subprocess.Popen(
-            [*command, "--device", "cpu", *options], env=environment, stdout=output, stderr=subprocess.STDOUT
+            [*launch, *arguments], env={**os.environ, **quiet}, stdout=output, stderr=subprocess.STDOUT
         )
         try:
             while True:
@@ -69,42 +75,50 @@ def serve(checkpoint: Path, log: Path, *options: str) -> Iterator[str]:
                         break
                 assert server.poll() is None, f"the server ended: {log.read_text()[-3000:]}"
                 time.sleep(0.2)
-            yield f"http://127.0.0.1:{port}/v1"
+            yield port
         finally:
             server.terminate()
             server.wait(30)
 
 
-@needs_server
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [(), ("--continuous-batching", "--cb-max-memory-percent", "0.1")],
-    ids=["one by one", "continuous batching"],
+    ("start", "options"),
+    [
+        pytest.param(0, "--device cpu", id="transformers", marks=TRANSFORMERS),
+        pytest.param(
+            0,
+            "--device cpu --continuous-batching --cb-max-memory-percent 0.1",
+            id="transformers, continuous batching",
+            marks=TRANSFORMERS,
+        ),
+        pytest.param(1, "--enforce-eager", id="vllm", marks=VLLM),
+        pytest.param(2, "--enforce-eager", id="vllm, a bundle", marks=VLLM),
+    ],
 )
-def test_served_checkpoint_answers_the_openai_client(
-    checkpoint: Path, options: tuple[str, ...], tmp_path: Path
-) -> None:
-    from openai import OpenAI
-
+def test_the_pages_servers_answer_the_pages_client(start: int, options: str, checkpoint: Path, tmp_path: Path) -> None:
     text = expected_text(checkpoint, 12)
     assert len(text) > 3
-    for address in serve(checkpoint, tmp_path / "log", *options):
-        client = OpenAI(base_url=address, api_key="none", timeout=120, max_retries=0)
-        request: dict[str, Any] = {
-            "model": str(checkpoint),
-            "messages": [{"role": "user", "content": PROMPT}],
-            "max_tokens": 12,
-            "temperature": 0.0,
-        }
-        answer = client.chat.completions.create(**request, extra_body={"generation_config": GREEDY})
-        assert answer.choices[0].message.content == text
-        pieces = client.chat.completions.create(**request, extra_body={"generation_config": GREEDY}, stream=True)
-        streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
-        assert streamed.rstrip("\ufffd") == text.rstrip("\ufffd")  # half a character at the end is not streamed
-
-
-GREEDY = '{"do_sample": false, "max_new_tokens": 12, "eos_token_id": 0, "pad_token_id": 0}'
+    kind = "bundle" if "bundle" in STARTS[start] else "checkpoint"
+    served = str(checkpoint.parent / kind)
+    # A bundle is for a vLLM that knows nothing of us: no plug-in is called.
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **({"VLLM_PLUGINS": ""} if kind == "bundle" else {})}
+    command = STARTS[start].replace(f"path/to/{kind}", served)
+    with serving(f"{command} {options}", tmp_path / "log", **environment) as port:
+        found: dict[str, Any] = {}
+        exec(CLIENT.replace("8000", str(port)).replace("path/to/checkpoint", served), found)
+        assert (found["completion"], found["chat"]) == (text, text)
+        assert found["streamed"].rstrip("\ufffd") == text.rstrip(
+            "\ufffd"
+        )  # half a character at the end is not streamed
+        if command.startswith("vllm"):
+            exec(SCORES, found)
+            scores = found["choice"].logprobs.token_logprobs
+            model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+            ids = AutoTokenizer.from_pretrained(checkpoint)(PROMPT, return_tensors="pt").input_ids
+            wanted = model.generate(
+                ids, max_new_tokens=12, do_sample=False, output_logits=True, return_dict_in_generate=True
+            ).logits
+            assert scores == pytest.approx([each.log_softmax(-1).max().item() for each in wanted], abs=1e-3)
 
 
 # What vLLM's and SGLang's Transformers backends ask of a model
@@ -165,22 +179,6 @@ def test_an_engines_attention_sees_each_layer_once_with_the_current_tokens(
             shape = (1, model.config.num_key_value_heads, part.shape[1], model.config.head_dim)
             assert all(note["new"] == note["values"] == shape for note in notes.values())
             torch.testing.assert_close(got, expected[:, positions], rtol=1e-4, atol=1e-4)
-
-
-def test_every_level_hands_arguments_down(tiny_model: TinyModel) -> None:
-    model = tiny_model("resformer")
-    for module in (model, model.model, model.model.layers[0], model.model.layers[0].self_attn):
-        kinds = [parameter.kind for parameter in inspect.signature(type(module).forward).parameters.values()]
-        assert inspect.Parameter.VAR_KEYWORD in kinds, type(module)
-    assert model._supports_attention_backend
-
-
-def test_the_only_list_of_modules_is_the_layers(tiny_model: TinyModel, variant: str) -> None:
-    # An engine takes a ModuleList, or anything as long as the layers, for the layers.
-    model = tiny_model(variant)
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    assert lists == ["model.layers"]
-    assert [layer.self_attn.layer_idx for layer in model.model.layers] == list(range(6))
 
 
 def test_projections_are_linear_layers_that_engines_may_replace(tiny_model: TinyModel, variant: str) -> None:

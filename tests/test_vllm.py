@@ -15,6 +15,7 @@ import torch
 from conftest import COMBINATIONS, TinyModel
 
 from resformer import METHODS, ResFormerConfig
+from resformer.configuration import key_sources, value_sources
 
 pytestmark = [
     pytest.mark.vllm,
@@ -119,7 +120,7 @@ def test_tokens_and_log_probabilities_are_those_of_generate(variant: str, refere
         again = assert_generated(llm, reference, slice(3, 4))
         if config.sliding_window is None:
             assert again[0].num_cached_tokens == BLOCK
-            read = enumerate(zip(config.all_key_sources, config.all_value_sources, strict=True))
+            read = enumerate(zip(key_sources(config), value_sources(config), strict=True))
             stored = 6 - sum(key == value != n for n, (key, value) in read)
             page = stored * 2 * BLOCK * config.num_key_value_heads * 32 * 4
             assert llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == MEMORY // page
@@ -169,7 +170,7 @@ REFUSED = [
     ("resformer", {"pipeline_parallel_size": 2}, "earlier layers do not reach another stage"),
     ("value-embeddings", {"tensor_parallel_size": 2}, "cannot split .*value_embedding"),
     ("depth-attention", {"tensor_parallel_size": 2}, "cannot split value_residual"),
-    ("transformer", {"tensor_parallel_size": 4}, "num_key_value_heads is 2, which is not a multiple"),
+    ("transformer", {"tensor_parallel_size": 4}, "`num_key_value_heads` is 2, not a multiple"),
 ]
 
 

@@ -4,7 +4,7 @@ is refused at start-up.
 vLLM calls `register`, the entry point `vllm.general_plugins`, in every process that it starts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm import ModelRegistry
@@ -29,17 +29,18 @@ def register() -> None:
     MODELS_CONFIG_MAP["ResFormerForCausalLM"] = StartupChecks
 
 
-def whole_layers_of(config: Any) -> dict[int, int]:
-    """Reader -> source, of layers whose keys and values are both those of one earlier layer."""
-    pairs = enumerate(zip(key_sources(config), value_sources(config), strict=True))
-    return {n: key for n, (key, value) in pairs if key == value != n}
+def sharing(config: Any) -> tuple[dict[int, int], list[int]]:
+    """(reader -> source, where keys and values are both one earlier layer's; the other layers that share anything)."""
+    read = list(enumerate(zip(key_sources(config), value_sources(config), strict=True)))
+    both = {n: key for n, (key, value) in read if key == value != n}
+    return both, [n for n, pair in read if pair != (n, n) and n not in both]
 
 
 class ResFormerForCausalLM(TransformersForCausalLM):
     """vLLM's own class, in which a layer that reads the keys and values of one earlier layer has no cache."""
 
     def _get_attn_cls(self) -> Callable[..., Any]:
-        attention_class, sources = super()._get_attn_cls(), whole_layers_of(self.text_config)
+        attention_class, (sources, _) = super()._get_attn_cls(), sharing(self.text_config)
 
         def attention(*, prefix: str, **kwargs: Any) -> Any:
             n = extract_layer_index(prefix)
@@ -51,7 +52,7 @@ class ResFormerForCausalLM(TransformersForCausalLM):
 
 
 class StartupChecks(VerifyAndUpdateConfig):
-    """Called by vLLM once, before processes are started and weights are loaded."""
+    """vLLM calls it once, before it starts processes and loads weights."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
@@ -68,34 +69,30 @@ class StartupChecks(VerifyAndUpdateConfig):
                 f"pipeline_parallel_size={stages}: values and states of earlier layers do not reach another stage. Use "
                 "1, with tensor parallelism for several devices."
             )
-        # vLLM splits linear layers alone: other parameters of which a rank needs its part stay whole.
+        # vLLM splits linear layers only: a parameter of which each rank needs a part would stay whole.
         whole = [name for name, style in config.base_model_tp_plan.items() if style == "local_params"]
         if ranks > 1 and whole:
-            raise ValueError(
-                f"tensor_parallel_size={ranks}: vLLM cannot split {', '.join(whole)} of this model. Use 1."
-            )
+            raise ValueError(f"tensor_parallel_size={ranks}: vLLM cannot split `{whole[0]}` of this model. Use 1.")
         if config.num_key_value_heads % ranks:
             raise ValueError(
-                f"tensor_parallel_size={ranks}: num_key_value_heads is {config.num_key_value_heads}, which is not a "
-                "multiple of it."
+                f"tensor_parallel_size={ranks}: `num_key_value_heads` is {config.num_key_value_heads}, not a multiple."
             )
-        layers, whole_layers = range(config.num_hidden_layers), whole_layers_of(config)
-        if whole_layers:
+        both, one = sharing(config)
+        layers = config.num_hidden_layers
+        if both:
             logger.info(
                 "Layers %s read the keys and values of one earlier layer: the cache holds %d of %d layers.",
-                _listed(whole_layers),
-                len(layers) - len(whole_layers),
-                len(layers),
+                _listed(both),
+                layers - len(both),
+                layers,
             )
-        keys, values = key_sources(config), value_sources(config)
-        partly = [n for n in layers if n not in whole_layers and (keys[n], values[n]) != (n, n)]
-        if partly:
+        if one:
             logger.warning(
                 "Sharing saves no memory in layers %s: vLLM stores the keys and the values of a layer or neither, and "
                 "these do not read both of one earlier layer.",
-                _listed(partly),
+                _listed(one),
             )
 
 
-def _listed(layers: Any) -> str:
+def _listed(layers: Iterable[int]) -> str:
     return ", ".join(map(str, layers))
