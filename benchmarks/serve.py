@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 
 import resformer
 from resformer import METHODS, ResFormerConfig
@@ -128,7 +128,9 @@ def arm(model: str, engine: str) -> None:
             made = [len(each.outputs[0].token_ids) for each in vllm_answers(llm, prompts, tokens)]
         else:
             settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-            made = [len(each.generated_tokens) for each in loaded.generate_batch(prompts, settings).values()]
+            pages = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=2048)  # of 256 tokens
+            answers = loaded.generate_batch(prompts, settings, continuous_batching_config=pages)
+            made = [len(each.generated_tokens) for each in answers.values()]
         seconds = time.perf_counter() - began[0], time.process_time() - began[1]
         assert made == [tokens] * len(prompts), made
         return seconds
