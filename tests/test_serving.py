@@ -91,8 +91,8 @@ def serving(command: str, log: Path, **environment: str) -> Iterator[int]:
             id="transformers, continuous batching",
             marks=TRANSFORMERS,
         ),
-        pytest.param(1, "--enforce-eager", id="vllm", marks=VLLM),
-        pytest.param(2, "--enforce-eager", id="vllm, a bundle", marks=VLLM),
+        pytest.param(1, "--enforce-eager --dtype float32", id="vllm", marks=VLLM),
+        pytest.param(2, "--enforce-eager --dtype float32", id="vllm, a bundle", marks=VLLM),
     ],
 )
 def test_the_pages_servers_answer_the_pages_client(start: int, options: str, checkpoint: Path, tmp_path: Path) -> None:

