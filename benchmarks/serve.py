@@ -185,22 +185,18 @@ def main() -> None:
     }
 
     def write() -> None:
+        llama = results.get("seconds", {}).get("Llama")
+        for name, runs in results.get("seconds", {}).items():
+            results.setdefault("arms", {})[name] = {
+                "tokens a second": statistics.median(32 * 64 / cpu for _, cpu in runs),
+                "of Llama": statistics.median(base / cpu for (_, cpu), (_, base) in zip(runs, llama, strict=True)),
+            }
         options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
     if options.part == "methods":
         compare_methods(results.setdefault("rows", []), write)
         return None
-    runs = results.setdefault("seconds", {})
-    compare_speed(runs, options.rounds, write)
-    llama = runs["Llama"]
-    results["arms"] = {
-        name: {
-            "tokens per second": statistics.median(32 * 64 / clock for clock, _ in each),
-            "of Llama": statistics.median(base / cpu for (_, cpu), (_, base) in zip(each, llama, strict=True)),
-        }
-        for name, each in runs.items()
-    }
-    write()
+    compare_speed(results.setdefault("seconds", {}), options.rounds, write)
     return None
 
 

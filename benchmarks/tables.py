@@ -109,9 +109,9 @@ def served(name: str) -> str:
 def serving_speed(name: str) -> str:
     """Throughput of the engines, and the command."""
     report = read(name)
-    lines = ["| | new tokens a second | of vLLM's Llama |", "|---|---|---|"]
+    lines = ["| | new tokens a second of one thread | of vLLM's Llama |", "|---|---|---|"]
     lines += [
-        f"| {arm} | {row['tokens per second']:.0f} | {row['of Llama']:.3f} |" for arm, row in report["arms"].items()
+        f"| {arm} | {row['tokens a second']:.0f} | {row['of Llama']:.3f} |" for arm, row in report["arms"].items()
     ]
     return "\n".join([*lines, "", _made_by(report)])
 

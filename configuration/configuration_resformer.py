@@ -15,7 +15,11 @@ from transformers.utils import logging
 from transformers.utils.type_validators import interval
 
 from resformer.configuration.methods import method_fields
-from resformer.configuration.sources import mixing_layers, value_sources
+from resformer.configuration.sources import (  # noqa: F401  (all three: a bundle imports them from here)
+    key_sources,
+    mixing_layers,
+    value_sources,
+)
 
 __all__ = ["ResFormerConfig"]
 
