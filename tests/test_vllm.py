@@ -175,7 +175,7 @@ def configured(reference: Reference, **options: Any) -> Any:
 REFUSED = [
     ("resformer", {"pipeline_parallel_size": 2}, "earlier layers do not reach another stage"),
     ("value-embeddings", {"tensor_parallel_size": 2}, "cannot split .*value_embedding"),
-    ("depth-attention", {"tensor_parallel_size": 2}, "cannot split value_residual"),
+    ("depth-attention", {"tensor_parallel_size": 2}, "cannot split `value_residual`"),
     ("transformer", {"tensor_parallel_size": 4}, "`num_key_value_heads` is 2, not a multiple"),
 ]
 
