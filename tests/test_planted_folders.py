@@ -25,7 +25,9 @@ from resformer import ResFormerConfig, ResFormerError, push, retrofit
 from resformer.analysis import analyze
 from resformer.checkpoint_cards import checkpoint_card
 from resformer.convert import bundle, inspect, revert, verify
+from resformer.errors import OutputError
 from resformer.evaluation import _load
+from resformer.files import replace_text
 from resformer.hub import Push, Pushed
 from resformer.model_cards import retrofit_card, trained_card
 from resformer.record import RECORD
@@ -255,6 +257,14 @@ def test_nothing_outside_a_planted_folder_is_read_or_changed(
     card = tmp_path / "ours" / "README.md"
     if card.is_file() and not card.is_symlink():
         assert CANARY not in card.read_text()
+
+
+def test_nothing_is_written_through_a_linked_folder(outside: Path, tmp_path: Path) -> None:
+    before = snapshot(outside)
+    (tmp_path / ".eval_results").symlink_to(outside)
+    with pytest.raises(OutputError, match="eval_results: is a link, which is not followed"):
+        replace_text(tmp_path / ".eval_results" / "deep" / "arc.yaml", "- value: 1", tmp_path)
+    assert snapshot(outside) == before
 
 
 #: Begins lines, a block of metadata, a link, a tag, a table cell, a fence and a span, if it is taken for Markdown.
