@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-__all__ = ["DataOptions", "NewOptions", "TokenizeOptions", "count"]
+__all__ = ["DataOptions", "NewOptions", "PretrainOptions", "TokenizeOptions", "count"]
 
 
 _UNITS = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -72,6 +72,59 @@ class NewOptions(DataOptions):
     def __post_init__(self) -> None:
         if self.block is not None and self.block < 2:
             raise ValueError(f"block is {self.block}; a sequence needs 2 tokens at least, one to predict the other.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainOptions(NewOptions):
+    """What `resformer pretrain` takes.
+
+    Raises:
+        ValueError: a value is out of its range, or `data` is empty.
+    """
+
+    tokens: Annotated[
+        int | None, Option(parser=count, metavar="TOKENS", help="300k, 1.6B.  [default: 20 for each parameter]")
+    ] = None
+    batch_tokens: Annotated[
+        int | None,
+        Option(parser=count, metavar="TOKENS", help="A step's, on all devices.  [default: follows from the size]"),
+    ] = None
+    micro_batch: Annotated[
+        int | None, Option(min=1, help="Sequences per device and pass.  [default: 16,384 tokens or fewer]")
+    ] = None
+    learning_rate: Annotated[
+        float | None, Option(help="The highest; it ends at a tenth.  [default: follows from the size]")
+    ] = None
+    connection_learning_rate: Annotated[
+        float | None, Option(help="Of the connections.  [default: --learning-rate]")
+    ] = None
+    schedule: Annotated[str, Option(help="cosine, constant or wsd: warm-up, stable, decay.")] = "cosine"
+    warmup: Annotated[float, Option(min=0, max=1, help="Share of the steps.")] = 0.05
+    weight_decay: Annotated[float, Option(help="Of matrices; never of connections.")] = 0.1
+    streaming: Annotated[bool, Option("--streaming", help="Read as it trains, never all.")] = False
+    held_out: Annotated[float, Option(help="Share of the documents to evaluate on.")] = 0.01
+    held_out_blocks: Annotated[int, Option(min=1, help="Evaluate on at most this many blocks.")] = 256
+    evaluations: Annotated[int, Option(min=1, help="At even intervals; each saves a checkpoint.")] = 10
+    bf16: Annotated[
+        bool | None, Option("--bf16/--no-bf16", help="Autocast.  [default: where the processor has bfloat16]")
+    ] = None
+    gradient_checkpointing: Annotated[bool, Option("--gradient-checkpointing", help="Less memory, more time.")] = False
+    compile: Annotated[bool, Option("--compile", help="Use torch.compile.")] = False
+    attn_implementation: Annotated[
+        str | None, Option(help="sdpa, eager, flash_attention_2, flex_attention.  [default: sdpa]")
+    ] = None
+    report_to: Annotated[list[str], Option(help="tensorboard, trackio, wandb; repeatable.  [default: none]")] = field(
+        default_factory=list
+    )
+    push: Annotated[str | None, Option(metavar="REPO", help="Push the finished OUTPUT to this Hub id.")] = None
+    resume: Annotated[bool, Option("--resume", help="Go on with a run that was stopped.")] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.data:
+            raise ValueError("data is empty; name some with --data.")
+        if self.schedule not in ("cosine", "constant", "wsd"):
+            raise ValueError(f"schedule is {self.schedule!r}; expected cosine, constant or wsd.")
 
 
 @dataclass(frozen=True, kw_only=True)

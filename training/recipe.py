@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import partial
@@ -46,7 +46,7 @@ from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
 from resformer.environment import cpu_has_bf16
 from resformer.errors import CheckpointError, OutputError, ResFormerError, brief
-from resformer.files import check_apart, check_target, locked, replacing
+from resformer.files import LISTING, check_apart, check_target, locked, replacing
 from resformer.model_cards import TRAINING_FIELDS, base_model_of, carried_metadata, trained_card, well_formed
 from resformer.pushing import HubError
 from resformer.pushing import push as push_checkpoint
@@ -64,12 +64,22 @@ from resformer.training.data import (
 )
 from resformer.training.distillation import DistillationTrainer
 from resformer.training.freezing import TRAIN, trained_parameters
+from resformer.training.log import LOG
 from resformer.training.memory import peak_memory, predicted_memory
 from resformer.training.optimizer import ConnectionTrainer
 from resformer.untrusted import check_folder, read_json
 
-__all__ = ["FinetuneOptions", "FinetuneReport", "finetune_checkpoint", "last_checkpoint", "processor_has_bf16"]
+__all__ = [
+    "START",
+    "FinetuneOptions",
+    "FinetuneReport",
+    "finetune_checkpoint",
+    "last_checkpoint",
+    "processor_has_bf16",
+]
 
+#: The folder, in that of an unfinished run, of an untrained checkpoint that it has begun with.
+START = "start"
 _LAUNCH_OPTIONS = ("resume", "force", "dry_run")  # options that do not change the result
 _OPTION_NAMES = {  # field of TrainingArguments -> the option that sets it
     "activation_checkpointing": "gradient_checkpointing",
@@ -274,10 +284,21 @@ class FinetuneReport:
         return asdict(self)
 
 
-def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
+def finetune_checkpoint(
+    options: FinetuneOptions,
+    *,
+    begin: Callable[[], None] | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+    command: str = "finetune",
+) -> FinetuneReport:
     """Runs the recipe: packs the data, trains with the stock Trainer, writes `options.output` when all is done.
 
     Under torchrun or `accelerate launch` every process calls it; the first one writes.
+
+    Args:
+        begin: is called on the first process before the model is read, to write it to `START` in `options.unfinished`.
+        callbacks: further ones of the Trainer.
+        command: whose results are replaced with `options.force`.
 
     Raises:
         CheckpointError: the model or its tokenizer cannot be loaded, it has nothing of what `options.train` names, or
@@ -292,17 +313,26 @@ def finetune_checkpoint(options: FinetuneOptions) -> FinetuneReport:
     with locked(target.with_name(f".{target.name}.resformer-lock")) if writes else nullcontext(True) as free:
         if not free:
             raise OutputError(f"{options.output}: another process is training it; wait for it, or choose another.")
-        return _finetune(options, arguments)
+        return _finetune(options, arguments, begin, callbacks, command)
 
 
-def _finetune(options: FinetuneOptions, arguments: TrainingArguments) -> FinetuneReport:
+def _finetune(
+    options: FinetuneOptions,
+    arguments: TrainingArguments,
+    begin: Callable[[], None] | None,
+    callbacks: Sequence[TrainerCallback],
+    command: str,
+) -> FinetuneReport:
     output = Path(options.output)
     first = arguments.process_index == 0
     if first:
         inputs = [name for name in (options.model, *options.sources, options.distill, options.tokenizer) if name]
-        check_target(output, *inputs, made_by="finetune", force=options.force)
-        check_apart(options.unfinished, *inputs)
+        check_target(output, *inputs, made_by=command, force=options.force)
+        check_apart(options.unfinished, *inputs[begin is not None :])
         _check_unfinished(options, {**options.run, "processes": arguments.world_size})
+        if begin is not None:
+            begin()
+    PartialState().wait_for_everyone()
     config = _loaded(AutoConfig, options.model)
     if options.push is not None and not isinstance(config, ResFormerConfig):
         raise CheckpointError(
@@ -366,7 +396,7 @@ def _finetune(options: FinetuneOptions, arguments: TrainingArguments) -> Finetun
         eval_dataset=blocks.held_out if options.held_out else None,
         data_collator=default_data_collator,
         processing_class=tokenizer,  # saved with each checkpoint
-        callbacks=[_EvaluationLines(), *([] if stream is None else [_Place(stream)])],
+        callbacks=[*callbacks, _EvaluationLines(), *([] if stream is None else [_Place(stream)])],
         teacher=teacher,
         weight=options.distill_weight,
         temperature=options.temperature,
@@ -391,7 +421,7 @@ def _finetune(options: FinetuneOptions, arguments: TrainingArguments) -> Finetun
         raise CheckpointError(f"The loss is {loss}; nothing was written. Try a lower --learning-rate.")
 
     source_card = _record_origin(options, config, report)
-    with replacing(output, made_by="finetune", force=options.force) if first else nullcontext(output) as folder:
+    with replacing(output, made_by=command, force=options.force) if first else nullcontext(output) as folder:
         model.config.use_cache = config.use_cache  # which the Trainer sets to False
         saved = folder if options.save_dtype is None else options.unfinished / "trained"
         trainer.save_model(str(saved))  # every process takes part where the weights are sharded
@@ -400,6 +430,8 @@ def _finetune(options: FinetuneOptions, arguments: TrainingArguments) -> Finetun
                 _model(str(saved), getattr(torch, options.save_dtype)).save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
             (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
+            if (options.unfinished / LOG).exists():
+                shutil.copyfile(options.unfinished / LOG, folder / LOG)
             if (options.unfinished / "runs").exists():  # TensorBoard's
                 shutil.copytree(options.unfinished / "runs", folder / "runs")
             facts = {**report.as_dict(), **weight_digests(folder)}
@@ -412,6 +444,7 @@ def _finetune(options: FinetuneOptions, arguments: TrainingArguments) -> Finetun
                     repository=options.push or output.name,
                     config=config,
                     source_card=source_card,
+                    from_scratch=report.source is None,
                 )
                 card.save(folder / "README.md")
     if first:
@@ -577,6 +610,12 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
         raise ValueError(f"An argument of the Trainer is of the wrong kind: {brief(error)}") from error
 
 
+def from_scratch(model: str) -> bool:
+    """Whether `resformer new` has written the checkpoint."""
+    path = Path(model) / LISTING
+    return path.is_file() and read_json(path).get("made_by") == "new"
+
+
 def _weights(name: str) -> str:
     """The commit of a checkpoint on the Hub, or a digest of the weights of one on this disk."""
     if not (folder := Path(name)).is_dir():
@@ -591,7 +630,7 @@ def _weights(name: str) -> str:
 def _check_unfinished(options: FinetuneOptions, now: dict[str, Any]) -> None:
     """Refuses to lose an unfinished run, or to go on with one that had begun otherwise than `now`."""
     folder = options.unfinished
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists() or not any(path.name != START for path in folder.iterdir()):
         return
     if options.resume:
         try:
@@ -744,6 +783,8 @@ def _record_origin(options: FinetuneOptions, config: PreTrainedConfig, report: F
     )
     base = base_model_of(config)
     report.source, report.revision = (model.resolve().name if model.is_dir() else options.model), commit
+    if from_scratch(options.model):
+        report.source = None
     if commit is None and base:  # saved elsewhere after a training
         report.source, report.revision = base["name"], base["revision"]
     with suppress(CheckpointError, KeyError, TypeError):

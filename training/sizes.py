@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from resformer.configuration import ResFormerConfig
 
-__all__ = ["CONFIG_FIELDS", "SIZES", "Size", "budget", "known_size", "scratch_config"]
+__all__ = ["CONFIG_FIELDS", "SIZES", "Size", "budget", "known_size", "schedule_arguments", "scratch_config"]
 
 #: Fields of a ResFormerConfig, without those that all configurations have.
 CONFIG_FIELDS = {field.name for field in fields(ResFormerConfig)} - {field.name for field in fields(PreTrainedConfig)}
@@ -122,3 +122,28 @@ def budget(parameters: int, flops_per_token: float, tokens: int | None = None) -
     tokens = _TOKENS_PER_PARAMETER * parameters if tokens is None else tokens
     operations = flops_per_token * tokens
     return tokens, round(0.292 * operations**0.3271), min(0.3118 * operations**-0.125, _HIGHEST_RATE)
+
+
+def schedule_arguments(name: str, steps: int, warmup: float, decay: float = 0.2) -> dict[str, Any]:
+    """The fields of `TrainingArguments` for AdamW (0.9, 0.95) and a schedule that ends at a tenth of the learning rate.
+
+    Args:
+        name: "cosine"; "constant", whose models can be trained further as if they had never stopped; or "wsd", constant
+            and then falling linearly in the share `decay` of the steps (arXiv 2405.18392).
+        warmup: share of the steps.
+    """
+    scheduler, options = {
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        "constant": ("constant_with_warmup", {}),
+        "wsd": (
+            "warmup_stable_decay",
+            {"num_decay_steps": math.ceil(decay * steps), "decay_type": "linear", "min_lr_ratio": 0.1},
+        ),
+    }[name]
+    return {
+        "lr_scheduler_type": scheduler,
+        "lr_scheduler_kwargs": options,
+        "warmup_steps": math.ceil(warmup * steps),
+        "adam_beta2": 0.95,
+        "max_grad_norm": 1.0,
+    }

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from resformer.configuration import ResFormerConfig
 from resformer.files import check_target, replacing
@@ -12,7 +13,7 @@ from resformer.training.options import NewOptions
 from resformer.training.sizes import known_size, scratch_config
 from resformer.training.tokenizers import make_tokenizer
 
-__all__ = ["new_checkpoint", "parameter_count"]
+__all__ = ["new_checkpoint", "parameter_count", "untrained", "write_untrained"]
 
 
 def new_checkpoint(
@@ -31,11 +32,19 @@ def new_checkpoint(
         ValueError: as of `make_tokenizer` and `scratch_config`.
     """
     output = Path(options.output)
+    inputs = weighted_sources(options.data)[0] + ([] if options.tokenizer is None else [options.tokenizer])
+    check_target(output, *inputs, made_by="new", force=options.force)
+    config, tokenizer = untrained(options, held_out)
+    if not dry_run:
+        write_untrained(options, config, tokenizer, weights=weights)
+    return config
+
+
+def untrained(options: NewOptions, held_out: float) -> tuple[ResFormerConfig, PreTrainedTokenizerBase]:
+    """The configuration and the tokenizer of a new checkpoint."""
     name = options.tokenizer or known_size(options.size).tokenizer
-    sources = weighted_sources(options.data)[0]
-    check_target(output, *sources, name, made_by="new", force=options.force)
     documents = load_documents(
-        sources if name.startswith("bpe:") else (),
+        weighted_sources(options.data)[0] if name.startswith("bpe:") else (),
         split=options.split,
         text_column=options.text_column,
         sample_by=options.sample_by,
@@ -45,9 +54,14 @@ def new_checkpoint(
     tokenizer = make_tokenizer(name, documents, held_out)
     config = scratch_config(options.method, options.size, tokenizer, options.block, **options.fields)
     tokenizer.model_max_length = config.max_position_embeddings
-    if dry_run:
-        return config
-    with replacing(output, made_by="new", force=options.force) as folder:
+    return config, tokenizer
+
+
+def write_untrained(
+    options: NewOptions, config: ResFormerConfig, tokenizer: PreTrainedTokenizerBase, *, weights: bool = True
+) -> None:
+    """Writes what `untrained` has made."""
+    with replacing(Path(options.output), made_by="new", force=options.force) as folder:
         tokenizer.save_pretrained(folder)
         if weights:
             torch.manual_seed(options.seed)
@@ -55,7 +69,6 @@ def new_checkpoint(
         else:
             config.architectures, config.dtype = [ResFormerForCausalLM.__name__], torch.float32
             config.save_pretrained(folder)
-    return config
 
 
 def parameter_count(config: ResFormerConfig) -> int:

@@ -27,14 +27,15 @@ from resformer.configuration import ResFormerConfig
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.data import Blocks, DataError, PackedBlocks
 from resformer.training.flops import training_flops
+from resformer.training.log import coefficients
 from resformer.training.memory import step_memory
-from resformer.training.optimizer import ConnectionTrainer, is_connection
+from resformer.training.optimizer import ConnectionTrainer
 from resformer.training.recipe import last_checkpoint, processor_has_bf16
+from resformer.training.sizes import schedule_arguments
 
 __all__ = ["RunSettings", "paired_model", "paired_run", "whole_batches"]
 
 _WARMING_UP = 2  # steps that are not timed, where there are more
-_FEW = 64  # values of a connection's parameter that are recorded one by one
 
 
 @dataclass(frozen=True)
@@ -93,24 +94,12 @@ class RunSettings:
         Raises:
             ValueError: the batch cannot be divided among the devices, or into micro-batches.
         """
-        scheduler, options = {
-            "cosine": ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
-            "constant": ("constant_with_warmup", {}),
-            "wsd": (
-                "warmup_stable_decay",
-                {"num_decay_steps": math.ceil(self.decay * self.steps), "decay_type": "linear", "min_lr_ratio": 0.1},
-            ),
-        }[self.schedule]
         arguments = TrainingArguments(
             output_dir=str(folder),
             max_steps=self.steps,
             learning_rate=self.learning_rate,
-            lr_scheduler_type=scheduler,
-            lr_scheduler_kwargs=options,
-            warmup_steps=math.ceil(self.warmup * self.steps),
+            **schedule_arguments(self.schedule, self.steps, self.warmup, self.decay),
             weight_decay=self.weight_decay,
-            adam_beta2=0.95,
-            max_grad_norm=1.0,
             eval_strategy="steps",
             eval_steps=self.interval,
             eval_on_start=True,
@@ -168,17 +157,6 @@ class _Recorder(TrainerCallback):
     @property
     def median(self) -> float:
         return statistics.median(self.seconds[_WARMING_UP:] or self.seconds)
-
-
-def coefficients(model: torch.nn.Module) -> dict[str, list[float] | float]:
-    """Name of a connection's parameter -> its values, to 5 digits; of more than 64, their root mean square."""
-    found: dict[str, list[float] | float] = {}
-    for name, parameter in model.named_parameters():
-        if is_connection(name):
-            values = parameter.detach().float().flatten().cpu()
-            few = values if len(values) <= _FEW else values.square().mean().sqrt()
-            found[name.removeprefix("module.")] = np.round(few.double().numpy(), 5).tolist()
-    return found
 
 
 def paired_model(config: ResFormerConfig, backbone: ResFormerConfig, seed: int) -> ResFormerForCausalLM:

@@ -1,15 +1,17 @@
-"""`resformer new` and `tokenize`."""
+"""`resformer new`, `tokenize` and `pretrain`."""
 
 import json
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from resformer.commands.conversion import DryRun
-from resformer.commands.terminal import AsJson, app, echo, reporting_errors, row, size, takes
-from resformer.training.options import NewOptions, TokenizeOptions
+from resformer.commands.terminal import AsJson, app, echo, from_file, reporting_errors, row, size, takes
+from resformer.training.options import NewOptions, PretrainOptions, TokenizeOptions
 
-__all__ = ["new", "tokenize", "train"]
+__all__ = ["new", "pretrain", "tokenize", "train"]
 
 
 @app.command()
@@ -52,6 +54,55 @@ def tokenize(options: TokenizeOptions, as_json: AsJson = False) -> None:
             sums = index[side]
             row(side, f"{sums['tokens']:,} tokens of {sums['documents']:,} documents, {size(sums['bytes'])}")
         row("wrote", options.output)
+
+
+@app.command()
+@takes(PretrainOptions, "The last checkpoint is kept: go on from it with --resume.")
+def pretrain(
+    options: PretrainOptions,
+    config: Annotated[
+        Path | None,
+        typer.Option(callback=from_file, is_eager=True, help="YAML file of these options; the command line wins."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, with a speed that is measured here; write nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model from scratch: the size decides shape, tokens, batch and learning rate.
+
+    All of it can be set. Writes what `finetune` writes, and log.json.
+    """
+    from resformer.training.pretraining import plan_pretraining
+    from resformer.training.pretraining import pretrain as run
+
+    first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun or accelerate has started
+    if dry_run:
+        plan, report = plan_pretraining(options), None
+    else:
+        plan, report = run(options)
+    if not first:
+        return
+    if as_json:
+        facts = {"plan": plan.as_dict()} if report is None else {"plan": plan.as_dict(), **report.as_dict()}
+        echo(json.dumps(facts, indent=2, default=str))
+        return
+    row("model", f"{options.size}, {options.method}, {plan.parameters:,} parameters")
+    row("tokens", f"{plan.tokens:,}, {plan.tokens / plan.parameters:,.1f} a parameter, {size(plan.bytes)}")
+    row("steps", f"{plan.steps:,} of {plan.sequences:,} sequences of {plan.block:,} tokens, {plan.accumulate} passes")
+    row("rate", f"{plan.learning_rate:.2g}, {options.schedule}")
+    row("operations", f"{plan.flops:.3g}")
+    if report is None:
+        row("speed", f"{plan.tokens_per_second:,.0f} tokens/s: {plan.hours:,.1f} hours")
+        row("would write", options.output)
+        return
+    resumed = f", resumed from step {report.resumed_from:,}" if report.resumed_from else ""
+    row("trained", f"{report.tokens:,} tokens{resumed}, {report.tokens_per_second:,.0f} tokens/s")
+    if report.loss_after is not None:
+        row("loss", f"{report.loss_before:.4f} -> {report.loss_after:.4f} on the held-out blocks")
+    row("wrote", options.output)
+    if report.url is not None:
+        row("pushed", report.url)
 
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

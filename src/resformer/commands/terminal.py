@@ -1,5 +1,6 @@
 """The application, errors and exit codes, and output of all commands: data to stdout, messages to stderr."""
 
+import difflib
 import json
 import os
 import shlex
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, get_origin, get_type_hints
 
@@ -26,6 +28,7 @@ __all__ = [
     "app",
     "assignments",
     "echo",
+    "from_file",
     "json_or_text",
     "own_command",
     "print_json",
@@ -153,6 +156,38 @@ def takes(
         return command
 
     return decorate
+
+
+def from_file(context: typer.Context, path: Path | None) -> Path | None:
+    """The callback of an eager option `--config`: the YAML file's values are the defaults of the command's options.
+
+    Raises:
+        typer.BadParameter: the file cannot be read, or has something else than the command's options.
+    """
+    if path is None:
+        return None
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"{path}: cannot be read: {brief(error)}") from error
+    if not isinstance(values, dict):
+        raise typer.BadParameter(f"{path}: expected lines of `name: value`.")
+    options = {option.removeprefix("--"): each for each in context.command.params for option in each.opts}
+    values = {str(name).replace("_", "-"): value for name, value in values.items()}
+    for name in values.keys() - options.keys():
+        close = difflib.get_close_matches(name, options, n=1)
+        raise typer.BadParameter(
+            f"{path}: there is no option {name!r}." + (f" Did you mean {close[0]!r}?" * bool(close))
+        )
+    if isinstance(fields_ := values.get("set"), dict):
+        values["set"] = [f"{name}={json.dumps(value)}" for name, value in fields_.items()]
+    for name, value in values.items():
+        if getattr(options[name], "multiple", False) and not isinstance(value, list):
+            values[name] = [value]
+    context.default_map = {options[name].name: value for name, value in values.items()}
+    return path
 
 
 def own_command(*more: str, leave_out: str = "") -> str:

@@ -1,0 +1,163 @@
+"""`resformer pretrain`: a size is a plan, a plan a run of `finetune`, and a stopped run ends with the same weights."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainerControl
+
+from resformer.errors import CheckpointError
+from resformer.training import pretraining
+from resformer.training.log import TrainingLog
+from resformer.training.options import PretrainOptions, TokenizeOptions
+from resformer.training.tokenizing import tokenize
+
+NARROW = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4}
+SMALL: dict[str, Any] = {
+    "tokenizer": "bytes", "fields": NARROW, "block": 32, "batch_tokens": 128, "tokens": 128 * 8, "evaluations": 4,
+    "held_out": 0.1, "held_out_blocks": 4, "sample_by": "line", "bf16": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with text, which is the working one."""
+    monkeypatch.chdir(tmp_path)
+    lines = [f"Value {number} of the first layer reaches layer {number % 7}." for number in range(300)]
+    Path("text.txt").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_the_result_is_a_checkpoint_from_scratch(work: Path, invoke: Callable[..., Any]) -> None:
+    Path("options.yaml").write_text(
+        f"data: text.txt\nsample_by: line\ntokenizer: bytes\nset: {json.dumps(NARROW)}\nblock: 32\nbatch-tokens: 256\n"
+        "held-out: 0.1\nheld-out-blocks: 4\nevaluations: 2\nbf16: false\nmethod: svformer\n"
+    )
+    done = invoke(
+        work, "pretrain", "out", "--config", "options.yaml", "--batch-tokens", "128", "--tokens", "1k", "--json"
+    )
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert (report["plan"]["steps"], report["tokens"], report["method"]) == (8, 1024, "svformer")
+    assert report["loss_after"] < report["loss_before"]
+    assert report["source"] is None
+    model = AutoModelForCausalLM.from_pretrained("out")
+    assert (model.config.hidden_size, model.num_parameters()) == (32, report["plan"]["parameters"])
+    assert "trained from scratch on text.txt" in Path("out/README.md").read_text()
+    log = json.loads(Path("out/log.json").read_text())
+    losses = [entry for entry in log if "loss" in entry]
+    assert {"grad_norm", "learning_rate", "tokens", "tokens_per_second"} <= losses[-1].keys()
+    assert [entry["step"] for entry in log if "eval_loss" in entry] == [0, 4, 8]
+    assert max(entry["learning_rate"] for entry in losses) == report["plan"]["learning_rate"]
+    assert not Path("out.training").exists()
+
+
+class _Stop(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("source", ["text.txt", "tokens"])
+def test_a_stopped_run_ends_with_the_same_weights(
+    source: str, streaming: bool, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if source == "tokens":
+        tokenize(TokenizeOptions(data=["text.txt"], output=source, tokenizer="bytes", held_out=0.1, sample_by="line"))
+    options = {"data": [source], "streaming": streaming, **SMALL}
+    pretraining.pretrain(PretrainOptions(output="whole", **options))
+    run = pretraining.finetune_checkpoint
+    for step in (1, 5):  # before the first checkpoint, and between two
+        stop = _Stop(step)
+
+        def stopped(*given: Any, callbacks: Any, stop: Any = stop, **more: Any) -> Any:
+            return run(*given, callbacks=[*callbacks, stop], **more)
+
+        monkeypatch.setattr(pretraining, "finetune_checkpoint", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            pretraining.pretrain(PretrainOptions(output="stopped", resume=step > 1, **options))
+    monkeypatch.setattr(pretraining, "finetune_checkpoint", run)
+    _, report = pretraining.pretrain(PretrainOptions(output="stopped", resume=True, **options))
+    assert report.resumed_from == 4
+    whole, resumed = (load_file(Path(name, "model.safetensors")) for name in ("whole", "stopped"))
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    logs = [json.loads(Path(name, "log.json").read_text()) for name in ("whole", "stopped")]
+    assert [entry.get("loss") for entry in logs[0]] == [entry.get("loss") for entry in logs[1]]
+
+
+@pytest.mark.parametrize(
+    ("entry", "stops"),
+    [
+        ({"loss": 3.0, "grad_norm": 1.0}, False),
+        ({"loss": 4.9, "grad_norm": 1.0}, False),
+        ({"loss": 5.1, "grad_norm": 1.0}, True),
+        ({"loss": math.nan, "grad_norm": 1.0}, True),
+        ({"loss": 2.9, "grad_norm": math.inf}, True),
+        ({"eval_loss": 9.0}, False),
+    ],
+)
+def test_a_lost_loss_stops_the_training(entry: dict[str, float], stops: bool, tmp_path: Path) -> None:
+    history = [{"loss": 3.0, "grad_norm": 1.0, "step": 1}, {**entry, "step": 2}]
+    state = SimpleNamespace(
+        log_history=history, num_input_tokens_seen=64, is_world_process_zero=True, global_step=2, max_steps=4
+    )
+    log, control = TrainingLog(tmp_path, flops=1.0), TrainerControl(should_save=True)
+    log.on_step_end(SimpleNamespace(), state, control)
+    assert control.should_log  # before the checkpoint
+    if stops:
+        with pytest.raises(CheckpointError, match="go on from the last with --resume"):
+            log.on_log(SimpleNamespace(bf16=False), state, control, model=torch.nn.Linear(1, 1))
+    else:
+        log.on_log(SimpleNamespace(bf16=False), state, control, model=torch.nn.Linear(1, 1))
+    assert len(json.loads((tmp_path / "log.json").read_text())) == 2
+
+
+def test_a_step_is_as_large_on_any_number_of_devices(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+    for devices in (1, 2, 8):
+        monkeypatch.setattr(pretraining, "_devices", lambda devices=devices: devices)
+        options = PretrainOptions(output="a", data=["text.txt"], size="82m", tokenizer="bytes")
+        config, _ = pretraining._model(options)
+        plans.append(pretraining._plan(options, config))
+    assert len({(plan.steps, plan.tokens, plan.sequences) for plan in plans}) == 1
+    assert [plan.sequences // (plan.micro_batch * plan.accumulate) for plan in plans] == [1, 2, 8]
+    assert plans[0].tokens == pytest.approx(20 * plans[0].parameters, rel=0.01)
+
+
+def test_a_dry_run_writes_nothing(work: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretraining, "_TIMED", 0.0)
+    narrow = [word for name, value in NARROW.items() for word in ("--set", f"{name}={value}")]
+    arguments = ["--data", "text.txt", "--tokenizer", "bytes", "--block", 32, "--batch-tokens", 64, *narrow]
+    done = invoke(work, "pretrain", "out", *arguments, "--dry-run", "--json")
+    assert done.exit_code == 0, done.output
+    plan = json.loads(done.stdout)["plan"]
+    assert plan["hours"] == pytest.approx(plan["tokens"] / plan["tokens_per_second"] / 3600)
+    assert not list(work.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "data is empty"),
+        (["--data", "text.txt", "--tokenizer", "bytes", "--batch-tokens", 500], "expected a multiple of 512"),
+        (["--data", "text.txt", "--tokenizer", "bytes", "--schedule", "linear"], "cosine, constant or wsd"),
+        (["--data", "text.txt", "--tokens", "many"], "many"),
+        (["--config", "options.yaml"], "Did you mean 'tokens'?"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: list[Any], words: str, work: Path, invoke: Callable[..., Any]) -> None:
+    Path("options.yaml").write_text("token: 3k\n")
+    done = invoke(work, "pretrain", "out", *arguments)
+    assert (done.exit_code, words in done.stderr) == (2, True), done.stderr
+    assert not list(work.glob("out*"))

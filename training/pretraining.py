@@ -1,0 +1,167 @@
+"""Training from scratch: a size decides the budget, `new` makes the model, and the run is that of `finetune`."""
+
+import math
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
+
+from resformer.configuration import ResFormerConfig
+from resformer.modeling import ResFormerForCausalLM
+from resformer.training.flops import training_flops
+from resformer.training.log import TrainingLog
+from resformer.training.options import DataOptions, NewOptions, PretrainOptions
+from resformer.training.recipe import START, FinetuneOptions, FinetuneReport, finetune_checkpoint, processor_has_bf16
+from resformer.training.sizes import budget, schedule_arguments
+from resformer.training.untrained import parameter_count, untrained, write_untrained
+
+__all__ = ["PretrainPlan", "plan_pretraining", "pretrain"]
+
+_PASS = 16_384  # tokens that a device takes at a time, unless more is said
+_TIMED = 20.0  # seconds for the speed of a plan
+
+
+@dataclass(frozen=True)
+class PretrainPlan:
+    """What a training from scratch will do."""
+
+    parameters: int
+    tokens: int  # trained on, whole steps
+    steps: int
+    block: int
+    sequences: int  # a step, on all devices
+    micro_batch: int  # sequences a device takes at a time
+    accumulate: int  # passes a step
+    learning_rate: float
+    flops: float  # of the whole training
+    bytes: int  # of the tokens as int32
+    tokens_per_second: float | None = None  # of all devices, measured on this one
+    hours: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def pretrain(options: PretrainOptions) -> tuple[PretrainPlan, FinetuneReport]:
+    """Trains a model from scratch; under torchrun or `accelerate launch` every process calls it.
+
+    Raises: as `new_checkpoint` and `finetune_checkpoint`; and CheckpointError if the loss is lost, see `TrainingLog`.
+    """
+    config, tokenizer = _model(options)
+    plan = _plan(options, config)
+    run = _run(options, plan)
+    start = NewOptions(**{each.name: getattr(options, each.name) for each in fields(NewOptions)})
+    start = replace(start, output=run.model, force=True)
+
+    def begin() -> None:
+        if not (options.resume and (Path(run.model) / "config.json").is_file()):
+            write_untrained(start, config, tokenizer)
+
+    log = TrainingLog(run.unfinished, plan.flops / plan.tokens)
+    return plan, finetune_checkpoint(run, begin=begin, callbacks=[log], command="pretrain")
+
+
+def plan_pretraining(options: PretrainOptions) -> PretrainPlan:
+    """The plan, with the speed of a model of this shape here; writes nothing and reads data for a tokenizer alone."""
+    config, _ = _model(options)
+    plan = _plan(options, config)
+    speed = _speed(options, plan, config) * _devices()
+    return replace(plan, tokens_per_second=speed, hours=plan.tokens / speed / 3600)
+
+
+def _devices() -> int:
+    return TrainingArguments(output_dir="", use_cpu=not torch.accelerator.is_available(), report_to="none").world_size
+
+
+def _model(options: PretrainOptions) -> tuple[ResFormerConfig, PreTrainedTokenizerBase]:
+    """The configuration and the tokenizer: those that an unfinished run has begun with, or new ones."""
+    start = Path(f"{options.output}.training", START)
+    if options.resume and (start / "config.json").is_file():
+        return AutoConfig.from_pretrained(start), AutoTokenizer.from_pretrained(start)
+    return untrained(options, options.held_out)
+
+
+def _plan(options: PretrainOptions, config: ResFormerConfig) -> PretrainPlan:
+    block = config.max_position_embeddings
+    parameters, flops = parameter_count(config), training_flops(config, block)
+    tokens, batch_tokens, rate = budget(parameters, flops, options.tokens)
+    devices = _devices()
+    if options.batch_tokens is None:  # a power of two is divided by most numbers of devices
+        each = max(1, round(2 ** round(math.log2(max(1, batch_tokens / block))) / devices))
+    else:
+        each, rest = divmod(options.batch_tokens, block * devices)
+        if rest or not each:
+            raise ValueError(
+                f"batch_tokens is {options.batch_tokens:,}; expected a multiple of {block * devices:,}: {devices} "
+                f"device{'s' * (devices > 1)}, sequences of {block:,} tokens."
+            )
+    micro = options.micro_batch or max(
+        n for n in range(1, each + 1) if each % n == 0 and n * block <= max(block, _PASS)
+    )
+    if each % micro:
+        raise ValueError(f"micro_batch is {micro}; expected a divisor of the {each} sequences of a device.")
+    steps = math.ceil(tokens / (each * devices * block))
+    tokens = steps * each * devices * block
+    return PretrainPlan(
+        parameters=parameters,
+        tokens=tokens,
+        steps=steps,
+        block=block,
+        sequences=each * devices,
+        micro_batch=micro,
+        accumulate=each // micro,
+        learning_rate=options.learning_rate or rate,
+        flops=flops * tokens,
+        bytes=4 * tokens,
+    )
+
+
+def _run(options: PretrainOptions, plan: PretrainPlan) -> FinetuneOptions:
+    interval = math.ceil(plan.steps / options.evaluations)
+    shared = {
+        "output", "held_out", "held_out_blocks", "streaming", "seed", "bf16", "gradient_checkpointing", "compile",
+        "attn_implementation", "push", "resume", "force", *(each.name for each in fields(DataOptions)),
+    }  # fmt: skip
+    return FinetuneOptions(
+        model=str(Path(f"{options.output}.training", START)),
+        **{name: getattr(options, name) for name in shared},
+        steps=plan.steps,
+        block=plan.block,
+        batch=plan.micro_batch,
+        accumulate=plan.accumulate,
+        learning_rate=plan.learning_rate,
+        connection_learning_rate=options.connection_learning_rate or plan.learning_rate,
+        trainer={
+            **schedule_arguments(options.schedule, plan.steps, options.warmup),
+            "weight_decay": options.weight_decay,
+            "eval_steps": interval,
+            "save_steps": interval,
+            "logging_steps": max(1, min(10, plan.steps // 10)),
+            **({"report_to": options.report_to} if options.report_to else {}),
+        },
+    )
+
+
+def _speed(options: PretrainOptions, plan: PretrainPlan, config: ResFormerConfig) -> float:
+    """Tokens a second of forward and backward passes on this device; the first pass is not timed."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    with device:
+        model = ResFormerForCausalLM(config).train()
+        ids = torch.randint(config.vocab_size, (plan.micro_batch, plan.block))
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    run = torch.compile(model) if options.compile else model
+    bf16 = processor_has_bf16() if options.bf16 is None else options.bf16
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < _TIMED and len(times) < 20):
+        begin = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            loss = run(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        times.append(time.perf_counter() - begin)
+    return ids.numel() * (len(times) - 1) / sum(times[1:])
