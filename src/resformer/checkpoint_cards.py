@@ -70,7 +70,7 @@ _TRAINING: dict[str, Any] = {
     "evaluation_tokens": int,
     "runs": [
         {"name": str, "training_tokens": int, "steps": int}
-        | dict.fromkeys(("perplexity_before", "perplexity_after"), _NUMBER)
+        | dict.fromkeys(("perplexity_before", "perplexity_after"), _NUMBER | None)
     ],
 }
 _RECIPE: dict[str, Any] = {
