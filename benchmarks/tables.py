@@ -113,7 +113,8 @@ def serving_speed(name: str) -> str:
     lines += [
         f"| {arm} | {row['tokens a second']:.0f} | {row['of Llama']:.3f} |" for arm, row in report["arms"].items()
     ]
-    return "\n".join([*lines, "", _made_by(report)])
+    rounds = len(report["seconds"]["Llama"])
+    return "\n".join([*lines, "", f"{rounds} {'round' if rounds == 1 else 'rounds'} of {_made_by(report)}"])
 
 
 def _made_by(report: dict[str, Any]) -> str:
