@@ -7,9 +7,12 @@ WORKERS ?= 2
 ARGS ?=
 BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# The rest of generation is as that Transformers has it: crops of windows, prompt lookup, quantized caches.
+FLOOR_TESTS := tests/test_modeling_equations.py tests/test_low_precision.py tests/test_modeling_generation.py \
+	-k "not (assisted or lookup or drafts or windows or reset or quantized or continuous)"
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow test-all test-gpu test-vllm lint types docs tour clean
+.PHONY: demo test test-slow test-all test-gpu test-vllm test-floor lint types docs tour clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -31,6 +34,11 @@ test-gpu: .venv/test
 test-vllm: .venv-vllm/made
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -n $(WORKERS) --dist worksteal \
 		-m vllm tests/test_evaluation.py tests/test_serving.py tests/test_vllm.py $(ARGS)
+
+# What an engine loads, on the oldest Transformers and on one in between: `make test-floor`.
+test-floor: .venv/floor-5.9.0 .venv/floor-5.19.0
+	for floor in $^; do PYTHONPATH=src OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $$floor/bin/python -m pytest -n $(WORKERS) \
+		--dist worksteal -m "not slow" $(FLOOR_TESTS) $(ARGS) || exit 1; done
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -61,6 +69,12 @@ clean:
 	@echo "Installing resformer into .venv; the first time takes some minutes."
 	$(INSTALL) --editable '.[demo]'
 	touch $@
+
+# The packages of .venv, with an older Transformers, and what it asks for, before them.
+.venv/floor-%: .venv/test
+	$(PYTHON) -m venv $@
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo $@/lib/python*/site-packages)/base.pth
+	$@/bin/python -m pip install --disable-pip-version-check --quiet transformers==$*
 
 .venv/test: .venv/made
 	@echo "Installing resformer and what its tests need into .venv; the first time takes some minutes."

@@ -26,7 +26,7 @@ __all__ = ["DepthGates", "depth_values"]
 def depth_values(
     queries: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], gate: torch.Tensor
 ) -> torch.Tensor:
-    """Returns V'_n, `(batch, key/value heads, tokens, head_dim)`. The softmax is taken in float32.
+    """Returns V'_n, `(batch, key/value heads, tokens, head_dim)`. The softmax is in float32, its products are not.
 
     Args:
         queries: of layer n, `(batch, query heads, tokens, head_dim)`.

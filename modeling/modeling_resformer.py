@@ -159,7 +159,7 @@ class ResFormerAttention(nn.Module):
         input_ids: torch.Tensor | None = None,
         mixing_weights: Any = None,
         first_values: torch.Tensor | None = None,
-        earlier_values: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+        earlier_values: Any = None,
         earlier_keys: tuple[torch.Tensor, ...] = (),
         shared_keys: torch.Tensor | None = None,
         shared_values: torch.Tensor | None = None,
@@ -203,8 +203,8 @@ class ResFormerAttention(nn.Module):
             elif self.mixing == "dense":
                 value_states = torch.addcmul(earlier_values, raw_values, mixing_weights.to(raw_values))
             elif self.mixing == "depth_attention":
-                keys = (*earlier_keys, current_keys) if self.has_keys else earlier_keys
-                value_states = depth_values(query_states, keys, (*earlier_values, raw_values), mixing_weights)
+                depth_keys = (*earlier_keys, current_keys) if self.has_keys else earlier_keys
+                value_states = depth_values(query_states, depth_keys, (*earlier_values, raw_values), mixing_weights)
             else:  # V'_n = l1 V_0 + l2 V_n
                 value_states = weighted_sum((first_values, raw_values), mixing_weights)
         mixed_values = value_states if self.has_values else shared_mixed_values
@@ -441,7 +441,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
-        layers = self.layers[: self.config.num_hidden_layers]  # fewer while `assistant_early_exit` drafts
+        layers: Any = self.layers[: self.config.num_hidden_layers]  # fewer while `assistant_early_exit` drafts
         rows = {} if self.value_residual is None else self.value_residual()
         averages = None if self.depth_average is None else self.depth_average.start(self.depth_average())
         if averages is not None:

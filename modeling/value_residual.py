@@ -49,7 +49,8 @@ def value_residual(config: ResFormerConfig) -> MixingRows | None:
     columns = {layer: mixed_layers(config, layer) for layer in mixing_layers(config)}
     if not columns:
         return None
-    start: tuple[float, float] = tuple(config.value_residual_init)
+    a, b = config.value_residual_init
+    start = (a, b)
     match config.value_residual:
         case "identity":
             return FixedValueResidual(columns, (0.5, 0.5))

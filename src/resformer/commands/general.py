@@ -31,7 +31,7 @@ def methods(
 @app.command()
 def env(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
     """Print versions, processor, accelerators and settings for a bug report; secrets are masked."""
-    with reporting_errors():
+    with reporting_errors(any_transformers=True):
         from resformer.environment import describe_environment
 
         environment = describe_environment()

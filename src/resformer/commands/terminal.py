@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import wraps
+from importlib import metadata
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import FrameType
@@ -18,7 +19,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
-from resformer.errors import CheckpointError, OutputError, VerificationError, brief, plain
+from resformer.errors import CheckpointError, OutputError, ResFormerError, VerificationError, brief, plain
 from resformer.version import __version__
 
 __all__ = [
@@ -48,6 +49,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _options = {"traceback": False}
+#: Commands read and write checkpoints with parts of Transformers that older versions lack.
+COMMANDS_NEED = (5, 23)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
@@ -68,18 +71,32 @@ def _common(
     _options["traceback"] = traceback
 
 
+def check_transformers() -> None:
+    """Raises `ResFormerError` where Transformers is too old for a command; models work from 5.9 on."""
+    installed = metadata.version("transformers")
+    if tuple(map(int, installed.split(".")[:2])) < COMMANDS_NEED:
+        needed = ".".join(map(str, COMMANDS_NEED))
+        raise ResFormerError(
+            f"Commands need transformers {needed} or newer, and {installed} is installed: pip install -U "
+            f"'transformers>={needed},<6'. Models load, generate and train with this one."
+        )
+
+
 @contextmanager
 def reporting_errors(
-    interrupted: str = "Nothing was left behind; run the command again.",
+    interrupted: str = "Nothing was left behind; run the command again.", any_transformers: bool = False
 ) -> Iterator[None]:
     """Turns exceptions into one line on stderr and an exit code: see `_exit_code`.
 
     Args:
         interrupted: what to say after Ctrl-C.
+        any_transformers: the command does not use Transformers.
     """
     before = {}
     try:
         _quiet_off_a_terminal()
+        if not any_transformers:
+            check_transformers()
         if threading.current_thread() is threading.main_thread():
             before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         yield
