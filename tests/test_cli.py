@@ -172,3 +172,11 @@ def test_methods_lists_every_method() -> None:
     fields = json.loads(resformer("methods", "--layers", "6", "--json").stdout)
     assert fields == {name: method(6) for name, method in METHODS.items()}
     assert resformer("methods").stdout.count("\n") == len(METHODS)
+
+
+def test_commands_name_both_versions_where_transformers_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resformer.commands.terminal.metadata.version", lambda name: "5.9.0")
+    refused = cli("inspect", "no-such-folder")  # before anything is read
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "transformers 5.23 or newer, and 5.9.0 is installed" in refused.stderr
+    assert cli("inspect", "--help").exit_code == cli("env").exit_code == 0
