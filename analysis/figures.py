@@ -216,11 +216,11 @@ def _short(value: float, position: int | None = None) -> str:
 
 
 def _few_decades(axes: "Axes") -> Callable[[float, int | None], str]:
-    """Labels 2 and 5 between the powers of ten on an axis of few decades."""
+    """Labels 2 and 5 between the powers of ten on an axis of few decades, and all digits within one."""
 
     def label(value: float, position: int | None = None) -> str:
         low, high = axes.get_ylim()
         digit = round(value / 10 ** math.floor(math.log10(value)))
-        return f"{value:g}" if high / low < 200 and digit in (2, 5) else ""
+        return f"{value:g}" if high / low < 10 or (high / low < 200 and digit in (2, 5)) else ""
 
     return label
