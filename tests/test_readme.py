@@ -17,6 +17,7 @@ DOCUMENTS = [
     "README.md",
     *(f"docs/{name}.md" for name in "analysis converting quickstart sharing shrinking training".split()),
     pytest.param("docs/comparing.md", marks=pytest.mark.slow),
+    pytest.param("docs/pretraining.md", marks=pytest.mark.slow),
 ]
 BLOCKS = r"^```(\w+)\n(.*?)^```"
 
