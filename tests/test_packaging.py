@@ -192,7 +192,7 @@ def test_sdist_holds_the_project(built: Path) -> None:
     found = {member.name.partition("/")[2] for member in members if member.isfile()}
     beside = {name for name in sources() if name.startswith(("benchmarks/", "docs/", "tests/"))}
     top = {"LICENSE", "Makefile", "README.md", "constraints.txt", "pyproject.toml", "ruff.toml", "setup.cfg"}
-    top |= {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md"}
+    top |= {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md", "requirements-vllm.txt"}
     assert beside | top | set(packaged().values()) <= found
     generated = re.compile(r"PKG-INFO|MANIFEST\.in|src/resformer\.egg-info/.*")
     assert {name for name in found - beside - top - set(packaged().values()) if not generated.fullmatch(name)} == set()
