@@ -122,3 +122,13 @@ def test_counts_are_read(text_: str, number: int) -> None:
     assert count(text_) == number
     with pytest.raises(ValueError, match="such as 300k"):
         count("0.3")
+
+
+def test_a_new_model_has_the_tokenizer_of_its_tokens(text: Path, invoke: Callable[..., Any]) -> None:
+    tokenizing.tokenize(options(text, tokenizer="bpe:300"))
+    done = invoke(text, "new", "same", "--data", "tokens", "--no-weights")
+    assert done.exit_code == 0, done.output
+    vocabularies = [AutoTokenizer.from_pretrained(text / name).get_vocab() for name in ("same", "tokens/tokenizer")]
+    assert vocabularies[0] == vocabularies[1]
+    other = invoke(text, "new", "other", "--data", "tokens", "--tokenizer", "bytes")
+    assert (other.exit_code, "another tokenizer than bytes" in other.stderr) == (3, True), other.stderr

@@ -57,7 +57,8 @@ class NewOptions(DataOptions):
     tokenizer: Annotated[
         str | None,
         Option(
-            help="bytes; bpe:N, trained on --data; folder or Hub id.  [default: bpe:4096 up to 10m, else bpe:32768]"
+            help="bytes; bpe:N, trained on --data; folder or Hub id.  [default: that of --data, if they are tokens; "
+            "else bpe:4096 up to 10m, bpe:32768 above]"
         ),
     ] = None
     block: Annotated[

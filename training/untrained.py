@@ -8,10 +8,11 @@ from transformers import PreTrainedTokenizerBase
 from resformer.configuration import ResFormerConfig
 from resformer.files import check_target, replacing
 from resformer.modeling import ResFormerForCausalLM
-from resformer.training.data import load_documents, weighted_sources
+from resformer.training.data import INDEX, DataError, load_documents, load_tokenizer, weighted_sources
 from resformer.training.options import NewOptions
 from resformer.training.sizes import known_size, scratch_config
 from resformer.training.tokenizers import make_tokenizer
+from resformer.training.tokenizing import TOKENIZER
 
 __all__ = ["new_checkpoint", "parameter_count", "untrained", "write_untrained"]
 
@@ -41,10 +42,15 @@ def new_checkpoint(
 
 
 def untrained(options: NewOptions, held_out: float) -> tuple[ResFormerConfig, PreTrainedTokenizerBase]:
-    """The configuration and the tokenizer of a new checkpoint."""
-    name = options.tokenizer or known_size(options.size).tokenizer
+    """The configuration and the tokenizer of a new checkpoint: by default that of the data, if they are tokens.
+
+    Raises: as `new_checkpoint`; and DataError if the data are tokens of another tokenizer.
+    """
+    sources = weighted_sources(options.data)[0]
+    tokenised = [Path(source) / TOKENIZER for source in sources if (Path(source) / INDEX).is_file()]
+    name = options.tokenizer or str(tokenised[0] if tokenised else known_size(options.size).tokenizer)
     documents = load_documents(
-        weighted_sources(options.data)[0] if name.startswith("bpe:") else (),
+        sources if name.startswith("bpe:") else (),
         split=options.split,
         text_column=options.text_column,
         sample_by=options.sample_by,
@@ -52,6 +58,9 @@ def untrained(options: NewOptions, held_out: float) -> tuple[ResFormerConfig, Pr
         held_out=held_out,
     )
     tokenizer = make_tokenizer(name, documents, held_out)
+    for folder in tokenised:
+        if load_tokenizer(folder, None, "tokenise again").get_vocab() != tokenizer.get_vocab():
+            raise DataError(f"{folder.parent}: has the tokens of another tokenizer than {name}; use {folder}.")
     config = scratch_config(options.method, options.size, tokenizer, options.block, **options.fields)
     tokenizer.model_max_length = config.max_position_embeddings
     return config, tokenizer
