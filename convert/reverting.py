@@ -77,7 +77,11 @@ def revert(
         if kind.module is None and (reasons := kind.inexact_because(config)):
             raise CheckpointError(f"{opened.name}: cannot be reverted: {reasons[0]}. Convert the original again.")
     remaining = connections_of(before)
-    reverted = before if remaining else family_config(config, recorded_family(opened))
+    if remaining:
+        reverted = before
+        reverted.base_model = getattr(config, "base_model", None)  # as `retrofit` has left it
+    else:
+        reverted = family_config(config, recorded_family(opened))
     decision = _decide(opened.fetch(headers_only=True), config, before, reverted)
     if not (settings.dry_run or decision.source.on_this_disk):  # download the weights: the coefficients allow it
         decision = _decide(opened.fetch(), config, before, reverted)

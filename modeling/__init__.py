@@ -1,5 +1,7 @@
 """The decoder and its cross-layer connections, one file each. The import registers the models with the Auto classes."""
 
+import sys
+
 import transformers
 
 from resformer.configuration import ResFormerConfig
@@ -32,5 +34,6 @@ for auto_class, model_class in {
 }.items():
     if ResFormerConfig not in auto_class._model_mapping:  # the user may have registered a class of their own
         auto_class.register(ResFormerConfig, model_class)
-    # TRL, vLLM and `transformers serve` look the name in config.json's `architectures` up here.
-    setattr(transformers, model_class.__name__, model_class)
+    # TRL, vLLM and `transformers serve` look the name in config.json's `architectures` up here. Not in `transformers`
+    # above: its first submodules, imported since, put another module in its place.
+    setattr(sys.modules["transformers"], model_class.__name__, model_class)

@@ -302,12 +302,12 @@ def word_accuracy(
     return len(hits), source_share, share
 
 
-def interval(right: float, of: int) -> tuple[float, float]:
-    """Wilson's interval of a rate, at 95 %."""
+def interval(right: float, of: int) -> list[float]:
+    """(low, high) of Wilson's interval of a rate, at 95 %."""
     from scipy.stats import binomtest
 
     low, high = binomtest(round(right), of).proportion_ci(method="wilson")
-    return float(low), float(high)
+    return [float(low), float(high)]
 
 
 def last_words(pieces: Sequence[str]) -> list[tuple[int, int]]:

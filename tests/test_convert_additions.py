@@ -11,7 +11,6 @@ from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from resformer import retrofit
-from resformer.checkpoint_cards import checkpoint_card
 from resformer.configuration.methods import method_of
 from resformer.convert import CheckpointError, revert
 from resformer.training.optimizer import is_connection
@@ -62,7 +61,8 @@ def test_connections_are_added_to_a_trained_model_and_taken_out_again(
     assert sorted(both.keys() - before.keys()) == sorted(report.added)
     assert report.written_files == 1
     card = ModelCard.load(tmp_path / "both" / "README.md")
-    assert f"own connections stay as they are: `{json.dumps(report.source_fields)}`" in card.text
+    words = f"own connections stay as they are: `{json.dumps(report.source_fields)}`"
+    assert words in " ".join(card.text.split())
     assert report.method == method_of(AutoConfig.from_pretrained(tmp_path / "both"))
     assert ("A combination of connections that has no name" in card.text) == (report.method is None)
     back = revert(tmp_path / "both", tmp_path / "back")
@@ -71,10 +71,6 @@ def test_connections_are_added_to_a_trained_model_and_taken_out_again(
     assert stored(tmp_path / "back") == before
     one, other = (AutoConfig.from_pretrained(folder).to_dict() for folder in (source, tmp_path / "back"))
     assert {**one, "_name_or_path": None} == {**other, "_name_or_path": None}
-    record = json.loads((tmp_path / "both" / RECORD).read_text())
-    older = {name: record[name] for name in record.keys() - {"source_fields", "dequantising_rounded", "terms"}}
-    (tmp_path / "both" / RECORD).write_text(json.dumps(older))
-    assert checkpoint_card(tmp_path / "both").origin == "retrofitted"
 
 
 def test_all_takes_out_every_connection(tmp_path: Path) -> None:

@@ -360,6 +360,7 @@ def test_logits_are_the_default_where_the_model_fits(tmp_path: Path, monkeypatch
     one, two = (contents(tmp_path / name) for name in ("one", "two"))
     cards = (files.pop("README.md").partition(b"<!--")[0] for files in (one, two))
     assert next(cards).replace(b'"one"', b'"two"') == next(cards)
+    assert one.pop(LISTING) != two.pop(LISTING)  # the card's title is the name
     assert one == two
 
 

@@ -1,5 +1,6 @@
 """`resformer finetune`: a whole checkpoint or nothing, resumed to the bit, on one process or two."""
 
+import hashlib
 import json
 import math
 import os
@@ -85,7 +86,11 @@ def test_the_output_is_a_whole_checkpoint_with_true_metrics(work: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     metrics = json.loads(done.stdout)
-    assert metrics == json.loads((work / "out" / "metrics.json").read_text())
+    written = json.loads((work / "out" / "metrics.json").read_text())
+    assert written.pop("config_sha256")
+    weights = (work / "out" / "model.safetensors").read_bytes()
+    assert written.pop("files") == {"model.safetensors": {"sha256": hashlib.sha256(weights).hexdigest()}}
+    assert metrics == written
     assert {path.name for path in (work / "out").iterdir()} == {
         "README.md", "config.json", "generation_config.json", "metrics.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json", "chat_template.jinja", LISTING,
@@ -397,15 +402,11 @@ def test_dtypes_and_attention_are_those_that_were_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("model", "train", "trainer"),
-    [
-        ("shared", "sharing", {}),
-        ("retrofit", "connections", {}),
-        ("shared", "sharing", {"activation_checkpointing": True}),
-    ],
+    ("model", "train", "gradient_checkpointing"),
+    [("shared", "sharing", False), ("retrofit", "connections", False), ("shared", "sharing", True)],
 )
 def test_only_what_is_named_is_trained(
-    work: Path, monkeypatch: pytest.MonkeyPatch, model: str, train: str, trainer: dict[str, Any]
+    work: Path, monkeypatch: pytest.MonkeyPatch, model: str, train: str, gradient_checkpointing: bool
 ) -> None:
     trainers: list[Any] = []
     run_trainer = recipe._train
@@ -416,11 +417,9 @@ def test_only_what_is_named_is_trained(
         "distill_hidden": 2.0,
         "train": train,
         "force": True,
-        **trainer,
+        "gradient_checkpointing": gradient_checkpointing,
     }
-    report = tuned(
-        work, "healed", monkeypatch, model=model, learning_rate=1e-2, gradient_checkpointing=bool(trainer), **options
-    )
+    report = tuned(work, "healed", monkeypatch, model=model, learning_rate=1e-2, **options)
     start, healed = (AutoModelForCausalLM.from_pretrained(work / name, dtype="float32") for name in (model, "healed"))
     before, after = dict(start.named_parameters()), dict(healed.named_parameters())
     named = set(trained_parameters(start, train))
