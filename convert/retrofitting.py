@@ -65,7 +65,7 @@ class RetrofitReport(Report):
 
     @property
     def exact(self) -> bool:
-        """True if it computes what its source does, bit for bit: nothing was rounded, no connection has an effect."""
+        """Whether it computes what its source does bit for bit."""
         rounded = self.rounding.changed or self.dequantising_rounded != 0
         return not (self.inexact_because or rounded) and self.dtype == self.source_dtype
 

@@ -307,7 +307,7 @@ def _logits(report: Mapping[str, Any]) -> str:
     elif report["source_dtype"] != report["dtype"]:
         source += f" (in {report['source_dtype']})"
     if logits is None:
-        return f"`resformer verify` compares its logits with {source}"
+        return f"Its logits can be compared with {source} by resformer verify"
     where = f"{logits['tokens']} tokens"
     if logits["window"] is not None:
         where += f", within the sliding window of {logits['window']:,}"

@@ -4,6 +4,7 @@ Tensors cross layers by name: a layer takes them as keyword arguments and return
 read. `crossings` says which they are; `model.model.layers[7].reads` shows what layer 7 reads.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel
-from transformers.cache_utils import Cache, DynamicCache, QuantizedCache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.integrations import use_kernelized_func
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
@@ -585,12 +586,11 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         config, cache = self.config, model_kwargs.get("past_key_values")
-        quantized = generation_config.cache_implementation == "quantized" or isinstance(cache, QuantizedCache)
-        if quantized and (config.key_sources is not None or config.value_sources is not None):
-            raise ValueError(
-                "A quantized cache cannot hold layers that store their keys or values alone (`key_sources`, "
-                "`value_sources`): use another cache, the default for one."
-            )
+        if generation_config.cache_implementation == "quantized":
+            # Transformers refuses layers that store nothing. Here they are never updated.
+            storing = copy.copy(config)
+            storing.key_sources = None
+            generation_config.cache_config = {"config": storing, **(generation_config.cache_config or {})}
         is_chosen_by_caller = cache is not None or generation_config.cache_implementation is not None
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if not is_chosen_by_caller and type(model_kwargs.get("past_key_values")) is DynamicCache:

@@ -6,11 +6,14 @@ A reader uses its source's tensors after the cache's update, past tokens include
 (distinct key sources + distinct value sources) / 2N of the full one.
 """
 
+from typing import Any
+
 import torch
 from transformers.cache_utils import Cache
 
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.connection import ConnectionKind
+from resformer.modeling.versions import BaseQuantizedLayer
 
 __all__ = ["SHARING", "update_cache"]
 
@@ -21,7 +24,7 @@ def update_cache(
     """Stores what layer `layer_idx` has made of the current tokens; returns it for all tokens.
 
     Args:
-        cache: any of Transformers' caches but quantised ones; `None` stores nothing.
+        cache: any of Transformers' caches; `None` stores nothing.
         keys, values: `(batch, heads, tokens, head_dim)`, or `None` where the layer reads another's.
     """
     if cache is None or (keys is None and values is None):
@@ -40,9 +43,24 @@ def _placeholder(cache: Cache, layer_idx: int, stored: torch.Tensor) -> torch.Te
     width = 0
     if layer_idx < len(cache.layers):
         layer = cache.layers[layer_idx]
+        if isinstance(layer, BaseQuantizedLayer) and not isinstance(layer, _StoresOne):
+            # Transformers builds all layers alike, and does not know that this one stores a single tensor.
+            layer.__class__ = type(type(layer).__name__, (_StoresOne, type(layer)), {})
         if layer.is_initialized and layer.values is not None:
             width = layer.values.shape[-1]
     return stored.new_zeros((*stored.shape[:-1], width))
+
+
+class _StoresOne(BaseQuantizedLayer):
+    """Mixed into a quantised cache layer: a tensor of width 0, which no quantiser takes, is stored as it is."""
+
+    def _quantize(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super()._quantize(tensor, *args, **kwargs) if tensor.shape[-1] else (tensor, None)
+
+    def _dequantize(self, stored: Any) -> torch.Tensor:
+        if isinstance(stored, tuple) and stored[1] is None:
+            return stored[0]
+        return super()._dequantize(stored)
 
 
 def _inexact(config: ResFormerConfig) -> list[str]:

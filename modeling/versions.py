@@ -4,6 +4,11 @@ import torch
 from transformers.cache_utils import Cache
 
 try:
+    from transformers.cache_utils import BaseQuantizedLayer
+except ImportError:  # its older name
+    from transformers.cache_utils import QuantizedLayer as BaseQuantizedLayer
+
+try:
     from transformers.modeling_utils import slice_logits_to_keep
 except ImportError:  # before 5.22
 
@@ -19,4 +24,4 @@ def record_rejected_tokens(cache: Cache) -> None:
         cache.activate_past_recording()
 
 
-__all__ = ["record_rejected_tokens", "slice_logits_to_keep"]
+__all__ = ["BaseQuantizedLayer", "record_rejected_tokens", "slice_logits_to_keep"]

@@ -7,7 +7,6 @@ facts.json.
 import json
 import pickle
 import sys
-import warnings
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
@@ -96,9 +95,6 @@ def main(bundles: Path, results: Path) -> None:
     facts["pickled config"] = pickle.loads(pickle.dumps(config)).to_dict() == config.to_dict()
     facts["from_config"] = is_remote(AutoModelForCausalLM.from_config(config, trust_remote_code=True))
     facts["named method"] = type(config).for_method("svformer", num_hidden_layers=3).value_sources
-    with warnings.catch_warnings(record=True) as caught:
-        type(config)(dwa_period=2)
-    facts["warned at"] = [Path(warning.filename).name for warning in caught if "dwa_period" in str(warning.message)]
     facts["resformer"] = [name for name in sys.modules if name.partition(".")[0] == "resformer"]
     (results / "facts.json").write_text(json.dumps(facts))
 

@@ -61,7 +61,7 @@ def test_connections_are_added_to_a_trained_model_and_taken_out_again(
     assert sorted(both.keys() - before.keys()) == sorted(report.added)
     assert report.written_files == 1
     card = ModelCard.load(tmp_path / "both" / "README.md")
-    words = f"own connections stay as they are: `{json.dumps(report.source_fields)}`"
+    words = f"own connections stay as they are: `{json.dumps(report.source_fields, sort_keys=True)}`"
     assert words in " ".join(card.text.split())
     assert report.method == method_of(AutoConfig.from_pretrained(tmp_path / "both"))
     assert ("A combination of connections that has no name" in card.text) == (report.method is None)

@@ -12,6 +12,7 @@ from checkpoints import save_checkpoint
 from hub_server import HubServer
 
 from resformer.convert import retrofit
+from resformer.files import LISTING
 
 TESTS = Path(__file__).parent
 
@@ -46,7 +47,6 @@ COMMANDS = """
 import json, sys
 from typer.testing import CliRunner
 from resformer.cli import app
-from resformer.files import LISTING
 
 done = []
 for token, *arguments in json.loads(sys.argv[1]):
@@ -318,7 +318,7 @@ def test_bundle_is_pushed_with_the_code_that_loads_it_and_all_that_a_push_takes(
         assert "without trust_remote_code=True" in pushed[2]
         repository, report = hub.repositories["you/flat"], json.loads(pushed[1])
         assert report["left_behind"] == ["old_module.py", "x.log"]
-        assert {path.name for path in folder} - {"old_module.py", "x.log", ".eval_results"} <= {
+        assert {path.name for path in folder} - {"old_module.py", "x.log", ".eval_results", LISTING} <= {
             name.rpartition("/")[2] for name in repository
         }
         assert report["files"] == {name: len(repository[name]) for name in sorted(repository) if name[:4] != ".git"}

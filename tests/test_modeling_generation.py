@@ -17,8 +17,10 @@ from transformers import (
     QuantizedCache,
     StaticCache,
 )
+from transformers.cache_utils import QuantizedLayer
 
 from resformer import GrowingCache
+from resformer.configuration import key_sources, value_sources
 
 NEW_TOKENS = 8
 
@@ -332,19 +334,46 @@ def test_a_reset_cache_starts_anew(tiny_model: TinyModel, variant: str, ragged: 
         assert_same_on_real_tokens(got, uncached_logits(model, ragged), ragged["attention_mask"])
 
 
-def test_quantized_caches_work_or_refuse_shared_layers(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+def test_quantized_caches_hold_what_layers_make_and_refuse_windows(
+    tiny_model: TinyModel, variant: str, ragged: Batch
+) -> None:
     model = tiny_model(variant)
     options = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
-    if model.config.key_sources is not None or model.config.value_sources is not None:
-        given = {"past_key_values": QuantizedCache("fp8", config=LlamaConfig(num_hidden_layers=6))}
-        for refused in (options, given):
-            with pytest.raises(ValueError, match=r"quantized cache cannot hold.*`key_sources`, `value_sources`"):
-                generate(model, ragged, **refused)
+    if model.config.sliding_window is not None:
+        with pytest.raises(ValueError, match=r"(?i)quantized.*sliding"):
+            generate(model, ragged, **options)
         return
     got = generate(model, ragged, **options)
     expected = generate(model, ragged, use_cache=False)
     torch.testing.assert_close(got.logits[0], expected.logits[0])
     assert torch.cosine_similarity(got.logits[1], expected.logits[1]).median() > 0.95
+    sources = key_sources(model.config), value_sources(model.config)
+    for layer, cached in enumerate(got.past_key_values.layers):
+        parts = [part[0] for part in (cached._quantized_keys, cached._quantized_values) if part is not None]
+        assert sum(part.numel() > 0 for part in parts) == sum(each[layer] == layer for each in sources)
+
+
+class LosslessLayer(QuantizedLayer):
+    """Quantises to what it is given, and takes no empty tensor, as the integer backends take none."""
+
+    def _quantize(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        assert tensor.numel()
+        return tensor
+
+    def _dequantize(self, stored: torch.Tensor) -> torch.Tensor:
+        return stored
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("variant", ["crossed-sharing", "svformer"], indirect=True)
+def test_group_wise_quantized_caches_take_layers_that_store_one_tensor(
+    tiny_model: TinyModel, variant: str, ragged: Batch, beams: int
+) -> None:
+    model = tiny_model(variant)
+    cache = QuantizedCache("fp8", config=LlamaConfig(num_hidden_layers=model.config.num_hidden_layers))
+    cache.layers = [LosslessLayer(residual_length=3) for _ in cache.layers]
+    got = generate(model, ragged, past_key_values=cache, num_beams=beams)
+    assert_same_generation(got, generate(model, ragged, use_cache=False, num_beams=beams))
 
 
 @pytest.mark.parametrize("variant", others_slow(VARIANTS, ["svformer", "kitchen-sink"]), indirect=True)
