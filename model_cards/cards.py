@@ -18,6 +18,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token
 from resformer.configuration.methods import connections_of, without_connections
+from resformer.errors import plain
 from resformer.model_cards.facts import FACTS, FIELDS, papers_of
 from resformer.model_cards.metrics import Metric, table_rows
 from resformer.model_cards.source_card import well_formed
@@ -207,10 +208,10 @@ def render(template: str, **values: Any) -> str:
 def added_parameters(config: ResFormerConfig) -> int:
     """How many parameters the connections add to Llama of this shape; negative where layers share projections."""
     with torch.device("meta"):
-        connected, plain = (
+        connected, without = (
             ResFormerForCausalLM(each).num_parameters() for each in (config, without_connections(config))
         )
-    return connected - plain
+    return connected - without
 
 
 def _card(
@@ -284,7 +285,7 @@ def _in_lines(value: Any) -> Any:
 
 
 def _line(text: object) -> str:
-    return re.sub(r"\s+", " ", str(text))
+    return plain(re.sub(r"\s+", " ", str(text)))
 
 
 def _as_text(value: object) -> str:
