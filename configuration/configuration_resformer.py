@@ -274,6 +274,10 @@ class ResFormerConfig(PreTrainedConfig):
             plan["layers.*.self_attn.value_embedding.bias_table.weight"] = "rowwise"  # by channels, not by tokens
         return plan
 
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, plan: dict[str, str]) -> None:
+        """Changes nothing: Transformers 5.19 sets it, with the embeddings added, where they are tied."""
+
     @property
     def kv_sharing_modes(self) -> list[str] | None:
         """`"reuse"` for a layer that stores neither keys nor values; Transformers' caches read it."""
