@@ -75,6 +75,21 @@ def sinks(name: str) -> str:
     return "\n".join(lines)
 
 
+def passages(name: str) -> str:
+    """Last words that a passage has to be read for, of the source and of shrunken models."""
+    lines = ["| model | right | lost, gained | nats a word, beyond the source's |", "|---|---|---|---|"]
+    for model, row in read(name)["passages"].items():
+        low, high = (f"{100 * end:.0f}" for end in row["interval"])
+        cells = [model if model.startswith("source") else f"{model} % of the cache"]
+        cells += [f"{100 * row['share']:.1f} % ({low} to {high})"]
+        if model == "source":
+            cells += ["", f"0, of {row['nats a word']:.3f}"]
+        else:
+            cells += [f"{row['lost']}, {row['gained']}", f"{row['rise']:+.3f} ± {row['standard error']:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def coefficients(name: str) -> str:
     """The learned coefficients of value residuals, layer by layer."""
     (model,) = (each for each in read(f"analysis/{name}/analysis")["checkpoints"] if each["name"] == "resformer")
@@ -127,6 +142,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "study": study,
     "sinks": sinks,
     "coefficients": coefficients,
+    "passages": passages,
     "served": served,
     "serving_speed": serving_speed,
 }

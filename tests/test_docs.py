@@ -157,9 +157,6 @@ def test_costs_of_smaller_caches_are_the_committed_ones() -> None:
         assert [round(low, 4), round(high, 4)] == cost["intervals"]["last_word_accuracy"]
         row += f"({100 * low:.0f} to {100 * high:.0f}) |"
         assert row in page, row
-    for row in results("shrink_passages")["passages"].values():
-        low, high = row["interval"]
-        assert f"{100 * row['share']:.1f} % ({100 * low:.0f} to {100 * high:.0f})" in page
     measured = results("shrink")["rows"]
     methods = "drop, by (?:cosine|loss)|merge heads, fitted|int4|int8|shared.*?"
     for method, setting in re.findall(rf"^\| ({methods}) \| (.*?) \|", page, re.MULTILINE):
