@@ -34,6 +34,7 @@ for auto_class, model_class in {
 }.items():
     if ResFormerConfig not in auto_class._model_mapping:  # the user may have registered a class of their own
         auto_class.register(ResFormerConfig, model_class)
-    # TRL, vLLM and `transformers serve` look the name in config.json's `architectures` up here. Not in `transformers`
-    # above: its first submodules, imported since, put another module in its place.
-    setattr(sys.modules["transformers"], model_class.__name__, model_class)
+    # TRL, vLLM and `transformers serve` look the name in config.json's `architectures` up in `transformers`. Importing
+    # its processors runs that module again: who imported it earlier holds the first one, who imports it now the second.
+    for module in (transformers, sys.modules["transformers"]):
+        setattr(module, model_class.__name__, model_class)
