@@ -1,4 +1,4 @@
-"""Writes what pages and cards of methods take from results: `python benchmarks/tables.py`; `--check` only compares.
+"""Writes the tables that pages take from results: `python benchmarks/tables.py`; `--check` only compares.
 
 A table of a page stands between `<!-- table: NAME ARGUMENT -->` and `<!-- end -->`. NAME is one of `TABLES`.
 """
@@ -11,14 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from resformer.configuration import METHODS
-from resformer.model_cards.method_cards import method_card
-from resformer.model_cards.metrics import metrics_of
 from resformer.training.study.table import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-#: The studies whose results the methods' cards have.
-CARDS = ("english", "main", "trend")
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -149,16 +145,13 @@ TABLES: dict[str, Callable[[str], str]] = {
 
 
 def made() -> dict[Path, str]:
-    """Each page with its tables made anew, and each method's card."""
-    pages = {
+    """Each page with its tables made anew."""
+    return {
         path: TABLE.sub(
             lambda match: f"{match[1]}\n{TABLES[match[2]](match[3])}\n\n{match[4]}", path.read_text("utf-8")
         )
         for path in ROOT.glob("docs/*.md")
     }
-    metrics = [each for name in CARDS for each in metrics_of(read(f"study/{name}"), f"{name}.json")]
-    cards = {ROOT / "model_cards" / "methods" / f"{method}.md": method_card(method, metrics) for method in METHODS}
-    return pages | cards
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Model cards of retrofitted and trained checkpoints, and one card for each named method."""
 
 from resformer.model_cards.cards import TRAINING_FIELDS, is_as_made, retrofit_card, trained_card
-from resformer.model_cards.method_cards import method_card, packaged_method_card, write_method_cards
+from resformer.model_cards.method_cards import method_card
 from resformer.model_cards.metrics import Metric, eval_result_files, harness_metrics, metrics_of
 from resformer.model_cards.source_card import base_model_of, carried_metadata, well_formed
 
@@ -15,9 +15,7 @@ __all__ = [
     "is_as_made",
     "method_card",
     "metrics_of",
-    "packaged_method_card",
     "retrofit_card",
     "trained_card",
     "well_formed",
-    "write_method_cards",
 ]

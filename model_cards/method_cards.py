@@ -1,18 +1,13 @@
-"""One card for each named method, from `facts.yaml`, the method's configuration, and results.
-
-`write_method_cards("model_cards/methods", metrics)` writes the cards in `methods/`; a test compares them.
-"""
+"""One card for each named method, from `facts.yaml`, the method's configuration, and results."""
 
 from collections.abc import Iterable
-from importlib.resources import files
-from pathlib import Path
 
 from resformer.configuration import METHODS, ResFormerConfig, cache_bytes_by_method
 from resformer.model_cards.cards import added_parameters, render
 from resformer.model_cards.facts import FACTS, PAPERS
 from resformer.model_cards.metrics import Metric, table_rows
 
-__all__ = ["method_card", "packaged_method_card", "write_method_cards"]
+__all__ = ["method_card"]
 
 _SMOLLM2_135M = {
     "num_hidden_layers": 30,
@@ -49,21 +44,3 @@ def method_card(method: str, metrics: Iterable[Metric] = ()) -> str:
         results=table_rows(results),
         notes=[f"{metric.name}: {metric.note}" for metric in results if metric.note],
     )
-
-
-def packaged_method_card(method: str) -> str:
-    """The packaged card of a named method.
-
-    Raises:
-        ValueError: there is no such method.
-    """
-    if method not in METHODS:
-        raise ValueError(f"Unknown method {method!r}: expected one of {', '.join(METHODS)}.")
-    return files("resformer.model_cards").joinpath("methods", f"{method}.md").read_text(encoding="utf-8")
-
-
-def write_method_cards(folder: str | Path, metrics: Iterable[Metric] = ()) -> None:
-    """Writes the card of each method to `folder`."""
-    metrics = list(metrics)
-    for method in METHODS:
-        (Path(folder) / f"{method}.md").write_text(method_card(method, metrics), encoding="utf-8")

@@ -33,7 +33,6 @@ from resformer.model_cards import (
     is_as_made,
     method_card,
     metrics_of,
-    packaged_method_card,
     retrofit_card,
     trained_card,
 )
@@ -403,8 +402,11 @@ def test_results_have_the_hubs_legacy_and_current_form() -> None:
 
 
 def test_the_command_prints_a_card_of_each_method_and_there_is_no_other() -> None:
-    assert card("--method", "svformer") == (0, packaged_method_card("svformer"), "")
-    assert {path.stem for path in (ROOT / "model_cards" / "methods").iterdir()} == set(METHODS) == set(FACTS)
+    assert set(METHODS) == set(FACTS)
+    study = ROOT / "benchmarks" / "results" / "study" / "main.json"
+    code, text, _ = card("--method", "svformer", "--metrics", study)
+    assert (code, text) == (0, method_card("svformer", metrics_of(json.loads(study.read_text()))))
+    assert "5 seeds, from scratch" in text
 
 
 def test_method_cards_take_up_our_results() -> None:
@@ -414,7 +416,7 @@ def test_method_cards_take_up_our_results() -> None:
     noted = [replace(METRIC, method="svformer", note="3 seeds, from scratch")]
     assert "\n* loss: 3 seeds, from scratch\n\n## Use" in method_card("svformer", noted)
     assert "* loss" not in method_card("svformer", [replace(METRIC, method="svformer", note=None)])
-    assert "None yet: not measured." in method_card("cla2", results)
+    assert "Our results" not in method_card("cla2", results)
 
 
 @pytest.mark.parametrize(("layers", "qwen"), [(6, False), (11, True)])
@@ -457,7 +459,7 @@ def test_facts_agree_with_the_converter_and_the_configuration(method: str) -> No
 
 def all_cards(checkpoints: Path) -> Iterator[str]:
     yield from (card for card, _ in cards_and_inputs(checkpoints))
-    yield from map(packaged_method_card, METHODS)
+    yield from map(method_card, METHODS)
 
 
 def test_tables_and_equations_come_out(checkpoints: Path) -> None:
@@ -491,7 +493,7 @@ def test_code_of_a_checkpoints_card_runs(name: str, checkpoints: Path) -> None:
 
 def test_code_of_a_methods_card_runs(method: str) -> None:
     names: dict[str, Any] = {}
-    exec(python_of(packaged_method_card(method)), names)
+    exec(python_of(method_card(method)), names)
     assert names["model"].config.num_hidden_layers == 8
 
 

@@ -31,7 +31,7 @@ from resformer.model_cards import (
 from resformer.record import RECORD, config_digest, file_digest, read_record
 from resformer.untrusted import MOST_BYTES, read_bounded, read_json
 
-__all__ = ["CheckpointCard", "checkpoint_card"]
+__all__ = ["CheckpointCard", "checkpoint_card", "read_results"]
 
 _NUMBER = int | float
 _LOGITS: dict[str, Any] = {"tokens": int, "window": int | None, "identical": bool}
@@ -144,9 +144,9 @@ def checkpoint_card(
     metric_files, evaluation_files = (
         [Path(os.path.realpath(path)) for path in paths] for paths in (metrics, evaluations)
     )
-    training, results = _read_results(metric_files, evaluation_files)
+    training, results = read_results(metric_files, evaluation_files)
     if not training and os.path.lexists(checkpoint / "metrics.json"):  # written by `resformer finetune`
-        training, _ = _read_results([checkpoint / "metrics.json"], [])
+        training, _ = read_results([checkpoint / "metrics.json"], [])
     opened = open_source(str(checkpoint), resformer=True).fetch()
     config, record = opened.config, read_record(checkpoint)
     if not isinstance(config, ResFormerConfig):
@@ -196,7 +196,7 @@ def checkpoint_card(
     )
 
 
-def _read_results(metrics: list[Path], evaluations: list[Path]) -> tuple[dict[str, Any], list[Metric]]:
+def read_results(metrics: list[Path], evaluations: list[Path]) -> tuple[dict[str, Any], list[Metric]]:
     """(the description of a training, from one of the `metrics`; the results of all files)."""
     contents = {path: read_json(path, MOST_BYTES) for path in metrics}
     try:

@@ -18,9 +18,12 @@ def card(
     checkpoint: Annotated[Path | None, typer.Argument(help="The folder of a ResFormer checkpoint.")] = None,
     method: Annotated[str | None, typer.Option(help="Print the card of this method instead.")] = None,
     metrics: Annotated[
-        _Files, typer.Option(help="metrics.json of a training, study.json of a study; repeatable.")
+        _Files,
+        typer.Option(help="metrics.json of a training, study.json of a study; repeatable.", resolve_path=True),
     ] = None,
-    eval_: Annotated[_Files, typer.Option("--eval", help="JSON of lm-evaluation-harness; repeatable.")] = None,
+    eval_: Annotated[
+        _Files, typer.Option("--eval", help="JSON of lm-evaluation-harness; repeatable.", resolve_path=True)
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="The file. [default: README.md in CHECKPOINT]")] = None,
     repository: Annotated[str | None, typer.Option(help="Hub id in the card's code. [default: folder's name]")] = None,
     base_model: Annotated[str | None, typer.Option(help="Hub id of the source, if it was read from a folder.")] = None,
@@ -32,13 +35,14 @@ def card(
     with reporting_errors():
         if (checkpoint is None) == (method is None):
             raise typer.BadParameter("give either the folder of a checkpoint or --method NAME.")
+        from resformer.checkpoint_cards import checkpoint_card, read_results
+
         if checkpoint is None:
-            from resformer.model_cards import packaged_method_card
+            from resformer.model_cards import method_card
 
-            typer.echo(packaged_method_card(str(method)), nl=False)
+            _, results = read_results(metrics or [], eval_ or [])
+            typer.echo(method_card(str(method), results), nl=False)
             return
-        from resformer.checkpoint_cards import checkpoint_card
-
         built = checkpoint_card(
             checkpoint,
             metrics=metrics or [],
