@@ -78,7 +78,7 @@ clean:
 
 .venv/test: .venv/made
 	@echo "Installing resformer and what its tests need into .venv; the first time takes some minutes."
-	$(INSTALL) --editable '.[test,demo]'
+	$(INSTALL) --editable '.[test]'
 	touch $@
 
 # vLLM asks for other versions of some packages than .venv has: its environment holds those, and takes the rest from there.

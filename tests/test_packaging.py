@@ -190,9 +190,12 @@ def test_sdist_holds_the_project(built: Path) -> None:
     assert {member.name.partition("/")[0] for member in members} == {f"resformer-{resformer.__version__}"}
     assert [member.name for member in members if not (member.isfile() or member.isdir())] == [], "no links"
     found = {member.name.partition("/")[2] for member in members if member.isfile()}
-    beside = {name for name in sources() if name.startswith(("benchmarks/", "docs/", "tests/"))}
+    assert sdist.stat().st_size < 2**20
+    beside = {name for name in sources() if name.startswith((".ci/", "benchmarks/", "docs/", "examples/", "tests/"))}
+    beside = {name for name in beside if not name.startswith("benchmarks/results/")}
     top = {"LICENSE", "Makefile", "README.md", "constraints.txt", "pyproject.toml", "ruff.toml", "setup.cfg"}
     top |= {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md", "requirements-vllm.txt"}
+    top |= {".pre-commit-config.yaml", ".readthedocs.yaml"}
     assert beside | top | set(packaged().values()) <= found
     generated = re.compile(r"PKG-INFO|MANIFEST\.in|src/resformer\.egg-info/.*")
     assert {name for name in found - beside - top - set(packaged().values()) if not generated.fullmatch(name)} == set()
@@ -237,7 +240,6 @@ def test_constraints_pin_a_version_that_fits_every_requirement() -> None:
         if not requirement.specifier.contains(versions.get(canonicalize_name(requirement.name), "0"), prereleases=True)
     ]
     assert unfit == []
-    assert versions["torch"] == "2.13.0"
 
 
 # What is installed
