@@ -5,6 +5,7 @@ configuration from a name. A new method is one more line here.
 """
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ def method_fields(method: str, num_hidden_layers: int) -> dict[str, Any]:
     if not isinstance(num_hidden_layers, int) or num_hidden_layers < 1:
         raise ValueError(f"`num_hidden_layers` is {num_hidden_layers!r}: expected an integer from 1 up.")
     if method not in METHODS:
-        raise ValueError(f"Unknown method {method!r}: expected one of {', '.join(METHODS)}.")
+        close = "".join(f" Did you mean {name!r}?" for name in get_close_matches(method, METHODS, n=1))
+        raise ValueError(f"Unknown method {method!r}: expected one of {', '.join(METHODS)}.{close}")
     return METHODS[method](num_hidden_layers)
 
 

@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import RopeParameters
 
 from resformer.configuration import ResFormerConfig, key_sources, mixing_layers, value_sources
 from resformer.configuration.methods import CONNECTION_FIELDS, backbone_fields, without_connections
-from resformer.convert.connections import added_shapes, expected_shapes, read_connections
+from resformer.convert.connections import CLASSIFIER, added_shapes, expected_shapes, read_connections
 from resformer.convert.conversion import Verify, check_verify
 from resformer.convert.deciding import EMBEDDING, HEAD, check_tensors
 from resformer.convert.families import resformer_config
@@ -95,7 +95,7 @@ def verify(
         one, other: folders, `.gguf` files or Hub ids, of any family that can be converted, or ResFormer's.
         verify: configurations are always compared. `"headers"` compares names, dtypes and shapes of tensors; `"hashes"`
             the bytes too; `"logits"` the logits too, each model in its own dtype, one in memory at a time. `"auto"` is
-            logits where the larger fits into free memory.
+            logits where the larger fits into free memory. Of sequence classifiers no logits are compared.
         tokens: at which logits are compared, at the end of two rows that are longer than any sliding window.
         text: a file whose text, as the tokenizer of `one` reads it, makes the rows; default: random tokens.
         device: where the models run; default: the CPU.
@@ -107,7 +107,10 @@ def verify(
     """
     check_verify(verify)
     _check_options(verify, tokens, text, device)
-    sources = open_source(one, revision, resformer=True), open_source(other, other_revision, resformer=True)
+    sources = (
+        open_source(each, commit, resformer=True, classifiers=True)
+        for each, commit in ((one, revision), (other, other_revision))
+    )
     opened = [source.fetch(headers_only=verify == "headers") for source in sources]
     configs = [resformer_config(source.config) for source in opened]
     tables: list[dict[str, Tensor]] = []
@@ -117,7 +120,7 @@ def verify(
         tied, _ = check_tensors(source, expected)
         connections |= expected.keys() - expected_shapes(without_connections(config)).keys()
         table = dict(source.with_coefficients().checkpoint.tensors)
-        if tied:  # a checkpoint stores one end of the tie or both, the model has both
+        if tied and HEAD in expected:  # a checkpoint stores one end of the tie or both, the model has both
             for stored, missing in ((EMBEDDING, HEAD), (HEAD, EMBEDDING)):
                 if missing not in table:
                     table[missing] = table[stored]
@@ -226,6 +229,8 @@ def _has_effect(kind: ConnectionKind, config: ResFormerConfig, tensors: dict[str
 
 def _why_no_logits(sources: Sequence[OpenedSource], configs: Sequence[ResFormerConfig], verify: Verify) -> str:
     """Why logits are not compared; empty if they are."""
+    if any(config.architectures == CLASSIFIER for config in configs):
+        return "of classifiers their tensors alone are compared"
     sizes = [config.vocab_size for config in configs]
     if verify not in ("auto", "logits"):
         return f"--verify {verify}"

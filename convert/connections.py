@@ -11,10 +11,11 @@ from resformer.configuration import ResFormerConfig
 from resformer.convert.safetensors_format import Tensor
 from resformer.convert.tensors import to_tensor, to_torch
 from resformer.errors import CheckpointError, brief
-from resformer.modeling import ResFormerForCausalLM
+from resformer.modeling import ResFormerForCausalLM, ResFormerForSequenceClassification, ResFormerPreTrainedModel
 from resformer.modeling.connection import Connection
 
 __all__ = [
+    "CLASSIFIER",
     "added_shapes",
     "coefficient_shapes",
     "connection_modules",
@@ -24,14 +25,20 @@ __all__ = [
 ]
 
 
+#: The `architectures` of a sequence classifier's config.json; every other checkpoint is read as a language model.
+CLASSIFIER = [ResFormerForSequenceClassification.__name__]
+
+
 @functools.lru_cache(maxsize=4)
-def _meta_model(config: str) -> ResFormerForCausalLM:
+def _meta_model(text: str) -> ResFormerPreTrainedModel:
+    config = ResFormerConfig.from_dict(json.loads(text))
+    model_class = ResFormerForSequenceClassification if config.architectures == CLASSIFIER else ResFormerForCausalLM
     with torch.device("meta"):
-        return ResFormerForCausalLM(ResFormerConfig.from_dict(json.loads(config)))
+        return model_class(config)
 
 
 def connection_modules(config: ResFormerConfig) -> dict[str, Connection]:
-    """Name in `ResFormerForCausalLM` -> the module, on the meta device, for each that holds added parameters."""
+    """Name in the model -> the module, on the meta device, for each that holds added parameters."""
     model = _meta_model(config.to_json_string())
     return {name: module for name, module in model.named_modules() if isinstance(module, Connection)}
 

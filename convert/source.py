@@ -24,7 +24,7 @@ from huggingface_hub.hf_api import RepoFile
 from transformers import CONFIG_MAPPING, FineGrainedFP8Config, PreTrainedConfig, PreTrainedModel
 
 from resformer.configuration import ResFormerConfig
-from resformer.convert.connections import coefficient_shapes
+from resformer.convert.connections import CLASSIFIER, coefficient_shapes
 from resformer.convert.families import FAMILIES, supported
 from resformer.convert.gguf_format import dequantise, gguf_config, gguf_headers
 from resformer.convert.hub_files import HubFiles
@@ -192,21 +192,36 @@ class OpenedSource(Source):
         return {file.path: file.lfs.sha256 for file in _cached_tree(self) if file.lfs is not None}
 
 
-def open_source(source: str | Path, revision: str | None = None, *, resformer: bool = False) -> Source:
+def open_source(
+    source: str | Path, revision: str | None = None, *, resformer: bool = False, classifiers: bool = False
+) -> Source:
     """Finds the checkpoint and reads its configuration; of a Hub repository nothing but small files is fetched.
 
     Args:
         source: a folder, a `.gguf` file, `owner/name` or `owner/name/file.gguf` on the Hub. A GGUF file holds its
             configuration itself, so it is fetched.
         resformer: take ResFormer checkpoints too, not only those that can become one.
+        classifiers: take sequence classifiers among those.
 
     Raises:
         CheckpointError: it is none of these, cannot be read, or is of a family that cannot be converted.
     """
+    opened = _open(source, revision, resformer=resformer)
+    if not classifiers and opened.config.architectures == CLASSIFIER:
+        raise CheckpointError(
+            f"{opened.name}: is a sequence classifier, and this command takes language models alone. `inspect`, "
+            "`verify`, `push` and `card` take classifiers."
+        )
+    return opened
+
+
+def _open(source: str | Path, revision: str | None, *, resformer: bool) -> Source:
     name = str(source)
     path = Path(source).expanduser()
     if os.path.exists(path) and not path.is_dir() and path.suffix != ".gguf":
         raise CheckpointError(f"{path}: expected a checkpoint folder, a .gguf file or a Hub id.")
+    if path.is_absolute() and not os.path.lexists(path):
+        raise CheckpointError(f"{brief(name)}: there is no such file or folder.")
     if revision is not None and os.path.exists(path):
         raise CheckpointError(f"{path}: --revision {revision} is for Hub ids, this is local.")
     if os.path.isfile(path):
@@ -350,6 +365,10 @@ def _clean_config(where: Path, raw: Mapping[str, Any], *, resformer: bool) -> tu
         config = config_class.from_dict({key: value for key, value in raw.items() if key in known})
     except Exception as error:  # any of the validators', or of arithmetic with what they let pass
         raise CheckpointError(f"{where}: cannot be read as a configuration of {model_type}: {brief(error)}") from error
+    if config_class is ResFormerConfig and raw.get("architectures") == CLASSIFIER:
+        config.architectures = CLASSIFIER
+        if isinstance(labels := raw.get("id2label"), dict):  # without it: two, as in Transformers
+            config.num_labels = len(labels)
     read = known - set(FAMILIES[model_type].training_only if model_type in FAMILIES else ())
     return config, tuple(sorted(raw.keys() - read - _METADATA_KEYS))
 

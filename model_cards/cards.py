@@ -22,7 +22,7 @@ from resformer.errors import plain
 from resformer.model_cards.facts import FACTS, FIELDS, papers_of
 from resformer.model_cards.metrics import Metric, table_rows
 from resformer.model_cards.source_card import well_formed
-from resformer.modeling import ResFormerForCausalLM
+from resformer.modeling import ResFormerForCausalLM, ResFormerForSequenceClassification
 
 __all__ = [
     "TRAINING_FIELDS",
@@ -234,10 +234,12 @@ def _card(
     active = [mode if (mode := f"{name}.{fields[name]}") in FIELDS else name for name in active]
     papers = papers_of(method, active)
     measured = list(metrics)
+    classifier = config is not None and config.architectures == [ResFormerForSequenceClassification.__name__]
+    task = "text-classification" if classifier else "text-generation"
     tags = ["resformer", *([method] if method else []), *(FIELDS[name]["tag"] for name in active)]
     card_data = ModelCardData(
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=task,
         base_model=base_model,
         base_model_relation="finetune" if base_model is not None else None,
         **licence,
@@ -245,7 +247,7 @@ def _card(
         datasets=list(dict.fromkeys([*carried.get("datasets", []), *datasets])) or None,
         tags=[*tags, *(f"arxiv:{paper.arxiv}" for paper in papers)],
         model_name=title if measured else None,
-        eval_results=[metric.as_eval_result() for metric in measured] or None,
+        eval_results=[metric.as_eval_result(task) for metric in measured] or None,
     )
     text = render(
         template,
@@ -253,6 +255,7 @@ def _card(
         title=" ".join(title.split()),
         method=method,
         fields=fields,
+        classifier=classifier,
         facts=FACTS.get(method or ""),
         papers=papers,
         licence=licence,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from resformer.configuration import METHODS, ResFormerConfig, cache_bytes_by_method
+from resformer.configuration import ResFormerConfig, cache_bytes_by_method
 from resformer.model_cards.cards import added_parameters, render
 from resformer.model_cards.facts import FACTS, PAPERS
 from resformer.model_cards.metrics import Metric, table_rows
@@ -26,9 +26,8 @@ def method_card(method: str, metrics: Iterable[Metric] = ()) -> str:
     Raises:
         ValueError: there is no such method.
     """
-    if method not in METHODS:
-        raise ValueError(f"Unknown method {method!r}: expected one of {', '.join(METHODS)}.")
-    facts, shape = FACTS[method], ResFormerConfig(**_SMOLLM2_135M)
+    connected, shape = ResFormerConfig.for_method(method, **_SMOLLM2_135M), ResFormerConfig(**_SMOLLM2_135M)
+    facts = FACTS[method]
     cache = cache_bytes_by_method(shape)
     results = [metric for metric in metrics if metric.method == method]
     return render(
@@ -36,7 +35,7 @@ def method_card(method: str, metrics: Iterable[Metric] = ()) -> str:
         name=method,
         facts=facts,
         shape=shape,
-        count=added_parameters(ResFormerConfig.for_method(method, **_SMOLLM2_135M)),
+        count=added_parameters(connected),
         share=cache[method] / cache["transformer"],
         cache=cache[method],
         papers=[PAPERS[key] for key in facts.papers],

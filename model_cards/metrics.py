@@ -62,10 +62,10 @@ class Metric:
             return self.model == architecture_digest(config)
         return self.method in (None, method_of(config))
 
-    def as_eval_result(self) -> EvalResult:
-        """The entry of the Hub's `model-index`."""
+    def as_eval_result(self, task: str) -> EvalResult:
+        """The entry of the Hub's `model-index`, for a model of this `pipeline_tag`."""
         return EvalResult(
-            task_type="text-generation",
+            task_type=task,
             dataset_type=self.dataset_id or re.sub(r"[^\w.-]+", "-", self.dataset).strip("-").lower(),
             dataset_name=self.dataset,
             dataset_config=self.config,

@@ -8,9 +8,11 @@ import pytest
 from checkpoints import save_checkpoint
 from command_server import resformer
 from conftest import cli
+from transformers import BertConfig
 
 from resformer import METHODS
 from resformer.cli import _expanded
+from resformer.model_cards.facts import FACTS
 from resformer.version import __version__
 
 
@@ -49,7 +51,7 @@ def test_convert_json_is_the_report(llama: Path, tmp_path: Path) -> None:
     ("arguments", "code", "words"),
     [
         (("--method", "svformer"), 3, "--lossy"),
-        (("--method", "svformr"), 2, "expected one of transformer, resformer"),
+        (("--method", "svformr"), 2, "attention-residuals. Did you mean 'svformer'?"),
         (("--set", "dwa_period=0"), 2, "dwa_period"),
         (("--set", "dwa"), 2, "expected name=value"),
         (("--set", "hidden_size=3"), 2, "`hidden_size` is not a field that a retrofit sets"),
@@ -152,6 +154,14 @@ def test_convert_verify_inspect_revert_in_a_row(llama: Path, tmp_path: Path) -> 
     assert (back / "model.safetensors").read_bytes() == (llama / "model.safetensors").read_bytes()
 
 
+def test_an_encoder_is_not_trained_as_a_causal_model(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    BertConfig(vocab_size=300, **sizes).save_pretrained(tmp_path / "bert")
+    (tmp_path / "notes.txt").write_text("text")
+    done = cli("finetune", tmp_path / "bert", tmp_path / "out", "--data", tmp_path / "notes.txt")
+    assert (done.exit_code, f"{tmp_path / 'bert'}: is an encoder (bert)" in done.stderr) == (3, True), done.stderr
+
+
 def test_verify_exits_with_4_where_checkpoints_differ(llama: Path, tmp_path: Path) -> None:
     resformer("convert", llama, tmp_path / "out", "--method", "cla2", "--lossy", "--verify", "headers")
     done = resformer("verify", llama, tmp_path / "out", "--json")
@@ -171,7 +181,8 @@ def test_the_home_folder_is_found_after_an_equals_sign() -> None:
 def test_methods_lists_every_method() -> None:
     fields = json.loads(resformer("methods", "--layers", "6", "--json").stdout)
     assert fields == {name: method(6) for name, method in METHODS.items()}
-    assert resformer("methods").stdout.count("\n") == len(METHODS)
+    for name in METHODS:
+        assert f"{name}: {FACTS[name].summary}\n" in resformer("methods").stdout
 
 
 def test_commands_name_both_versions_where_transformers_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from torch import nn
 from tqdm import tqdm
 from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -334,6 +335,8 @@ def _finetune(
             begin()
     PartialState().wait_for_everyone()
     config = _loaded(AutoConfig, options.model)
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        raise CheckpointError(f"{options.model}: is an encoder ({config.model_type}); only causal models are trained.")
     if options.push is not None and not isinstance(config, ResFormerConfig):
         raise CheckpointError(
             f"{options.model}: is no ResFormer model, and a push needs its model card; leave out --push."

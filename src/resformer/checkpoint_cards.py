@@ -147,7 +147,7 @@ def checkpoint_card(
     training, results = read_results(metric_files, evaluation_files)
     if not training and os.path.lexists(checkpoint / "metrics.json"):  # written by `resformer finetune`
         training, _ = read_results([checkpoint / "metrics.json"], [])
-    opened = open_source(str(checkpoint), resformer=True).fetch()
+    opened = open_source(str(checkpoint), resformer=True, classifiers=True).fetch()
     config, record = opened.config, read_record(checkpoint)
     if not isinstance(config, ResFormerConfig):
         raise CheckpointError(f"{checkpoint}: is a {config.model_type}, no ResFormer; `resformer convert` makes one.")

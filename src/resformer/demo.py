@@ -30,11 +30,13 @@ _EVALUATION_BLOCKS = 16
 _RELOAD = """
 import json, sys
 import resformer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 path, prompt = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, trust_remote_code=False).eval()
 tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-output = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=48, do_sample=False)
+set_seed(0)
+inputs = tokenizer(prompt, return_tensors="pt")
+output = model.generate(**inputs, max_new_tokens=64, do_sample=True, temperature=0.7, top_p=0.9)
 print(json.dumps({"class": type(model).__name__, "text": tokenizer.decode(output[0])}))
 """
 

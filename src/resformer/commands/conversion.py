@@ -292,7 +292,8 @@ def inspect(
         if print_json(report, as_json):
             return
         row("source", report.source)
-        row("model", f"{report.model_type}, backbone of {report.family or 'no family'}")
+        head = "" if report.labels is None else f", classifies sequences by {report.labels} labels"
+        row("model", f"{report.model_type}, backbone of {report.family or 'no family'}{head}")
         row("method", f"{report.method or 'without a name'} {json.dumps(report.fields)}")
         row("files", f"{report.files}, {size(report.bytes)}")
         dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in report.dtypes.items())

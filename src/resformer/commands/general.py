@@ -10,13 +10,15 @@ from resformer.commands.terminal import app, echo, reporting_errors, row, size
 
 __all__ = ["demo", "env", "methods"]
 
+_PROMPT = "class Stack:\n    def __init__(self):\n"
+
 
 @app.command()
 def methods(
     layers: Annotated[int, typer.Option(help="Show the fields for a model of this many layers.", min=1)] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
 ) -> None:
-    """List the named methods and the configuration fields that they set."""
+    """List the named methods: what each does, and the configuration fields that it sets."""
     with reporting_errors():
         from resformer.configuration import METHODS
 
@@ -24,8 +26,11 @@ def methods(
         if as_json:
             echo(json.dumps(fields, indent=2))
             return
+        from resformer.model_cards.facts import FACTS
+
         for name, values in fields.items():
-            echo(f"{name:22} {json.dumps(values)}")
+            echo(f"{name}: {FACTS[name].summary}")
+            row("", json.dumps(values))
 
 
 @app.command()
@@ -55,7 +60,7 @@ def demo(
     steps: Annotated[int, typer.Option(help="Fine-tuning steps of each model.", min=1)] = 12,
     block: Annotated[int, typer.Option(help="Tokens per training sequence.", min=8)] = 512,
     batch: Annotated[int, typer.Option(help="Sequences per step.", min=1)] = 2,
-    prompt: Annotated[str, typer.Option(help="The prompt to generate from at the end.")] = "def read_lines(path):\n",
+    prompt: Annotated[str, typer.Option(help="The prompt to generate from at the end.")] = _PROMPT,
 ) -> None:
     """Retrofit a model, check that its logits are unchanged, fine-tune both, save, reload and generate.
 

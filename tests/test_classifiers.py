@@ -1,0 +1,72 @@
+"""A sequence classifier is inspected, compared, described and pushed as a language model is; conversions refuse it."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import SIZES, byte_tokenizer, change_json
+from huggingface_hub import ModelCard
+from transformers import AutoModelForSequenceClassification
+
+from resformer import (
+    ResFormerConfig,
+    ResFormerForSequenceClassification,
+    bundle,
+    inspect,
+    push,
+    retrofit,
+    revert,
+    verify,
+)
+from resformer.checkpoint_cards import checkpoint_card
+from resformer.convert import CheckpointError
+
+
+@pytest.fixture
+def classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of three labels, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    config = ResFormerConfig.for_method("resformer", **{**SIZES, "num_labels": 3})
+    ResFormerForSequenceClassification(config).save_pretrained("classifier")
+    byte_tokenizer().save_pretrained("classifier")
+    return Path("classifier")
+
+
+def test_it_is_inspected_and_compared_tensor_by_tensor(classifier: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(classifier)
+    found = inspect(classifier)
+    assert (found.labels, found.method, found.parameters) == (3, "resformer", model.num_parameters())
+    assert found.warnings == []
+    assert verify(classifier, classifier).same
+    with torch.no_grad():
+        model.score.weight[1] += 0.5
+    model.save_pretrained("other")
+    comparison = verify(classifier, "other")
+    assert (comparison.same, list(comparison.different)) == (False, ["score.weight"])
+    assert comparison.not_compared == ["logits (of classifiers their tensors alone are compared)"]
+
+
+def test_its_card_says_what_it_is_and_runs(classifier: Path) -> None:
+    checkpoint_card(classifier).write(classifier / "README.md")
+    card = ModelCard.load(classifier / "README.md")
+    assert card.data.pipeline_tag == "text-classification"
+    names: dict[str, Any] = {}
+    exec("".join(re.findall(r"^```python\n(.*?)^```", card.text, flags=re.MULTILINE | re.DOTALL)), names)
+    assert isinstance(names["model"], ResFormerForSequenceClassification)
+    assert "model.safetensors" in push(classifier, "you/classifier", dry_run=True).files
+
+
+@pytest.mark.parametrize("convert", [retrofit, revert, bundle])
+def test_conversions_refuse_it_by_name(convert: Callable[..., object], classifier: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"sequence classifier|Classification'\]; only ResFormerForCausalLM can"):
+        convert(classifier, "out")
+    assert not Path("out").exists()
+
+
+def test_labels_that_are_not_the_heads_are_refused(classifier: Path) -> None:
+    change_json(classifier / "config.json", id2label={str(n): f"LABEL_{n}" for n in range(5)})
+    with pytest.raises(CheckpointError, match=r"score.weight.*has shape \[3, 32\], config.json asks for \[5, 32\]"):
+        inspect(classifier)
