@@ -48,7 +48,7 @@ from transformers import (
 import resformer
 from resformer import METHODS, GrowingCache, ResFormerConfig
 from resformer.configuration import cache_bytes_per_token
-from resformer.modeling.growing_cache import moved_to_larger_memory, new_slack
+from resformer.modeling.growing_cache import moved_to_larger_memory, spare_room
 from resformer.modeling.sharing import update_cache
 
 
@@ -274,7 +274,7 @@ class Decoding:
         for states in cached:
             moved_to_larger_memory(states, 1)
         synchronise(self.model.device)
-        return (time.perf_counter() - started) / new_slack(self.case.context)
+        return (time.perf_counter() - started) / spare_room(self.case.context)
 
 
 def bandwidth(device: torch.device) -> float:
@@ -406,7 +406,7 @@ def cache_sizes(model: PreTrainedModel, device: torch.device) -> Any:
             model(ids, past_key_values=cache, logits_to_keep=1)
             held = [states for layer in cache.layers for states in (layer.keys, layer.values) if states.numel()]
             exact &= sum(states.nbytes for states in held) * 2 * layers == per_token * tokens * (layers + 1)
-            bound = max(256, tokens // 16)
+            bound = 1 + spare_room(tokens)
             allocated = max(states.untyped_storage().nbytes() / states.nbytes for states in held)
             worst = max(worst, (allocated - 1) * tokens / bound)
     return {

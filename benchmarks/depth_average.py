@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import resformer
 from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.modeling.connection import weighted_sum
-from resformer.modeling.depth_average import GROUP, DepthAverage, depth_average
+from resformer.modeling.depth_average import DepthAverage, depth_average
 
 #: Layers, width, tokens, dilation and period, dtype.
 Case = tuple[int, int, int, tuple[int, int], str]
@@ -79,7 +79,7 @@ class WriteInPlace(torch.autograd.Function):
         return None, gradient[: ctx.number] if ctx.number else None, None, gradient[ctx.number]
 
 
-def forms(module: DepthAverage, usual_group: int) -> dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]]:
+def forms(module: DepthAverage, case: Case) -> dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]]:
     """Form -> what makes, for one forward pass, the function that turns X_0, X_1, .. into what is read next."""
 
     def plain(average: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]) -> Callable:
@@ -102,7 +102,7 @@ def forms(module: DepthAverage, usual_group: int) -> dict[str, Callable[[], Call
 
         def append(state: torch.Tensor) -> torch.Tensor:
             if not states:
-                states.extend((state.new_zeros(module.layout[0] + 1, *state.shape), None, 0))
+                states.extend((state.new_zeros(case[0] + 1, *state.shape), None, 0))
             buffer, before, number = states
             states[1:] = WriteInPlace.apply(buffer, before, number, state), number + 1
             if number == 0:
@@ -111,14 +111,8 @@ def forms(module: DepthAverage, usual_group: int) -> dict[str, Callable[[], Call
 
         return append
 
-    def ours(group: int) -> Callable[[], Callable[[torch.Tensor], torch.Tensor]]:
-        def start() -> Callable[[torch.Tensor], torch.Tensor]:
-            module.group = lambda dtype: group
-            return module.start(module()).append
-
-        return start
-
-    every = {"in groups": ours(GROUP), "without groups": ours(0), "authors' buffer": authors}
+    def ours() -> Callable[[torch.Tensor], torch.Tensor]:
+        return module.start(module()).append
 
     def einsum(states: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
         return torch.einsum("k,kth->th", weights.to(states[0].dtype), torch.stack(states))
@@ -128,9 +122,9 @@ def forms(module: DepthAverage, usual_group: int) -> dict[str, Callable[[], Call
         "no averages, again": lambda: lambda state: state,
         "stack + einsum": plain(einsum),
         "addcmul chain": plain(weighted_sum),
-        "resformer": ours(usual_group),
-        "resformer, again": ours(usual_group),
-        **(every if module.layout[1:] == (1, 1) else {}),
+        "resformer": ours,
+        "resformer, again": ours,
+        **({"authors' buffer": authors} if case[3] == (1, 1) else {}),
     }
 
 
@@ -158,7 +152,7 @@ def steps_alone(case: Case) -> dict[str, Callable[[], None]]:
         hidden.backward(upstream)
         module.bias.grad = embeddings.grad = None
 
-    return {form: lambda start=start: step(start) for form, start in forms(module, module.group(dtype)).items()}
+    return {form: lambda start=start: step(start) for form, start in forms(module, case).items()}
 
 
 def steps_of_models() -> dict[str, Callable[[], None]]:
@@ -254,7 +248,7 @@ def measure_alone(case: Case, threads: int, rounds: int, keep_memory: bool, devi
 
 def measure_memory(case: Case, device: str) -> dict:
     names = ["no averages", "stack + einsum", "addcmul chain", "resformer"]
-    names += ["in groups", "without groups", "authors' buffer"] if device != "cpu" else []
+    names += ["authors' buffer"] if device != "cpu" else []
     peaks: dict[str, int] = {}
     for together in [[form] for form in names] if device == "cpu" else [names]:
         peaks |= child(["memory", "2", "0", json.dumps([case, together]), device], keep_memory=False)

@@ -46,6 +46,18 @@ def positive(value: int | None = None) -> None:
         raise ValueError(f"Value must be a positive integer, got {value}")
 
 
+@as_validated_field
+def finite(value: float | None = None) -> None:
+    if value is not None and not math.isfinite(value):
+        raise ValueError(f"Value must be a finite number, got {value}")
+
+
+@as_validated_field
+def not_negative(value: float | None = None) -> None:
+    if value is not None and not 0 <= value < math.inf:
+        raise ValueError(f"Value must be a finite number from 0 up, got {value}")
+
+
 @strict
 class ResFormerConfig(PreTrainedConfig):
     r"""Configuration of a Llama-style decoder with cross-layer connections.
@@ -164,10 +176,10 @@ class ResFormerConfig(PreTrainedConfig):
     value_residual_init: list[int | float] | tuple[int | float, ...] = (0.5, 0.5)
     value_residual_layers: list[int] | None = None
     depth_attention_stride: int = positive(default=1)
-    depth_attention_init: int | float = 1.0
+    depth_attention_init: int | float = finite(default=1.0)
     value_embeddings: list[int] | None = None
-    value_embeddings_init: int | float | None = None
-    neutreno_lambda: int | float = 0.0
+    value_embeddings_init: int | float | None = not_negative(default=None)
+    neutreno_lambda: int | float = not_negative(default=0.0)
     value_sources: list[int] | None = None
     key_sources: list[int] | None = None
     dwa: bool = False
@@ -175,7 +187,7 @@ class ResFormerConfig(PreTrainedConfig):
     dwa_period: int = positive(default=1)
     attention_residuals: bool = False
     attention_residual_blocks: int = positive(default=8)
-    attention_residual_init: int | float = 1.0
+    attention_residual_init: int | float = finite(default=1.0)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ResFormerConfig":
         # Its import registers the models, before AutoModel can be asked for one; unpickling calls no `__init__`. A
@@ -351,65 +363,41 @@ class ResFormerConfig(PreTrainedConfig):
         except KeyError as error:  # a missing key that the rope type needs
             raise ValueError(error.args[0]) from error
 
-    def validate_mixing_and_sharing(self) -> None:
+    def validate_connections(self) -> None:
         # One validator, since each step relies on the one before it.
-        self._check_value_residual()
         for name in ("key_sources", "value_sources"):
             self._check_sources(name, getattr(self, name))
-        self._check_value_embeddings()
-        sources = value_sources(self)
-        for name in ("value_residual_layers", "value_embeddings"):
-            for layer in getattr(self, name) or ():
-                if sources[layer] != layer:
-                    raise ValueError(
-                        f"`{name}` holds {layer}, but `value_sources`[{layer}] is {sources[layer]}: that layer has no "
-                        "values of its own."
-                    )
-        for layer, source in enumerate(sources):
-            if self.value_residual == "depth_attention" and source != layer:
-                raise ValueError(
-                    f"`value_residual` is 'depth_attention', but `value_sources`[{layer}] is {source}: that layer has "
-                    "no values of its own to mix. Share keys alone (`key_sources`), or choose another mode."
-                )
-        self._warn_of_settings_without_effect()
-
-    def validate_attention_residuals(self) -> None:
-        if not math.isfinite(self.attention_residual_init):
-            raise ValueError(f"`attention_residual_init` is {self.attention_residual_init}: expected a finite number.")
+        depth_attention = self.value_residual == "depth_attention"
+        self._check_layers("value_residual_layers", self.depth_attention_stride if depth_attention else 1)
+        self._check_layers("value_embeddings", 0)
+        init = self.value_residual_init
+        if len(init) != 2 or not all(math.isfinite(value) for value in init):
+            raise ValueError(f"`value_residual_init` is {init}: expected two finite numbers (on V_0, on V_n).")
+        if depth_attention and value_sources(self) != list(range(self.num_hidden_layers)):
+            raise ValueError(
+                f"`value_residual` is 'depth_attention', which mixes the values of all layers, but `value_sources` is "
+                f"{self.value_sources}. Share keys alone (`key_sources`), or choose another mode."
+            )
         if self.attention_residuals and self.attention_residual_blocks > self.num_hidden_layers:
             raise ValueError(
                 f"`attention_residual_blocks` is {self.attention_residual_blocks}: expected 1 to "
                 f"{self.num_hidden_layers} (`num_hidden_layers`), a block has a layer at least."
             )
+        self._warn_of_settings_without_effect()
 
-    def _check_value_residual(self) -> None:
-        init = self.value_residual_init
-        if len(init) != 2 or not all(math.isfinite(value) for value in init):
-            raise ValueError(f"`value_residual_init` is {init}: expected two finite numbers (on V_0, on V_n).")
-        if not math.isfinite(self.depth_attention_init):
-            raise ValueError(f"`depth_attention_init` is {self.depth_attention_init}: expected a finite number.")
-        if not (math.isfinite(self.neutreno_lambda) and self.neutreno_lambda >= 0):
-            raise ValueError(f"`neutreno_lambda` is {self.neutreno_lambda}: expected a finite number from 0 up.")
-        layers = self.value_residual_layers or []
-        first = self.depth_attention_stride if self.value_residual == "depth_attention" else 1
-        if layers != sorted(set(layers)):
-            raise ValueError(f"`value_residual_layers` is {layers}: expected ascending layers, each once.")
-        for layer in layers:
-            if not first <= layer < self.num_hidden_layers:
-                raise ValueError(
-                    f"`value_residual_layers` holds {layer}: expected {first} to {self.num_hidden_layers - 1} "
-                    f"(`num_hidden_layers` - 1). Layers before {first} have no earlier values to mix in."
-                )
-
-    def _check_value_embeddings(self) -> None:
-        layers, start = self.value_embeddings or [], self.value_embeddings_init
-        if layers != sorted(set(layers)) or not all(0 <= layer < self.num_hidden_layers for layer in layers):
+    def _check_layers(self, name: str, first: int) -> None:
+        layers, sources = getattr(self, name) or [], value_sources(self)
+        if layers != sorted(set(layers)) or not all(first <= layer < self.num_hidden_layers for layer in layers):
             raise ValueError(
-                f"`value_embeddings` is {layers}: expected ascending layers from 0 to {self.num_hidden_layers - 1} "
+                f"`{name}` is {layers}: expected ascending layers from {first} to {self.num_hidden_layers - 1} "
                 "(`num_hidden_layers` - 1), each once."
             )
-        if start is not None and not (math.isfinite(start) and start >= 0):
-            raise ValueError(f"`value_embeddings_init` is {start}: expected a finite number from 0 up.")
+        for layer in layers:
+            if sources[layer] != layer:
+                raise ValueError(
+                    f"`{name}` holds {layer}, but `value_sources`[{layer}] is {sources[layer]}: that layer has no "
+                    "values of its own."
+                )
 
     def _check_sources(self, name: str, sources: list[int] | None) -> None:
         if sources is None:
@@ -439,29 +427,22 @@ class ResFormerConfig(PreTrainedConfig):
                 )
 
     def _warn_of_settings_without_effect(self) -> None:
-        def warn(names: str, reason: str) -> None:
-            settings = " and ".join(f"`{name}`={getattr(self, name)!r}" for name in names.split())
-            logger.warning_once(f"{settings} changes nothing: {reason}.")
-
         mode = f"`value_residual` is {self.value_residual!r}"
-        if self.value_residual_layers is not None and self.value_residual == "none":
-            warn("value_residual_layers", mode)
-        depth = (self.depth_attention_stride, self.depth_attention_init)
-        if depth != (1, 1.0) and self.value_residual != "depth_attention":
-            warn("depth_attention_stride depth_attention_init", mode)
-        if self.value_residual != "none" and not mixing_layers(self):
-            warn(
-                "value_residual value_residual_layers value_sources",
-                "no layer has both values of its own and earlier layers' to mix in",
-            )
-        if self.value_embeddings_init is not None and not self.value_embeddings:
-            warn("value_embeddings_init", f"`value_embeddings` is {self.value_embeddings}")
-        if not self.dwa and (self.dwa_dilation, self.dwa_period) != (1, 1):
-            warn("dwa_dilation dwa_period", "`dwa` is False")
-        if self.dwa and self.dwa_period > self.num_hidden_layers:
-            warn("dwa", f"`dwa_period` ({self.dwa_period}) is above `num_hidden_layers` ({self.num_hidden_layers})")
-        if not self.attention_residuals and self.attention_residual_blocks != 8:
-            warn("attention_residual_blocks", "`attention_residuals` is False")
+        depth_attention = self.value_residual == "depth_attention"
+        period = f"`dwa_period` ({self.dwa_period}) is above `num_hidden_layers` ({self.num_hidden_layers})"
+        for name, default, used, reason in (
+            ("value_residual", "none", mixing_layers(self), "no layer has earlier values, and its own, to mix"),
+            ("value_residual_layers", None, self.value_residual != "none", mode),
+            ("depth_attention_stride", 1, depth_attention, mode),
+            ("depth_attention_init", 1.0, depth_attention, mode),
+            ("value_embeddings_init", None, self.value_embeddings, f"`value_embeddings` is {self.value_embeddings}"),
+            ("dwa", False, self.dwa_period <= self.num_hidden_layers, period),
+            ("dwa_dilation", 1, self.dwa, "`dwa` is False"),
+            ("dwa_period", 1, self.dwa, "`dwa` is False"),
+            ("attention_residual_blocks", 8, self.attention_residuals, "`attention_residuals` is False"),
+        ):
+            if (value := getattr(self, name)) != default and not used:
+                logger.warning_once(f"`{name}`={value!r} changes nothing: {reason}.")
 
 
 def _warn_of_misspelt_fields(extra: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The size of a key/value cache, from a configuration alone: no weights, no torch.
+"""The size of a key/value cache, from a configuration alone.
 
 A layer that reads another's keys or values stores none of its own, so a cached token takes
 
@@ -9,23 +9,12 @@ numbers: (N + 1) / 2N of the full cache for SVFormer (arXiv 2410.17897), a half 
 
 from typing import Any
 
+import torch
+
 from resformer.configuration.methods import METHODS, method_fields
 from resformer.configuration.sources import key_sources, value_sources
 
 __all__ = ["cache_bytes", "cache_bytes_by_method", "cache_bytes_per_token"]
-
-#: Bytes of one number. Names as `torch.dtype` prints them, and torch's aliases, without `torch.`.
-_SIZES = {
-    "float64": 8,
-    "double": 8,
-    "float32": 4,
-    "float": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "half": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
 
 
 def cache_bytes_per_token(config: Any, dtype: Any = "bfloat16") -> int:
@@ -36,7 +25,7 @@ def cache_bytes_per_token(config: Any, dtype: Any = "bfloat16") -> int:
         dtype: dtype of the cache, a name such as `"bfloat16"` or a `torch.dtype`.
 
     Raises:
-        ValueError: `dtype` is no floating dtype that a cache holds; the message lists those that are.
+        ValueError: `dtype` is no floating dtype.
 
     ```python
     >>> from resformer.configuration import ResFormerConfig, cache_bytes_per_token
@@ -75,12 +64,14 @@ def cache_bytes_by_method(config: Any, dtype: Any = "bfloat16") -> dict[str, int
 
 def _bytes_per_row(config: Any, dtype: Any) -> int:
     """Bytes of one token's keys, or values, in one layer."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in _SIZES:
-        raise ValueError(f"`dtype` is {dtype!r}: expected one of {', '.join(_SIZES)}.")
+    resolved = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not (isinstance(resolved, torch.dtype) and resolved.is_floating_point):
+        raise ValueError(
+            f"`dtype` is {dtype!r}: expected a floating dtype, such as bfloat16, float32 or float8_e4m3fn."
+        )
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return heads * head_dim * _SIZES[name]
+    return heads * head_dim * resolved.itemsize
 
 
 def _tokens_held(config: Any, layer: int, tokens: int) -> int:

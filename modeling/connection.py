@@ -87,11 +87,11 @@ def weighted_sum(states: Sequence[torch.Tensor], weights: Row) -> torch.Tensor:
     """
     scalars: Sequence[Any] = weights.to(states[0]).unbind() if isinstance(weights, torch.Tensor) else weights
     total = states[0] * scalars[0]
-    for state, weight in zip(states[1:], scalars[1:], strict=True):
+    for state, weight in zip(states[1:], scalars[1:], strict=True):  # in place: autograd saves no sum
         if isinstance(weight, torch.Tensor):
-            total = torch.addcmul(total, state, weight)
+            total.addcmul_(state, weight)
         else:
-            total = torch.add(total, state, alpha=weight)
+            total.add_(state, alpha=weight)
     return total
 
 
@@ -110,23 +110,19 @@ class MixingRows(Connection):
         raise NotImplementedError
 
     @torch.no_grad()
-    def deviations(self) -> list[tuple[float, str]]:
-        # A gate's coefficients are not among the weights.
-        rows = [(row, self.columns[row][-len(weights) :], weights) for row, weights in self().items()]
+    def entries(self) -> list[tuple[int, int, float]]:
+        """(row, column, weight) of the matrix; a weight that depends on the token is NaN."""
         return [
-            (abs(float(weight) - (column == columns[-1])), f"[{row}, {column}]")
-            for row, columns, weights in rows
-            for column, weight in zip(columns, weights, strict=True)
+            (row, column, float(weight))
+            for row, weights in self().items()
+            for column, weight in zip(self.columns[row], weights, strict=True)
         ]
 
-    @torch.no_grad()
-    def fill(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Writes the rows into `matrix`, a tensor on the CPU, and returns it."""
-        for row, weights in self().items():
-            matrix[row] = 0.0
-            for column, weight in zip(self.columns[row], weights, strict=True):
-                matrix[row, column] = float(weight)
-        return matrix
+    def deviations(self) -> list[tuple[float, str]]:
+        return [
+            (abs(weight - (column == self.columns[row][-1])), f"[{row}, {column}]")
+            for row, column, weight in self.entries()
+        ]
 
 
 class FreeRows(MixingRows):
@@ -153,4 +149,8 @@ def plain_matrix(rows: int, columns: int) -> torch.Tensor:
 def mixing_matrix(rows: int, columns: int, module: MixingRows | None) -> torch.Tensor:
     """`plain_matrix` with the rows of `module`, if there is one: float32, detached, on the CPU."""
     matrix = plain_matrix(rows, columns)
-    return matrix if module is None else module.fill(matrix)
+    entries = [] if module is None else module.entries()
+    matrix[[row for row, _, _ in entries]] = 0.0
+    for row, column, weight in entries:
+        matrix[row, column] = weight
+    return matrix

@@ -60,12 +60,10 @@ class DepthGates(MixingRows):
         init.constant_(self.bias_gate, self.start)
 
     @torch.no_grad()
-    def deviations(self) -> list[tuple[float, str]]:
-        return [(float(gates.abs().max()), f"[{layer}]") for layer, gates in self().items()]
+    def entries(self) -> list[tuple[int, int, float]]:
+        mixing = [layer for layer, gates in self().items() if gates.any()]
+        return [(layer, column, float("nan")) for layer in mixing for column in self.columns[layer]]
 
     @torch.no_grad()
-    def fill(self, matrix: torch.Tensor) -> torch.Tensor:
-        for layer, gates in self().items():
-            if gates.any():
-                matrix[layer, self.columns[layer]] = float("nan")  # depends on the token
-        return matrix
+    def deviations(self) -> list[tuple[float, str]]:
+        return [(float(gates.abs().max()), f"[{layer}]") for layer, gates in self().items()]

@@ -9,28 +9,30 @@ A weight of 0 adds nothing to finite states. An X_j with an infinity makes later
 its weight is 0; plain Llama makes NaN of it too, in the next norm.
 """
 
-import functools
-import math
+from typing import Any
 
 import torch
 from torch import nn
 
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.connection import ConnectionKind, FreeRows, weighted_sum
-from resformer.modeling.depth_gather import Gather
 
 __all__ = ["DEPTH_AVERAGE", "DepthAverage", "RunningAverage", "depth_average"]
-
-#: States in a group of `Gather`, and the number of layers from which groups are used. One matrix product for 8 averages
-#: moves fewer bytes than 8 sums, but needs its states stacked. CPUs have instructions for it in bfloat16, but not in
-#: float16.
-GROUP = 8
-GROUPED_FROM = {torch.float32: 24, torch.float64: 24, torch.bfloat16: 8}
 
 
 def depth_average(config: ResFormerConfig) -> "DepthAverage | None":
     """The module with the weights; `None` if the configuration averages nothing."""
-    return DepthAverage(config) if config.dwa and config.dwa_period <= config.num_hidden_layers else None
+    return DepthAverage(config) if _columns(config) else None
+
+
+def _columns(config: ResFormerConfig) -> dict[int, list[int]]:
+    """Block n -> the states that its average reads, ascending, X_{n+1} last."""
+    if not config.dwa:
+        return {}
+    return {
+        block: [state for state in range(block + 2) if (block + 1 - state) % config.dwa_dilation == 0]
+        for block in range(config.dwa_period - 1, config.num_hidden_layers, config.dwa_period)
+    }
 
 
 class DepthAverage(FreeRows):
@@ -44,16 +46,11 @@ class DepthAverage(FreeRows):
     ```"""
 
     def __init__(self, config: ResFormerConfig):
-        layout = config.num_hidden_layers, config.dwa_dilation, config.dwa_period
-        super().__init__(_columns(*layout))
-        self.layout = layout
-        #: Number i of an average -> the states that Y_i is made of.
+        super().__init__(_columns(config))
+        #: i -> the states that Y_i, the i-th thing that `append` returns, is made of. X_i for every other i.
         self.reads = {block + 1: states for block, states in self.columns.items()}
-        last_read = {state: i for i, states in self.reads.items() for state in states}
-        #: Number of a state -> the states that no later average reads.
-        self.done = [
-            [j for j in range(i + 1) if max(last_read.get(j, j), j) == i] for i in range(config.num_hidden_layers + 1)
-        ]
+        #: j -> the last Y_i that X_j is part of.
+        self.last_read = {state: i for i, states in self.reads.items() for state in states}
 
     def reset_parameters(self) -> None:
         self.start_at([[0.0] * (size - 1) + [1.0] for size in self.sizes])
@@ -62,69 +59,118 @@ class DepthAverage(FreeRows):
         """Returns the averages of one forward pass; `weights` are what `forward()` returned."""
         return RunningAverage(self, weights)
 
-    def matrix(self, weights: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Returns `(N + 1, N + 1)`: row n + 1 makes Y_n of X_0 .. X_{n+1}, and is 0 where Y_n = X_{n+1}."""
-        flat = torch.cat(list(weights.values()))
-        size = self.layout[0] + 1
-        return flat.new_zeros(size * size).index_copy(0, _places(*self.layout, flat.device), flat).view(size, size)
-
-    def group(self, dtype: torch.dtype) -> int:
-        """How many states of this dtype go together in a `Gather`; 0 for none."""
-        layers, dilation, period = self.layout
-        return GROUP if dilation == period == 1 and layers >= GROUPED_FROM.get(dtype, math.inf) else 0
-
 
 class RunningAverage:
     """The averages of one forward pass: takes X_0, X_1, .. X_N in turn and returns what the next block reads.
 
-    Example: 4 states in memory, dilation 1, period 1. Row i of A makes Y_i.
-
-              X_0   X_1   X_2   X_3
-        Y_0    1                          the embeddings, unchanged
-        Y_1   a10   a11                   read by block 1
-        Y_2   a20   a21   a22             read by block 2
-        Y_3   a30   a31   a32   a33       read by the final norm
-
-    Two ways give the same averages, up to rounding: `Gather`, and a plain weighted sum where that cannot be used:
-    compilers, tensor subclasses, layers on several devices.
+    In training plain autograd would write one gradient of X_j for every average that reads it, and then add them up.
+    `AverageNode` adds as it goes, in one pass over memory. It needs plain tensors on one device.
     """
 
     def __init__(self, module: DepthAverage, weights: dict[int, torch.Tensor]):
-        self.module = module
-        self.weights = weights
+        self.reads, self.last_read = module.reads, module.last_read
+        self.weights = {block + 1: row for block, row in weights.items()}  # i -> row i of A
         self.states: dict[int, torch.Tensor] = {}  # j -> X_j, as long as a later average reads it
         self.count = 0
-        self.gather: Gather | None = None
-        self.layout: tuple[object, ...] = ()  # of X_0
+        self.like: tuple[object, ...] | None = None  # dtype and device of all states so far; None once they differ
+        self.backward: Backward | None = None
+        #: An output of each node and an input of the next: autograd then runs them in reverse order in any case.
+        self.chain = torch.empty(0)
 
     def append(self, state: torch.Tensor) -> torch.Tensor:
         """Returns Y_n for X_{n+1}, and X_0 for X_0, each `(batch, tokens, hidden_size)`."""
         number = self.count
         self.count += 1
         self.states[number] = state
-        layout = (state.shape, state.dtype, state.device)
-        if number == 0:
-            self.layout, self.gather = layout, self.start_gather(state)
-        elif layout != self.layout:  # with `device_map`, layers are on several devices
-            self.gather = None
+        if number == 0 and _is_ordinary(state, *self.weights.values()):
+            self.like = state.dtype, state.device
+            self.chain = torch.cat(list(self.weights.values())).to(state.device)
+        elif (state.dtype, state.device) != self.like:  # with `device_map`, layers are on several devices
+            self.like = None
 
-        if self.gather is not None:
-            output = self.gather.append(number, state)
-        elif number in self.module.reads:
-            terms = [self.states[earlier].to(state.device) for earlier in self.module.reads[number]]
-            output = weighted_sum(terms, self.weights[number - 1])
+        learns = torch.is_grad_enabled() and (state.requires_grad or self.chain.requires_grad)
+        if self.like is not None and learns and number in self.last_read:
+            if self.backward is None:
+                self.backward = Backward(self.reads, self.chain, state.dtype, lowest=number)
+            output, self.chain = AverageNode.apply(state, self.chain, self, number)
         else:
-            output = state
-        for earlier in self.module.done[number]:
+            output = self.average(number)
+        for earlier in [j for j in self.states if self.last_read.get(j, 0) <= number]:
             del self.states[earlier]
         return output
 
-    def start_gather(self, state: torch.Tensor) -> Gather | None:
-        """Returns a `Gather` for states like X_0; `None` where only a plain weighted sum works."""
-        if not _is_ordinary(state, *self.weights.values()):
-            return None
-        matrix = self.module.matrix(self.weights).to(state.device)
-        return Gather(matrix, self.module.reads, self.states, self.module.group(state.dtype), state)
+    def average(self, i: int) -> torch.Tensor:
+        """Returns Y_i of the states: a new tensor, or X_i itself."""
+        state = self.states[i]
+        if i not in self.reads:
+            return state
+        return weighted_sum([self.states[j].to(state) for j in self.reads[i]], self.weights[i])
+
+
+class Backward:
+    """The backward passes through the nodes of a `RunningAverage`, one at a time, from the last state to the first.
+
+    Args:
+        reads: i -> the states that Y_i is made of.
+        weights: A, its rows one after the other, in the coefficients' dtype.
+        dtype: of the states.
+        lowest: the first state that has a node.
+    """
+
+    def __init__(self, reads: dict[int, list[int]], weights: torch.Tensor, dtype: torch.dtype, lowest: int):
+        self.reads = reads
+        self.place = {pair: n for n, pair in enumerate((i, j) for i, row in reads.items() for j in row)}
+        self.learns = weights.requires_grad
+        self.no_gradient = torch.zeros_like(weights)
+        self.weights = weights.to(dtype).unbind()
+        self.lowest = lowest
+        self.open: dict[int, torch.Tensor] = {}  # i -> dY_i
+
+
+class AverageNode(torch.autograd.Function):
+    """State j: X_j in, Y_j out, and the chain through both.
+
+        Y_i = sum_{j <= i} A[i, j] X_j        dX_j = sum_{i >= j} A[i, j] dY_i        dA[i, j] = <dY_i, X_j>
+
+    The backward of node j runs after those of all i > j, so every dY_i is known: one sum gives dX_j, and dot products
+    give column j of dA. Only X_j is saved for this, once. With `create_graph=True` autograd records every operation.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, state: torch.Tensor, chain: torch.Tensor, running: RunningAverage, number: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        # Not `running` itself: it holds the chain, which holds this node, and such a cycle is never freed.
+        ctx.pass_, ctx.number = running.backward, number
+        if ctx.pass_.learns:
+            ctx.save_for_backward(state)
+        output = running.average(number)
+        return (output.view_as(output) if output is state else output), chain.view_as(chain)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_output: torch.Tensor | None, grad_weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor, None, None]:
+        through: Backward = ctx.pass_
+        j, grads = ctx.number, through.open
+        if grad_weights is None:  # the first node of this backward pass; the one before may have stopped early
+            grads.clear()
+            grad_weights = through.no_gradient.clone()
+        if grad_output is not None and j in through.reads:
+            grads[j], grad_output = grad_output, None
+        readers = [i for i in grads if j in through.reads[i]]
+        grad_state = grad_output
+        if readers:
+            terms = weighted_sum([grads[i] for i in readers], [through.weights[through.place[i, j]] for i in readers])
+            grad_state = terms if grad_output is None else grad_output + terms
+        if through.learns:
+            (state,) = ctx.saved_tensors
+            for i in readers:
+                grad_weights[through.place[i, j]] = _dot(grads[i], state)
+        if j == through.lowest:
+            grads.clear()
+        return grad_state, grad_weights, None, None
 
 
 def _is_ordinary(*tensors: torch.Tensor) -> bool:
@@ -140,28 +186,16 @@ def _is_ordinary(*tensors: torch.Tensor) -> bool:
     )
 
 
-def _columns(layers: int, dilation: int, period: int) -> dict[int, list[int]]:
-    """Block n -> the states that its average reads."""
-    return {
-        block: [state for state in range(block + 2) if (block + 1 - state) % dilation == 0]
-        for block in range(period - 1, layers, period)
-    }
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Returns <a, b>, a scalar; float32 for lower precisions, where `torch.dot` is slow on CPUs and inexact."""
+    if a.dtype in (torch.float32, torch.float64):
+        return torch.dot(a.reshape(-1), b.reshape(-1))
+    return (a * b).sum(dtype=torch.float32)
 
 
 def _flops(config: ResFormerConfig) -> int:
     """2 x hidden_size for each term of an average."""
-    rows = _columns(config.num_hidden_layers, config.dwa_dilation, config.dwa_period).values() if config.dwa else ()
-    return 2 * config.hidden_size * sum(map(len, rows))
+    return 2 * config.hidden_size * sum(map(len, _columns(config).values()))
 
 
 DEPTH_AVERAGE = ConnectionKind(("dwa", "dwa_dilation", "dwa_period"), "depth_average", flops=_flops)
-
-
-@functools.lru_cache
-def _places(layers: int, dilation: int, period: int, device: torch.device) -> torch.Tensor:
-    """The index in the flattened matrix of each weight, row after row."""
-    rows = _columns(layers, dilation, period).items()
-    with torch.inference_mode(False):  # the cached tensor is used in training too
-        return torch.tensor(
-            [(row + 1) * (layers + 1) + state for row, states in rows for state in states], device=device
-        )

@@ -22,17 +22,19 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
     GradientCheckpointingLayer,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
+    LlamaForCausalLM,
     LlamaMLP,
+    LlamaPreTrainedModel,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -46,7 +48,7 @@ from resformer.modeling.neutreno import NEUTRENO, neutreno_term
 from resformer.modeling.sharing import SHARING, update_cache
 from resformer.modeling.value_embedding import VALUE_EMBEDDING, ValueEmbedding, ValueTable
 from resformer.modeling.value_residual import VALUE_RESIDUAL, ValueGate, mixed_layers, value_residual
-from resformer.modeling.versions import record_rejected_tokens, slice_logits_to_keep
+from resformer.modeling.versions import record_rejected_tokens
 
 __all__ = [
     "KINDS",
@@ -286,23 +288,11 @@ class ResFormerDecoderLayer(GradientCheckpointingLayer):
         return residual + hidden_states, made
 
 
-class ResFormerPreTrainedModel(PreTrainedModel):
+class ResFormerPreTrainedModel(LlamaPreTrainedModel):
     config: ResFormerConfig
     config_class = ResFormerConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["ResFormerDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
-    _supports_flash_attn = True
-    _supports_sdpa = True
-    _supports_flex_attn = True
-
-    _can_compile_fullgraph = True
-    _supports_attention_backend = True
-    _can_record_outputs = {
-        "hidden_states": ResFormerDecoderLayer,
-        "attentions": ResFormerAttention,
-    }
+    _can_record_outputs = {"hidden_states": ResFormerDecoderLayer, "attentions": ResFormerAttention}
 
     def __init__(self, config: ResFormerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
@@ -450,17 +440,13 @@ class ResFormerModel(ResFormerPreTrainedModel):
         deltas = None
         if self.attention_residuals is not None:
             deltas = self.attention_residuals.start(*self.attention_residuals())
-        if not all(hasattr(layer, "reads") for layer in layers):  # placeholders for layers of other pipeline stages
-            raise NotImplementedError(
-                "Pipeline parallelism is not supported: values, keys and states of earlier layers do not reach another "
-                "stage. Use tensor parallelism or FSDP2."
-            )
-        if (averages is not None or deltas is not None) and [each.layer_idx for each in layers] != [
-            *range(len(layers))
-        ]:
+        numbers = [getattr(layer, "layer_idx", None) for layer in layers]
+        if None in numbers:  # placeholders for layers of other stages
+            raise NotImplementedError("Pipeline parallelism is not supported. Use tensor parallelism or FSDP2.")
+        if (averages is not None or deltas is not None) and numbers != list(range(len(numbers))):
             raise ValueError(
-                f"The model has layers {[each.layer_idx for each in layers]}, in this order, but `dwa` and "
-                "`attention_residuals` read the outputs of all layers in theirs: layers cannot be removed or moved."
+                f"The model has layers {numbers}, in this order, but `dwa` and `attention_residuals` read the outputs "
+                "of all layers in theirs: layers cannot be removed or moved."
             )
 
         made: dict[Crossing, torch.Tensor] = {}
@@ -544,43 +530,7 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
 
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | dict[str, torch.Tensor | None] | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> CausalLMOutputWithPast:
-        """As [`~transformers.LlamaForCausalLM`]."""
-        outputs: BaseModelOutputWithPast = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
-        logits = self.lm_head(hidden_states)
-
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+    forward = LlamaForCausalLM.forward
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

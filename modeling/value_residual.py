@@ -127,16 +127,15 @@ class GatedValueResidual(MixingRows):
     def reset_parameters(self) -> None:
         init.constant_(self.bias_own, self.start[1])
 
-    def deviations(self) -> list[tuple[float, str]]:
-        return [*super().deviations(), (abs(self.start[0]), ": value_residual_init[0]")]
+    @torch.no_grad()
+    def entries(self) -> list[tuple[int, int, float]]:
+        own = [(layer, layer, float(weight)) for layer, weight in self().items()]
+        return [*((layer, 0, float("nan")) for layer in self.columns), *own]
 
     @torch.no_grad()
-    def fill(self, matrix: torch.Tensor) -> torch.Tensor:
-        for layer, weight in self().items():
-            matrix[layer] = 0.0
-            matrix[layer, 0] = float("nan")  # depends on the token
-            matrix[layer, layer] = float(weight)
-        return matrix
+    def deviations(self) -> list[tuple[float, str]]:
+        own = [(abs(float(weight) - 1), f"[{layer}, {layer}]") for layer, weight in self().items()]
+        return [*own, (abs(self.start[0]), ": value_residual_init[0]")]
 
 
 class ValueGate(nn.Module):

@@ -11,31 +11,20 @@ from torch.utils.checkpoint import checkpoint
 
 from resformer import ResFormerConfig
 from resformer.modeling import depth_average as depth_average_file
-from resformer.modeling.depth_average import DepthAverage, RunningAverage, depth_average
-from resformer.modeling.depth_gather import Gather
+from resformer.modeling.depth_average import RunningAverage, depth_average
 
 WIDTH = 6
 HALVES = [torch.bfloat16, torch.float16]
 
-#: Layers, dilation, period, and how many states go together (0: no groups).
-LAYOUTS = [
-    (1, 1, 1, 0),
-    (5, 1, 1, 0),
-    (5, 2, 1, 0),
-    (7, 2, 3, 0),
-    (11, 4, 5, 0),
-    (6, 1, 4, 0),
-    (5, 1, 1, 2),
-    (11, 1, 1, 4),
-    (9, 1, 1, 5),
-]
-GROUPED = (11, 1, 1, 4)
+#: Layers, dilation, period.
+LAYOUTS = [(1, 1, 1), (5, 1, 1), (5, 2, 1), (7, 2, 3), (11, 4, 5), (6, 1, 4)]
 
 
 class Blocks:
     """X_{n+1} = Y_n + tanh(Y_n W_n), n = 0 .. N-1, in float64 with random parameters."""
 
     def __init__(self, layers: int, dilation: int = 1, period: int = 1, dtype: torch.dtype = torch.float64):
+        self.layout = layers, dilation, period
         dwa = {"dwa": True, "dwa_dilation": dilation, "dwa_period": period}
         self.module = depth_average(ResFormerConfig(num_hidden_layers=layers, num_attention_heads=2, **dwa))
         self.module.bias.data = torch.randn(self.module.bias.shape, dtype=dtype) * 0.4
@@ -65,7 +54,7 @@ class Blocks:
 
     def naive(self, raw: list[torch.Tensor]) -> torch.Tensor:
         """Y_i = sum_{j <= i, j = i mod k} D[i - 1, j] X_j if p divides i, else X_i."""
-        layers, dilation, period = self.module.layout
+        layers, dilation, period = self.layout
         weights = iter(self.module.bias.unbind())
         for i in range(period, layers + 1, period):
             row = {j: next(weights) for j in range(i + 1) if (i - j) % dilation == 0}
@@ -87,16 +76,9 @@ def assert_equal_up_to_rounding(got: list[torch.Tensor], expected: list[torch.Te
         torch.testing.assert_close(mine, twin, rtol=1e-11, atol=1e-11)
 
 
-@pytest.fixture
-def grouped(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """`grouped(4)`: states go in fours, whatever the number of layers."""
-    return lambda size: monkeypatch.setattr(DepthAverage, "group", lambda self, dtype: size)
-
-
 @pytest.fixture(params=LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
-def blocks(request: pytest.FixtureRequest, grouped: Callable[[int], None]) -> Blocks:
-    grouped(request.param[-1])
-    return Blocks(*request.param[:-1])
+def blocks(request: pytest.FixtureRequest) -> Blocks:
+    return Blocks(*request.param)
 
 
 # Values and gradients
@@ -105,7 +87,7 @@ def blocks(request: pytest.FixtureRequest, grouped: Callable[[int], None]) -> Bl
 def test_values_and_gradients_are_the_plain_sums(blocks: Blocks) -> None:
     running = blocks.start()
     averaged = blocks.states(running)[1]
-    assert isinstance(running.gather, Gather)
+    assert running.backward is not None  # not the plain sums
     assert_equal_up_to_rounding(averaged, blocks.states(None)[1])
     assert_equal_up_to_rounding(gradients(averaged[-1], blocks), gradients(blocks.output(None), blocks))
 
@@ -207,28 +189,22 @@ def test_without_gradients_it_gives_the_plain_sum(blocks: Blocks) -> None:
     with torch.no_grad():
         running = blocks.start()
         averaged = blocks.states(running)[1]
-    assert isinstance(running.gather, Gather)
     assert_equal_up_to_rounding(averaged, blocks.states(None)[1])
     assert not running.states  # nothing is kept that no average reads
 
 
-@pytest.mark.parametrize("form", ["plain", "inference", "training", "grouped"])
+@pytest.mark.parametrize("form", ["plain", "inference", "training"])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("layout", [(11, 1, 1), (11, 2, 3)], ids=str)
 def test_the_identity_changes_no_bit_in_any_form(
-    layout: tuple[int, int, int],
-    dtype: torch.dtype,
-    form: str,
-    grouped: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
+    layout: tuple[int, int, int], dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grouped(4 if form == "grouped" and layout[1] == 1 else 0)
     if form == "plain":
         monkeypatch.setattr(depth_average_file, "_is_ordinary", lambda *_: False)
     module = Blocks(*layout).module.float()
     module.reset_parameters()
     assert module.bias.dtype == torch.float32
-    with torch.set_grad_enabled(form in ("training", "grouped")):
+    with torch.set_grad_enabled(form == "training"):
         running = module.start(module())
         for _ in range(layout[0] + 1):
             state = (torch.randn(3, 7, 5) * 10).to(dtype)
@@ -238,10 +214,8 @@ def test_the_identity_changes_no_bit_in_any_form(
 
 
 @pytest.mark.parametrize("learning", [True, False])
-@pytest.mark.parametrize("layout", [(5, 1, 1, 0), GROUPED], ids=str)
-def test_autocast_rounds_no_average(layout: tuple[int, ...], learning: bool, grouped: Callable[[int], None]) -> None:
-    grouped(layout[-1])
-    blocks = Blocks(*layout[:-1], dtype=torch.float32)
+def test_autocast_rounds_no_average(learning: bool) -> None:
+    blocks = Blocks(5, dtype=torch.float32)
     results = []
     for enabled in (True, False):
         with torch.set_grad_enabled(learning), torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
@@ -256,14 +230,11 @@ def test_autocast_rounds_no_average(layout: tuple[int, ...], learning: bool, gro
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("layout", [(5, 1, 1, 0), (5, 2, 1, 0), GROUPED], ids=str)
-def test_half_precision_is_right_to_its_own_rounding(
-    layout: tuple[int, ...], dtype: torch.dtype, grouped: Callable[[int], None]
-) -> None:
-    grouped(layout[-1])
-    exact = Blocks(*layout[:-1])
+@pytest.mark.parametrize("layout", [(5, 1, 1), (5, 2, 1)], ids=str)
+def test_half_precision_is_right_to_its_own_rounding(layout: tuple[int, ...], dtype: torch.dtype) -> None:
+    exact = Blocks(*layout)
     exact.module.bias.data = exact.module.bias.data.to(dtype).double() / 4
-    half = Blocks(*layout[:-1], dtype=torch.float32)
+    half = Blocks(*layout, dtype=torch.float32)
     half.module.bias.data = exact.module.bias.data.float()
     for mine, twin in zip((half.embeddings, *half.mixers), (exact.embeddings, *exact.mixers), strict=True):
         mine.data = twin.data.to(dtype)
@@ -354,13 +325,3 @@ def test_a_fresh_model_has_plain_llamas_bits_in_training_prefill_and_decoding(
     assert torch.equal(model(**ragged).logits, plain(**ragged).logits)
     with torch.no_grad():
         assert torch.equal(model(**ragged).logits, plain(**ragged).logits)
-
-
-def test_states_go_in_groups_where_all_are_read_and_there_are_many() -> None:
-    def group(layers: int, dtype: torch.dtype, **fields: int) -> int:
-        return depth_average(ResFormerConfig(num_hidden_layers=layers, dwa=True, **fields)).group(dtype)
-
-    assert group(23, torch.float32) == group(7, torch.bfloat16) == 0
-    assert group(24, torch.float32) == group(8, torch.bfloat16) == 8
-    assert group(48, torch.float16) == 0
-    assert group(48, torch.bfloat16, dwa_dilation=4) == group(48, torch.float32, dwa_period=5) == 0
