@@ -1,5 +1,6 @@
 """Tiny models with random parameters, the same in every test file."""
 
+import os
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,14 @@ def tiny_model(tiny_config: TinyConfig, randomise: Callable[..., PreTrainedModel
 def cli(*arguments: object) -> Result:
     """`resformer ARGUMENTS` in this process."""
     return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def assert_snapshot(name: str, text: str) -> None:
+    """Compares a text with the file in `snapshots`; SNAPSHOTS=write writes it: read the diff before you commit it."""
+    file = Path(__file__).parent / "snapshots" / name
+    if os.environ.get("SNAPSHOTS") == "write":
+        file.write_text(text, encoding="utf-8")
+    assert text == file.read_text(encoding="utf-8"), f"{name} differs: SNAPSHOTS=write writes it anew"
 
 
 @pytest.fixture

@@ -60,8 +60,8 @@ def test_documents_run_from_top_to_bottom(
     done = run("-c", script, cwd=work, env=environment)
     assert done.returncode == 0, done.stderr
     if document == "README.md":
-        pushed = hub.repositories["you/smollm2-resformer"]
-        assert {"config.json", "model.safetensors.index.json", "tokenizer.json"} <= set(pushed)
+        pushed = hub.repositories["you/smollm2-finetuned"]
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(pushed)
         assert "identical" in done.stdout
     elif document == "docs/comparing.md":
         assert '"baseline": "svformer"' in (work / "study" / "study.json").read_text()

@@ -91,10 +91,7 @@ def run_demo(
     _print_mixing(ResFormerForCausalLM.from_pretrained(output / "finetuned"))
     print(f"\nReloaded as {reloaded['class']}. It writes:\n")
     print(reloaded["text"])
-    print(f"\nThe fine-tuned model is in {output / 'finetuned'}. Load it with\n")
-    print("    import resformer")
-    print("    from transformers import AutoModelForCausalLM")
-    print(f'    model = AutoModelForCausalLM.from_pretrained("{output / "finetuned"}")')
+    print(f"\nThe fine-tuned model is in {output / 'finetuned'}.")
     return reports
 
 
