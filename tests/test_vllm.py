@@ -39,6 +39,7 @@ def _vllm_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(MEMORY // 2**30),
+        "VLLM_DISABLE_COMPILE_CACHE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
     }.items():
@@ -80,7 +81,14 @@ class Reference:
     folder: Path
     config: ResFormerConfig
     generated: list[tuple[list[int], torch.Tensor]]  # for each prompt: greedy tokens, their log probabilities
-    bfloat16: torch.Tensor  # log probabilities of the tokens of PROMPTS[2]
+    scores: dict[str, torch.Tensor]  # of both dtypes: log probabilities of the tokens of PROMPTS[2]
+    unrounded: set[str]  # coefficients that a bfloat16 model keeps in float32
+
+
+def unrounded(model: torch.nn.Module) -> set[str]:
+    """Parameters in float32, but those of gates that are linear layers: these round them for each product anyway."""
+    parameters = model.named_parameters()
+    return {name for name, each in parameters if each.dtype == torch.float32 and not name.endswith("gate.weight")}
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +106,13 @@ def references(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) 
             output = model.generate(ids, output_logits=True, **options)
             tokens = output.sequences[0, len(prompt) :].tolist()
             generated.append((tokens, torch.cat(output.logits).log_softmax(-1)[range(TOKENS), tokens]))
-        rounded = type(model).from_pretrained(folder, dtype=torch.bfloat16)
-        with torch.no_grad():
-            logits = rounded(torch.tensor([PROMPTS[2]])).logits[0, :-1].float()
-        made[variant] = Reference(
-            folder, model.config, generated, logits.log_softmax(-1)[range(len(logits)), PROMPTS[2][1:]]
-        )
+        scores = {}
+        for dtype in ("float32", "bfloat16"):
+            model = type(model).from_pretrained(folder, dtype=dtype)
+            with torch.no_grad():
+                logits = model(torch.tensor([PROMPTS[2]])).logits[0, :-1].float()
+            scores[dtype] = logits.log_softmax(-1)[range(len(logits)), PROMPTS[2][1:]]
+        made[variant] = Reference(folder, model.config, generated, scores, unrounded(model))
     return made
 
 
@@ -134,26 +143,32 @@ def test_tokens_and_log_probabilities_are_those_of_generate(variant: str, refere
 
 @pytest.fixture(scope="module")
 def distance(references: dict[str, Reference]) -> Callable[[str], float]:
-    """Mean distance of bfloat16's log probabilities in vLLM from those in Transformers."""
+    """Mean distance of vLLM's log probabilities from Transformers', both in bfloat16, over that of rounding: some of
+    these random models are moved three times as far by rounding as others.
+    """
 
     @cache
     def measure(method: str) -> float:
-        with engine(references[method].folder, dtype="bfloat16") as llm:
+        reference = references[method]
+        with engine(reference.folder, dtype="bfloat16") as llm:
             (answer,) = answers(llm, [PROMPTS[2]], max_tokens=1, prompt_logprobs=0)
+            assert llm.apply_model(unrounded) == [reference.unrounded]
         found = [step[token].logprob for step, token in zip(answer.prompt_logprobs[1:], PROMPTS[2][1:], strict=True)]
-        return (torch.tensor(found) - references[method].bfloat16).abs().mean().item()
+        ours, exact = reference.scores["bfloat16"], reference.scores["float32"]
+        return ((torch.tensor(found) - ours).abs().mean() / (ours - exact).abs().mean()).item()
 
     return measure
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_bfloat16_is_as_far_from_transformers_as_llama_is(method: str, distance: Callable[[str], float]) -> None:
-    assert distance(method) <= 2 * distance("transformer")
+    assert distance(method) <= 1.5 * distance("transformer")
 
 
-def test_the_compiled_model_gives_the_same(references: dict[str, Reference]) -> None:
-    with engine(references["kitchen-sink"].folder, enforce_eager=False) as llm:
-        assert_generated(llm, references["kitchen-sink"], slice(3))
+@pytest.mark.parametrize("variant", ["denseformer", "kitchen-sink"])
+def test_the_compiled_model_gives_the_same(variant: str, references: dict[str, Reference]) -> None:
+    with engine(references[variant].folder, enforce_eager=False) as llm:
+        assert_generated(llm, references[variant], slice(3))
 
 
 @pytest.mark.parametrize("variant", ["kitchen-sink", "resformer-gated"])

@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 
 from resformer.configuration import key_sources, value_sources
 from resformer.registration import register_models
@@ -56,7 +57,7 @@ class StartupChecks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Refuses what cannot work, and says what sharing saves.
+        """Refuses what cannot work, avoids what works wrongly, and says what sharing saves.
 
         Raises:
             ValueError: more than one pipeline stage, or a tensor parallelism that the model's plan does not allow.
@@ -77,6 +78,10 @@ class StartupChecks(VerifyAndUpdateConfig):
             raise ValueError(
                 f"tensor_parallel_size={ranks}: `num_key_value_heads` is {config.num_key_value_heads}, not a multiple."
             )
+        if current_platform.is_cpu():
+            # On CPUs vLLM's products write into buffers in place. Inductor loses sight of that and fuses sums over
+            # several layers' states into kernels that run before those states are there.
+            vllm_config.compilation_config.inductor_compile_config["max_fusion_size"] = 1
         both, one = sharing(config)
         layers = config.num_hidden_layers
         if both:
