@@ -86,6 +86,35 @@ def passages(name: str) -> str:
     return "\n".join(lines)
 
 
+def shrunken(folder: str) -> str:
+    """What each plan of `resformer shrink` costs on held-out text."""
+    lines = [
+        "| cache | loss | KL | 95th percentile | same top token | last words right | plan |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    reports = {path.stem: read(f"{folder}/{path.stem}") for path in (RESULTS / folder).glob("*.json")}
+    for name, report in sorted(reports.items(), key=lambda item: (-item[1]["cache"], item[1]["cost"]["loss"])):
+        cost = report["cost"]
+        low, high = (f"{100 * end:.0f}" for end in cost["intervals"]["last_word_accuracy"])
+        cells = [f"{100 * report['cache']:.1f} %", f"{cost['loss'] - cost['source_loss']:+.4f}", f"{cost['kl_mean']:.4f}"]
+        cells += [f"{cost['kl_p95']:.3f}", f"{100 * cost['top1_agreement']:.1f} %"]
+        cells += [f"{100 * cost['last_word_accuracy']:.1f} % ({low} to {high})"]
+        lines.append(f"| {' | '.join(cells)} | {name.partition('-')[2].replace('-', ' ') or 'long search'} |")
+    return "\n".join(lines)
+
+
+def rivals(name: str) -> str:
+    """Rise of the loss on each text, of shared caches and of other ways to a smaller one."""
+    rises: dict[tuple[str, str, float], dict[str, float]] = {}
+    for row in read(name)["rows"]:
+        rises.setdefault((row["method"], row["setting"], row["cache"]), {})[row["text"]] = row["rise"]
+    lines = ["| method | setting | cache | WikiText-2 | Python | chats |", "|---|---|---|---|---|---|"]
+    for (method, setting, cache), by_text in sorted(rises.items(), key=lambda item: (item[0][0], -item[0][2])):
+        cells = [f"{by_text[text]:+.3f}" if text in by_text else "" for text in ("WikiText-2", "Python", "chats")]
+        lines.append(f"| {method} | {setting} | {100 * cache:.1f} % | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def coefficients(name: str) -> str:
     """The learned coefficients of value residuals, layer by layer."""
     (model,) = (each for each in read(f"analysis/{name}/analysis")["checkpoints"] if each["name"] == "resformer")
@@ -140,6 +169,8 @@ TABLES: dict[str, Callable[[str], str]] = {
     "coefficients": coefficients,
     "passages": passages,
     "served": served,
+    "shrunken": shrunken,
+    "rivals": rivals,
     "serving_speed": serving_speed,
 }
 
