@@ -96,8 +96,8 @@ def shrunken(folder: str) -> str:
     for name, report in sorted(reports.items(), key=lambda item: (-item[1]["cache"], item[1]["cost"]["loss"])):
         cost = report["cost"]
         low, high = (f"{100 * end:.0f}" for end in cost["intervals"]["last_word_accuracy"])
-        cells = [f"{100 * report['cache']:.1f} %", f"{cost['loss'] - cost['source_loss']:+.4f}", f"{cost['kl_mean']:.4f}"]
-        cells += [f"{cost['kl_p95']:.3f}", f"{100 * cost['top1_agreement']:.1f} %"]
+        cells = [f"{100 * report['cache']:.1f} %", f"{cost['loss'] - cost['source_loss']:+.4f}"]
+        cells += [f"{cost['kl_mean']:.4f}", f"{cost['kl_p95']:.3f}", f"{100 * cost['top1_agreement']:.1f} %"]
         cells += [f"{100 * cost['last_word_accuracy']:.1f} % ({low} to {high})"]
         lines.append(f"| {' | '.join(cells)} | {name.partition('-')[2].replace('-', ' ') or 'long search'} |")
     return "\n".join(lines)
