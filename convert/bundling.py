@@ -13,10 +13,10 @@ from typing import Any
 from resformer import configuration
 from resformer.configuration import ResFormerConfig
 from resformer.convert.connections import expected_shapes
-from resformer.convert.conversion import Options, Report, carry_out
 from resformer.convert.deciding import Decision, check_tensors
 from resformer.convert.reading import side_file
 from resformer.convert.source import OpenedSource, open_source
+from resformer.convert.to_folder import Options, Report, carry_out
 from resformer.errors import CheckpointError, shown
 from resformer.files import EVAL_RESULTS, check_target
 from resformer.record import RECORD

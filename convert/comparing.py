@@ -12,13 +12,13 @@ from transformers.modeling_rope_utils import RopeParameters
 from resformer.configuration import ResFormerConfig, key_sources, mixing_layers, value_sources
 from resformer.configuration.methods import CONNECTION_FIELDS, backbone_fields, without_connections
 from resformer.convert.connections import CLASSIFIER, added_shapes, expected_shapes, read_connections
-from resformer.convert.conversion import Verify, check_verify
 from resformer.convert.deciding import EMBEDDING, HEAD, check_tensors
 from resformer.convert.families import resformer_config
 from resformer.convert.logits import LogitsComparison, compare_logits, free_memory, memory_for_logits
 from resformer.convert.reading_back import same_bytes
 from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.convert.source import OpenedSource, open_source
+from resformer.convert.to_folder import Verify, check_verify
 from resformer.errors import CheckpointError, brief
 from resformer.files import json_value
 from resformer.modeling.connection import ConnectionKind

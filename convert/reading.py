@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from resformer.convert.hub_files import HubFiles
+from resformer.convert.hub_headers import HubFiles
 from resformer.convert.safetensors_format import MOST_TENSORS, Shard, Tensor, read_shard
 from resformer.errors import CheckpointError, brief, listed, shown
 from resformer.files import LISTING

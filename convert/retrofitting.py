@@ -21,7 +21,6 @@ from resformer.configuration.methods import (
     without_connections,
 )
 from resformer.convert.connections import coefficient_shapes, expected_shapes, initial_connections
-from resformer.convert.conversion import Options, Report, Verify, carry_out, folder_name, published_name
 from resformer.convert.deciding import (
     HEAD,
     Decision,
@@ -33,9 +32,10 @@ from resformer.convert.deciding import (
 )
 from resformer.convert.families import resformer_config
 from resformer.convert.logits import model_bytes
-from resformer.convert.publishing import Destination, publish
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.tensors import CODES, to_tensor
+from resformer.convert.to_folder import Options, Report, Verify, carry_out, folder_name, published_name
+from resformer.convert.to_hub import Destination, publish
 from resformer.errors import CheckpointError
 from resformer.files import check_target
 from resformer.model_cards import base_model_of, carried_metadata, retrofit_card

@@ -13,10 +13,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of, without_connections
 from resformer.convert.connections import connection_modules, expected_shapes, read_connections
-from resformer.convert.conversion import Options, Report, carry_out, published_name
 from resformer.convert.deciding import Decision, added_kinds, check_tensors, config_text, recorded_family
 from resformer.convert.families import family_config
 from resformer.convert.source import OpenedSource, Source, open_source
+from resformer.convert.to_folder import Options, Report, carry_out, published_name
 from resformer.errors import CheckpointError, brief
 from resformer.files import check_target
 from resformer.modeling.connection import Connection

@@ -27,7 +27,7 @@ from resformer.configuration import ResFormerConfig
 from resformer.convert.connections import CLASSIFIER, coefficient_shapes
 from resformer.convert.families import FAMILIES, supported
 from resformer.convert.gguf_format import dequantise, gguf_config, gguf_headers
-from resformer.convert.hub_files import HubFiles
+from resformer.convert.hub_headers import HubFiles
 from resformer.convert.loading import load_model
 from resformer.convert.pickle_format import PICKLE_INDEX, pickle_names, read_pickles
 from resformer.convert.quantisation import Dequantised, check_quantisation, dequantise_fp8

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from resformer.convert.casting import Rounding, converted
 from resformer.convert.planning import CarriedShard, Plan, Rewrite, WrittenShard
 from resformer.convert.safetensors_format import header_bytes
+from resformer.convert.tensors import Rounding, converted
 from resformer.errors import CheckpointError, OutputError
 from resformer.files import folder_above, write_text, writing
 from resformer.untrusted import MIB, open_regular, reading, regular_file

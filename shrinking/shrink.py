@@ -12,12 +12,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_fields, method_of, without_connections
 from resformer.convert.connections import expected_shapes
-from resformer.convert.conversion import Options, folder_name
 from resformer.convert.deciding import check_tensors
 from resformer.convert.families import backbone_config
 from resformer.convert.loading import model_on_meta
 from resformer.convert.retrofitting import RetrofitReport, write_retrofit
 from resformer.convert.source import OpenedSource, Source, open_source
+from resformer.convert.to_folder import Options, folder_name
 from resformer.errors import CheckpointError, brief
 from resformer.files import check_target
 from resformer.modeling import ResFormerForCausalLM

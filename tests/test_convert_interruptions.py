@@ -21,9 +21,9 @@ import pytest
 from checkpoints import contents, save_checkpoint
 from command_server import Run
 
-import resformer.convert.conversion as conversion
 import resformer.convert.retrofitting as retrofitting
 import resformer.convert.reverting as reverting
+import resformer.convert.to_folder as to_folder
 import resformer.convert.writing as writing
 import resformer.files as files
 from resformer import retrofit
@@ -454,7 +454,7 @@ def test_a_shard_that_vanishes_before_it_is_compared_is_refused(
     change: str, verify: Any, source: Path, before: Before
 ) -> None:
     shard = sorted(source.glob("*.safetensors"))[1]
-    before(conversion, "check_headers", lambda: CHANGES[change](shard))
+    before(to_folder, "check_headers", lambda: CHANGES[change](shard))
     with pytest.raises(CheckpointError):
         retrofit(source, source.parent / "out", verify=verify)
     assert names(source.parent) == ["llama"]
@@ -498,7 +498,7 @@ def test_a_second_conversion_to_the_same_output_is_refused_and_does_no_harm(
                 retrofit(small, out, "denseformer", verify="headers", force=force)
             messages[0] = str(caught.value)
 
-    before(conversion, "check_headers", second)
+    before(to_folder, "check_headers", second)
     retrofit(small, out, verify="headers", force=force)
     assert f"{out}: another process is writing there" in messages[0]
     assert contents(out) == small_result

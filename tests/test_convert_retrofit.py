@@ -322,7 +322,7 @@ def test_gguf_files_are_dequantised_and_what_lies_beside_them_is_not_used(
         assert inspection.parameters == source.num_parameters()
         assert inspection.bytes == (tmp_path / "model.gguf").stat().st_size
         dry = retrofit(tmp_path / "model.gguf", tmp_path / "out", "resformer-denseformer", dry_run=True)
-        patch.setattr("resformer.convert.conversion.free_memory", lambda: 0)
+        patch.setattr("resformer.convert.to_folder.free_memory", lambda: 0)
         assert "not compared" in retrofit(tmp_path / "model.gguf", tmp_path / "out", dry_run=True).warnings[0]
     assert dry.kept == len(source.state_dict())
     report = retrofit(tmp_path / "model.gguf", tmp_path / "out", "resformer-denseformer", verify="logits")

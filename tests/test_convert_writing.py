@@ -24,15 +24,15 @@ from resformer.convert import (
     OutputError,
     VerificationError,
     bundle,
-    conversion,
     inspect,
     revert,
+    to_folder,
     verify,
 )
-from resformer.convert.casting import Rounding, converted
 from resformer.convert.logits import compare_logits, free_memory
 from resformer.convert.planning import plan_shards
 from resformer.convert.safetensors_format import FLOATING, Tensor, header_bytes, read_shard
+from resformer.convert.tensors import Rounding, converted
 from resformer.files import LISTING, check_target, replace_text, replacing
 
 
@@ -316,7 +316,7 @@ def test_one_wrong_byte_is_found(
     mode: str, offset: int, arguments: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_checkpoint(tmp_path / "source")
-    write = conversion.write_plan
+    write = to_folder.write_plan
 
     def corrupting(plan: object, folder: Path, **options: object) -> object:
         written = write(plan, folder, **options)  # type: ignore[arg-type]
@@ -327,7 +327,7 @@ def test_one_wrong_byte_is_found(
         file.write_bytes(content)
         return written
 
-    monkeypatch.setattr(conversion, "write_plan", corrupting)
+    monkeypatch.setattr(to_folder, "write_plan", corrupting)
     with pytest.raises(VerificationError, match="its bytes are not those that were written"):
         retrofit(tmp_path / "source", tmp_path / "out", verify=mode, **arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -335,7 +335,7 @@ def test_one_wrong_byte_is_found(
 
 def test_a_tensor_too_few_is_found_by_the_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(tmp_path / "source")
-    write = conversion.write_plan
+    write = to_folder.write_plan
 
     def forgetting(plan: object, folder: Path, **options: object) -> object:
         written = write(plan, folder, **options)  # type: ignore[arg-type]
@@ -345,7 +345,7 @@ def test_a_tensor_too_few_is_found_by_the_headers(tmp_path: Path, monkeypatch: p
         (folder / "model.safetensors.index.json").unlink()
         return written
 
-    monkeypatch.setattr(conversion, "write_plan", forgetting)
+    monkeypatch.setattr(to_folder, "write_plan", forgetting)
     with pytest.raises(VerificationError, match=r"lacks 'model\.value_residual\.bias'"):
         retrofit(tmp_path / "source", tmp_path / "out", verify="headers")
 
@@ -353,7 +353,7 @@ def test_a_tensor_too_few_is_found_by_the_headers(tmp_path: Path, monkeypatch: p
 def test_logits_are_the_default_where_the_model_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(tmp_path / "source")
     assert retrofit(tmp_path / "source", tmp_path / "one").verified == "logits"
-    monkeypatch.setattr(conversion, "free_memory", lambda: 10**6)
+    monkeypatch.setattr(to_folder, "free_memory", lambda: 10**6)
     report = retrofit(tmp_path / "source", tmp_path / "two")
     assert (report.verified, report.logits) == ("hashes", None)
     assert "GB are free" in report.warnings[0]

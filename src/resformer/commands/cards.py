@@ -40,8 +40,8 @@ def card(
         if checkpoint is None:
             from resformer.model_cards import method_card
 
-            _, results = read_results(metrics or [], eval_ or [])
-            typer.echo(method_card(str(method), results), nl=False)
+            _, measured = read_results(metrics or [], eval_ or [])
+            typer.echo(method_card(str(method), measured), nl=False)
             return
         built = checkpoint_card(
             checkpoint,

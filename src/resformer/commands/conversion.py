@@ -1,6 +1,7 @@
 """`resformer convert`, `revert`, `bundle`, `verify` and `inspect`."""
 
 import json
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ from resformer.commands.terminal import (
     reporting_errors,
     row,
     size,
+    takes,
 )
 
 __all__ = [
@@ -66,8 +68,23 @@ _Verify = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class Writing:
+    """The options of all commands that write a converted checkpoint; `resformer.retrofit` says what each does."""
+
+    force: Force = False
+    revision: Revision = None
+    link: _Link = False
+    verify: _Verify = Verification.AUTO
+    durable: Durable = False
+    max_shard_size: _MaxShardSize = None
+    dry_run: DryRun = False
+
+
 @app.command()
+@takes(Writing)
 def convert(
+    writing: Writing,
     source: Source,
     output: Annotated[Path | None, typer.Argument(help="The folder to write; new or empty.")] = None,
     push: Annotated[
@@ -85,17 +102,10 @@ def convert(
         typer.Option("--set", metavar="FIELD=VALUE", help="A connection field on top of the method's; repeatable."),
     ] = None,
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow methods that change what the model computes.")] = False,
-    force: Force = False,
-    revision: Revision = None,
     dtype: Annotated[str, typer.Option(help="Convert the weights: float32, bfloat16, float16.")] = "auto",
-    link: _Link = False,
-    verify: _Verify = Verification.AUTO,
-    durable: Durable = False,
-    max_shard_size: _MaxShardSize = None,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read pytorch_model*.bin where there are no safetensors.")
     ] = False,
-    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Retrofit a Llama-style checkpoint with cross-layer connections, its logits unchanged."""
@@ -111,15 +121,9 @@ def convert(
             private=private,
             accept_license=accept_license,
             lossy=lossy,
-            force=force,
-            dry_run=dry_run,
-            revision=revision,
             dtype=dtype,
-            link=link,
-            verify=verify.value,
-            durable=durable,
-            max_shard_size=max_shard_size,
             allow_pickle=allow_pickle,
+            **vars(writing),
             **assignments(set_ or []),
         )
         if print_json(report, as_json):
@@ -135,7 +139,7 @@ def convert(
         if report.rounding.changed or report.dtype != report.source_dtype:
             counts = report.rounding
             lost = f", {counts.overflowed:,} became infinite, {counts.flushed:,} became 0"
-            changed = "" if dry_run else f": {counts.changed:,} numbers rounded"
+            changed = "" if writing.dry_run else f": {counts.changed:,} numbers rounded"
             row(
                 "dtype",
                 f"{report.source_dtype} to {report.dtype}{changed}" + lost * bool(counts.overflowed or counts.flushed),
@@ -146,83 +150,52 @@ def convert(
             row("lossy", reason)
         if report.terms:
             row("terms", ", ".join(f"{name} {value}" for name, value in report.terms.items()) + ", as the source's")
-        if dry_run:
+        if writing.dry_run:
             row("memory", f"{size(report.memory)} to compare logits, little else")
-        print_result(report, dry_run)
+        print_result(report, writing.dry_run)
 
 
 @app.command()
+@takes(Writing)
 def revert(
+    writing: Writing,
     source: Annotated[str, typer.Argument(help="A ResFormer checkpoint: a folder or a Hub id.")],
     output: Output,
     all_: Annotated[bool, typer.Option("--all", help="Take out all connections, not only the last added.")] = False,
-    force: Force = False,
-    revision: Revision = None,
-    link: _Link = False,
-    verify: _Verify = Verification.AUTO,
-    durable: Durable = False,
-    max_shard_size: _MaxShardSize = None,
-    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Take out connections that have learned nothing, every other tensor byte for byte."""
-    with reporting_errors():
-        from resformer.convert import revert as revert_checkpoint
+    from resformer.convert import revert as revert_checkpoint
 
-        report = revert_checkpoint(
-            source,
-            output,
-            all=all_,
-            force=force,
-            dry_run=dry_run,
-            revision=revision,
-            link=link,
-            verify=verify.value,
-            durable=durable,
-            max_shard_size=max_shard_size,
-        )
-        if print_json(report, as_json):
-            return
-        row("source", report.source)
-        row("family", report.family)
-        if report.remaining:
-            row("remaining", json.dumps(report.remaining))
-        row("tensors", f"{report.kept} kept, {len(report.removed)} removed")
-        print_result(report, dry_run)
+    report = revert_checkpoint(source, output, all=all_, **vars(writing))
+    if print_json(report, as_json):
+        return
+    row("source", report.source)
+    row("family", report.family)
+    if report.remaining:
+        row("remaining", json.dumps(report.remaining))
+    row("tensors", f"{report.kept} kept, {len(report.removed)} removed")
+    print_result(report, writing.dry_run)
 
 
 @app.command()
+@takes(Writing)
 def bundle(
+    writing: Writing,
     source: Annotated[str, typer.Argument(help="A ResFormer checkpoint: a folder or a Hub id.")],
     output: Output,
-    force: Force = False,
-    revision: Revision = None,
-    link: _Link = False,
-    verify: _Verify = Verification.AUTO,
-    durable: Durable = False,
-    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Put the code beside a checkpoint, so that it loads with trust_remote_code where resformer is not installed."""
-    with reporting_errors():
-        from resformer.convert import bundle as bundle_checkpoint
+    from resformer.convert import bundle as bundle_checkpoint
 
-        report = bundle_checkpoint(
-            source,
-            output,
-            force=force,
-            dry_run=dry_run,
-            revision=revision,
-            link=link,
-            verify=verify.value,
-            durable=durable,
-        )
-        if print_json(report, as_json):
-            return
-        row("source", report.source)
-        row("code", ", ".join(f"{name} ({size(count)})" for name, count in report.code.items()))
-        row("loads with", ", ".join(report.auto_map))
-        print_result(report, dry_run)
+    report = bundle_checkpoint(source, output, **vars(writing))
+    if print_json(report, as_json):
+        return
+    row("source", report.source)
+    row("code", ", ".join(f"{name} ({size(count)})" for name, count in report.code.items()))
+    row("loads with", ", ".join(report.auto_map))
+    print_result(report, writing.dry_run)
 
 
 @app.command()

@@ -10,7 +10,14 @@ from huggingface_hub.hf_api import ModelInfo, RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from huggingface_hub.utils.sha import git_hash
 
-from resformer.convert.conversion import (
+from resformer.convert.deciding import Decision
+from resformer.convert.hub_headers import HubFiles
+from resformer.convert.planning import CarriedShard, Plan, WrittenShard
+from resformer.convert.reading import INDEX
+from resformer.convert.reading_back import compare_headers, first_bytes
+from resformer.convert.safetensors_format import header_bytes
+from resformer.convert.source import asking_hub
+from resformer.convert.to_folder import (
     Finish,
     Options,
     R,
@@ -19,13 +26,6 @@ from resformer.convert.conversion import (
     make_report,
     weight_files,
 )
-from resformer.convert.deciding import Decision
-from resformer.convert.hub_files import HubFiles
-from resformer.convert.planning import CarriedShard, Plan, WrittenShard
-from resformer.convert.reading import INDEX
-from resformer.convert.reading_back import compare_headers, first_bytes
-from resformer.convert.safetensors_format import header_bytes
-from resformer.convert.source import asking_hub
 from resformer.convert.writing import Transfer
 from resformer.errors import CheckpointError, VerificationError, brief, listed
 from resformer.hub import Content, Copied, CopyError, HubError, Push, Pushed, digest, hub_api, repository_files
@@ -78,11 +78,11 @@ def publish(
     plan = make_plan(decision, options)
     try:
         contents = _contents(decision, plan, files, options)
-        warnings = list(generation_warnings(source.checkpoint))
-        report = make_report(decision, repo_id, plan, _transfer(contents), warnings, report_of, terms=terms)
+        report = make_report(decision, repo_id, plan, _transfer(contents), report_of)
+        warnings = [*report.warnings, *generation_warnings(source.checkpoint)]
+        report = replace(report, terms=terms, warnings=warnings, verified="" if options.dry_run else "copies")
         if options.dry_run:
             return report
-        report = replace(report, verified="copies")
         added = [rewrite.origin for shard in plan.written for rewrite in shard.rewrites]
         written = {s.name: hashlib.sha256(contents[s.name]).hexdigest() for s in plan.written}  # type: ignore[arg-type]
         known = {name: file.lfs.sha256 for name, file in files.items() if file.lfs is not None}

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar, get_args
 
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from resformer.convert.casting import Rounding
 from resformer.convert.deciding import Decision
 from resformer.convert.gguf_format import save_gguf_extras
 from resformer.convert.logits import (
@@ -25,6 +24,7 @@ from resformer.convert.planning import CarriedShard, Plan, plan_shards
 from resformer.convert.reading import Checkpoint
 from resformer.convert.reading_back import check_bytes, check_headers, check_side_files, first_bytes
 from resformer.convert.source import Source
+from resformer.convert.tensors import Rounding
 from resformer.convert.writing import Transfer, check_space, expected_transfer, flush, write_plan
 from resformer.errors import CheckpointError, OutputError, VerificationError, brief, listed
 from resformer.files import replacing, write_text
@@ -142,6 +142,7 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
     """
     plan = make_plan(decision, options)
     forecast = expected_transfer(plan, output, link=options.link)
+    report = make_report(decision, output, plan, forecast, report_of)
     verify, warnings = _choose(decision, options)
     if options.dry_run:
         shards = decision.source.checkpoint.shards
@@ -150,7 +151,7 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
             check_space(forecast, output)
         except OutputError as error:
             warnings.append(f"As things are this would fail: {error}")
-        return make_report(decision, output, plan, forecast, warnings, report_of)
+        return replace(report, warnings=[*report.warnings, *warnings])
     to_move = sum(shard.size for shard in plan.shards) + sum(file.size for file in plan.side_files)
     to_read = 0 if verify == "headers" else forecast.moved
     with (
@@ -168,16 +169,13 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
             check_side_files(partial, plan.side_files, bar.update)
         logits = _compare(decision, output, partial, written.rounding) if verify == "logits" else None
         warnings += [*written.notes, *generation_warnings(stored), *_gguf_extras(decision, partial)]
-        report = make_report(
-            decision,
-            output,
-            plan,
-            written.transfer,
-            warnings,
-            report_of,
+        report = replace(
+            report,
+            transfer=written.transfer,
             verified=verify,
             logits=logits,
             rounding=written.rounding,
+            warnings=[*report.warnings, *warnings],
         )
         files = weight_files(plan, first_bytes(stored.tensors.values()), digests, decision.source.sha256_on_hub())
         implied = replace(report, verified="hashes", logits=None) if options.verify == "auto" else report
@@ -205,15 +203,9 @@ def make_plan(decision: Decision, options: Options) -> Plan:
 
 
 def make_report(
-    decision: Decision,
-    output: Path | str,
-    plan: Plan,
-    transfer: Transfer,
-    warnings: list[str],
-    report_of: Callable[..., R],
-    **more: Any,
+    decision: Decision, output: Path | str, plan: Plan, transfer: Transfer, report_of: Callable[..., R]
 ) -> R:
-    """The report, with `more` of its fields."""
+    """The report of what is to be done; `report_of` makes it from the fields of `Report`."""
     source = decision.source
     rounded = [tensor.changed for tensor in source.fp8]
     along = {file.name for file in plan.side_files}
@@ -227,8 +219,7 @@ def make_report(
         transfer=transfer,
         dequantising_rounded=None if None in rounded else sum(filter(None, rounded)),
         left_behind=[name for name in source.left_behind if name not in along],
-        warnings=[*source.checkpoint.notes, *decision.warnings, *warnings],
-        **more,
+        warnings=[*source.checkpoint.notes, *decision.warnings],
     )
 
 
