@@ -74,8 +74,8 @@ def page(report: dict[str, Any], plots: Sequence[Plot]) -> str:
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta charset="utf-8"/>
+<meta name="viewport" content="width=device-width, initial-scale=1"/>
 <title>{escape(names)}: attention, values and hidden states</title>
 <style>{_STYLE}</style>
 </head>
@@ -136,7 +136,7 @@ def _summary(checkpoint: dict[str, Any]) -> str:
 def _figure(plot: Plot, checkpoints: Sequence[dict[str, Any]]) -> str:
     ranges = "".join(f" {escape(one['name'])}: {_range(plot.key, one)}." for one in checkpoints)
     style = ' class="wide"' if plot.key.endswith("_mixing") else ""
-    image = f'<img alt="{plot.title}" src="data:image/png;base64,{b64encode(plot.png).decode()}">'
+    image = f'<img alt="{plot.title}" src="data:image/png;base64,{b64encode(plot.png).decode()}"/>'
     return f"<figure{style}>{image}<figcaption>{escape(_CAPTIONS[plot.key])}{ranges}</figcaption></figure>"
 
 

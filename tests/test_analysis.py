@@ -6,9 +6,9 @@ import re
 import sys
 from base64 import b64decode
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -282,46 +282,6 @@ def test_other_attention_is_refused_by_name() -> None:
 # The report
 
 
-class Page(HTMLParser):
-    """The elements of a page, balanced; its text, tables and references."""
-
-    VOID = {"meta", "br", "hr", "img", "link", "input"}
-
-    def __init__(self, html: str):
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.references: list[str] = []
-        self.tables: list[list[list[str]]] = []
-        self.text = ""
-        self.feed(html)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attrs:
-            if name in ("src", "href", "xlink:href", "srcset", "action", "data"):
-                self.references.append(str(value))
-            assert not name.startswith("on"), name
-        if tag not in self.VOID:
-            self.open.append(tag)
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self.tables[-1][-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if not {"td", "th"}.isdisjoint(self.open):
-            self.tables[-1][-1][-1] += data
-
-
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
     """A Llama, a ResFormer with depth averages and a gated one, with changed coefficients; one name needs escaping."""
@@ -367,25 +327,24 @@ def test_report_has_its_files(report: tuple[Report, Path]) -> None:
 
 def test_page_is_well_formed_and_stands_alone(report: tuple[Report, Path]) -> None:
     html = (report[1] / "report.html").read_text(encoding="utf-8")
-    page = Page(html)
+    page = ElementTree.fromstring(html)
+    tags = [element.tag for element in page.iter()]
     assert html.startswith("<!DOCTYPE html>")
-    assert all(name.startswith("data:image/png;base64,") for name in page.references)
+    references = [(name, value) for element in page.iter() for name, value in element.items() if ":" in value]
+    assert {(name, value.partition("base64,")[0]) for name, value in references} == {("src", "data:image/png;")}
     assert re.search(r"@import|url\(", html) is None
-    assert {"script", "link", "iframe"}.isdisjoint(page.tags)
-    assert page.tags.count("figure") == page.tags.count("img") == page.tags.count("figcaption") == len(PLOTS)
-    images = [b64decode(name.partition("base64,")[2]) for name in page.references]
+    assert {"script", "link", "iframe", "i"}.isdisjoint(tags)
+    assert tags.count("figure") == tags.count("img") == tags.count("figcaption") == len(PLOTS)
+    images = [b64decode(value.partition("base64,")[2]) for _, value in references]
     assert sorted(images) == sorted(path.read_bytes() for path in report[1].glob("*.png"))
-    assert 'name="viewport"' in html
-    assert "<i>" not in html
-    assert 'a $b$ <i>&"' in page.text
+    assert 'a $b$ <i>&"' in "".join(page.itertext())
 
 
 def test_page_shows_the_numbers_of_the_json(report: tuple[Report, Path]) -> None:
     values = json.loads((report[1] / "analysis.json").read_text())
-    page = Page((report[1] / "report.html").read_text(encoding="utf-8"))
-    numbers = page.tables
-    checkpoints = values["checkpoints"]
-    for checkpoint, (head, *rows) in zip(checkpoints, numbers, strict=True):
+    page = ElementTree.parse(report[1] / "report.html")
+    tables = [[["".join(cell.itertext()) for cell in row] for row in table.iter("tr")] for table in page.iter("table")]
+    for checkpoint, (head, *rows) in zip(values["checkpoints"], tables, strict=True):
         assert head == ["layer", *DEFINITIONS]
         for layer, (name, *cells) in enumerate(rows):
             assert name == str(layer)
@@ -394,8 +353,6 @@ def test_page_shows_the_numbers_of_the_json(report: tuple[Report, Path]) -> None
                     checkpoint["quantities"][quantity][statistic][layer] for statistic in ("mean", "deviation")
                 )
                 assert cell == f"{number(mean)} ± {number(deviation)}"
-                shown = float(cell.split(" ± ")[0].replace(",", ""))
-                assert shown == pytest.approx(mean, rel=6e-3)
         assert len(rows) == 6
 
 
