@@ -57,10 +57,8 @@ case $part in
     methods="resformer svformer denseformer denseformer-4x5 resformer-denseformer"
     shapes=("8 x 512" "12 x 768" "24 x 1024" "32 x 2048") sizes=(--batch 8 --tokens 2048 --rounds 10 --budget 30)
     [ -z "$toy" ] || shapes=("tiny") sizes=(--batch 2 --tokens 32 --rounds 3) methods="resformer"
-    for compiled in "" compile; do
-        benchmark train --dtype bfloat16 --parts time --shapes "${shapes[@]}" --methods $methods "${sizes[@]}" --resume \
-            ${compiled:+--compile} --output "$results/train${compiled:+_compiled}.json"
-    done
+    benchmark train --dtype bfloat16 --parts time --shapes "${shapes[@]}" --methods $methods "${sizes[@]}" --resume \
+        --modes eager layers whole --output "$results/train.json"
     ;;
 3)
     cases=(12x768x8192xbfloat16 24x1024x8192xbfloat16 48x1024x8192xbfloat16 24x1024x8192xfloat32)

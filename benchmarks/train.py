@@ -2,13 +2,16 @@
 
     python benchmarks/train.py --output benchmarks/results/train.json
     python benchmarks/train.py --threads 1 --clock cpu --output benchmarks/results/train-1-thread.json
-    python benchmarks/train.py --device cuda --dtype bfloat16 --parts time --compile --output train.json
+    python benchmarks/train.py --device cuda --dtype bfloat16 --modes eager layers whole --output train.json
 
 Time: a step is forward, loss and backward; AdamW's update after it is timed too. All models of a shape are in one
 process, share Llama's parameters and take a step each in every round, in an order that turns with the rounds. A ratio
 is the median over the rounds of the ratio within a round. `llama again` is Llama a second time: how far its ratio is
 from 1 is how far the others can be trusted. Rounds in which other processes took more than a tenth of a core are left
 out where enough others remain.
+
+Modes: `layers` compiles each layer by itself (Accelerate's `compile_regions` with `fullgraph=True`), `whole` all of the
+model. Llama is compiled in the same way.
 
 Memory: the parameters, and the most that torch has allocated at once beyond them between the start of a step and the
 end of its backward pass, gradients included: on a CPU by the profiler's record of every allocation, which no other
@@ -19,15 +22,18 @@ for them varies more than what is measured.
 """
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import psutil
 import torch
+from accelerate.utils import compile_regions
 from decode import (
     SHAPES,
     Timings,
@@ -70,7 +76,12 @@ class Training:
 
     def __init__(self, model: PreTrainedModel, options: argparse.Namespace):
         self.model = model.train()
-        self.forward = torch.compile(self.model) if options.compile else self.model
+        compiled = {
+            "eager": lambda model: model,
+            "layers": partial(compile_regions, fullgraph=True),
+            "whole": torch.compile,
+        }
+        self.forward = compiled[options.mode](self.model)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
         shape = (options.batch, options.tokens)
         self.ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
@@ -88,7 +99,8 @@ class Training:
 
 def trainings(arms: Iterable[str], shape: dict[str, Any], options: argparse.Namespace) -> dict[str, Training]:
     """One for each arm; what Llama has too is the same parameter in all, and has one optimizer state."""
-    torch.compiler.reset()  # it compiles one function for few models
+    torch.compiler.reset()
+    torch._dynamo.config.recompile_limit = 100  # all arms compile the same functions
     llama = Training(built("llama", shape, options), options)
     made = {"llama": llama}
     for arm in arms:
@@ -210,7 +222,7 @@ def main() -> None:
         "--methods", nargs="+", default=list(TIME_TARGETS), choices=METHODS, help="those that are timed"
     )
     parser.add_argument("--shapes", nargs="+", default=["12 x 512", "SmolLM2-135M"], choices=SHAPES)
-    parser.add_argument("--compile", action="store_true", help="by torch.compile")
+    parser.add_argument("--modes", nargs="+", default=["eager"], choices=["eager", "layers", "whole"])
     parser.add_argument("--parts", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=512)
@@ -227,10 +239,13 @@ def main() -> None:
         "targets": before.get("targets", []),
     }
     for part in options.parts:
-        for name in options.shapes:
+        modes = options.modes if part == "time" else ["eager"]
+        for shape, mode in itertools.product(options.shapes, modes):
+            options.mode = mode
+            name = shape if mode == "eager" else f"{shape}, {mode}"
             if options.resume and name in results[part]:
                 continue
-            result, met = CASES[part](SHAPES[name], options)
+            result, met = CASES[part](SHAPES[shape], options)
             results[part][name] = result
             case = f"{part}, {name}"
             results["targets"] = [each for each in results["targets"] if each["case"] != case]

@@ -21,23 +21,23 @@ def test_training_is_timed_and_weighed_against_llama(tmp_path: Path) -> None:
     output = tmp_path / "train.json"
     common = [sys.executable, str(BENCHMARKS / "train.py"), "--shapes", "tiny", "--tokens", "32", "--threads", "1"]
     common += ["--output", str(output)]
-    options = ["--clock", "cpu", "--rounds", "3", "--methods", "resformer", "svformer"]
+    options = ["--clock", "cpu", "--rounds", "3", "--methods", "resformer", "svformer", "--modes", "eager", "layers"]
     subprocess.run([*common, *options, "--parts", "time"], check=True, capture_output=True)
     subprocess.run([*common, "--parts", "memory", "--update"], check=True, capture_output=True)
     results = json.loads(output.read_text())
 
-    timed = results["time"]["tiny"]
-    assert timed["rounds"] == 3
-    assert list(timed["arms"]) == ["llama", "llama again", "resformer", "svformer"]
-    assert all(arm["ms with AdamW"] > arm["ms"] > 0 for arm in timed["arms"].values())
+    for case in ("tiny", "tiny, layers"):
+        timed = results["time"][case]
+        assert timed["rounds"] == 3
+        assert list(timed["arms"]) == ["llama", "llama again", "resformer", "svformer"]
+        assert all(arm["ms with AdamW"] > arm["ms"] > 0 for arm in timed["arms"].values())
 
     weighed = results["memory"]["tiny"]["arms"]
     assert weighed.keys() == {"llama", *METHODS}
     assert weighed["transformer"]["of llama"] == 1
     assert weighed["svformer"]["of llama"] < 1 < weighed["denseformer"]["of llama"]
     assert [each["what"].split(":")[0] for each in results["targets"]] == [
-        "resformer",
-        "svformer",
+        *("resformer", "svformer") * 2,
         *(method for method in METHODS if method != "value-embeddings"),
     ]
     assert len(results["commands before"]) == 1
