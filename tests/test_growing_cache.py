@@ -13,7 +13,7 @@ from conftest import Batch, TinyModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import Cache, DynamicCache, LlamaConfig, MistralConfig
+from transformers import Cache, DynamicCache, LlamaConfig
 from transformers.exporters.utils import get_leaf_tensors
 
 from resformer import GrowingCache, ResFormerConfig
@@ -23,9 +23,8 @@ from resformer.modeling.growing_cache import GrowingLayer
 HEADS, HEAD_DIM = 2, 4
 
 
-def config_of(window: int | None = None, layers: int = 2) -> LlamaConfig | MistralConfig:
-    shape = {"num_hidden_layers": layers, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": HEADS}
-    return LlamaConfig(**shape) if window is None else MistralConfig(**shape, sliding_window=window)
+def config_of(layers: int = 2) -> LlamaConfig:
+    return LlamaConfig(num_hidden_layers=layers, hidden_size=16, num_attention_heads=4, num_key_value_heads=HEADS)
 
 
 def states(batch: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
@@ -71,17 +70,12 @@ STEP = st.one_of(
 
 
 @settings(max_examples=150, deadline=None)
-@given(steps=st.lists(STEP, max_size=14), window=st.sampled_from([None, 2, 7, 300]), record=st.booleans())
-def test_any_sequence_of_operations_leaves_what_it_leaves_of_a_dynamic_cache(
-    steps: list[tuple[str, int]], window: int | None, record: bool
-) -> None:
+@given(steps=st.lists(STEP, max_size=14))
+def test_any_sequence_of_operations_leaves_what_it_leaves_of_a_dynamic_cache(steps: list[tuple[str, int]]) -> None:
     generator = torch.Generator().manual_seed(0)
-    mine: Any = GrowingCache(config_of(window))
-    naive: Any = DynamicCache(config=config_of(window))
+    mine: Any = GrowingCache(config_of())
+    naive: Any = DynamicCache(config=config_of())
     batch, total = 3, 0
-    if record:
-        mine.activate_past_recording()
-        naive.activate_past_recording()
     for what, number in [("update", 5), *steps]:
         if what == "update":
             for layer in range(2):
@@ -93,16 +87,13 @@ def test_any_sequence_of_operations_leaves_what_it_leaves_of_a_dynamic_cache(
             total += number
         elif what == "crop":
             number = min(number, total - 1)
-            # A window that was overrun has forgotten what came before, unless it was told to remember.
-            if number < 1 or (window is not None and total >= window and (not record or number > 40)):
+            if number < 1:
                 continue
             with torch.no_grad():
                 mine.crop(-number)
             naive.crop(-number)
             total -= number
         elif what == "assign":  # what libraries do that compress caches
-            if window is not None:
-                continue
             for layer in [*mine.layers, *naive.layers]:
                 if layer.keys is not None:
                     with torch.no_grad():
@@ -141,10 +132,9 @@ def test_any_sequence_of_operations_leaves_what_it_leaves_of_a_dynamic_cache(
             assert_alike(mine, naive)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_what_was_returned_stays_as_it_was(window: int | None) -> None:
+def test_what_was_returned_stays_as_it_was() -> None:
     # A caller may hold the keys of an earlier step; only what is cropped away may be written over.
-    cache, generator = GrowingCache(config_of(window)), torch.Generator().manual_seed(0)
+    cache, generator = GrowingCache(config_of()), torch.Generator().manual_seed(0)
     seen = []
     with torch.no_grad():
         for tokens in (3, 1, 1, 200, 1, 300, 1, 1):
@@ -323,11 +313,9 @@ def test_a_cache_made_in_one_mode_is_continued_in_another(
 
 
 @pytest.mark.parametrize("duplicate", ["deepcopy", "pickle", "torch.save", "layers"])
-@pytest.mark.parametrize("window", [None, 6])
-def test_copies_go_their_own_ways(duplicate: str, window: int | None) -> None:
+def test_copies_go_their_own_ways(duplicate: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    cache = GrowingCache(config_of(window))
-    naive = DynamicCache(config=config_of(window))
+    cache, naive = GrowingCache(config_of()), DynamicCache(config=config_of())
     with torch.no_grad():
         for tokens in (4, 1):
             for layer in range(2):
@@ -400,10 +388,6 @@ def test_what_does_not_fit_is_refused() -> None:
         assert cache.get_seq_length() == 4
         with pytest.raises(ValueError, match=r"(?i)crop.*positive"):
             cache.crop(1)
-        window = GrowingCache(config_of(window=4, layers=1))
-        window.update(states(1, 6, generator), states(1, 6, generator), 0)
-        with pytest.raises(RuntimeError, match="activate_past_recording"):
-            window.crop(-1)
 
 
 def test_another_dtype_is_promoted_as_it_is_in_a_dynamic_cache() -> None:
