@@ -1,4 +1,4 @@
-"""The servers of docs/serving.md answer the `openai` client, and serving backends find what they need."""
+"""The servers of docs/serving.md answer the `openai` client; the plan of tensor parallelism names what a model has."""
 
 import os
 import re
@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import SIZES, byte_tokenizer
-from conftest import Batch, TinyModel
+from conftest import TinyModel
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_serve_available
 
 from resformer import ResFormerConfig, ResFormerForCausalLM, bundle
-from resformer.configuration import key_sources, value_sources
 
 PAGE = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
 PROMPT = "Keys and values of"
@@ -119,92 +117,6 @@ def test_the_pages_servers_answer_the_pages_client(start: int, options: str, che
                 ids, max_new_tokens=12, do_sample=False, output_logits=True, return_dict_in_generate=True
             ).logits
             assert scores == pytest.approx([each.log_softmax(-1).max().item() for each in wanted], abs=1e-3)
-
-
-# What vLLM's and SGLang's Transformers backends ask of a model
-
-
-@pytest.fixture
-def engine() -> Iterator[tuple[str, dict[int, dict[str, Any]]]]:
-    """An attention function as an engine brings one: keeps its own cache, finds each layer's by `layer_idx`."""
-    notes: dict[int, dict[str, Any]] = {}
-
-    def attend(
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attention_instances: dict[int, list[torch.Tensor]],
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        pages = attention_instances[module.layer_idx]
-        notes[module.layer_idx] = {"new": key.shape, "values": value.shape, "mask": attention_mask, **kwargs}
-        pages.append((key, value))
-        keys, values = (torch.cat(parts, dim=2) for parts in zip(*pages, strict=True))
-        past = keys.shape[2] - query.shape[2]
-        seen = torch.ones(query.shape[2], keys.shape[2], dtype=torch.bool).tril(past)
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, keys, values, seen[None, None], scaling=kwargs["scaling"])
-
-    AttentionInterface.register("engine", attend)
-    yield "engine", notes
-    del AttentionInterface._global_mapping["engine"]
-
-
-def test_an_engines_attention_sees_each_layer_once_with_the_current_tokens(
-    tiny_model: TinyModel, variant: str, ragged: Batch, engine: tuple[str, dict[int, dict[str, Any]]]
-) -> None:
-    # As vLLM's backend calls it: no cache of ours, its own arguments, the base model, `return_dict=False`.
-    name, notes = engine
-    model = tiny_model(variant, sliding_window=None, layer_types=None)
-    ids = ragged["input_ids"][:1]
-    with torch.no_grad():
-        expected = model.model(ids, use_cache=False).last_hidden_state
-        model.set_attn_implementation(name)
-        pages: dict[int, list[Any]] = {layer: [] for layer in range(6)}
-        for part, positions in (
-            (ids[:, :7], torch.arange(7)),
-            *((ids[:, n : n + 1], torch.tensor([n])) for n in range(7, 11)),
-        ):
-            notes.clear()
-            got = model.model(
-                input_ids=part,
-                position_ids=positions[None],
-                use_cache=False,
-                return_dict=False,
-                attention_mask=dict.fromkeys(model.config.layer_types),
-                attention_instances=pages,
-            )[0]
-            assert sorted(notes) == list(range(6)), "one attention call for each layer"
-            shape = (1, model.config.num_key_value_heads, part.shape[1], model.config.head_dim)
-            assert all(note["new"] == note["values"] == shape for note in notes.values())
-            torch.testing.assert_close(got, expected[:, positions], rtol=1e-4, atol=1e-4)
-
-
-def test_projections_are_linear_layers_that_engines_may_replace(tiny_model: TinyModel, variant: str) -> None:
-    model = tiny_model(variant)
-    plan = model.config.base_model_tp_plan
-    for n, layer in enumerate(model.model.layers):
-        names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
-        for name in names:
-            assert f"layers.*.{name}" in plan, name
-        assert ("self_attn.k_proj" in names) == (key_sources(model.config)[n] == n)
-        assert ("self_attn.v_proj" in names) == (value_sources(model.config)[n] == n)
-
-    class EngineLinear(nn.Module):  # vLLM's have a weight, and `input_size` for `in_features`
-        def __init__(self, linear: nn.Linear):
-            super().__init__()
-            self.weight, self.bias = linear.weight, linear.bias
-
-        def forward(self, states: torch.Tensor) -> torch.Tensor:
-            return nn.functional.linear(states, self.weight, self.bias)
-
-    ids = torch.arange(12).view(2, 6)
-    expected = model(ids).logits
-    for name, module in [*model.model.named_modules()]:
-        if isinstance(module, nn.Linear):
-            model.model.set_submodule(name, EngineLinear(module))
-    assert torch.equal(model(ids).logits, expected)
 
 
 def test_the_tensor_parallel_plan_names_what_the_model_has(tiny_model: TinyModel, variant: str) -> None:
