@@ -29,7 +29,7 @@ def test_version_and_commands_are_printed() -> None:
     commands = "convert revert bundle shrink verify inspect methods demo env finetune compare analyze eval card push"
     for command in commands.split():
         assert command in help_text
-    assert "[default: 5e-5]" in " ".join(resformer("finetune", "--help").stdout.split())
+    assert "[default: 5e-05]" in " ".join(resformer("finetune", "--help").stdout.split())
 
 
 def test_convert_prints_its_report_on_stdout_alone(llama: Path, tmp_path: Path) -> None:

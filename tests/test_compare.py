@@ -34,11 +34,11 @@ from resformer.training.data import Blocks, PackedBlocks, is_held_out
 from resformer.training.flops import forward_flops, training_flops
 from resformer.training.memory import step_memory
 from resformer.training.optimizer import ConnectionTrainer, is_connection
+from resformer.training.options import RunSettings, StudyOptions, names
 from resformer.training.study import comparison
 from resformer.training.study import paired_run as paired_run_module
-from resformer.training.study.comparison import names
 from resformer.training.study.data import study_data
-from resformer.training.study.paired_run import RunSettings, paired_model, paired_run
+from resformer.training.study.paired_run import paired_model, paired_run, run_arguments
 from resformer.training.study.table import dunnett_critical_value, losses_of, pooled_error, rows_of
 
 SHAPE = "tiny:hidden_size=32:intermediate_size=48:num_hidden_layers=6:num_attention_heads=4"
@@ -196,7 +196,7 @@ def test_the_recipe_is_the_papers(tiny_config: TinyConfig, tmp_path: Path, monke
 )
 def test_the_rate_is_constant_or_falls_at_the_end(tmp_path: Path, schedule: str, rates: list[float]) -> None:
     settings = RunSettings(steps=10, warmup=0.2, schedule=schedule, decay=0.4, learning_rate=2.0)
-    arguments = settings.arguments(tmp_path, 0)
+    arguments = run_arguments(settings, tmp_path, 0)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
     options = arguments.lr_scheduler_kwargs
     scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer, 2, 10, options)
@@ -218,7 +218,7 @@ def test_micro_batches_make_the_same_step(tiny_config: TinyConfig, tmp_path: Pat
     ]  # fmt: skip
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     with pytest.raises(ValueError, match="micro_batch is 3; expected a divisor of the 4 sequences"):
-        RunSettings(steps=5, batch=4, micro_batch=3).arguments(tmp_path, 0)
+        run_arguments(RunSettings(steps=5, batch=4, micro_batch=3), tmp_path, 0)
 
 
 def test_the_last_loss_is_that_of_all_held_out_documents_and_the_curve_has_the_intervals(
@@ -592,7 +592,7 @@ def test_a_dry_run_that_fails_leaves_what_another_process_has_begun(
     monkeypatch.chdir(work)
     monkeypatch.setattr(comparison, "_runs_from_scratch", begun)
     data = {"data": ["notes.txt"], "sample_by": "paragraph", "held_out": 0.1, "block": 32}
-    options = comparison.StudyOptions("begun", RunSettings(4), tokenizer="bytes", **data)
+    options = StudyOptions(output="begun", steps=4, tokenizer="bytes", **data)
     with pytest.raises(KeyboardInterrupt):
         comparison.plan_study(options)
     assert (work / "begun").is_dir()
@@ -615,7 +615,12 @@ def test_a_dry_run_that_fails_leaves_what_another_process_has_begun(
         (SMALL, ["--steps", 4, "--tokenizer", "./nowhere"], 3, "nowhere: has no tokenizer"),
         (SMALL, ["--steps", 4, "--data", "missing.txt"], 3, "missing.txt: there is no such file"),
         (SMALL, ["--steps", 4, "--micro-batch", 3], 2, "micro_batch is 3"),
-        (SMALL, ["--steps", 4, "--schedule", "linear"], 2, "schedule is 'linear'; expected cosine, constant or wsd"),
+        (
+            SMALL,
+            ["--steps", 4, "--schedule", "linear"],
+            2,
+            "schedule is 'linear'; expected one of cosine, constant, wsd",
+        ),
         (SMALL, ["--steps", 4, "--batch", 4000], 3, "blocks, too few for a batch of 4000"),
         (SMALL, ["--steps", 4, "--from", "nowhere"], 2, "the size is that of nowhere"),
         (CONTINUED, ["--steps", 1, "--from", "nowhere"], 3, "nowhere: has no tokenizer"),

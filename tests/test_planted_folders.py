@@ -32,7 +32,8 @@ from resformer.hub import Push, Pushed
 from resformer.model_cards import retrofit_card, trained_card
 from resformer.record import RECORD
 from resformer.shrinking.shrink import shrink
-from resformer.training.recipe import FinetuneOptions, finetune_checkpoint
+from resformer.training.options import FinetuneOptions
+from resformer.training.recipe import finetune_checkpoint
 from resformer.untrusted import MOST_BYTES
 
 pytestmark = pytest.mark.timeout(120)
@@ -224,7 +225,7 @@ def loading(folder: Path, out: Path) -> dict[str, Callable[[], object]]:
         "analyze": lambda: analyze(folder, ["text"]),
         "eval": lambda: _load({"pretrained": str(folder)}, "hf"),
         "finetune": lambda: finetune_checkpoint(
-            FinetuneOptions(str(folder), str(out / "tuned"), [data], dry_run=True, block=16)
+            FinetuneOptions(model=str(folder), output=str(out / "tuned"), data=[data], dry_run=True, block=16)
         ),
         "shrink": lambda: shrink(folder, out / "shrunk", 0.6, calibrate=[data], progress=False),
     }

@@ -151,7 +151,7 @@ def test_a_dry_run_writes_nothing(work: Path, invoke: Callable[..., Any], monkey
     [
         ([], "data is empty"),
         (["--data", "text.txt", "--tokenizer", "bytes", "--batch-tokens", 500], "expected a multiple of 512"),
-        (["--data", "text.txt", "--tokenizer", "bytes", "--schedule", "linear"], "cosine, constant or wsd"),
+        (["--data", "text.txt", "--tokenizer", "bytes", "--schedule", "linear"], "one of cosine, constant, wsd"),
         (["--data", "text.txt", "--tokens", "many"], "many"),
         (["--config", "options.yaml"], "Did you mean 'tokens'?"),
     ],

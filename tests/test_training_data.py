@@ -27,8 +27,8 @@ from resformer.training.data import (
     pack_documents,
     standard_library,
     training_texts,
-    weighted_sources,
 )
+from resformer.training.options import weighted_sources
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import random
-import re
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,6 @@ from resformer.version import __version__
 
 __all__ = [
     "INDEX",
-    "SAMPLE_BY",
     "STANDARD_HELD_OUT",
     "STANDARD_LIBRARY",
     "Blocks",
@@ -56,7 +54,6 @@ __all__ = [
     "standard_library",
     "tokenise",
     "training_texts",
-    "weighted_sources",
 ]
 
 #: The source that every machine has: the files of Python's standard library, about 11 MB.
@@ -65,8 +62,6 @@ STANDARD_LIBRARY = "standard-library"
 STANDARD_HELD_OUT = 0.1
 #: What lists the files that `resformer tokenize` has written, in their folder.
 INDEX = "index.json"
-#: What a document of a plain text file may be.
-SAMPLE_BY = ("document", "paragraph", "line")
 
 _BUILDERS = {
     "txt": "text",
@@ -349,25 +344,6 @@ def standard_library() -> Iterator[dict[str, str]]:
     for path in files:
         text = path.read_text(encoding="utf-8", errors="replace")
         yield {"text": text, "group": path.relative_to(root).parts[0]}
-
-
-def weighted_sources(sources: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Names of sources, and their shares of the documents where `name:weight` gives them, adding up to 1.
-
-    Raises:
-        ValueError: some sources have a weight and others have none.
-    """
-    names, weights = [], []
-    for source in sources:
-        name, _, weight = source.rpartition(":")
-        if len(sources) > 1 and re.fullmatch(r"\d*\.?\d+", weight) and name and not Path(source).exists():
-            names.append(name)
-            weights.append(float(weight))
-        else:
-            names.append(source)
-    if weights and (len(weights) < len(names) or not all(weights)):
-        raise ValueError(f"data is {listed(sources)}; give a weight above 0 to every source, or to none.")
-    return names, [weight / sum(weights) for weight in weights] or None
 
 
 def load_documents(
@@ -685,26 +661,12 @@ def tokenise(
                 tokens["input_ids"].append(row["input_ids"])
                 tokens["learned"].append([])
         return tokens
-    documents = [_rendered(row, tokenizer) for row in rows]
-    chosen = [
-        document
-        for document, row in zip(documents, rows, strict=True)
-        if document[0] and _is_held_out(row, document[0], share) == wanted
-    ]
-    if not chosen:
-        return tokens
-    positions = any(ranges is not None for _, _, ranges in chosen)
-    encoded = tokenizer(
-        [text for text, _, _ in chosen], add_special_tokens=False, verbose=False, return_offsets_mapping=positions
-    )
-    for number, (_, ends, ranges) in enumerate(chosen):
-        before, after = (begin, end) if ends else ([], [])
-        tokens["input_ids"].append(before + encoded["input_ids"][number] + after)
-        learned = []
-        if ranges is not None:
-            places = [place for place, _ in encoded["offset_mapping"][number]]
-            within = [any(first <= place < last for first, last in ranges) for place in places]
-            learned = [False] * len(before) + within + [True] * len(after)
+    chosen = [row for row in rows if (text := _text(row, tokenizer)) and _is_held_out(row, text, share) == wanted]
+    plain = [row["text"] for row in chosen if _is_text(row)]
+    encoded = iter(tokenizer(plain, add_special_tokens=False, verbose=False)["input_ids"] if plain else [])
+    for row in chosen:
+        ids, learned = (begin + next(encoded) + end, []) if _is_text(row) else _answers(row, tokenizer, begin, end)
+        tokens["input_ids"].append(ids)
         tokens["learned"].append(learned)
     return tokens
 
@@ -719,41 +681,55 @@ def _checked_text(row: Mapping[str, Any]) -> str:
     return text
 
 
-def _rendered(
-    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, bool, list[tuple[int, int]] | None]:
-    """A document's text, whether it is marked with begin and end, and the characters that are learned; None: all."""
-    if ("messages" not in row and "completion" not in row) or row.get("text") is not None:
-        return _checked_text(row), True, None
-    if not tokenizer.is_fast:
-        raise DataError("Chats need a tokenizer that tells where in a text its tokens are: a tokenizer.json.")
-    prompt, completion = row.get("prompt"), row.get("completion")
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return prompt + completion, True, [(len(prompt), len(prompt + completion))]
-    return _rendered_chat(row.get("messages") or [], prompt or [], completion or [], tokenizer)
+def _text(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
+    """A document's text, whose hash decides on which side it is."""
+    if _is_text(row):
+        return _checked_text(row)
+    if isinstance(row.get("completion"), str):
+        return str(row["prompt"]) + row["completion"]
+    return _apply_template(tokenizer, _messages(row), tokenize=False)
 
 
-def _rendered_chat(
-    chat: list[Any], prompt: list[Any], completion: list[Any], tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, bool, list[tuple[int, int]]]:
-    """Learns the assistant's messages of the chat or of the completion, with the end that the template gives them."""
-    messages, ranges = [*chat, *prompt, *completion], []
-    render = partial(tokenizer.apply_chat_template, tokenize=False)
-    try:
-        text = render(messages)
-        for number in range(len(prompt), len(messages)):
-            if messages[number]["role"] != "assistant":
-                continue
-            before, until = render(messages[:number], add_generation_prompt=True), render(messages[: number + 1])
-            if not (text.startswith(until) and until.startswith(before)):
+def _is_text(row: Mapping[str, Any]) -> bool:
+    """Whether the row is no chat; a folder's files may have different columns."""
+    return row.get("text") is not None or not {"messages", "completion"} & row.keys()
+
+
+def _messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    return [*(row.get("messages") or []), *(row.get("prompt") or []), *(row.get("completion") or [])]
+
+
+def _answers(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, begin: list[int], end: list[int]
+) -> tuple[list[int], list[bool]]:
+    """Token ids, and which of them are learned: a completion, or the assistant's messages of a chat.
+
+    A prompt is tokenised by itself, and so is each part of a chat up to a message, as TRL does.
+    """
+    if isinstance(row.get("completion"), str):
+        prompt, completion = tokenizer([row["prompt"], row["completion"]], add_special_tokens=False)["input_ids"]
+        return begin + prompt + completion + end, [False] * len(begin + prompt) + [True] * len(completion + end)
+    messages = _messages(row)
+    ids = _apply_template(tokenizer, messages)
+    learned = [False] * len(ids)
+    for number in range(len(row.get("prompt") or []), len(messages)):
+        if messages[number].get("role") == "assistant":
+            before = _apply_template(tokenizer, messages[:number], add_generation_prompt=True)
+            until = _apply_template(tokenizer, messages[: number + 1])
+            if ids[: len(until)] != until or until[: len(before)] != before:
                 raise DataError(
                     "The tokenizer's chat template renders a message differently when others follow, so that answers "
                     "cannot be found in the text; use rows of `prompt` and `completion` with one answer each."
                 )
-            ranges.append((len(before), len(until)))
+            learned[len(before) : len(until)] = [True] * (len(until) - len(before))
+    return ids, learned
+
+
+def _apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], **options: Any) -> Any:
+    try:
+        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         raise DataError(f"A chat does not fit the tokenizer's chat template: {brief(error)}") from error
-    return text, False, ranges
 
 
 _TOKENS = Features({"input_ids": List(Value("int32")), "learned": List(Value("bool"))})

@@ -6,10 +6,7 @@ from resformer.configuration import ResFormerConfig, key_sources, value_sources
 from resformer.errors import CheckpointError
 from resformer.training.optimizer import is_connection
 
-__all__ = ["TRAIN", "trained_parameters"]
-
-#: What `finetune --train` takes.
-TRAIN = ("all", "sharing", "connections")
+__all__ = ["trained_parameters"]
 
 _OF_READERS = ("self_attn.q_proj", "self_attn.o_proj", "input_layernorm")
 

@@ -1,14 +1,46 @@
 """The options of commands that train: a field's annotation is its option on the command line. Imports no torch."""
 
-from dataclasses import dataclass, field
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Annotated, Any
 
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from typer import Argument, Option
 
-__all__ = ["DataOptions", "NewOptions", "PretrainOptions", "TokenizeOptions", "count"]
+from resformer.errors import listed
 
+__all__ = [
+    "OF_A_METHOD",
+    "PLAIN",
+    "SAMPLE_BY",
+    "SCHEDULES",
+    "TRAIN",
+    "DataOptions",
+    "FinetuneOptions",
+    "NewOptions",
+    "PretrainOptions",
+    "RunOptions",
+    "RunSettings",
+    "StudyOptions",
+    "TokenizeOptions",
+    "architecture",
+    "count",
+    "names",
+    "weighted_sources",
+]
+
+#: What a document of a plain text file may be.
+SAMPLE_BY = ("document", "paragraph", "line")
+#: Of the learning rate; "wsd" is warm-up, stable, decay.
+SCHEDULES = ("cosine", "constant", "wsd")
+#: What `finetune --train` takes.
+TRAIN = ("all", "sharing", "connections")
 
 _UNITS = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_LAUNCH_OPTIONS = ("resume", "force", "dry_run")  # options that do not change the result
 
 
 def count(text: str | int) -> int:
@@ -25,15 +57,58 @@ def count(text: str | int) -> int:
     return round(value)
 
 
+def names(text: str) -> list[str]:
+    """The names of a list such as `svformer,transformer:num_key_value_heads=4`; lists among the values keep commas."""
+    return [name.strip() for name in re.split(r",(?![^\[]*\])", text) if name.strip()]
+
+
+def weighted_sources(sources: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Names of sources, and their shares of the documents where `name:weight` gives them, adding up to 1.
+
+    Raises:
+        ValueError: some sources have a weight and others have none.
+    """
+    names, weights = [], []
+    for source in sources:
+        name, _, weight = source.rpartition(":")
+        if len(sources) > 1 and re.fullmatch(r"\d*\.?\d+", weight) and name and not Path(source).exists():
+            names.append(name)
+            weights.append(float(weight))
+        else:
+            names.append(source)
+    if weights and (len(weights) < len(names) or not all(weights)):
+        raise ValueError(f"data is {listed(sources)}; give a weight above 0 to every source, or to none.")
+    return names, [weight / sum(weights) for weight in weights] or None
+
+
+class _Checked:
+    """Checks of fields by their names, for dataclasses of options."""
+
+    def _expect(self, what: str, check: Any, *names: str) -> None:
+        for name in names:
+            if (value := getattr(self, name)) is not None and not check(value):
+                raise ValueError(f"{name} is {value!r}; expected {what}.")
+
+    def _positive(self, *names: str) -> None:
+        self._expect("more than 0", lambda value: value > 0, *names)
+
+    def _one_of(self, choices: Sequence[str], name: str) -> None:
+        self._expect(f"one of {', '.join(choices)}", choices.__contains__, name)
+
+
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """Text, as `load_documents` takes it."""
+class DataOptions(_Checked):
+    """Text, as `load_documents` takes it.
+
+    Raises:
+        ValueError: as of all options: a value is out of its range, or two contradict each other.
+    """
 
     data: Annotated[
         list[str],
         Option(
             help="Text, JSON, CSV, parquet file; folder; Hub id[:configuration]; standard-library; repeatable, with "
-            "weights as in a:0.7."
+            "weights as in a:0.7. Columns: input_ids, text; finetune: messages, prompt and completion."
         ),
     ] = field(default_factory=list)
     split: Annotated[str, Option(help="Split of a Hub dataset.")] = "train"
@@ -42,14 +117,168 @@ class DataOptions:
         str, Option(help="A document in a text file: the whole file (document), a paragraph, or a line.")
     ] = "document"
 
+    def __post_init__(self) -> None:
+        self._one_of(SAMPLE_BY, "sample_by")
+        weighted_sources(self.data)
+
+    @property
+    def sources(self) -> list[str]:
+        """`data` without weights."""
+        return weighted_sources(self.data)[0]
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """Arguments of `load_documents`."""
+        return {"split": self.split, "text_column": self.text_column, "sample_by": self.sample_by}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(DataOptions):
+    """What `finetune` and `pretrain` have in common."""
+
+    streaming: Annotated[bool, Option("--streaming", help="Read as it trains, never all.")] = False
+    held_out: Annotated[float, Option(help="Share of the documents to evaluate on; 0: none.")] = 0.02
+    held_out_blocks: Annotated[int, Option(help="Evaluate on at most this many blocks.")] = 256
+    seed: Annotated[int, Option(help="Of the random numbers: weights, order of the data, dropout.")] = 0
+    bf16: Annotated[
+        bool | None, Option("--bf16/--no-bf16", help="Autocast.  [default: where the processor has bfloat16]")
+    ] = None
+    gradient_checkpointing: Annotated[bool, Option("--gradient-checkpointing", help="Less memory, more time.")] = False
+    compile: Annotated[bool, Option("--compile", help="Use torch.compile.")] = False
+    attn_implementation: Annotated[
+        str | None, Option(help="sdpa, eager, flash_attention_2, flex_attention.  [default: sdpa]")
+    ] = None
+    report_to: Annotated[list[str], Option(help="tensorboard, trackio, wandb; repeatable.  [default: none]")] = field(
+        default_factory=list
+    )
+    shard: Annotated[
+        int, Option(help="FSDP2: so many devices share weights, gradients and moments; the groups are replicas.")
+    ] = 1
+    tensor_parallel: Annotated[int, Option(help="So many devices share each layer's matrices and sequences.")] = 1
+    push: Annotated[str | None, Option(metavar="REPO", help="Push the finished OUTPUT to this Hub id.")] = None
+    resume: Annotated[bool, Option("--resume", help="Go on with a run that was stopped.")] = False
+    force: Annotated[bool, Option("--force", help="Replace an earlier result, and discard an unfinished run.")] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.data:
+            raise ValueError("data is empty; name some with --data.")
+        self._positive("held_out_blocks", "shard", "tensor_parallel")
+        self._check_parallel()
+        self._expect("a share of the documents, from 0 to below 1", lambda share: 0 <= share < 1, "held_out")
+        if self.push is not None:
+            validate_repo_id(self.push)
+
+    def _check_parallel(self) -> None:
+        """What a model whose tensors lie on several devices is not combined with."""
+        for name in ("shard", "tensor_parallel"):
+            for other in ("compile", "distill"):
+                if getattr(self, name) > 1 and getattr(self, other, None):
+                    raise ValueError(f"{name} is {getattr(self, name)}, with {other}; leave one of them out.")
+        if self.tensor_parallel > 1 and self.streaming:
+            raise ValueError(
+                f"tensor_parallel is {self.tensor_parallel}, with streaming; write tokens with `resformer tokenize`, "
+                "and read these."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(RunOptions):
+    """What `resformer finetune` takes."""
+
+    model: Annotated[str, Argument(help="A checkpoint folder or a Hub id.")]
+    output: Annotated[str, Argument(help="The folder to write; new or empty.")]
+    steps: Annotated[int | None, Option(help="Optimizer steps; --streaming needs them.")] = None
+    epochs: Annotated[float | None, Option(help="Passes over the data.  [default: 1]")] = None
+    block: Annotated[
+        int | None, Option(help="Tokens per sequence.  [default: 1024, or all of the model's positions]")
+    ] = None
+    separate_documents: Annotated[
+        bool,
+        Option(
+            "--separate-documents/--join-documents",
+            help="Whether documents that are packed into a sequence are hidden from each other.",
+        ),
+    ] = True
+    batch: Annotated[int, Option(help="Sequences per device and pass.")] = 8
+    accumulate: Annotated[int, Option(help="Passes per step.")] = 1
+    learning_rate: Annotated[float, Option(help="Of the backbone.")] = 5e-5
+    connection_learning_rate: Annotated[float, Option(help="Of the cross-layer connections.")] = 3e-4
+    distill: Annotated[
+        str | None, Option(help="Learn from the logits of this checkpoint too, MODEL's source for one.")
+    ] = None
+    distill_weight: Annotated[float, Option(help="Weight of the teacher's loss, 0 to 1.")] = 0.5
+    temperature: Annotated[float, Option(help="Of the teacher's and the model's softmax.")] = 1.0
+    distill_hidden: Annotated[float, Option(help="Weight of the teacher's hidden states.")] = 0.0
+    distill_hidden_layers: Annotated[
+        list[int], Option(help="Which of Transformers' hidden_states; repeatable; -2 is the last layer's input.")
+    ] = field(default_factory=lambda: [-2])
+    train: Annotated[
+        str,
+        Option(
+            help="all parameters; sharing: projections and norms that sharing touched, and connections; connections "
+            "alone."
+        ),
+    ] = "all"
+    dtype: Annotated[str, Option(help="Of the weights in training, float32 or bfloat16.")] = "float32"
+    save_dtype: Annotated[str | None, Option(help="Of the weights as saved.  [default: --dtype]")] = None
+    optim: Annotated[str | None, Option(help="Of Transformers, such as adamw_8bit.  [default: adamw_torch_fused]")] = (
+        None
+    )
+    tokenizer: Annotated[str | None, Option(help="Checkpoint with the tokenizer.  [default: MODEL]")] = None
+    trainer: Annotated[
+        dict[str, Any],
+        Option("--set", metavar="NAME=VALUE", help="Any field of Transformers' TrainingArguments; repeatable."),
+    ] = field(default_factory=dict)
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Pack the data, take one step and say what memory it took; write nothing.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._positive("steps", "epochs", "batch", "accumulate", "temperature")
+        self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
+        self._expect("0 to 1", lambda weight: 0 <= weight <= 1, "distill_weight")
+        self._expect("a finite number from 0 up", lambda w: math.isfinite(w) and w >= 0, "distill_hidden")
+        self._expect("a layer at least", len, "distill_hidden_layers")
+        self._one_of(TRAIN, "train")
+        if self.distill_hidden and self.distill is None:
+            raise ValueError(f"distill_hidden is {self.distill_hidden}, without a teacher; name it with --distill.")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"steps is {self.steps} and epochs {self.epochs}; give one of them.")
+        if self.streaming and self.steps is None:
+            raise ValueError("streaming needs steps: the length of a stream is not known.")
+        if self.streaming and (workers := self.trainer.get("dataloader_num_workers")):
+            raise ValueError(
+                f"dataloader_num_workers is {workers}; a stream is read by the training process: leave it out."
+            )
+        if self.separate_documents and self.batch > 1 and "flash" in (self.attn_implementation or ""):
+            raise ValueError(
+                f"batch is {self.batch}; with FlashAttention, documents of a block are kept apart in batches of one "
+                "alone. Use --batch 1 and --accumulate, --attn-implementation sdpa, or --join-documents."
+            )
+        if self.dtype == "float16":
+            raise ValueError(
+                "dtype is float16; its gradients underflow. Train in float32, and save in it with --save-dtype float16."
+            )
+        self._one_of(("float32", "bfloat16"), "dtype")
+        self._one_of(("float32", "bfloat16", "float16"), "save_dtype")
+
+    @property
+    def unfinished(self) -> Path:
+        """The folder beside the output that holds the checkpoints until the run ends."""
+        output = Path(self.output)
+        return output.with_name(f"{output.name}.training")
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """What decides the result: all but how this process was started."""
+        return {name: value for name, value in asdict(self).items() if name not in _LAUNCH_OPTIONS}
+
 
 @dataclass(frozen=True, kw_only=True)
 class NewOptions(DataOptions):
-    """What `resformer new` takes.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
+    """What `resformer new` takes."""
 
     output: Annotated[str, Argument(help="The folder to write; new or empty.")]
     size: Annotated[str, Option(help="tiny, 10m, 82m, 180m, 320m or 468m.")] = "tiny"
@@ -71,17 +300,13 @@ class NewOptions(DataOptions):
     force: Annotated[bool, Option("--force", help="Replace an earlier result.")] = False
 
     def __post_init__(self) -> None:
-        if self.block is not None and self.block < 2:
-            raise ValueError(f"block is {self.block}; a sequence needs 2 tokens at least, one to predict the other.")
+        super().__post_init__()
+        self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainOptions(NewOptions):
-    """What `resformer pretrain` takes.
-
-    Raises:
-        ValueError: a value is out of its range, or `data` is empty.
-    """
+class PretrainOptions(NewOptions, RunOptions):
+    """What `resformer pretrain` takes."""
 
     tokens: Annotated[
         int | None, Option(parser=count, metavar="TOKENS", help="300k, 1.6B.  [default: 20 for each parameter]")
@@ -91,7 +316,7 @@ class PretrainOptions(NewOptions):
         Option(parser=count, metavar="TOKENS", help="A step's, on all devices.  [default: follows from the size]"),
     ] = None
     micro_batch: Annotated[
-        int | None, Option(min=1, help="Sequences per device and pass.  [default: 16,384 tokens or fewer]")
+        int | None, Option(help="Sequences per device and pass.  [default: 16,384 tokens or fewer]")
     ] = None
     learning_rate: Annotated[
         float | None, Option(help="The highest; it ends at a tenth.  [default: follows from the size]")
@@ -100,46 +325,26 @@ class PretrainOptions(NewOptions):
         float | None, Option(help="Of the connections.  [default: --learning-rate]")
     ] = None
     schedule: Annotated[str, Option(help="cosine, constant or wsd: warm-up, stable, decay.")] = "cosine"
-    warmup: Annotated[float, Option(min=0, max=1, help="Share of the steps.")] = 0.05
+    warmup: Annotated[float, Option(help="Share of the steps.")] = 0.05
     weight_decay: Annotated[float, Option(help="Of matrices; never of connections.")] = 0.1
-    streaming: Annotated[bool, Option("--streaming", help="Read as it trains, never all.")] = False
-    held_out: Annotated[float, Option(help="Share of the documents to evaluate on.")] = 0.01
-    held_out_blocks: Annotated[int, Option(min=1, help="Evaluate on at most this many blocks.")] = 256
-    evaluations: Annotated[int, Option(min=1, help="At even intervals; each saves a checkpoint.")] = 10
-    bf16: Annotated[
-        bool | None, Option("--bf16/--no-bf16", help="Autocast.  [default: where the processor has bfloat16]")
-    ] = None
-    gradient_checkpointing: Annotated[bool, Option("--gradient-checkpointing", help="Less memory, more time.")] = False
-    compile: Annotated[bool, Option("--compile", help="Use torch.compile.")] = False
-    attn_implementation: Annotated[
-        str | None, Option(help="sdpa, eager, flash_attention_2, flex_attention.  [default: sdpa]")
-    ] = None
-    report_to: Annotated[list[str], Option(help="tensorboard, trackio, wandb; repeatable.  [default: none]")] = field(
-        default_factory=list
-    )
-    push: Annotated[str | None, Option(metavar="REPO", help="Push the finished OUTPUT to this Hub id.")] = None
-    resume: Annotated[bool, Option("--resume", help="Go on with a run that was stopped.")] = False
+    held_out: Annotated[float, Option(help="Share of the documents to evaluate on; 0: none.")] = 0.01
+    evaluations: Annotated[int, Option(help="At even intervals; each saves a checkpoint.")] = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.data:
-            raise ValueError("data is empty; name some with --data.")
-        if self.schedule not in ("cosine", "constant", "wsd"):
-            raise ValueError(f"schedule is {self.schedule!r}; expected cosine, constant or wsd.")
+        self._positive("micro_batch", "learning_rate", "connection_learning_rate", "evaluations")
+        self._expect("a share of the steps from 0 to less than 1", lambda share: 0 <= share < 1, "warmup")
+        self._one_of(SCHEDULES, "schedule")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeOptions(DataOptions):
-    """What `resformer tokenize` takes.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
+    """What `resformer tokenize` takes."""
 
     data: Annotated[list[str], Argument(help="Files, folders, Hub ids, standard-library.")]
     output: Annotated[str, Argument(help="The folder to write, or to go on with.")]
     tokenizer: Annotated[str, Option(help="bytes; bpe:N, trained on DATA; folder or Hub id.")]
-    workers: Annotated[int, Option(min=1, help="Processes.")] = 1
+    workers: Annotated[int, Option(help="Processes.")] = 1
     shard: Annotated[
         str, Option(metavar="I/N", help="Only the I-th of N parts of the documents, 1/4 for one; one machine each.")
     ] = "1/1"
@@ -150,14 +355,161 @@ class TokenizeOptions(DataOptions):
     held_out: Annotated[float, Option(help="Share of the documents to evaluate on.")] = 0.01
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self._positive("workers")
         part, slash, parts = self.shard.partition("/")
         if not (part.isdecimal() and slash and parts.isdecimal() and 1 <= int(part) <= int(parts)):
             raise ValueError(f"shard is {self.shard!r}; expected I/N, with I from 1 to N.")
-        if not 0 <= self.held_out < 1:
-            raise ValueError(f"held_out is {self.held_out}; expected a share of the documents from 0 to less than 1.")
+        self._expect("a share of the documents, from 0 to below 1", lambda share: 0 <= share < 1, "held_out")
 
     @property
     def part(self) -> tuple[int, int]:
         """(I, N) of `shard`."""
         part, _, parts = self.shard.partition("/")
         return int(part), int(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(_Checked):
+    """How a study trains a model; the defaults are those of pre-training.
+
+    AdamW (0.9, 0.95), gradients clipped at 1, a cosine schedule that ends at a tenth of the learning rate. Norms,
+    biases and cross-layer connections are not decayed.
+    """
+
+    steps: int
+    batch: Annotated[int, Option(help="Sequences per step, on all devices together.")] = 8
+    micro_batch: Annotated[int | None, Option(help="Sequences per device and pass.  [default: all]")] = None
+    learning_rate: float = 6e-4
+    connection_learning_rate: Annotated[
+        float | None, Option(help="Of the connections.  [default: --learning-rate, or 3e-4 with --from]")
+    ] = None
+    warmup: Annotated[float, Option(help="Share of the steps.")] = 0.05
+    schedule: Annotated[
+        str, Option(help="cosine, constant, or wsd: constant, then down to a tenth in the last --decay of the steps.")
+    ] = "cosine"
+    decay: Annotated[float, Option(help="Share of the steps, with --schedule wsd.")] = 0.2
+    weight_decay: Annotated[float, Option(help="Of matrices; never of connections.")] = 0.1
+    evaluations: Annotated[int, Option(help="Evaluations in a run, at even intervals; each saves a checkpoint.")] = 10
+    bf16: Annotated[
+        bool | None, Option("--bf16/--no-bf16", help="Autocast.  [default: where the processor has bfloat16]")
+    ] = None
+
+    def __post_init__(self) -> None:
+        self._expect(
+            "an integer of more than 0",
+            lambda value: isinstance(value, int) and value > 0,
+            *("steps", "batch", "micro_batch", "evaluations"),
+        )
+        self._expect(
+            "a number of more than 0",
+            lambda value: isinstance(value, (int, float)) and value > 0,
+            *("learning_rate", "connection_learning_rate"),
+        )
+        self._expect("a share of the steps from 0 to less than 1", lambda share: 0 <= share < 1, "warmup", "decay")
+        self._one_of(SCHEDULES, "schedule")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions(RunSettings, DataOptions):
+    """What `resformer compare` takes."""
+
+    output: Annotated[str, Argument(help="The folder of the study; new, empty, or one to go on with.")]
+    data: Annotated[
+        list[str],
+        Option(
+            help="Text, JSON, CSV or parquet file, folder, Hub id[:configuration]; repeatable.  [default: Python's "
+            "standard library]"
+        ),
+    ] = field(default_factory=list)
+    methods: Annotated[
+        list[str], Option(help="NAME[:FIELD=VALUE...], separated by commas; transformer is always one of them.")
+    ] = field(default_factory=lambda: ["resformer,denseformer,svformer"])
+    baseline: Annotated[
+        str | None, Option(help="The one that the others are compared with.  [default: the first plain transformer]")
+    ] = None
+    start: Annotated[
+        str | None,
+        Option(
+            "--from", help="Continue this Llama-style checkpoint, converted to each method, instead of from scratch."
+        ),
+    ] = None
+    sizes: Annotated[
+        list[str],
+        Option(help="tiny, 10m, 82m, 180m, 320m, 468m, or NAME:FIELD=VALUE...; commas between.  [default: tiny]"),
+    ] = field(default_factory=list)
+    seeds: Annotated[int, Option(help="Paired runs of each method.")] = 3
+    first_seed: Annotated[int, Option(min=0, help="The first run's; the others count on from it.")] = 0
+    steps: Annotated[int | None, Option(help="Steps of each run; or give --tokens.")] = None  # type: ignore[assignment]
+    tokens: Annotated[
+        int | None,
+        Option(parser=count, metavar="TOKENS", help="Of each run, rounded up to steps: 300k, 1.6B."),
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        Option(
+            help="bytes, bpe:N trained on the data, a folder or a Hub id.  [default: bpe:4096, or the checkpoint's]"
+        ),
+    ] = None
+    block: Annotated[int, Option(help="Tokens per sequence.")] = 512
+    learning_rate: Annotated[float | None, Option(help="The highest.  [default: 6e-4, or 5e-5 with --from]")] = None  # type: ignore[assignment]
+    held_out: Annotated[float, Option(help="Share of the documents of --data to evaluate on.")] = 0.02
+    held_out_blocks: Annotated[
+        int, Option(help="Evaluate on at most this many blocks during the training; on all at its end.")
+    ] = 128
+    save_models: Annotated[bool, Option("--save-models", help="Keep the models of the first seed.")] = False
+
+    def __post_init__(self) -> None:
+        self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
+        if self.steps is not None and self.tokens is not None:
+            raise ValueError(f"--steps is {self.steps} and --tokens {self.tokens}: give one of them.")
+        if self.steps is None and self.tokens is None:
+            raise ValueError("the budget is missing: give --steps or --tokens.")
+        defaults: dict[str, Any] = {
+            name: [each for text in getattr(self, name) for each in names(text)] for name in ("methods", "sizes")
+        }
+        if self.steps is None and self.tokens is not None:
+            defaults["steps"] = math.ceil(self.tokens / max(self.batch * self.block, 1))
+        if self.learning_rate is None:
+            defaults["learning_rate"] = 6e-4 if self.start is None else 5e-5
+        if self.connection_learning_rate is None and self.start is not None:
+            defaults["connection_learning_rate"] = 3e-4
+        for name, value in defaults.items():
+            object.__setattr__(self, name, value)
+        RunSettings.__post_init__(self)
+        DataOptions.__post_init__(self)
+        self._positive("seeds", "held_out_blocks")
+        self._expect("a share of the documents between 0 and 1", lambda share: 0 < share < 1, "held_out")
+        self._one_of(self.all_methods, "baseline")
+        if self.start is not None and self.sizes:
+            raise ValueError(
+                f"sizes are {', '.join(self.sizes)}, but the size is that of {self.start}; give one of them."
+            )
+
+    @property
+    def settings(self) -> RunSettings:
+        return RunSettings(**{each.name: getattr(self, each.name) for each in fields(RunSettings)})
+
+    @property
+    def all_seeds(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
+
+    @property
+    def all_methods(self) -> list[str]:
+        plain = PLAIN in map(architecture, self.methods)
+        return list(dict.fromkeys(self.methods if plain else (PLAIN, *self.methods)))
+
+    @property
+    def compared_with(self) -> str:
+        return self.baseline or next(method for method in self.all_methods if architecture(method) == PLAIN)
+
+
+#: Plain Llama, which every study has.
+PLAIN = "transformer"
+#: Settings that a method of a study may have for itself.
+OF_A_METHOD = ("learning_rate", "connection_learning_rate", "steps")
+
+
+def architecture(method: str) -> str:
+    """A method of a study without the settings of its training."""
+    return ":".join(part for part in method.split(":") if part.partition("=")[0] not in OF_A_METHOD)

@@ -13,8 +13,10 @@ from resformer.configuration import ResFormerConfig
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.flops import training_flops
 from resformer.training.log import TrainingLog
-from resformer.training.options import DataOptions, NewOptions, PretrainOptions
-from resformer.training.recipe import START, FinetuneOptions, FinetuneReport, finetune_checkpoint, processor_has_bf16
+from resformer.training.options import FinetuneOptions, NewOptions, PretrainOptions, RunOptions
+from resformer.training.parallel import data_parallel
+from resformer.training.recipe import START, finetune_checkpoint, processor_has_bf16
+from resformer.training.report import FinetuneReport
 from resformer.training.sizes import budget, schedule_arguments
 from resformer.training.untrained import parameter_count, untrained, write_untrained
 
@@ -68,7 +70,7 @@ def plan_pretraining(options: PretrainOptions) -> PretrainPlan:
     """The plan, with the speed of a model of this shape here; writes nothing and reads data for a tokenizer alone."""
     config, _ = _model(options)
     plan = _plan(options, config)
-    speed = _speed(options, plan, config) * _devices()
+    speed = _speed(options, plan, config) * data_parallel(options, _devices())
     return replace(plan, tokens_per_second=speed, hours=plan.tokens / speed / 3600)
 
 
@@ -88,7 +90,7 @@ def _plan(options: PretrainOptions, config: ResFormerConfig) -> PretrainPlan:
     block = config.max_position_embeddings
     parameters, flops = parameter_count(config), training_flops(config, block)
     tokens, batch_tokens, rate = budget(parameters, flops, options.tokens)
-    devices = _devices()
+    devices = data_parallel(options, _devices())
     if options.batch_tokens is None:  # a power of two is divided by most numbers of devices
         each = max(1, round(2 ** round(math.log2(max(1, batch_tokens / block))) / devices))
     else:
@@ -121,13 +123,11 @@ def _plan(options: PretrainOptions, config: ResFormerConfig) -> PretrainPlan:
 
 def _run(options: PretrainOptions, plan: PretrainPlan) -> FinetuneOptions:
     interval = math.ceil(plan.steps / options.evaluations)
-    shared = {
-        "output", "held_out", "held_out_blocks", "streaming", "seed", "bf16", "gradient_checkpointing", "compile",
-        "attn_implementation", "push", "resume", "force", *(each.name for each in fields(DataOptions)),
-    }  # fmt: skip
+    shared = {each.name: getattr(options, each.name) for each in fields(RunOptions)}
     return FinetuneOptions(
         model=str(Path(f"{options.output}.training", START)),
-        **{name: getattr(options, name) for name in shared},
+        output=options.output,
+        **shared,
         steps=plan.steps,
         block=plan.block,
         batch=plan.micro_batch,
@@ -140,7 +140,6 @@ def _run(options: PretrainOptions, plan: PretrainPlan) -> FinetuneOptions:
             "eval_steps": interval,
             "save_steps": interval,
             "logging_steps": max(1, min(10, plan.steps // 10)),
-            **({"report_to": options.report_to} if options.report_to else {}),
         },
     )
 

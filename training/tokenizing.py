@@ -91,14 +91,7 @@ def _begun(options: TokenizeOptions, plan: dict[str, Any]) -> PreTrainedTokenize
 
 
 def _documents(options: TokenizeOptions) -> Any:
-    return load_documents(
-        options.data,
-        split=options.split,
-        text_column=options.text_column,
-        sample_by=options.sample_by,
-        streaming=True,
-        held_out=options.held_out,
-    )
+    return load_documents(options.data, **options.reading, streaming=True, held_out=options.held_out)
 
 
 def _write_part(

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from resformer.configuration import ResFormerConfig
 from resformer.files import check_target, replacing
 from resformer.modeling import ResFormerForCausalLM
-from resformer.training.data import INDEX, DataError, load_documents, load_tokenizer, weighted_sources
+from resformer.training.data import INDEX, DataError, load_documents, load_tokenizer
 from resformer.training.options import NewOptions
 from resformer.training.sizes import known_size, scratch_config
 from resformer.training.tokenizers import make_tokenizer
@@ -33,7 +33,7 @@ def new_checkpoint(
         ValueError: as of `make_tokenizer` and `scratch_config`.
     """
     output = Path(options.output)
-    inputs = weighted_sources(options.data)[0] + ([] if options.tokenizer is None else [options.tokenizer])
+    inputs = options.sources + ([] if options.tokenizer is None else [options.tokenizer])
     check_target(output, *inputs, made_by="new", force=options.force)
     config, tokenizer = untrained(options, held_out)
     if not dry_run:
@@ -46,14 +46,12 @@ def untrained(options: NewOptions, held_out: float) -> tuple[ResFormerConfig, Pr
 
     Raises: as `new_checkpoint`; and DataError if the data are tokens of another tokenizer.
     """
-    sources = weighted_sources(options.data)[0]
+    sources = options.sources
     tokenised = [Path(source) / TOKENIZER for source in sources if (Path(source) / INDEX).is_file()]
     name = options.tokenizer or str(tokenised[0] if tokenised else known_size(options.size).tokenizer)
     documents = load_documents(
         sources if name.startswith("bpe:") else (),
-        split=options.split,
-        text_column=options.text_column,
-        sample_by=options.sample_by,
+        **options.reading,
         streaming=True,
         held_out=held_out,
     )

@@ -18,7 +18,9 @@ from resformer.files import check_target
 from resformer.modeling import ResFormerForCausalLM
 from resformer.modeling.connection import plain_matrix
 from resformer.training.data import STANDARD_HELD_OUT, STANDARD_LIBRARY
-from resformer.training.recipe import FinetuneOptions, FinetuneReport, finetune_checkpoint
+from resformer.training.options import FinetuneOptions
+from resformer.training.recipe import finetune_checkpoint
+from resformer.training.report import FinetuneReport
 
 __all__ = ["run_demo", "smollm2"]
 

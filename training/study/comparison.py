@@ -29,88 +29,16 @@ from resformer.errors import CheckpointError, brief
 from resformer.files import locked, replace_text, replacing
 from resformer.model_cards.metrics import architecture_digest
 from resformer.modeling import ResFormerForCausalLM
-from resformer.training.data import SAMPLE_BY, PackedBlocks
+from resformer.training.data import PackedBlocks
+from resformer.training.options import OF_A_METHOD, PLAIN, RunSettings, StudyOptions, architecture
 from resformer.training.sizes import CONFIG_FIELDS, SIZES, scratch_config
 from resformer.training.study.data import StudyData, study_data
-from resformer.training.study.paired_run import RunSettings, paired_model, paired_run, whole_batches
+from resformer.training.study.paired_run import autocast, paired_model, paired_run, run_arguments, whole_batches
 from resformer.training.study.plot import check_packages, plot
 from resformer.training.study.table import pooled_error, rows_of
 from resformer.training.untrained import parameter_count
 
-__all__ = ["StudyOptions", "names", "plan_study", "run_study"]
-
-#: Plain Llama, which every study has.
-PLAIN = "transformer"
-
-#: Settings that a method may have for itself.
-_SETTINGS = ("learning_rate", "connection_learning_rate", "steps")
-
-
-@dataclass(frozen=True)
-class StudyOptions:
-    """The options of `resformer compare`.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
-
-    output: str
-    settings: RunSettings
-    methods: Sequence[str] = ("resformer",)  # NAME[:FIELD=VALUE...]; a plain transformer is added if there is none
-    baseline: str | None = None  # one of the methods; None: the first plain transformer
-    start: str | None = None  # a checkpoint, which `retrofit` converts to every method; None: from scratch
-    sizes: Sequence[str] = ()  # NAME[:FIELD=VALUE...]; none: tiny, or the checkpoint's
-    seeds: int = 3
-    first_seed: int = 0
-    data: Sequence[str] = ()  # as of `load_documents`; none: Python's standard library
-    split: str = "train"
-    text_column: str = "text"
-    sample_by: str = "document"
-    tokenizer: str | None = None  # bytes, bpe:N, a folder, a Hub id; None: bpe:4096, or the checkpoint's
-    block: int = 512
-    held_out: float = 0.02
-    held_out_blocks: int = 128
-    save_models: bool = False  # those of the first seed
-
-    def __post_init__(self) -> None:
-        for name in ("seeds", "held_out_blocks"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected more than 0.")
-        if self.block < 2:
-            raise ValueError(f"block is {self.block}; a sequence needs 2 tokens at least, one to predict the other.")
-        if not 0 < self.held_out < 1:
-            raise ValueError(f"held_out is {self.held_out}; expected a share of the documents between 0 and 1.")
-        if self.sample_by not in SAMPLE_BY:
-            raise ValueError(f"sample_by is {self.sample_by!r}; expected one of {', '.join(SAMPLE_BY)}.")
-        if self.start is not None and self.sizes:
-            raise ValueError(
-                f"sizes are {', '.join(self.sizes)}, but the size is that of {self.start}; give one of them."
-            )
-        if self.baseline is not None and self.baseline not in self.all_methods:
-            raise ValueError(f"baseline is {self.baseline!r}; expected one of {', '.join(self.all_methods)}.")
-
-    @property
-    def all_seeds(self) -> range:
-        return range(self.first_seed, self.first_seed + self.seeds)
-
-    @property
-    def all_methods(self) -> list[str]:
-        plain = PLAIN in map(_architecture, self.methods)
-        return list(dict.fromkeys(self.methods if plain else (PLAIN, *self.methods)))
-
-    @property
-    def compared_with(self) -> str:
-        return self.baseline or next(method for method in self.all_methods if _architecture(method) == PLAIN)
-
-
-def names(text: str) -> list[str]:
-    """The names of a list such as `svformer,transformer:num_key_value_heads=4`; lists among the values keep commas."""
-    return [name.strip() for name in re.split(r",(?![^\[]*\])", text) if name.strip()]
-
-
-def _architecture(method: str) -> str:
-    """The method without the settings of its training."""
-    return ":".join(part for part in method.split(":") if part.partition("=")[0] not in _SETTINGS)
+__all__ = ["plan_study", "run_study"]
 
 
 @dataclass(frozen=True)
@@ -172,7 +100,7 @@ class _Study:
             "block": self.options.block,
             "save_models": self.options.save_models,
             **asdict(self.options.settings),
-            "bf16": self.options.settings.autocast,
+            "bf16": autocast(self.options.settings),
         }
 
 
@@ -192,7 +120,7 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
         ValueError: an option is out of its range.
     """
     check_packages()
-    first = options.settings.arguments(Path(options.output), 0).process_index == 0  # joins the processes, too
+    first = run_arguments(options.settings, Path(options.output), 0).process_index == 0  # joins the processes, too
     target = Path(os.path.realpath(options.output))
     lock = target.with_name(f".{target.name}.resformer-lock")  # of the output's beginning, and of the report
     with PartialState().main_process_first(), locked(lock, wait=True) if first else nullcontext():
@@ -307,9 +235,7 @@ def _prepared(options: StudyOptions, starts: Path, *, write: bool) -> _Study:
         block=options.block,
         held_out=options.held_out,
         held_out_blocks=options.held_out_blocks,
-        split=options.split,
-        text_column=options.text_column,
-        sample_by=options.sample_by,
+        **options.reading,
     )
     study = _Study(options, data, None if options.start is None else _weights(options.start))
     whole_batches(data.blocks, options.settings.batch)  # raises if there are too few, before anything is written
@@ -377,7 +303,7 @@ def _continued_runs(options: StudyOptions, methods: Sequence[_Method], data: Stu
         size = "-".join(Path(options.start).resolve().parts[-2:])
     runs = []
     for method in methods:
-        folder = starts / _file_name(_architecture(method.text))
+        folder = starts / _file_name(architecture(method.text))
         if not folder.exists():
             # A lossy conversion is allowed: the first point of its curve shows the loss.
             retrofit(
@@ -403,8 +329,8 @@ def _file_name(name: str) -> str:
 
 
 def _read_method(text: str, settings: RunSettings) -> _Method:
-    name, values = _parsed(text, METHODS, "method", {*CONFIG_FIELDS, *_SETTINGS})
-    own = {key: values.pop(key) for key in _SETTINGS if key in values}
+    name, values = _parsed(text, METHODS, "method", {*CONFIG_FIELDS, *OF_A_METHOD})
+    own = {key: values.pop(key) for key in OF_A_METHOD if key in values}
     return _Method(text, name, values, replace(settings, **own))
 
 
@@ -419,7 +345,7 @@ def _parsed(text: str, known: Mapping[str, Any], what: str, allowed: Collection[
         if not equals or key not in allowed:
             close = difflib.get_close_matches(key, allowed, n=1)
             hint = f" Did you mean {close[0]!r}?" if close and equals else ""
-            settings = f", nor of {', '.join(_SETTINGS)}" if what == "method" else ""
+            settings = f", nor of {', '.join(OF_A_METHOD)}" if what == "method" else ""
             raise ValueError(f"{what} {text}: {pair!r} is no FIELD=VALUE of a ResFormerConfig{settings}.{hint}")
         try:
             values[key] = json.loads(value)
@@ -437,9 +363,9 @@ def _described(run: _Run) -> dict[str, Any]:
     return {
         "size": run.size,
         "method": run.method.text,
-        "architecture": _architecture(run.method.text),
+        "architecture": architecture(run.method.text),
         "seed": run.seed,
-        **{name: getattr(run.method.settings, name) for name in _SETTINGS},
+        **{name: getattr(run.method.settings, name) for name in OF_A_METHOD},
         "cache_bytes_per_token": cache_bytes_per_token(run.config),
     }
 

@@ -5,7 +5,6 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,102 +29,59 @@ from resformer.training.flops import training_flops
 from resformer.training.log import coefficients
 from resformer.training.memory import step_memory
 from resformer.training.optimizer import ConnectionTrainer
+from resformer.training.options import RunSettings
 from resformer.training.recipe import last_checkpoint, processor_has_bf16
 from resformer.training.sizes import schedule_arguments
 
-__all__ = ["RunSettings", "paired_model", "paired_run", "whole_batches"]
+__all__ = ["autocast", "paired_model", "paired_run", "run_arguments", "whole_batches"]
 
 _WARMING_UP = 2  # steps that are not timed, where there are more
 
 
-@dataclass(frozen=True)
-class RunSettings:
-    """How a model is trained; the defaults are those of pre-training.
+def autocast(settings: RunSettings) -> bool:
+    """`bf16` with its default filled in."""
+    return processor_has_bf16() if settings.bf16 is None else settings.bf16
 
-    AdamW (0.9, 0.95), gradients clipped at 1, a cosine schedule that ends at a tenth of the learning rate. Norms,
-    biases and cross-layer connections are not decayed. The schedule can be "constant" instead, whose models can be
-    trained further as if they had never stopped, or "wsd", constant and then falling linearly to a tenth in the share
-    `decay` of the steps.
+
+def run_arguments(settings: RunSettings, folder: Path, seed: int) -> TrainingArguments:
+    """The stock Trainer's arguments.
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: the batch cannot be divided among the devices, or into micro-batches.
     """
-
-    steps: int
-    batch: int = 8  # sequences a step, on all devices together
-    micro_batch: int | None = None  # sequences a device takes at a time; default: all of its share
-    learning_rate: float = 6e-4
-    connection_learning_rate: float | None = None  # default: the others'
-    warmup: float = 0.05  # share of the steps
-    schedule: str = "cosine"  # or "constant", "wsd"
-    decay: float = 0.2  # share of the steps, of "wsd"
-    weight_decay: float = 0.1
-    evaluations: int = 10
-    bf16: bool | None = None  # autocast; default: where the processor has it
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "micro_batch", "evaluations", "learning_rate", "connection_learning_rate"):
-            value, rate = getattr(self, name), name.endswith("rate")
-            if value is not None and not (isinstance(value, (int, float) if rate else int) and value > 0):
-                raise ValueError(
-                    f"{name} is {value!r}; expected {'a number' if rate else 'an integer'} of more than 0."
-                )
-        for name in ("warmup", "decay"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; expected a share of the steps from 0 to less than 1."
-                )
-        if self.schedule not in ("cosine", "constant", "wsd"):
-            raise ValueError(f"schedule is {self.schedule!r}; expected cosine, constant or wsd.")
-
-    @property
-    def interval(self) -> int:
-        """Steps between evaluations."""
-        return -(-self.steps // self.evaluations)
-
-    @property
-    def autocast(self) -> bool:
-        """`bf16` with its default filled in."""
-        return processor_has_bf16() if self.bf16 is None else self.bf16
-
-    def arguments(self, folder: Path, seed: int) -> TrainingArguments:
-        """The stock Trainer's arguments.
-
-        Raises:
-            ValueError: the batch cannot be divided among the devices, or into micro-batches.
-        """
-        arguments = TrainingArguments(
-            output_dir=str(folder),
-            max_steps=self.steps,
-            learning_rate=self.learning_rate,
-            **schedule_arguments(self.schedule, self.steps, self.warmup, self.decay),
-            weight_decay=self.weight_decay,
-            eval_strategy="steps",
-            eval_steps=self.interval,
-            eval_on_start=True,
-            logging_steps=self.interval,
-            logging_nan_inf_filter=False,
-            save_steps=self.interval,
-            save_total_limit=1,
-            prediction_loss_only=True,
-            bf16=self.autocast,
-            use_cpu=not torch.accelerator.is_available(),
-            ddp_find_unused_parameters=False,
-            report_to="none",
-            disable_tqdm=True,
-            seed=seed,
-            data_seed=seed,
-        )
-        devices = arguments.world_size * max(1, arguments.n_gpu)
-        each, rest = divmod(self.batch, devices)
-        if rest:
-            raise ValueError(f"batch is {self.batch}; expected a multiple of the {devices} devices.")
-        micro = each if self.micro_batch is None else self.micro_batch
-        if each % micro:
-            raise ValueError(f"micro_batch is {micro}; expected a divisor of the {each} sequences of a device.")
-        arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = micro
-        arguments.gradient_accumulation_steps = each // micro
-        return arguments
+    interval = -(-settings.steps // settings.evaluations)  # steps between evaluations
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        **schedule_arguments(settings.schedule, settings.steps, settings.warmup, settings.decay),
+        weight_decay=settings.weight_decay,
+        eval_strategy="steps",
+        eval_steps=interval,
+        eval_on_start=True,
+        logging_steps=interval,
+        logging_nan_inf_filter=False,
+        save_steps=interval,
+        save_total_limit=1,
+        prediction_loss_only=True,
+        bf16=autocast(settings),
+        use_cpu=not torch.accelerator.is_available(),
+        ddp_find_unused_parameters=False,
+        report_to="none",
+        disable_tqdm=True,
+        seed=seed,
+        data_seed=seed,
+    )
+    devices = arguments.world_size * max(1, arguments.n_gpu)
+    each, rest = divmod(settings.batch, devices)
+    if rest:
+        raise ValueError(f"batch is {settings.batch}; expected a multiple of the {devices} devices.")
+    micro = each if settings.micro_batch is None else settings.micro_batch
+    if each % micro:
+        raise ValueError(f"micro_batch is {micro}; expected a divisor of the {each} sequences of a device.")
+    arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = micro
+    arguments.gradient_accumulation_steps = each // micro
+    return arguments
 
 
 class _Recorder(TrainerCallback):
@@ -198,9 +154,9 @@ def paired_run(
 
     Raises:
         DataError: the training blocks do not fill a batch.
-        ValueError: as of `RunSettings.arguments`.
+        ValueError: as of `run_arguments`.
     """
-    arguments, use_cache = settings.arguments(folder, seed), model.config.use_cache
+    arguments, use_cache = run_arguments(settings, folder, seed), model.config.use_cache
     recorder = _Recorder(on_step)
     trainer = ConnectionTrainer(
         model=model,

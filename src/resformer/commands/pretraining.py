@@ -9,6 +9,7 @@ import typer
 
 from resformer.commands.conversion import DryRun
 from resformer.commands.terminal import AsJson, app, echo, from_file, reporting_errors, row, size, takes
+from resformer.commands.training import print_result
 from resformer.training.options import NewOptions, PretrainOptions, TokenizeOptions
 
 __all__ = ["new", "pretrain", "tokenize", "train"]
@@ -56,13 +57,17 @@ def tokenize(options: TokenizeOptions, as_json: AsJson = False) -> None:
         row("wrote", options.output)
 
 
+def _from_file(context: typer.Context, path: Path | None) -> Path | None:
+    return None if path is None else from_file(context, path)
+
+
 @app.command()
-@takes(PretrainOptions, "The last checkpoint is kept: go on from it with --resume.")
+@takes(PretrainOptions, "Go on from the last checkpoint with: {command} --resume")
 def pretrain(
     options: PretrainOptions,
     config: Annotated[
         Path | None,
-        typer.Option(callback=from_file, is_eager=True, help="YAML file of these options; the command line wins."),
+        typer.Option(callback=_from_file, is_eager=True, help="YAML file of these options; the command line wins."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan, with a speed that is measured here; write nothing.")
@@ -96,13 +101,7 @@ def pretrain(
         row("speed", f"{plan.tokens_per_second:,.0f} tokens/s: {plan.hours:,.1f} hours")
         row("would write", options.output)
         return
-    resumed = f", resumed from step {report.resumed_from:,}" if report.resumed_from else ""
-    row("trained", f"{report.tokens:,} tokens{resumed}, {report.tokens_per_second:,.0f} tokens/s")
-    if report.loss_after is not None:
-        row("loss", f"{report.loss_before:.4f} -> {report.loss_after:.4f} on the held-out blocks")
-    row("wrote", options.output)
-    if report.url is not None:
-        row("pushed", report.url)
+    print_result(report, options.output)
 
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import wraps
@@ -89,7 +89,7 @@ def reporting_errors(
     """Turns exceptions into one line on stderr and an exit code: see `_exit_code`.
 
     Args:
-        interrupted: what to say after Ctrl-C.
+        interrupted: what to say after Ctrl-C; {command} is the command as it was given.
         any_transformers: the command does not use Transformers.
     """
     before = {}
@@ -101,7 +101,8 @@ def reporting_errors(
             before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         yield
     except KeyboardInterrupt:
-        echo(f"Interrupted. {interrupted}", err=True)
+        if os.environ.get("RANK", "0") == "0":  # of the processes that torchrun or accelerate has started
+            echo(f"Interrupted. {interrupted.format(command=own_command())}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
         if _options["traceback"] or isinstance(error, typer.Exit):
@@ -154,7 +155,7 @@ def takes(
         if each.name in pairs:
             hint = Annotated[list[str], *hint.__metadata__]
         if each.default_factory is not MISSING:
-            default = []
+            default = list(each.default_factory())
         default = Parameter.empty if default is MISSING else default
         parameters.append(Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
 
@@ -162,12 +163,16 @@ def takes(
         own = list(signature(function, eval_str=True).parameters.values())[1:]
 
         @wraps(function)
-        def command(**values: Any) -> None:
+        def command(context: typer.Context, **values: Any) -> None:
             with reporting_errors(interrupted):
                 more = {each.name: values.pop(each.name) for each in own}
-                function(options(**values | {name: assignments(values[name]) for name in pairs}), **more)
+                for name in pairs:  # those of a file, and of the command line
+                    in_file = (context.default_map or {}).get(name, ())
+                    values[name] = assignments([*in_file, *values[name]])
+                function(options(**values), **more)
 
-        every = [*parameters, *(each.replace(kind=Parameter.KEYWORD_ONLY) for each in own)]
+        given = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        every = [given, *parameters, *(each.replace(kind=Parameter.KEYWORD_ONLY) for each in own)]
         command.__signature__ = Signature(every)  # type: ignore[attr-defined]
         command.__annotations__ = {each.name: each.annotation for each in every}
         return command
@@ -175,35 +180,43 @@ def takes(
     return decorate
 
 
-def from_file(context: typer.Context, path: Path | None) -> Path | None:
-    """The callback of an eager option `--config`: the YAML file's values are the defaults of the command's options.
+def from_file(context: typer.Context, path: Path, settings: Collection[str] = ()) -> Path:
+    """For the callback of an eager option `--config`: the YAML file's values are the defaults of the options.
 
-    Raises:
-        typer.BadParameter: the file cannot be read, or has something else than the command's options.
+    Args:
+        settings: names of the file that go to `--set`.
     """
-    if path is None:
-        return None
     import yaml
 
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise typer.BadParameter(f"{path}: cannot be read: {brief(error)}") from error
-    if not isinstance(values, dict):
-        raise typer.BadParameter(f"{path}: expected lines of `name: value`.")
-    options = {option.removeprefix("--"): each for each in context.command.params for option in each.opts}
-    values = {str(name).replace("_", "-"): value for name, value in values.items()}
-    for name in values.keys() - options.keys():
-        close = difflib.get_close_matches(name, options, n=1)
-        raise typer.BadParameter(
-            f"{path}: there is no option {name!r}." + (f" Did you mean {close[0]!r}?" * bool(close))
-        )
-    if isinstance(fields_ := values.get("set"), dict):
-        values["set"] = [f"{name}={json.dumps(value)}" for name, value in fields_.items()]
-    for name, value in values.items():
-        if getattr(options[name], "multiple", False) and not isinstance(value, list):
-            values[name] = [value]
-    context.default_map = {options[name].name: value for name, value in values.items()}
+    with reporting_errors():
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ValueError(f"{path}: cannot be read: {brief(error)}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: expected lines of `name: value`.")
+        options = {option.removeprefix("--"): each for each in context.command.params for option in each.opts}
+        given: dict[str, Any] = {}
+        more = values.pop("set", {})
+        for name, value in values.items():
+            option = str(name).replace("_", "-")
+            if option not in options and name not in settings:
+                close = difflib.get_close_matches(option, [*options, *settings], n=1)
+                raise ValueError(
+                    f"{path}: there is no option {name!r}." + (f" Did you mean {close[0]!r}?" * bool(close))
+                )
+            if option not in options:
+                more[name] = value
+                continue
+            several = getattr(options[option], "multiple", False)
+            values_ = [
+                os.path.expanduser(each) if isinstance(each, str) else each  # no shell expands ~ in a file
+                for each in (value if isinstance(value, list) else [value])
+            ]
+            given[options[option].name] = values_ if several else values_[0]
+        if more:
+            given[options["set"].name] = [f"{name}={json.dumps(json_or_text(value))}" for name, value in more.items()]
+    context.default_map = given
     return path
 
 

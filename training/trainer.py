@@ -1,0 +1,139 @@
+"""The Trainer of `finetune` and `pretrain`, and what it prints."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from tqdm import tqdm
+from transformers import ProgressCallback, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from resformer.training.data import PackedBlocks, StreamedBlocks
+from resformer.training.distillation import DistillationTrainer
+from resformer.training.optimizer import ConnectionTrainer
+from resformer.training.report import perplexity
+
+__all__ = ["Bar", "EvaluationLines", "Place", "RecipeTrainer"]
+
+_SHARDS = "shards"  # the folder of a checkpoint that has the processes' parts
+
+
+class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
+    """Combines both trainers. The evaluation loss is a mean over all labels, not over batches."""
+
+    def __init__(self, *, model: Any, args: TrainingArguments, eval_dataset: PackedBlocks | None, **kwargs: Any):
+        # The stock Trainer refuses to save the optimizer's state of a sharded model, which this one can.
+        wanted, args.save_only_model = args.save_only_model, bool(model.is_distributed_loading_by_transformers)
+        super().__init__(model=model, args=args, eval_dataset=eval_dataset, **kwargs)
+        args.save_only_model = wanted
+        self.random_states: str | None = None  # the checkpoint that has those of the first step
+        if eval_dataset is not None:
+            rows = [eval_dataset[index]["labels"] for index in range(len(eval_dataset))]
+            self.labels_per_block = _labels_per_row(torch.stack(rows))
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether the processes have different parts of the model."""
+        return bool(self.model.is_distributed_loading_by_transformers)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not (_internal_call and self._sharded):  # a checkpoint has the weights beside the optimizer's state
+            super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Of a sharded model each process writes its parts: the stock Trainer would write those of the first."""
+        if not self._sharded:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        model, optimizer = get_state_dict(self.model, self.optimizer.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=Path(output_dir) / _SHARDS)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self._sharded:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self._sharded:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        optimizer = self.optimizer.optimizer
+        model_state, optimizer_state = get_state_dict(self.model, optimizer)
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=Path(checkpoint) / _SHARDS)
+        set_state_dict(self.model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # of all processes; those of a tensor-parallel group have the same
+        new = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + new // self.get_tp_size()
+
+    def get_batch_samples(self, *given: Any) -> Any:
+        samples = super().get_batch_samples(*given)
+        if self.random_states is not None:  # the loader of a stream has drawn a number when it began
+            self._load_rng_state(self.random_states)
+            self.random_states = None
+        return samples
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        if model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        loss = loss * _labels_per_row(inputs["labels"]) / self.labels_per_block
+        return (loss, outputs) if return_outputs else loss
+
+    def _run_epoch(self, **arguments: Any) -> None:
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(**arguments)
+        else:  # resumed from the last checkpoint: the stock loop would train one step more
+            self.control.should_training_stop = True
+
+
+def _labels_per_row(labels: torch.Tensor) -> float:
+    return (labels[:, 1:] != -100).sum().item() / len(labels)
+
+
+class Place(TrainerCallback, ExportableState):
+    """Has the place in a stream saved with each checkpoint, in its trainer_state.json."""
+
+    def __init__(self, stream: StreamedBlocks):
+        self.stream, self.blocks = stream, 0
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        self.blocks = state.global_step * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": self.stream.place(self.blocks)}
+
+
+class EvaluationLines(TrainerCallback):
+    """One line an evaluation, on stderr."""
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            loss = metrics["eval_loss"]
+            steps = f"{state.global_step}/{state.max_steps}"
+            line = f"step {steps}: held-out loss {loss:.4f}, perplexity {perplexity(loss):.3f}"
+            tqdm.write(line, file=sys.stderr)
+
+
+class Bar(ProgressCallback):
+    """The Trainer's bar, with the loss beside it instead of lines on stdout."""
+
+    def on_log(
+        self, args: TrainingArguments, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        if self.training_bar is not None and logs and "loss" in logs:
+            self.training_bar.set_postfix(loss=f"{float(logs['loss']):.4f}")
