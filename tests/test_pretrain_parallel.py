@@ -86,20 +86,23 @@ def test_several_processes_have_the_losses_of_one(name: str, work: Path) -> None
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_a_killed_run_on_two_processes_resumes_to_the_bit(name: str, work: Path) -> None:
     processes, options = LAUNCHES[name]
-    if not (work / name).exists():
-        finish(start(work, name, processes, *options))
-    process = start(work, "killed", processes, *options, "--force")
+    options = [*options, "--tokens", "51200", "--evaluations", "10"]  # 200 steps, so that a kill is in time
+    finish(start(work, f"{name}-whole", processes, *options))
+    process = start(work, f"{name}-killed", processes, *options)
     for line in process.stderr or ():
-        if re.match("step 15/", line):
+        if re.match("step 60/", line):
             os.killpg(process.pid, signal.SIGKILL)
             break
     process.communicate()
-    (checkpoint,) = (work / "killed.training").glob("checkpoint-10")
+    assert not (work / f"{name}-killed").exists()
+    checkpoint = max((work / f"{name}-killed.training").glob("checkpoint-*"))
     assert len([*checkpoint.glob("shards/*.distcp")]) == (2 if name == "fsdp" else 0)
-    finish(start(work, "killed", processes, *options, "--resume", "--force"))
-    whole, resumed = (load_file(work / each / "model.safetensors") for each in (name, "killed"))
+    finish(start(work, f"{name}-killed", processes, *options, "--resume"))
+    whole, resumed = (load_file(work / f"{name}-{each}" / "model.safetensors") for each in ("whole", "killed"))
     assert all(torch.equal(tensor, resumed[key]) for key, tensor in whole.items())
-    assert losses(work / "killed") == losses(work / name)
+    assert losses(work / f"{name}-killed") == losses(work / f"{name}-whole")
+    metrics = json.loads((work / f"{name}-killed" / "metrics.json").read_text())
+    assert 0 < metrics["resumed_from"] < 200
 
 
 @pytest.mark.parametrize(

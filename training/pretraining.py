@@ -13,6 +13,7 @@ from resformer.configuration import ResFormerConfig
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.flops import training_flops
 from resformer.training.log import TrainingLog
+from resformer.training.memory import peak_memory
 from resformer.training.options import FinetuneOptions, NewOptions, PretrainOptions, RunOptions
 from resformer.training.parallel import data_parallel
 from resformer.training.recipe import START, finetune_checkpoint, processor_has_bf16
@@ -42,6 +43,7 @@ class PretrainPlan:
     bytes: int  # of the tokens as int32
     tokens_per_second: float | None = None  # of all devices, measured on this one
     hours: float | None = None
+    memory: int | None = None  # bytes, the most on this device, which has the whole model
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,8 +72,9 @@ def plan_pretraining(options: PretrainOptions) -> PretrainPlan:
     """The plan, with the speed of a model of this shape here; writes nothing and reads data for a tokenizer alone."""
     config, _ = _model(options)
     plan = _plan(options, config)
-    speed = _speed(options, plan, config) * data_parallel(options, _devices())
-    return replace(plan, tokens_per_second=speed, hours=plan.tokens / speed / 3600)
+    speed, memory = _measured(options, plan, config)
+    speed *= data_parallel(options, _devices())
+    return replace(plan, tokens_per_second=speed, hours=plan.tokens / speed / 3600, memory=memory)
 
 
 def _devices() -> int:
@@ -144,8 +147,8 @@ def _run(options: PretrainOptions, plan: PretrainPlan) -> FinetuneOptions:
     )
 
 
-def _speed(options: PretrainOptions, plan: PretrainPlan, config: ResFormerConfig) -> float:
-    """Tokens a second of forward and backward passes on this device; the first pass is not timed."""
+def _measured(options: PretrainOptions, plan: PretrainPlan, config: ResFormerConfig) -> tuple[float, int]:
+    """Tokens a second on this device, and the most bytes; the first pass is not timed, and has the optimizer's step."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     with device:
         model = ResFormerForCausalLM(config).train()
@@ -160,7 +163,9 @@ def _speed(options: PretrainOptions, plan: PretrainPlan, config: ResFormerConfig
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             loss = run(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
+        if not times:
+            torch.optim.AdamW(model.parameters()).step()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         times.append(time.perf_counter() - begin)
-    return ids.numel() * (len(times) - 1) / sum(times[1:])
+    return ids.numel() * (len(times) - 1) / sum(times[1:]), peak_memory()

@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -45,6 +45,7 @@ from resformer.model_cards import TRAINING_FIELDS, trained_card
 from resformer.pushing import HubError
 from resformer.pushing import push as push_checkpoint
 from resformer.record import weight_digests
+from resformer.training.curve import CURVE, draw_curves
 from resformer.training.data import (
     Blocks,
     PackedBlocks,
@@ -235,6 +236,9 @@ def _finetune(
             (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
             if (options.unfinished / LOG).exists():
                 shutil.copyfile(options.unfinished / LOG, folder / LOG)
+                with suppress(ImportError):  # without matplotlib there is no picture
+                    draw_curves([folder], folder / CURVE)
+                    report.recipe["curve"] = CURVE
             if (options.unfinished / "runs").exists():  # TensorBoard's
                 shutil.copytree(options.unfinished / "runs", folder / "runs")
             facts = {**report.as_dict(), **weight_digests(folder)}

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import PartialState
 from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
@@ -103,6 +105,8 @@ def record_origin(options: FinetuneOptions, config: PreTrainedConfig, report: Fi
         "temperature": options.temperature,
         "hidden_weight": options.distill_hidden,
         "hidden_layers": options.distill_hidden_layers,
+        "hardware": _hardware(),
+        "seconds": report.seconds,
     }
     report.runs = [
         {
@@ -114,3 +118,10 @@ def record_origin(options: FinetuneOptions, config: PreTrainedConfig, report: Fi
         }
     ]
     return {**well_formed(base), **({} if card is None else carried_metadata(Path(card)))}
+
+
+def _hardware() -> str:
+    processes = PartialState().num_processes
+    if torch.cuda.is_available():
+        return f"{processes} x {torch.cuda.get_device_name()}"
+    return f"{processes * torch.get_num_threads()} CPU core{'s' * (processes * torch.get_num_threads() > 1)}"

@@ -99,6 +99,7 @@ def pretrain(
     row("operations", f"{plan.flops:.3g}")
     if report is None:
         row("speed", f"{plan.tokens_per_second:,.0f} tokens/s: {plan.hours:,.1f} hours")
+        row("memory", f"{size(plan.memory or 0)} on this device, with the whole model")
         row("would write", options.output)
         return
     print_result(report, options.output)
