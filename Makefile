@@ -12,12 +12,20 @@ FLOOR_TESTS := tests/test_modeling_equations.py tests/test_low_precision.py test
 	-k "not (assisted or lookup or drafts or windows or reset or quantized or continuous)"
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow test-all test-gpu test-vllm test-floor lint types docs tour clean
+.PHONY: demo pretrain test test-slow test-all test-gpu test-vllm test-floor lint types docs tour clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
 demo: .venv/demo
 	$(BIN)/resformer demo $(ARGS)
+
+# From scratch: plain Llama and an SVFormer of 3 million parameters on the standard library's sources, in some 20 minutes
+# on two free cores. Checkpoints, cards and curves are in `pretrained`. When it was stopped, the same command goes on.
+pretrain: .venv/study
+	for method in transformer svformer; do [ -d pretrained/$$method ] || $(BIN)/resformer pretrain pretrained/$$method \
+		--method $$method --size tiny --tokenizer bpe:4096 --data standard-library --held-out 0.1 --tokens 5M \
+		--batch-tokens 8192 --resume $(ARGS) || exit 1; done
+	$(BIN)/python benchmarks/scratch.py pretrained/transformer pretrained/svformer --curve pretrained/curve.png
 
 test: .venv/test
 	$(PYTEST) -m "not slow" $(ARGS)
@@ -68,6 +76,11 @@ clean:
 .venv/demo: .venv/made
 	@echo "Installing resformer into .venv; the first time takes some minutes."
 	$(INSTALL) --editable '.[demo]'
+	touch $@
+
+.venv/study: .venv/made
+	@echo "Installing resformer into .venv; the first time takes some minutes."
+	$(INSTALL) --editable '.[study]'
 	touch $@
 
 # The packages of .venv, with an older Transformers, and what it asks for, before them.

@@ -3,13 +3,13 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -50,7 +50,6 @@ def start(work: Path, output: str, processes: int, *options: str) -> "subprocess
         env={**os.environ, **environment},
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
     )
 
 
@@ -91,7 +90,9 @@ def test_a_killed_run_on_two_processes_resumes_to_the_bit(name: str, work: Path)
     process = start(work, f"{name}-killed", processes, *options)
     for line in process.stderr or ():
         if re.match("step 60/", line):
-            os.killpg(process.pid, signal.SIGKILL)
+            launcher = psutil.Process(process.pid)
+            for each in (*launcher.children(recursive=True), launcher):  # which are in sessions of their own
+                each.kill()
             break
     process.communicate()
     assert not (work / f"{name}-killed").exists()

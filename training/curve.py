@@ -28,8 +28,8 @@ def draw_curves(folders: Sequence[Path], picture: Path) -> None:
             points = [(entry["tokens"] / 1e6, entry[key]) for entry in log if key in entry]
             if points:
                 label = f"{folder.name}, {what}" if len(folders) > 1 else what
-                thin = {"linewidth": 0.8, "alpha": 0.5} if key == "loss" else {}
-                axes.plot(*zip(*points, strict=True), style, label=label, color=f"C{number}", markersize=4, **thin)
+                alpha = 0.5 if key == "loss" else 1.0
+                axes.plot(*zip(*points, strict=True), style, label=label, color=f"C{number}", ms=4, alpha=alpha)
     axes.set(xlabel="training tokens, millions", ylabel="loss, nats per token")
     axes.legend()
     figure.savefig(picture, dpi=120)

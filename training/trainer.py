@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from tqdm import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
@@ -48,8 +48,11 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
         """Of a sharded model each process writes its parts: the stock Trainer would write those of the first."""
         if not self._sharded:
             return super()._save_optimizer_and_scheduler(output_dir)
-        model, optimizer = get_state_dict(self.model, self.optimizer.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=Path(output_dir) / _SHARDS)
+        optimizer: Any = self.optimizer
+        parts: dict[str, Any] = dict(
+            zip(("model", "optimizer"), get_state_dict(self.model, optimizer.optimizer), strict=True)
+        )
+        state_dict_saver.save(parts, checkpoint_id=Path(output_dir) / _SHARDS)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
@@ -60,10 +63,14 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not self._sharded:
             return super()._load_optimizer_and_scheduler(checkpoint)
-        optimizer = self.optimizer.optimizer
-        model_state, optimizer_state = get_state_dict(self.model, optimizer)
-        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=Path(checkpoint) / _SHARDS)
-        set_state_dict(self.model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        optimizer: Any = self.optimizer
+        parts: dict[str, Any] = dict(
+            zip(("model", "optimizer"), get_state_dict(self.model, optimizer.optimizer), strict=True)
+        )
+        state_dict_loader.load(parts, checkpoint_id=Path(checkpoint) / _SHARDS)
+        set_state_dict(
+            self.model, optimizer.optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
+        )
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
