@@ -198,6 +198,7 @@ def from_file(context: typer.Context, path: Path, settings: Collection[str] = ()
         options = {option.removeprefix("--"): each for each in context.command.params for option in each.opts}
         given: dict[str, Any] = {}
         more = values.pop("set", {})
+        more = assignments(more) if isinstance(more, list) else dict(more)
         for name, value in values.items():
             option = str(name).replace("_", "-")
             if option not in options and name not in settings:
@@ -213,6 +214,8 @@ def from_file(context: typer.Context, path: Path, settings: Collection[str] = ()
                 os.path.expanduser(each) if isinstance(each, str) else each  # no shell expands ~ in a file
                 for each in (value if isinstance(value, list) else [value])
             ]
+            if not several and len(values_) != 1:
+                raise ValueError(f"{path}: {name} is {value!r}; expected one value.")
             given[options[option].name] = values_ if several else values_[0]
         if more:
             given[options["set"].name] = [f"{name}={json.dumps(json_or_text(value))}" for name, value in more.items()]
