@@ -22,8 +22,8 @@ __all__ = [
     "weighted_sum",
 ]
 
-#: The weights of one row: `(K,)`, or K numbers.
-Row = torch.Tensor | Sequence[float]
+#: The weights of one row: `(K,)`, or K numbers or scalars.
+Row = torch.Tensor | Sequence[float | torch.Tensor]
 
 
 @dataclass(frozen=True)
