@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from resformer.analysis.attention import IMPLEMENTATION
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
-from resformer.errors import CheckpointError, brief
+from resformer.errors import CheckpointError, one_line
 from resformer.files import json_value
 from resformer.modeling.connection import plain_matrix
 from resformer.untrusted import check_folder
@@ -258,7 +258,7 @@ def _measured(
         model.set_attn_implementation(IMPLEMENTATION)
         yield measure
     except NotImplementedError as error:
-        raise CheckpointError(f"{type(model).__name__}: {brief(error)}.") from error
+        raise CheckpointError(f"{type(model).__name__}: {one_line(error)}.") from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -282,7 +282,7 @@ def _load(checkpoint: str, dtype: torch.dtype, device: str | torch.device | None
     except ImportError:
         raise
     except Exception as error:  # Transformers and safetensors raise many types of exceptions for a bad file
-        raise CheckpointError(f"{checkpoint}: cannot be loaded: {brief(error)}") from error
+        raise CheckpointError(f"{checkpoint}: cannot be loaded: {one_line(error)}") from error
     prefix = f"{model.base_model_prefix}."  # the head, which a classifier has not, is not run
     if missing := sorted(name for name in loading["missing_keys"] if name.startswith(prefix)):
         raise CheckpointError(f"{checkpoint}: {missing[0]} is missing, with {len(missing) - 1} other tensors.")

@@ -17,7 +17,7 @@ from resformer.convert.deciding import Decision, check_tensors
 from resformer.convert.reading import side_file
 from resformer.convert.source import OpenedSource, open_source
 from resformer.convert.to_folder import Options, Report, carry_out
-from resformer.errors import CheckpointError, shown
+from resformer.errors import CheckpointError, quoted
 from resformer.files import EVAL_RESULTS, check_target
 from resformer.record import RECORD
 from resformer.version import __version__
@@ -119,12 +119,12 @@ def config_with_code(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
     if (model_type := config.get("model_type")) != ResFormerConfig.model_type:
         raise CheckpointError(
-            f"{name}: is a checkpoint of {shown(model_type)}, which Transformers loads by itself. `resformer convert` "
+            f"{name}: is a checkpoint of {quoted(model_type)}, which Transformers loads by itself. `resformer convert` "
             "gives it connections."
         )
     if (architectures := config.get("architectures", [_CAUSAL_LM])) != [_CAUSAL_LM]:
         raise CheckpointError(
-            f"{name}: config.json has architectures={shown(architectures)}; only {_CAUSAL_LM} can be bundled. "
+            f"{name}: config.json has architectures={quoted(architectures)}; only {_CAUSAL_LM} can be bundled. "
             "Train the other heads from a bundle, with trust_remote_code=True: what that saves holds the code."
         )
     return {**config, "auto_map": AUTO_MAP}

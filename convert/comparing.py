@@ -19,7 +19,7 @@ from resformer.convert.reading_back import same_bytes
 from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.convert.source import OpenedSource, open_source
 from resformer.convert.to_folder import Verify, check_verify
-from resformer.errors import CheckpointError, brief
+from resformer.errors import CheckpointError, one_line
 from resformer.files import json_value
 from resformer.modeling.connection import ConnectionKind
 from resformer.modeling.modeling_resformer import KINDS
@@ -166,7 +166,7 @@ def _check_options(verify: Verify, tokens: int, text: object, device: str | None
     try:
         torch.device(device or "cpu")
     except RuntimeError as error:
-        raise ValueError(f"device={device!r}: {brief(error, 100)}") from error
+        raise ValueError(f"device={device!r}: {one_line(error, 100)}") from error
 
 
 def _configurations(
@@ -261,7 +261,7 @@ def _token_ids(source: OpenedSource, path: Path, vocab_size: int, needed: int) -
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False, **gguf)
     except Exception as error:  # Transformers raises nearly anything for a bad tokenizer
-        raise CheckpointError(f"{source.name}: its tokenizer cannot be read: {brief(error)}") from error
+        raise CheckpointError(f"{source.name}: its tokenizer cannot be read: {one_line(error)}") from error
     ids: list[int] = tokenizer(read_bounded(path, 64 * MIB).decode("utf-8", "replace"))["input_ids"]
     if len(ids) < needed:
         raise CheckpointError(

@@ -10,7 +10,7 @@ import torch
 from resformer.configuration import ResFormerConfig
 from resformer.convert.safetensors_format import Tensor
 from resformer.convert.tensors import to_tensor, to_torch
-from resformer.errors import CheckpointError, brief
+from resformer.errors import CheckpointError, one_line
 from resformer.modeling import ResFormerForCausalLM, ResFormerForSequenceClassification, ResFormerPreTrainedModel
 from resformer.modeling.connection import Connection
 
@@ -53,7 +53,7 @@ def expected_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
         tensors = _meta_model(config.to_json_string()).state_dict()
         return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     except Exception as error:  # torch's and Transformers' any, for values that no validator looks at
-        raise CheckpointError(f"config.json makes no model: {brief(error)}") from error
+        raise CheckpointError(f"config.json makes no model: {one_line(error)}") from error
 
 
 def added_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:

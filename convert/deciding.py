@@ -14,7 +14,7 @@ from resformer.convert.reading import SideFile
 from resformer.convert.reading_back import same_bytes
 from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.convert.source import OpenedSource, Source
-from resformer.errors import CheckpointError, listed, shown
+from resformer.errors import CheckpointError, first_names, quoted
 from resformer.modeling.connection import ConnectionKind
 from resformer.modeling.modeling_resformer import KINDS
 from resformer.record import read_record
@@ -67,7 +67,7 @@ def added_kinds(config: ResFormerConfig, before: ResFormerConfig) -> list[Connec
             old, new = getattr(before, name), getattr(config, name)
             if old != new and kind.is_in(before):
                 raise CheckpointError(
-                    f"`{name}` is {shown(old)} in the source and {shown(new)} in the result: connections are added, "
+                    f"`{name}` is {quoted(old)} in the source and {quoted(new)} in the result: connections are added, "
                     "those of the source stay as they are. Name the fields to add, --method transformer --set dwa=true "
                     "for one."
                 )
@@ -130,7 +130,7 @@ def check_tensors(source: OpenedSource, expected: Mapping[str, tuple[int, ...]])
             "would be random. If the head is the embedding matrix, set tie_word_embeddings to true."
         )
     if missing := required.keys() - tensors.keys():
-        raise CheckpointError(f"{folder}: missing keys: config.json asks for {listed(missing)}.")
+        raise CheckpointError(f"{folder}: missing keys: config.json asks for {first_names(missing)}.")
     for name, tensor in tensors.items():
         if _OLD_BUFFER.fullmatch(name) and tensor.dtype in FLOATING:
             continue

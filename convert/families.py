@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import backbone_fields, without_connections
-from resformer.errors import CheckpointError, brief, shown
+from resformer.errors import CheckpointError, one_line, quoted
 
 __all__ = ["FAMILIES", "backbone_config", "family_config", "resformer_config", "supported"]
 
@@ -98,7 +98,7 @@ def backbone_config(config: PreTrainedConfig) -> ResFormerConfig:
     try:
         return ResFormerConfig(**fields)
     except Exception as error:  # any of the validators'
-        raise CheckpointError(f"The source's config.json is not valid: {brief(error)}") from error
+        raise CheckpointError(f"The source's config.json is not valid: {one_line(error)}") from error
 
 
 def resformer_config(config: PreTrainedConfig) -> ResFormerConfig:
@@ -124,7 +124,7 @@ def supported(model_type: object) -> str:
         )
     reason = f" ({_REASONS[model_type]})" if isinstance(model_type, str) and model_type in _REASONS else ""
     raise CheckpointError(
-        f"Checkpoints of model_type {shown(model_type)} cannot be converted{reason}: the decoder expresses "
+        f"Checkpoints of model_type {quoted(model_type)} cannot be converted{reason}: the decoder expresses "
         f"{', '.join(FAMILIES)} exactly, and no other family."
     )
 

@@ -12,7 +12,7 @@ from resformer.convert.families import backbone_config
 from resformer.convert.loading import load_model
 from resformer.convert.safetensors_format import Tensor
 from resformer.convert.tensors import to_tensor
-from resformer.errors import CheckpointError, brief
+from resformer.errors import CheckpointError, one_line
 
 __all__ = ["dequantise", "gguf_config", "gguf_headers", "save_gguf_extras"]
 
@@ -29,7 +29,7 @@ def gguf_config(path: Path) -> PreTrainedConfig:
     except (ImportError, CheckpointError):
         raise  # the ImportError names the package to install
     except Exception as error:  # Transformers and gguf raise nearly anything for a bad file
-        raise CheckpointError(f"{path}: cannot be read as GGUF: {brief(error)}") from error
+        raise CheckpointError(f"{path}: cannot be read as GGUF: {one_line(error)}") from error
     return config
 
 

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[att
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined]
 
 from resformer.convert.safetensors_format import Shard, Tensor, check_shard, read_shard
-from resformer.errors import CheckpointError, brief
+from resformer.errors import CheckpointError, one_line
 from resformer.untrusted import MOST_BYTES
 
 __all__ = ["HubFiles"]
@@ -107,7 +107,7 @@ class HubFiles:
             raise
         except HTTPError as error:  # of the connection, to the Hub or to the storage that it names
             where = error.request.url.host
-            raise CheckpointError(f"{self.repo_id}: {name} cannot be read from {where}: {brief(error)}.") from error
+            raise CheckpointError(f"{self.repo_id}: {name} cannot be read from {where}: {one_line(error)}.") from error
         if len(content) != length:
             raise CheckpointError(
                 f"{self.repo_id}: asked for {length:,} bytes of {name} from byte {start:,} on, the server sent "

@@ -6,7 +6,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from resformer.configuration import ResFormerConfig
-from resformer.errors import CheckpointError, brief, listed, plain
+from resformer.errors import CheckpointError, first_names, one_line, plain
 from resformer.modeling import ResFormerForCausalLM
 
 __all__ = ["load_model", "model_on_meta"]
@@ -33,10 +33,10 @@ def load_model(where: object, config: PreTrainedConfig, **arguments: Any) -> Pre
     except ImportError:
         raise  # a missing package, which the message names
     except Exception as error:  # Transformers, safetensors and gguf raise nearly anything for a bad file
-        raise CheckpointError(f"{plain(where)}: cannot be loaded: {brief(error)}") from error
+        raise CheckpointError(f"{plain(where)}: cannot be loaded: {one_line(error)}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if problems := loading.get(kind):
-            raise CheckpointError(f"{plain(where)}: {kind.replace('_', ' ')}: {listed(set(map(str, problems)))}.")
+            raise CheckpointError(f"{plain(where)}: {kind.replace('_', ' ')}: {first_names(set(map(str, problems)))}.")
     return model.eval()
 
 

@@ -6,7 +6,7 @@ import torch
 
 from resformer.convert.safetensors_format import Tensor
 from resformer.convert.tensors import CODES, to_tensor
-from resformer.errors import CheckpointError, brief, shown
+from resformer.errors import CheckpointError, one_line, quoted
 from resformer.untrusted import MIB, bare_name, read_json, regular_file
 
 __all__ = ["PICKLE_INDEX", "pickle_names", "read_pickles"]
@@ -32,10 +32,12 @@ def read_pickles(folder: Path) -> list[Tensor]:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # a pickle can fail in any way
-            raise CheckpointError(f"{folder / name}: cannot be read with weights_only=True: {brief(error)}") from error
+            raise CheckpointError(
+                f"{folder / name}: cannot be read with weights_only=True: {one_line(error)}"
+            ) from error
         for key, value in state.items() if isinstance(state, dict) else ():
             if not isinstance(key, str) or key in tensors or not _is_stored_whole(value):
-                raise CheckpointError(f"{folder / name}: {shown(key)} is no plain floating tensor, or is there twice.")
+                raise CheckpointError(f"{folder / name}: {quoted(key)} is no plain floating tensor, or is there twice.")
             tensors[key] = to_tensor(key, value)
     if not tensors:
         raise CheckpointError(f"{folder}: its *.bin files hold no tensors.")

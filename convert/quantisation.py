@@ -9,7 +9,7 @@ import torch
 
 from resformer.convert.reading import Checkpoint
 from resformer.convert.safetensors_format import Shard, Tensor
-from resformer.errors import CheckpointError, shown
+from resformer.errors import CheckpointError, quoted
 from resformer.untrusted import MIB
 
 __all__ = ["Dequantised", "check_quantisation", "dequantise_fp8"]
@@ -92,7 +92,7 @@ def check_quantisation(where: Path, quantisation: object) -> None:
             "quantization_config=CompressedTensorsConfig(dequantize=True)); "
             'model.save_pretrained("dequantised").'
         )
-    raise CheckpointError(f"{where}: the checkpoint is quantised ({shown(quantisation)}); {way}")
+    raise CheckpointError(f"{where}: the checkpoint is quantised ({quoted(quantisation)}); {way}")
 
 
 def dequantise_fp8(checkpoint: Checkpoint, block: object) -> Checkpoint:
@@ -105,7 +105,7 @@ def dequantise_fp8(checkpoint: Checkpoint, block: object) -> Checkpoint:
         CheckpointError: a scale is missing, or does not belong to whole blocks of its weight; or `block` is not such.
     """
     if block is not None and not (isinstance(block, list) and all(type(edge) is int and edge > 0 for edge in block)):
-        raise CheckpointError(f"{checkpoint.folder}: weight_block_size is {shown(block)}; expected [rows, columns].")
+        raise CheckpointError(f"{checkpoint.folder}: weight_block_size is {quoted(block)}; expected [rows, columns].")
     tensors = checkpoint.tensors
     weights = {name: tensor for name, tensor in tensors.items() if tensor.dtype == "F8_E4M3"}
     if not weights:
@@ -123,7 +123,7 @@ def dequantise_fp8(checkpoint: Checkpoint, block: object) -> Checkpoint:
 
 def _dequantised(weight: Tensor, scales: Tensor | None, block: Sequence[int]) -> Dequantised:
     if scales is None:
-        raise CheckpointError(f"{weight.place}: is quantised to fp8, and there is no {shown(weight.name + _SCALE)}.")
+        raise CheckpointError(f"{weight.place}: is quantised to fp8, and there is no {quoted(weight.name + _SCALE)}.")
     if scales.dtype not in _SCALE_DTYPES:
         expected = ", ".join(_SCALE_DTYPES)
         raise CheckpointError(f"{scales.place}: has dtype {scales.dtype}; scales are read in {expected}.")
@@ -142,6 +142,6 @@ def _dequantised(weight: Tensor, scales: Tensor | None, block: Sequence[int]) ->
     if cut:
         raise CheckpointError(
             f"{scales.place}: the last block of the weight, {list(weight.shape)}, is smaller than weight_block_size, "
-            f"{shown(block)}. Convert the model that it was made from."
+            f"{quoted(block)}. Convert the model that it was made from."
         )
     return Dequantised(weight.name, "BF16", weight.shape, memoryview(b""), weight, scales)

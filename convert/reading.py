@@ -12,7 +12,7 @@ from pathlib import Path
 
 from resformer.convert.hub_headers import HubFiles
 from resformer.convert.safetensors_format import MOST_TENSORS, Shard, Tensor, read_shard
-from resformer.errors import CheckpointError, brief, listed, shown
+from resformer.errors import CheckpointError, first_names, one_line, quoted
 from resformer.files import LISTING
 from resformer.untrusted import MIB, MOST_BYTES, TEMPLATE_FOLDERS, bare_name, read_json, regular_file
 
@@ -131,7 +131,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if len(folded) != len(names):
         alike = next(name for name in names if folded[name.casefold()] != name)
         raise CheckpointError(
-            f"{index}: the files {shown(alike)} and {shown(folded[alike.casefold()])} differ by case alone."
+            f"{index}: the files {quoted(alike)} and {quoted(folded[alike.casefold()])} differ by case alone."
         )
     return weight_map
 
@@ -141,16 +141,16 @@ def _indexed_shards(folder: Path, index: Path, hub: HubFiles | None) -> list[Sha
     names = sorted(set(weight_map.values()))
     absent = {name for name in names if not (folder / name).exists() and (hub is None or name not in hub.sizes)}
     if absent:
-        raise CheckpointError(f"{folder}: the index names files that are missing: {listed(absent)}.")
+        raise CheckpointError(f"{folder}: the index names files that are missing: {first_names(absent)}.")
     shards = _read_all([folder / name for name in names], hub)
     for name, shard in zip(names, shards, strict=True):
         stored = {tensor.name for tensor in shard.tensors}
         expected = {tensor for tensor, file in weight_map.items() if file == name}
         if missing := expected - stored:
-            raise CheckpointError(f"{folder / name}: lacks tensors that the index puts there: {listed(missing)}.")
+            raise CheckpointError(f"{folder / name}: lacks tensors that the index puts there: {first_names(missing)}.")
         if surplus := stored - expected:
             raise CheckpointError(
-                f"{folder / name}: holds tensors that the index does not put there: {listed(surplus)}."
+                f"{folder / name}: holds tensors that the index does not put there: {first_names(surplus)}."
             )
     return shards
 
@@ -169,7 +169,7 @@ def _unindexed_shards(folder: Path) -> tuple[list[Shard], list[str]]:
             f"{folder}: has no *.safetensors file.{why_none([path.name for path in folder.iterdir()])}"
         )
     if len(series) != 1:
-        found = f"found {listed(set(files))}"
+        found = f"found {first_names(set(files))}"
         raise CheckpointError(
             f"{folder}: expected {SINGLE}, or {INDEX}, or one series model-00001-of-0000N.safetensors; {found}."
         )
@@ -177,7 +177,7 @@ def _unindexed_shards(folder: Path) -> tuple[list[Shard], list[str]]:
     if missing := set(range(1, min(int(count), 1000) + 1)) - {int(match[2]) for match in numbered.values()}:
         raise CheckpointError(
             f"{folder}: has no {INDEX}, and of {int(count)} shards these numbers are missing: "
-            f"{listed({f'{number:05}' for number in missing})}."
+            f"{first_names({f'{number:05}' for number in missing})}."
         )
     shards = _read_all([folder / name for name in sorted(numbered)])
     return shards, [f"{folder}: has no {INDEX}; the headers of its {len(shards)} shards were read instead."]
@@ -188,11 +188,11 @@ def why_none(names: Iterable[str]) -> str:
     names = sorted(names)
     if pickles := [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]:
         return (
-            f" {brief(pickles[0])} would have to be unpickled: `resformer convert` does it, restricted to tensors, "
+            f" {one_line(pickles[0])} would have to be unpickled: `resformer convert` does it, restricted to tensors, "
             "with --allow-pickle (allow_pickle=True)."
         )
     if ggufs := [name for name in names if name.endswith(".gguf")]:
-        return f" It holds {listed(ggufs)}: name that file."
+        return f" It holds {first_names(ggufs)}: name that file."
     return ""
 
 
@@ -202,7 +202,7 @@ def _read_all(paths: list[Path], hub: HubFiles | None = None) -> list[Shard]:
     for path, shard in zip(paths, headers, strict=True):
         for tensor in shard.tensors:
             if tensor.name in seen:
-                raise CheckpointError(f"{path}: tensor {shown(tensor.name)} is in {seen[tensor.name].name} too.")
+                raise CheckpointError(f"{path}: tensor {quoted(tensor.name)} is in {seen[tensor.name].name} too.")
             seen[tensor.name] = path
         if len(seen) > MOST_TENSORS:
             raise CheckpointError(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from resformer.convert.reading import Checkpoint, SideFile, read_checkpoint
 from resformer.convert.safetensors_format import Shard, Tensor
-from resformer.errors import VerificationError, listed
+from resformer.errors import VerificationError, first_names
 from resformer.untrusted import open_regular, reading
 
 __all__ = ["check_bytes", "check_headers", "check_side_files", "compare_headers", "first_bytes", "same_bytes"]
@@ -29,8 +29,8 @@ def compare_headers(folder: Path, stored: Mapping[str, Tensor], expected: Mappin
     """Raises `VerificationError` if names, dtypes or shapes differ."""
     if stored.keys() != expected.keys():
         raise VerificationError(
-            f"{folder}: lacks {listed(expected.keys() - stored.keys()) or 'nothing'}, holds beyond the plan "
-            f"{listed(stored.keys() - expected.keys()) or 'nothing'}."
+            f"{folder}: lacks {first_names(expected.keys() - stored.keys()) or 'nothing'}, holds beyond the plan "
+            f"{first_names(stored.keys() - expected.keys()) or 'nothing'}."
         )
     for name, tensor in stored.items():
         planned = expected[name]

@@ -17,7 +17,7 @@ from resformer.convert.deciding import Decision, added_kinds, check_tensors, con
 from resformer.convert.families import family_config
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.to_folder import Options, Report, carry_out, published_name
-from resformer.errors import CheckpointError, brief
+from resformer.errors import CheckpointError, one_line
 from resformer.files import check_target
 from resformer.modeling.connection import Connection
 from resformer.record import RECORD, read_record
@@ -144,4 +144,4 @@ def _recorded_config(source: Source, config: ResFormerConfig) -> ResFormerConfig
     try:
         return without_connections(config, **known)
     except Exception as error:  # any of the validators'
-        raise CheckpointError(f"{source.folder / RECORD}: source_fields are not valid: {brief(error)}") from error
+        raise CheckpointError(f"{source.folder / RECORD}: source_fields are not valid: {one_line(error)}") from error

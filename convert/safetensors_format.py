@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from resformer.errors import CheckpointError, shown
+from resformer.errors import CheckpointError, quoted
 from resformer.untrusted import MIB, open_regular, parse_json, reading, regular_file
 
 __all__ = ["DTYPE_BITS", "FLOATING", "MOST_TENSORS", "Shard", "Tensor", "check_shard", "header_bytes", "read_shard"]
@@ -60,7 +60,7 @@ class Tensor:
     def place(self) -> str:
         """For messages: file and tensor."""
         where = f"{self.data[0]}: " if isinstance(self.data, tuple) else ""
-        return f"{where}tensor {shown(self.name)}"
+        return f"{where}tensor {quoted(self.name)}"
 
     def pieces(self, size: int = 4 * MIB) -> Iterator[memoryview]:
         """The bytes, `size` at a time, each piece valid until the next one is read into the same buffer.
@@ -148,31 +148,31 @@ def check_shard(path: Path, real: Path, size: int, read: Callable[[int, int], by
     for begin, end, tensor in tensors:
         if begin != position:
             what = "overlaps" if begin < position else "leaves a hole after"
-            before = f"tensor {shown(last)}" if last is not None else "the header"
+            before = f"tensor {quoted(last)}" if last is not None else "the header"
             raise CheckpointError(
-                f"{path}: tensor {shown(tensor.name)} {what} {before}: it begins at byte {begin:,} of the data, "
+                f"{path}: tensor {quoted(tensor.name)} {what} {before}: it begins at byte {begin:,} of the data, "
                 f"expected {position:,}."
             )
         position, last = end, tensor.name
     if data + position != size:
         what = "is truncated" if data + position > size else "has bytes that belong to no tensor"
-        after = f" after tensor {shown(last)}" if last is not None else ""
+        after = f" after tensor {quoted(last)}" if last is not None else ""
         raise CheckpointError(f"{path}: {what}{after}: {size:,} bytes, expected {data + position:,}.")
     return Shard(real, size, tuple(tensor for _, _, tensor in tensors), path.name)
 
 
 def _tensor(real: Path, path: Path, data: int, name: str, entry: object) -> tuple[int, int, Tensor]:
     """(first byte, byte after the last, tensor); the bytes are counted from `data`."""
-    where = f"{path}: tensor {shown(name)}"
+    where = f"{path}: tensor {quoted(name)}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{where}: expected dtype, shape and data_offsets, found {shown(entry)}.")
+        raise CheckpointError(f"{where}: expected dtype, shape and data_offsets, found {quoted(entry)}.")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise CheckpointError(f"{where}: unknown dtype {shown(dtype)}.")
+        raise CheckpointError(f"{where}: unknown dtype {quoted(dtype)}.")
     if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
-        raise CheckpointError(f"{where}: shape {shown(shape)} is no list of at most {_MOST_DIMENSIONS} sizes.")
+        raise CheckpointError(f"{where}: shape {quoted(shape)} is no list of at most {_MOST_DIMENSIONS} sizes.")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{where}: data_offsets {shown(offsets)} are no [start, stop] with 0 <= start <= stop.")
+        raise CheckpointError(f"{where}: data_offsets {quoted(offsets)} are no [start, stop] with 0 <= start <= stop.")
     begin, end = offsets
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits != 8 * (end - begin):

@@ -44,7 +44,7 @@ from resformer.convert.reading import (
 )
 from resformer.convert.safetensors_format import MOST_TENSORS, Shard
 from resformer.convert.tensors import dominant_dtype, to_torch
-from resformer.errors import CheckpointError, brief, listed, shown
+from resformer.errors import CheckpointError, first_names, one_line, quoted
 from resformer.files import EVAL_RESULTS
 from resformer.record import RECORD
 from resformer.untrusted import MIB, MOST_BYTES, read_json
@@ -221,7 +221,7 @@ def _open(source: str | Path, revision: str | None, *, resformer: bool) -> Sourc
     if os.path.exists(path) and not path.is_dir() and path.suffix != ".gguf":
         raise CheckpointError(f"{path}: expected a checkpoint folder, a .gguf file or a Hub id.")
     if path.is_absolute() and not os.path.lexists(path):
-        raise CheckpointError(f"{brief(name)}: there is no such file or folder.")
+        raise CheckpointError(f"{one_line(name)}: there is no such file or folder.")
     if revision is not None and os.path.exists(path):
         raise CheckpointError(f"{path}: --revision {revision} is for Hub ids, this is local.")
     if os.path.isfile(path):
@@ -314,7 +314,8 @@ def asking_hub(name: str) -> Iterator[None]:
         yield
     except (HTTPError, HFValidationError, OSError) as error:
         raise CheckpointError(
-            f"{brief(name)}: is neither a local folder nor a .gguf file, and the Hub did not give it: {brief(error)}"
+            f"{one_line(name)}: is neither a local folder nor a .gguf file, and the Hub did not give it: "
+            f"{one_line(error)}"
         ) from error
 
 
@@ -324,7 +325,7 @@ def _config_file(folder: Path, names: Collection[str]) -> Path:
         return folder / "config.json"
     hint = ""
     if ggufs := [name for name in names if name.endswith(".gguf")]:
-        hint = f" It holds {listed(ggufs)}: name that file."
+        hint = f" It holds {first_names(ggufs)}: name that file."
     elif "adapter_config.json" in names:
         hint = " It is a PEFT adapter: merge it into its model and save that (`merge_and_unload`)."
     elif "params.json" in names:
@@ -347,13 +348,13 @@ def _clean_config(where: Path, raw: Mapping[str, Any], *, resformer: bool) -> tu
     for key, usual in (("is_causal", True), ("transformers_weights", None)):
         if raw.get(key, usual) != usual:
             raise CheckpointError(
-                f"{where}: {key} is {shown(raw[key])}, with which Transformers loads another model than the causal one "
-                "of the usual files; only that can be converted."
+                f"{where}: {key} is {quoted(raw[key])}, with which Transformers loads another model than the causal "
+                "one of the usual files; only that can be converted."
             )
     for key in _SIZES:
         value = raw.get(key)
         if value is not None and not (type(value) is int and 0 <= value < 2**31):
-            raise CheckpointError(f"{where}: {key} is {shown(value)}; expected a size.")
+            raise CheckpointError(f"{where}: {key} is {quoted(value)}; expected a size.")
     layers = raw.get("num_hidden_layers")
     if layers is not None and not 0 < layers <= _MOST_LAYERS:  # lists of that length would be made
         raise CheckpointError(f"{where}: num_hidden_layers is {layers:,}; expected 1 to {_MOST_LAYERS:,}.")
@@ -364,7 +365,9 @@ def _clean_config(where: Path, raw: Mapping[str, Any], *, resformer: bool) -> tu
     try:
         config = config_class.from_dict({key: value for key, value in raw.items() if key in known})
     except Exception as error:  # any of the validators', or of arithmetic with what they let pass
-        raise CheckpointError(f"{where}: cannot be read as a configuration of {model_type}: {brief(error)}") from error
+        raise CheckpointError(
+            f"{where}: cannot be read as a configuration of {model_type}: {one_line(error)}"
+        ) from error
     if config_class is ResFormerConfig and raw.get("architectures") == CLASSIFIER:
         config.architectures = CLASSIFIER
         if isinstance(labels := raw.get("id2label"), dict):  # without it: two, as in Transformers
@@ -389,7 +392,7 @@ def _check_layers(checkpoint: Checkpoint, expected: int) -> None:
     if stored == 0 and checkpoint.tensors:
         raise CheckpointError(
             f"{checkpoint.folder}: missing keys: no tensor is called model.layers.N...; one is called "
-            f"{shown(next(iter(checkpoint.tensors)))}. Save the model with its head (`...ForCausalLM`)."
+            f"{quoted(next(iter(checkpoint.tensors)))}. Save the model with its head (`...ForCausalLM`)."
         )
     if stored * _TENSORS_OF_A_LAYER > len(checkpoint.tensors):
         raise CheckpointError(

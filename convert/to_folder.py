@@ -26,7 +26,7 @@ from resformer.convert.reading_back import check_bytes, check_headers, check_sid
 from resformer.convert.source import Source
 from resformer.convert.tensors import Rounding
 from resformer.convert.writing import Transfer, check_space, expected_transfer, flush, write_plan
-from resformer.errors import CheckpointError, OutputError, VerificationError, brief, listed
+from resformer.errors import CheckpointError, OutputError, VerificationError, first_names, one_line
 from resformer.files import replacing, write_text
 from resformer.progress import progress_bar
 
@@ -258,7 +258,7 @@ def _compare(decision: Decision, output: Path, partial: Path, rounding: Rounding
         wrong = not_finite(source.checkpoint.tensors.values())
         raise CheckpointError(
             f"{source.folder}: the source's logits are not finite, so comparing them proves nothing: NaN or infinite "
-            f"numbers are in {listed(wrong) or 'none of its tensors: check config.json'}. "
+            f"numbers are in {first_names(wrong) or 'none of its tensors: check config.json'}. "
             "Convert it anyway, its bytes unchanged, with --verify hashes (verify='hashes').",
             "--verify hashes",
         )
@@ -287,7 +287,7 @@ def generation_warnings(checkpoint: Checkpoint) -> Iterator[str]:
             try:
                 GenerationConfig.from_pretrained(checkpoint.folder, local_files_only=True).validate(strict=True)
             except Exception as error:  # its own validator's, or of a file that means something else
-                reason = brief(error)
+                reason = one_line(error)
                 yield f"generation_config.json goes along as it is, but saving the model again will fail: {reason}"
 
 

@@ -27,7 +27,7 @@ from resformer.convert.to_folder import (
     weight_files,
 )
 from resformer.convert.writing import Transfer
-from resformer.errors import CheckpointError, VerificationError, brief, listed
+from resformer.errors import CheckpointError, VerificationError, first_names, one_line
 from resformer.hub import Content, Copied, CopyError, HubError, Push, Pushed, digest, hub_api, repository_files
 from resformer.model_cards import carried_metadata
 
@@ -150,7 +150,7 @@ def _contents(decision: Decision, plan: Plan, files: Mapping[str, RepoFile], opt
     copies = [content.file for content in contents.values() if isinstance(content, Copied)]
     # huggingface_hub 2.4 asks the Hub to duplicate a file by its Xet hash and its SHA-256, and refuses without either.
     if unknown := {file.path for file in copies if file.lfs is not None and file.xet_hash is None}:
-        raise CopyError(f"the Hub copies what it stores with Xet, and these files it does not: {listed(unknown)}")
+        raise CopyError(f"the Hub copies what it stores with Xet, and these files it does not: {first_names(unknown)}")
     return contents
 
 
@@ -218,12 +218,13 @@ def _check(pushed: Pushed, contents: Mapping[str, Content], plan: Plan) -> None:
         raise
     except (HTTPError, CheckpointError) as error:
         raise HubError(
-            f"{where}: was committed, but cannot be read back: {brief(error)} Look at it: resformer inspect "
+            f"{where}: was committed, but cannot be read back: {one_line(error)} Look at it: resformer inspect "
             f"{pushed.repo_id}."
         ) from error
     if wrong:
         raise VerificationError(
-            f"{where}: these files are not what was sent: {listed(wrong)}. Delete the repository, or revert the commit."
+            f"{where}: these files are not what was sent: {first_names(wrong)}. Delete the repository, or revert the "
+            "commit."
         )
 
 

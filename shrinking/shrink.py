@@ -18,7 +18,7 @@ from resformer.convert.loading import model_on_meta
 from resformer.convert.retrofitting import RetrofitReport, write_retrofit
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.to_folder import Options, folder_name
-from resformer.errors import CheckpointError, brief
+from resformer.errors import CheckpointError, one_line
 from resformer.files import check_target
 from resformer.modeling import ResFormerForCausalLM
 from resformer.progress import progress_bar
@@ -281,7 +281,9 @@ def _given_plan(config: ResFormerConfig, path: str | Path | None, method: str | 
     try:
         without_connections(config, **sources)
     except Exception as error:  # its validators' any
-        raise CheckpointError(f"{where}: does not fit the source, which has {layers} layers: {brief(error)}") from error
+        raise CheckpointError(
+            f"{where}: does not fit the source, which has {layers} layers: {one_line(error)}"
+        ) from error
     if kinds == ("both",) and sources["key_sources"] != sources["value_sources"]:
         n = next(n for n in own if sources["key_sources"][n] != sources["value_sources"][n])
         raise CheckpointError(

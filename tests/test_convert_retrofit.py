@@ -255,7 +255,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "empty": ({}, r"empty: has no config\.json"),
     "gguf": ({}, r"x\.gguf.: name that file"),
     "llama/model.safetensors": ({}, "expected a checkpoint folder"),
-    "absent": ({}, "absent: is neither a local folder"),
+    "absent": ({}, "absent: there is no such file or folder"),
     "nobody/nothing": ({}, "nobody/nothing: is neither a local folder"),
 }
 

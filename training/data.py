@@ -32,7 +32,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from resformer.errors import CheckpointError, brief, listed
+from resformer.errors import CheckpointError, first_names, one_line
 from resformer.untrusted import check_folder
 from resformer.version import __version__
 
@@ -394,7 +394,8 @@ def load_documents(
                 chat = next((names for names in _CHAT_COLUMNS if chats and set(names) <= set(columns)), None)
                 if chat is None:
                     raise DataError(
-                        f"{source}: has no column {text_column!r} but {listed(columns)}; name one with --text-column."
+                        f"{source}: has no column {text_column!r} but {first_names(columns)}; name one with "
+                        "--text-column."
                     )
                 parts.append(part.select_columns(chat))
                 continue
@@ -484,7 +485,9 @@ def _load(source: str, *, split: str, sample_by: str, streaming: bool) -> Iterat
             saved = load_from_disk(str(path))
             if isinstance(saved, DatasetDict):
                 if split not in saved:
-                    raise DataError(f"{source}: has no split {split!r} but {listed(saved)}; name one with --split.")
+                    raise DataError(
+                        f"{source}: has no split {split!r} but {first_names(saved)}; name one with --split."
+                    )
                 saved = saved[split]
             yield saved.to_iterable_dataset() if streaming else saved
         elif (path / INDEX).is_file():
@@ -500,7 +503,7 @@ def _load(source: str, *, split: str, sample_by: str, streaming: bool) -> Iterat
             name, _, configuration = source.partition(":")
             yield load_dataset(name, configuration or None, split=split, streaming=streaming)
     except (DatasetsError, HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        detail = brief(error.__cause__ or error)
+        detail = one_line(error.__cause__ or error)
         raise DataError(f"{source}: cannot be read as a file, a folder or a dataset of the Hub: {detail}") from error
 
 
@@ -548,7 +551,7 @@ def load_tokenizer(name: str | Path, vocab_size: int | None, remedy: str, **opti
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # a corrupt file raises any
-        raise CheckpointError(f"{name}: has no tokenizer that can be loaded ({brief(error)}); {remedy}.") from error
+        raise CheckpointError(f"{name}: has no tokenizer that can be loaded ({one_line(error)}); {remedy}.") from error
     if vocab_size is not None and len(tokenizer) > vocab_size:
         raise CheckpointError(
             f"{name}: its tokenizer has {len(tokenizer):,} tokens, the model {vocab_size:,}; {remedy}."
@@ -676,7 +679,7 @@ def _checked_text(row: Mapping[str, Any]) -> str:
         return ""
     if not isinstance(text, str):
         raise DataError(
-            f"The text column holds {brief(repr(text), 60)}; expected text; name another with --text-column."
+            f"The text column holds {one_line(repr(text), 60)}; expected text; name another with --text-column."
         )
     return text
 
@@ -729,7 +732,7 @@ def _apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str,
     try:
         return tokenizer.apply_chat_template(messages, return_dict=False, **options)
     except (TemplateError, TypeError, KeyError, ValueError) as error:
-        raise DataError(f"A chat does not fit the tokenizer's chat template: {brief(error)}") from error
+        raise DataError(f"A chat does not fit the tokenizer's chat template: {one_line(error)}") from error
 
 
 _TOKENS = Features({"input_ids": List(Value("int32")), "learned": List(Value("bool"))})

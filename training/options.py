@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from typer import Argument, Option
 
-from resformer.errors import listed
+from resformer.errors import first_names
 
 __all__ = [
     "OF_A_METHOD",
@@ -77,7 +77,7 @@ def weighted_sources(sources: Sequence[str]) -> tuple[list[str], list[float] | N
         else:
             names.append(source)
     if weights and (len(weights) < len(names) or not all(weights)):
-        raise ValueError(f"data is {listed(sources)}; give a weight above 0 to every source, or to none.")
+        raise ValueError(f"data is {first_names(sources)}; give a weight above 0 to every source, or to none.")
     return names, [weight / sum(weights) for weight in weights] or None
 
 

@@ -39,7 +39,7 @@ from transformers import (
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
 from resformer.environment import cpu_has_bf16
-from resformer.errors import CheckpointError, OutputError, ResFormerError, brief
+from resformer.errors import CheckpointError, OutputError, ResFormerError, one_line
 from resformer.files import check_apart, check_target, locked, replacing
 from resformer.model_cards import TRAINING_FIELDS, trained_card
 from resformer.pushing import HubError
@@ -343,7 +343,7 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
     try:
         return TrainingArguments(**{**defaults, **options.trainer, **fixed})
     except TypeError as error:
-        raise ValueError(f"An argument of the Trainer is of the wrong kind: {brief(error)}") from error
+        raise ValueError(f"An argument of the Trainer is of the wrong kind: {one_line(error)}") from error
 
 
 def _check_argument(name: str, value: Any) -> None:
@@ -383,7 +383,7 @@ def _check_unfinished(options: FinetuneOptions, now: dict[str, Any]) -> None:
         try:
             before = json.loads((folder / "arguments.json").read_text())
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder}: is no unfinished run ({brief(error)}); remove it.") from error
+            raise CheckpointError(f"{folder}: is no unfinished run ({one_line(error)}); remove it.") from error
         now = json.loads(json.dumps(now))
         if different := sorted(name for name in now if now[name] != before.get(name)):
             changes = ", ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in different)
@@ -415,7 +415,7 @@ def _loaded(auto_class: Any, name: str, **options: Any) -> Any:
         return auto_class.from_pretrained(name, trust_remote_code=False, **options)
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(
-            f"{name}: is no checkpoint folder or Hub id that can be loaded: {brief(error)}"
+            f"{name}: is no checkpoint folder or Hub id that can be loaded: {one_line(error)}"
         ) from error
 
 

@@ -13,7 +13,7 @@ from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
 from resformer.convert.reading_back import first_bytes
 from resformer.convert.source import OpenedSource, open_source
-from resformer.errors import CheckpointError, brief, listed
+from resformer.errors import CheckpointError, first_names, one_line
 from resformer.files import replace_text
 from resformer.model_cards import (
     TRAINING_FIELDS,
@@ -156,7 +156,8 @@ def checkpoint_card(
     of_this = [metric for metric in results if metric.is_of(config)]
     if results and not of_this:
         raise CheckpointError(
-            f"{listed(list(map(str, metric_files)))}: no result is of this model; a study has those of its own models."
+            f"{first_names(list(map(str, metric_files)))}: no result is of this model; a study has those of its own "
+            "models."
         )
     base = base_model_of(config)
     source_card = {**well_formed(base), **carried_metadata(checkpoint / "README.md")}
@@ -231,7 +232,7 @@ def _check_form(value: Any, form: Any, where: str) -> None:
     try:
         type_validator(where, value, type(form) if isinstance(form, (dict, list)) else form)
     except TypeError as error:
-        raise CheckpointError(f"A card cannot state this: {brief(error)}.") from error
+        raise CheckpointError(f"A card cannot state this: {one_line(error)}.") from error
     if isinstance(form, dict):
         for name, inner in form.items():
             if name not in value:

@@ -3,7 +3,16 @@
 import reprlib
 from collections.abc import Collection
 
-__all__ = ["CheckpointError", "OutputError", "ResFormerError", "VerificationError", "brief", "listed", "plain", "shown"]
+__all__ = [
+    "CheckpointError",
+    "OutputError",
+    "ResFormerError",
+    "VerificationError",
+    "first_names",
+    "one_line",
+    "plain",
+    "quoted",
+]
 
 
 class ResFormerError(Exception):
@@ -35,7 +44,7 @@ _short = reprlib.Repr()
 _short.maxstring = 120
 
 
-def shown(name: object) -> str:
+def quoted(name: object) -> str:
     """A name from a file, quoted, with control characters and lone surrogates escaped, and of a bounded length."""
     return _short.repr(name)
 
@@ -45,14 +54,14 @@ def plain(text: object) -> str:
     return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in str(text))
 
 
-def brief(text: object, most: int = 400) -> str:
+def one_line(text: object, most: int = 400) -> str:
     """Shortens a library's error text to one line, with control characters escaped."""
     line = " ".join(str(text).splitlines())
     return plain(line[:most]) if len(line) <= most else f"{plain(line[:most])}..."
 
 
-def listed(names: Collection[str], most: int = 5) -> str:
+def first_names(names: Collection[str], most: int = 5) -> str:
     """Some names from a file: the first `most`, sorted, and how many more there are."""
     ordered = sorted(names)
     more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
-    return ", ".join(shown(name) for name in ordered[:most]) + more
+    return ", ".join(quoted(name) for name in ordered[:most]) + more

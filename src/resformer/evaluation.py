@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from resformer.environment import install_hint
-from resformer.errors import CheckpointError, brief
+from resformer.errors import CheckpointError, one_line
 from resformer.untrusted import check_folder, read_json
 from resformer.version import __version__
 
@@ -181,7 +181,7 @@ def _device(device: str | None) -> str:
     try:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:  # the harness would silently take another device
-        raise ValueError(f"device={device!r} cannot be used: {brief(error)}") from error
+        raise ValueError(f"device={device!r} cannot be used: {one_line(error)}") from error
     return device
 
 
@@ -224,7 +224,7 @@ def _load(arguments: dict[str, Any], backend: str, **options: Any) -> Any:
     except ImportError:
         raise
     except Exception as error:  # Transformers and safetensors raise many types of exceptions for a bad file
-        raise CheckpointError(f"{arguments['pretrained']}: cannot be loaded: {brief(error)}") from error
+        raise CheckpointError(f"{arguments['pretrained']}: cannot be loaded: {one_line(error)}") from error
 
 
 def _vllm_model_class() -> Any:

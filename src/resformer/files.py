@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from resformer.errors import CheckpointError, OutputError, listed
+from resformer.errors import CheckpointError, OutputError, first_names
 from resformer.untrusted import MOST_BYTES, open_regular, read_json
 
 __all__ = [
@@ -72,7 +72,8 @@ def check_target(target: Path, *inputs: str | Path, made_by: str, force: bool) -
         name for name, found in _fingerprints(target).items() if found is None or (name, found) not in known
     ]:
         raise CheckpointError(
-            f"{target}: holds {listed(foreign)}, which `resformer {made_by}` did not write, or not as it is. {kept}"
+            f"{target}: holds {first_names(foreign)}, which `resformer {made_by}` did not write, or not as it is. "
+            f"{kept}"
         )
     if not force:
         raise CheckpointError(

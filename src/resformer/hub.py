@@ -23,7 +23,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 )
 from huggingface_hub.hf_api import RepoFile
 
-from resformer.errors import CheckpointError, ResFormerError, brief, listed
+from resformer.errors import CheckpointError, ResFormerError, first_names, one_line
 from resformer.files import EVAL_RESULTS
 from resformer.version import __version__
 
@@ -122,8 +122,8 @@ class Push:
             raise HubError(f"{repo_id}: has a tag {self.tag} already; choose another. Nothing was pushed.")
         if not self.replace and (present := repository_files(api, repo_id, self.revision).keys() - _EMPTY):
             raise HubError(
-                f"{repo_id}: holds {listed(present)} already. Replace its files with --force (force=True); its history "
-                "keeps them."
+                f"{repo_id}: holds {first_names(present)} already. Replace its files with --force (force=True); its "
+                "history keeps them."
             )
         if self.gated is not None:  # before there is anything to download
             api.update_repo_settings(repo_id, gated=self.gated)
@@ -182,11 +182,11 @@ class Push:
                     raise self._error(error) from error
                 time.sleep(pause)
             except FileDuplicationError as error:
-                raise CopyError(f"the Hub does not copy its files: {brief(error)}") from error
+                raise CopyError(f"the Hub does not copy its files: {one_line(error)}") from error
             except RuntimeError as error:  # "Error while uploading ...", from an error that was tried again already
                 raise self._error(error.__cause__ or error) from error
             except ValueError as error:  # the Hub rejects the card's metadata
-                raise CheckpointError(f"{self.source}: {brief(error)}") from error
+                raise CheckpointError(f"{self.source}: {one_line(error)}") from error
         raise AssertionError("the last attempt returns or raises")
 
     def _error(self, error: BaseException) -> HubError:
@@ -197,7 +197,7 @@ class Push:
         if isinstance(error, RevisionNotFoundError):
             return HubError(f"{repo_id}: has no branch {self.revision}.")
         if isinstance(error, HfHubHTTPError):
-            answer = brief(error.server_message or error)
+            answer = one_line(error.server_message or error)
             status = error.response.status_code
             if error.response.url.path.endswith("/lfs-files/duplicate"):
                 return CopyError(f"the Hub does not copy its files: it answered {status} ({answer})")
@@ -219,9 +219,10 @@ class Push:
             return HubError(f"{repo_id}: the Hub answered {status} ({answer}). {again}")
         if isinstance(error, HTTPError):
             return HubError(
-                f"{repo_id}: {constants.ENDPOINT} cannot be reached ({brief(error) or type(error).__name__}). {again}"
+                f"{repo_id}: {constants.ENDPOINT} cannot be reached ({one_line(error) or type(error).__name__}). "
+                f"{again}"
             )
-        return HubError(f"{repo_id}: {brief(error)}")
+        return HubError(f"{repo_id}: {one_line(error)}")
 
 
 def hub_api() -> HfApi:

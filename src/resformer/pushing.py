@@ -13,7 +13,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from resformer.convert import inspect
 from resformer.convert.bundling import config_with_code, remote_code
-from resformer.errors import CheckpointError, brief
+from resformer.errors import CheckpointError, one_line
 from resformer.files import EVAL_RESULTS, LISTING
 from resformer.hub import HubError, Push
 from resformer.untrusted import MIB, read_bounded, read_json, regular_file
@@ -174,7 +174,7 @@ def _check_card(folder: Path, repo_id: str, *, bundle: bool) -> list[str]:
     except CheckpointError:
         raise
     except Exception as error:  # YAML parsers raise nearly anything
-        raise CheckpointError(f"{path}: its metadata cannot be read: {brief(error)}") from error
+        raise CheckpointError(f"{path}: its metadata cannot be read: {one_line(error)}") from error
     if not metadata:
         raise CheckpointError(f"{path}: has no metadata; begin it with `---`, `library_name: transformers`, `---`.")
     warnings = []

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from resformer.errors import CheckpointError, shown
+from resformer.errors import CheckpointError, quoted
 
 __all__ = [
     "MIB",
@@ -165,7 +165,7 @@ def bare_name(name: object, suffix: str, where: str) -> str:
         or len(os.fsencode(name)) > 255
     ):
         raise CheckpointError(
-            f"{where}: names the file {shown(name)}; expected the bare name of a {suffix} file beside it."
+            f"{where}: names the file {quoted(name)}; expected the bare name of a {suffix} file beside it."
         )
     return name
 
@@ -175,7 +175,7 @@ def _unique_keys(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]
         values = dict(pairs)
         if len(values) != len(pairs):
             repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-            raise CheckpointError(f"{where}: holds {shown(repeated)} twice.")
+            raise CheckpointError(f"{where}: holds {quoted(repeated)} twice.")
         return values
 
     return to_dict

@@ -25,7 +25,7 @@ from resformer.convert.reading_back import first_bytes
 from resformer.convert.retrofitting import retrofit
 from resformer.convert.source import open_source
 from resformer.environment import describe_environment
-from resformer.errors import CheckpointError, brief
+from resformer.errors import CheckpointError, one_line
 from resformer.files import locked, replace_text, replacing
 from resformer.model_cards.metrics import architecture_digest
 from resformer.modeling import ResFormerForCausalLM
@@ -270,7 +270,7 @@ def _check_same(record: Path, plan: Mapping[str, Any]) -> None:
     try:
         before = json.loads(record.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{record}: cannot be read: {brief(error)}") from error
+        raise CheckpointError(f"{record}: cannot be read: {one_line(error)}") from error
     if different := sorted(name for name in plan if plan[name] != before.get(name)):
         changes = ", ".join(f"{name} was {before.get(name)!r}, is {plan[name]!r}" for name in different)
         raise CheckpointError(f"{record.parent}: holds another study: {changes}. Give another folder.")

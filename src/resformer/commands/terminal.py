@@ -19,7 +19,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
-from resformer.errors import CheckpointError, OutputError, ResFormerError, VerificationError, brief, plain
+from resformer.errors import CheckpointError, OutputError, ResFormerError, VerificationError, one_line, plain
 from resformer.version import __version__
 
 __all__ = [
@@ -107,7 +107,7 @@ def reporting_errors(
     except Exception as error:
         if _options["traceback"] or isinstance(error, typer.Exit):
             raise
-        echo(f"Error: {brief(error, 4000)}", err=True)
+        echo(f"Error: {one_line(error, 4000)}", err=True)
         if isinstance(error, CheckpointError) and error.option is not None:
             echo(f"Try: {own_command(error.option)}", err=True)
         raise typer.Exit(_exit_code(error)) from None
@@ -192,7 +192,7 @@ def from_file(context: typer.Context, path: Path, settings: Collection[str] = ()
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ValueError(f"{path}: cannot be read: {brief(error)}") from error
+            raise ValueError(f"{path}: cannot be read: {one_line(error)}") from error
         if not isinstance(values, dict):
             raise ValueError(f"{path}: expected lines of `name: value`.")
         options = {option.removeprefix("--"): each for each in context.command.params for option in each.opts}
@@ -257,7 +257,7 @@ def _quiet_off_a_terminal() -> None:
 
 
 def row(name: str, value: object) -> None:
-    echo(f"{name:13} {brief(value, 4000)}")
+    echo(f"{name:13} {one_line(value, 4000)}")
 
 
 def size(count: float) -> str:
@@ -273,7 +273,7 @@ def size(count: float) -> str:
 def print_json(report: Any, as_json: bool) -> bool:
     """Prints the warnings to stderr and, with `as_json`, the report to stdout; returns `as_json`."""
     for warning in report.warnings:
-        echo(f"Warning: {brief(warning, 4000)}", err=True)
+        echo(f"Warning: {one_line(warning, 4000)}", err=True)
     if as_json:
         echo(json.dumps(report.as_dict(), indent=2, sort_keys=True))
     return as_json
