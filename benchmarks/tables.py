@@ -89,8 +89,8 @@ def passages(name: str) -> str:
 def shrunken(folder: str) -> str:
     """What each plan of `resformer shrink` costs on held-out text."""
     lines = [
-        "| cache | loss | KL | 95th percentile | same top token | last words right | plan |",
-        "|---|---|---|---|---|---|---|",
+        "| cache | loss | KL | 95th percentile | same top token | last words right | passkeys of 5 | plan |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     reports = {path.stem: read(f"{folder}/{path.stem}") for path in (RESULTS / folder).glob("*.json")}
     for name, report in sorted(reports.items(), key=lambda item: (-item[1]["cache"], item[1]["cost"]["loss"])):
@@ -99,6 +99,7 @@ def shrunken(folder: str) -> str:
         cells = [f"{100 * report['cache']:.1f} %", f"{cost['loss'] - cost['source_loss']:+.4f}"]
         cells += [f"{cost['kl_mean']:.4f}", f"{cost['kl_p95']:.3f}", f"{100 * cost['top1_agreement']:.1f} %"]
         cells += [f"{100 * cost['last_word_accuracy']:.1f} % ({low} to {high})"]
+        cells += [", ".join(f"{each['result'] * each['questions']:.0f}" for each in cost["passkey"])]
         lines.append(f"| {' | '.join(cells)} | {name.partition('-')[2].replace('-', ' ') or 'long search'} |")
     return "\n".join(lines)
 
