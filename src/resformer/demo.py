@@ -32,13 +32,11 @@ _EVALUATION_BLOCKS = 16
 _RELOAD = """
 import json, sys
 import resformer
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer
 path, prompt = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, trust_remote_code=False).eval()
 tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-set_seed(0)
-inputs = tokenizer(prompt, return_tensors="pt")
-output = model.generate(**inputs, max_new_tokens=64, do_sample=True, temperature=0.7, top_p=0.9)
+output = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=48, do_sample=False)
 print(json.dumps({"class": type(model).__name__, "text": tokenizer.decode(output[0])}))
 """
 
@@ -93,7 +91,10 @@ def run_demo(
     _print_mixing(ResFormerForCausalLM.from_pretrained(output / "finetuned"))
     print(f"\nReloaded as {reloaded['class']}. It writes:\n")
     print(reloaded["text"])
-    print(f"\nThe fine-tuned model is in {output / 'finetuned'}.")
+    print(f"\nThe fine-tuned model is in {output / 'finetuned'}. Load it with\n")
+    print("    import resformer")
+    print("    from transformers import AutoModelForCausalLM")
+    print(f'    model = AutoModelForCausalLM.from_pretrained("{output / "finetuned"}")')
     return reports
 
 

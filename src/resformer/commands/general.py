@@ -10,8 +10,6 @@ from resformer.commands.terminal import app, echo, reporting_errors, row, size
 
 __all__ = ["demo", "env", "methods"]
 
-_PROMPT = "class Stack:\n    def __init__(self):\n"
-
 
 @app.command()
 def methods(
@@ -60,7 +58,7 @@ def demo(
     steps: Annotated[int, typer.Option(help="Fine-tuning steps of each model.", min=1)] = 12,
     block: Annotated[int, typer.Option(help="Tokens per training sequence.", min=8)] = 512,
     batch: Annotated[int, typer.Option(help="Sequences per step.", min=1)] = 2,
-    prompt: Annotated[str, typer.Option(help="The prompt to generate from at the end.")] = _PROMPT,
+    prompt: Annotated[str, typer.Option(help="The prompt to generate from at the end.")] = "def read_lines(path):\n",
 ) -> None:
     """Retrofit a model, check that its logits are unchanged, fine-tune both, save, reload and generate.
 
