@@ -27,7 +27,7 @@ def methods(
         from resformer.model_cards.facts import FACTS
 
         for name, values in fields.items():
-            echo(f"{name}: {FACTS[name].summary}")
+            echo(f"{name}: {FACTS[name].summary if name in FACTS else 'no entry in model_cards/facts.yaml'}")
             row("", json.dumps(values))
 
 
