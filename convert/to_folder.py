@@ -23,7 +23,7 @@ from resformer.convert.logits import (
 from resformer.convert.planning import CarriedShard, Plan, plan_shards
 from resformer.convert.reading import Checkpoint
 from resformer.convert.reading_back import check_bytes, check_headers, check_side_files, first_bytes
-from resformer.convert.source import Source
+from resformer.convert.source import OpenedSource, Source
 from resformer.convert.tensors import Rounding
 from resformer.convert.writing import Transfer, check_space, expected_transfer, flush, write_plan
 from resformer.errors import CheckpointError, OutputError, VerificationError, first_names, one_line
@@ -175,6 +175,7 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
             verified=verify,
             logits=logits,
             rounding=written.rounding,
+            dequantising_rounded=_dequantising_rounded(decision.source),  # counted while the tensors are written
             warnings=[*report.warnings, *warnings],
         )
         files = weight_files(plan, first_bytes(stored.tensors.values()), digests, decision.source.sha256_on_hub())
@@ -207,7 +208,6 @@ def make_report(
 ) -> R:
     """The report of what is to be done; `report_of` makes it from the fields of `Report`."""
     source = decision.source
-    rounded = [tensor.changed for tensor in source.fp8]
     along = {file.name for file in plan.side_files}
     return report_of(
         source=source.name,
@@ -217,10 +217,15 @@ def make_report(
         carried_files=len(plan.carried),
         written_files=len(plan.written),
         transfer=transfer,
-        dequantising_rounded=None if None in rounded else sum(filter(None, rounded)),
+        dequantising_rounded=_dequantising_rounded(source),
         left_behind=[name for name in source.left_behind if name not in along],
         warnings=[*source.checkpoint.notes, *decision.warnings],
     )
+
+
+def _dequantising_rounded(source: OpenedSource) -> int | None:
+    rounded = [tensor.changed for tensor in source.fp8]
+    return None if None in rounded else sum(filter(None, rounded))
 
 
 def _choose(decision: Decision, options: Options) -> tuple[str, list[str]]:
