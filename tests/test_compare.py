@@ -734,7 +734,7 @@ def test_a_committed_run_begins_as_its_command_says(
 def test_an_interrupted_study_says_how_to_go_on(work: Path) -> None:
     interrupted = stopped(work, signal.SIGINT, 5, "stopped", "--seeds", 1, *SMALL, "--steps", 50)
     assert interrupted.returncode == 130, interrupted.stderr
-    assert "Interrupted. Go on with: resformer compare stopped" in interrupted.stderr
+    assert "Interrupted. Finished runs are kept. Go on with: resformer compare stopped" in interrupted.stderr
     assert "Traceback" not in interrupted.stderr
 
 
