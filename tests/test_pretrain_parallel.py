@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from resformer.training.recipe import last_checkpoint
+
 WORKER = Path(__file__).with_name("pretrain_worker.py")
 OPTIONS = (
     "--data text.txt --sample-by line --tokenizer bytes --held-out 0.1 --held-out-blocks 8 --no-bf16 --block 32 "
@@ -85,25 +87,26 @@ def test_several_processes_have_the_losses_of_one(name: str, work: Path) -> None
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_a_killed_run_on_two_processes_resumes_to_the_bit(name: str, work: Path) -> None:
     processes, options = LAUNCHES[name]
-    options = [*options, "--tokens", "51200", "--evaluations", "10"]  # 200 steps, so that a kill is in time
+    options = [*options, "--tokens", "25600", "--evaluations", "10"]  # 100 steps, so that a kill is in time
     finish(start(work, f"{name}-whole", processes, *options))
     process = start(work, f"{name}-killed", processes, *options)
     for line in process.stderr or ():
-        if re.match("step 60/", line):
+        if re.match("step 30/", line):
             launcher = psutil.Process(process.pid)
             for each in (*launcher.children(recursive=True), launcher):  # which are in sessions of their own
                 each.kill()
             break
     process.communicate()
     assert not (work / f"{name}-killed").exists()
-    checkpoint = max((work / f"{name}-killed.training").glob("checkpoint-*"))
+    checkpoint = last_checkpoint(work / f"{name}-killed.training")
+    assert checkpoint is not None
     assert len([*checkpoint.glob("shards/*.distcp")]) == (2 if name == "fsdp" else 0)
     finish(start(work, f"{name}-killed", processes, *options, "--resume"))
     whole, resumed = (load_file(work / f"{name}-{each}" / "model.safetensors") for each in ("whole", "killed"))
     assert all(torch.equal(tensor, resumed[key]) for key, tensor in whole.items())
     assert losses(work / f"{name}-killed") == losses(work / f"{name}-whole")
     metrics = json.loads((work / f"{name}-killed" / "metrics.json").read_text())
-    assert 0 < metrics["resumed_from"] < 200
+    assert 0 < metrics["resumed_from"] < 100
 
 
 @pytest.mark.parametrize(
