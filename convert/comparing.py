@@ -107,10 +107,10 @@ def verify(
     """
     check_verify(verify)
     _check_options(verify, tokens, text, device)
-    sources = (
+    sources = [
         open_source(each, commit, resformer=True, classifiers=True)
         for each, commit in ((one, revision), (other, other_revision))
-    )
+    ]
     opened = [source.fetch(headers_only=verify == "headers") for source in sources]
     configs = [resformer_config(source.config) for source in opened]
     tables: list[dict[str, Tensor]] = []

@@ -51,6 +51,8 @@ class DepthAverage(FreeRows):
         self.reads = {block + 1: states for block, states in self.columns.items()}
         #: j -> the last Y_i that X_j is part of.
         self.last_read = {state: i for i, states in self.reads.items() for state in states}
+        #: (i, j) -> the place of the weight of X_j in Y_i, of all weights one row after the other.
+        self.places = {pair: n for n, pair in enumerate((i, j) for i, row in self.reads.items() for j in row)}
 
     def reset_parameters(self) -> None:
         self.start_at([[0.0] * (size - 1) + [1.0] for size in self.sizes])
@@ -68,7 +70,7 @@ class RunningAverage:
     """
 
     def __init__(self, module: DepthAverage, weights: dict[int, torch.Tensor]):
-        self.reads, self.last_read = module.reads, module.last_read
+        self.module, self.reads, self.last_read = module, module.reads, module.last_read
         self.weights = {block + 1: row for block, row in weights.items()}  # i -> row i of A
         self.states: dict[int, torch.Tensor] = {}  # j -> X_j, as long as a later average reads it
         self.count = 0
@@ -91,7 +93,7 @@ class RunningAverage:
         learns = torch.is_grad_enabled() and (state.requires_grad or self.chain.requires_grad)
         if self.like is not None and learns and number in self.last_read:
             if self.backward is None:
-                self.backward = Backward(self.reads, self.chain, state.dtype, lowest=number)
+                self.backward = Backward(self.module, self.chain, state.dtype, lowest=number)
             output, self.chain = AverageNode.apply(state, self.chain, self, number)
         else:
             output = self.average(number)
@@ -111,15 +113,14 @@ class Backward:
     """The backward passes through the nodes of a `RunningAverage`, one at a time, from the last state to the first.
 
     Args:
-        reads: i -> the states that Y_i is made of.
+        module: says which states each average reads.
         weights: A, its rows one after the other, in the coefficients' dtype.
         dtype: of the states.
         lowest: the first state that has a node.
     """
 
-    def __init__(self, reads: dict[int, list[int]], weights: torch.Tensor, dtype: torch.dtype, lowest: int):
-        self.reads = reads
-        self.place = {pair: n for n, pair in enumerate((i, j) for i, row in reads.items() for j in row)}
+    def __init__(self, module: DepthAverage, weights: torch.Tensor, dtype: torch.dtype, lowest: int):
+        self.reads, self.places = module.reads, module.places
         self.learns = weights.requires_grad
         self.no_gradient = torch.zeros_like(weights)
         self.weights = weights.to(dtype).unbind()
@@ -162,12 +163,12 @@ class AverageNode(torch.autograd.Function):
         readers = [i for i in grads if j in through.reads[i]]
         grad_state = grad_output
         if readers:
-            terms = weighted_sum([grads[i] for i in readers], [through.weights[through.place[i, j]] for i in readers])
+            terms = weighted_sum([grads[i] for i in readers], [through.weights[through.places[i, j]] for i in readers])
             grad_state = terms if grad_output is None else grad_output + terms
         if through.learns:
             (state,) = ctx.saved_tensors
             for i in readers:
-                grad_weights[through.place[i, j]] = _dot(grads[i], state)
+                grad_weights[through.places[i, j]] = _dot(grads[i], state)
         if j == through.lowest:
             grads.clear()
         return grad_state, grad_weights, None, None

@@ -132,6 +132,9 @@ class DataOptions(_Checked):
         return {"split": self.split, "text_column": self.text_column, "sample_by": self.sample_by}
 
 
+Bf16 = Annotated[bool | None, Option("--bf16/--no-bf16", help="Autocast.  [default: where the processor has bfloat16]")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(DataOptions):
     """What `finetune` and `pretrain` have in common."""
@@ -140,9 +143,7 @@ class RunOptions(DataOptions):
     held_out: Annotated[float, Option(help="Share of the documents to evaluate on; 0: none.")] = 0.02
     held_out_blocks: Annotated[int, Option(help="Evaluate on at most this many blocks.")] = 256
     seed: Annotated[int, Option(help="Of the random numbers: weights, order of the data, dropout.")] = 0
-    bf16: Annotated[
-        bool | None, Option("--bf16/--no-bf16", help="Autocast.  [default: where the processor has bfloat16]")
-    ] = None
+    bf16: Bf16 = None
     gradient_checkpointing: Annotated[bool, Option("--gradient-checkpointing", help="Less memory, more time.")] = False
     compile: Annotated[bool, Option("--compile", help="Use torch.compile.")] = False
     attn_implementation: Annotated[
@@ -391,9 +392,7 @@ class RunSettings(_Checked):
     decay: Annotated[float, Option(help="Share of the steps, with --schedule wsd.")] = 0.2
     weight_decay: Annotated[float, Option(help="Of matrices; never of connections.")] = 0.1
     evaluations: Annotated[int, Option(help="Evaluations in a run, at even intervals; each saves a checkpoint.")] = 10
-    bf16: Annotated[
-        bool | None, Option("--bf16/--no-bf16", help="Autocast.  [default: where the processor has bfloat16]")
-    ] = None
+    bf16: Bf16 = None
 
     def __post_init__(self) -> None:
         self._expect(

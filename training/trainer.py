@@ -40,6 +40,12 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
         """Whether the processes have different parts of the model."""
         return bool(self.model.is_distributed_loading_by_transformers)
 
+    def _parts(self) -> dict[str, Any]:
+        """What this process has of the model and of the optimizer's state."""
+        optimizer: Any = self.optimizer
+        model_state, optimizer_state = get_state_dict(self.model, optimizer.optimizer)
+        return {"model": model_state, "optimizer": optimizer_state}
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not (_internal_call and self._sharded):  # a checkpoint has the weights beside the optimizer's state
             super().save_model(output_dir, _internal_call)
@@ -48,11 +54,7 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
         """Of a sharded model each process writes its parts: the stock Trainer would write those of the first."""
         if not self._sharded:
             return super()._save_optimizer_and_scheduler(output_dir)
-        optimizer: Any = self.optimizer
-        parts: dict[str, Any] = dict(
-            zip(("model", "optimizer"), get_state_dict(self.model, optimizer.optimizer), strict=True)
-        )
-        state_dict_saver.save(parts, checkpoint_id=Path(output_dir) / _SHARDS)
+        state_dict_saver.save(self._parts(), checkpoint_id=Path(output_dir) / _SHARDS)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
@@ -64,9 +66,7 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
         if checkpoint is None or not self._sharded:
             return super()._load_optimizer_and_scheduler(checkpoint)
         optimizer: Any = self.optimizer
-        parts: dict[str, Any] = dict(
-            zip(("model", "optimizer"), get_state_dict(self.model, optimizer.optimizer), strict=True)
-        )
+        parts = self._parts()
         state_dict_loader.load(parts, checkpoint_id=Path(checkpoint) / _SHARDS)
         set_state_dict(
             self.model, optimizer.optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
