@@ -13,7 +13,7 @@ script=$(realpath "${BASH_SOURCE[0]}")
 cd "$(dirname "$script")/results/study"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 half=tiny:hidden_size=64:num_hidden_layers=6:num_attention_heads=4:intermediate_size=256:initializer_range=0.079
-common=(--tokenizer bytes --batch 16 --micro-batch 8 --warmup 0.05 --held-out-blocks 512 --no-bf16)
+common=(--tokenizer bytes --batch 16 --micro-batch 16 --warmup 0.05 --held-out-blocks 512 --no-bf16)
 compare() { resformer compare "$@" && [ ! -f "$1/study.json" ] || { cp "$1/study.json" "$1.json" && cp "$1/study.png" "$1.png"; }; }
 
 swept() { # METHOD... RATE...: each method at each rate
