@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,12 @@ def test_version_and_commands_are_printed() -> None:
     for command in commands.split():
         assert command in help_text
     assert "[default: 5e-05]" in " ".join(resformer("finetune", "--help").stdout.split())
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    command = f"{sys.executable} -m resformer env"
+    done = subprocess.run(f"{command} | head -n 0", shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_convert_prints_its_report_on_stdout_alone(llama: Path, tmp_path: Path) -> None:

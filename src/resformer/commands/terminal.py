@@ -105,7 +105,7 @@ def reporting_errors(
             echo(f"Interrupted. {interrupted.format(command=own_command())}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
-        if _options["traceback"] or isinstance(error, typer.Exit):
+        if _options["traceback"] or isinstance(error, (typer.Exit, BrokenPipeError)):  # Click ends quietly
             raise
         echo(f"Error: {one_line(error, 4000)}", err=True)
         if isinstance(error, CheckpointError) and error.option is not None:
