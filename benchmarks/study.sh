@@ -5,9 +5,12 @@
 #   budget         the same at the rates chosen there, five seeds; BUDGET=5, 20 or 40 tokens a parameter
 #   context        the same at 20 tokens a parameter and a context of 1,024
 #   starts         plain Llama at 10, 25, 50 and 100 % of 5 million bytes at a constant rate, three seeds
-#   early          each of them, converted and trained to the same end (FROM=10, 25, 50 or 100)
+#   early          each of them, converted and trained to the same end (FROM=10, 25, 50 or 100); also with its values aligned
 #   capacity       retrofits with capacity of their own, from the end of `starts`
-# RATES="transformer:learning_rate=4e-3,..." names the methods of `budget` and `context` with their chosen rates.
+#   five-rates     2 million parameters on 5 million bytes, three learning rates
+#   five           the same at the rates chosen there, five seeds
+#   smollm2        SmolLM2-135M (the folder or id in FROM), a million tokens, three rates for the connections, two seeds
+# RATES="transformer:learning_rate=4e-3,..." names the methods of `budget`, `context` and `five` with their chosen rates.
 set -euo pipefail
 script=$(realpath "${BASH_SOURCE[0]}")
 cd "$(dirname "$script")/results/study"
@@ -43,10 +46,14 @@ starts)
 early)
     methods=resformer,denseformer,resformer-gated,value-embeddings,resformer:value_residual_init=[0.5,0.5]
     for seed in 0 1 2; do
+        start=starts/$FROM-$seed/models/tiny/transformer/$seed
         steps=$((1465 - 1221 * FROM / 100))
-        compare "early/$FROM-$seed" --from "starts/$FROM-$seed/models/tiny/transformer/$seed" --methods "$methods" --seeds 1 \
-            --first-seed $((seed + 10)) --steps $steps --block 256 --learning-rate 2e-3 --connection-learning-rate 2e-3 \
-            --schedule wsd --decay "0$(bc -l <<<"244 / $steps")" "${common[@]}"
+        recipe=(--seeds 1 --first-seed $((seed + 10)) --steps $steps --block 256 --learning-rate 2e-3 --schedule wsd
+            --connection-learning-rate 2e-3 --decay "$(python -c "print(244 / $steps)")" "${common[@]}")
+        compare "early/$FROM-$seed" --from "$start" --methods "$methods" "${recipe[@]}"
+        [ -d "$start-aligned" ] || python ../../align_values.py "$start" "$start-aligned"
+        compare "early/$FROM-$seed-aligned" --from "$start-aligned" --methods "resformer:value_residual_init=[0.5,0.5]" \
+            "${recipe[@]}"
     done ;;
 capacity)
     methods=value-embeddings,resformer-gated,attention-residuals,depth-attention
@@ -55,5 +62,14 @@ capacity)
             --first-seed $((seed + 10)) --steps 1221 --block 256 --learning-rate 1e-3 --connection-learning-rate 2e-3 \
             "${common[@]}"
     done ;;
+five-rates)
+    compare five-rates --methods "$(swept "transformer resformer svformer denseformer" "2e-3 1e-3 4e-3")" --seeds 1 --steps 1221 \
+        --block 256 --learning-rate 2e-3 "${common[@]}" ;;
+five)
+    compare five --methods "$RATES" --seeds 5 --steps 1221 --block 256 --learning-rate 2e-3 "${common[@]}" ;;
+smollm2)
+    methods=$(for rate in 3e-4 1e-3 3e-3; do for method in resformer resformer-gated denseformer; do
+        echo "$method:connection_learning_rate=$rate"; done; done | paste -sd,)
+    compare smollm2 --from "$FROM" --methods "$methods" --seeds 2 --tokens 1000000 --batch 8 --micro-batch 2 --block 512 ;;
 *) sed -n '2,/^set/s/^# \?//p' "$script" >&2; exit 2 ;;
 esac
