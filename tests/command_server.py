@@ -58,7 +58,8 @@ class Run:
         largest_file: int | None = None,
     ):
         env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or os.environ)}
-        key = frozenset(item for item in env.items() if item[0].startswith(("HF_", "TRANSFORMERS_")))
+        read = ("HF_", "TRANSFORMERS_")
+        key = frozenset(item for item in env.items() if item[0].startswith(read) and item[0] != "HF_TOKEN")
         if key not in _servers:
             _servers[key] = subprocess.Popen(
                 [sys.executable, __file__],
@@ -114,8 +115,8 @@ def _fork(request: dict[str, Any]) -> int:
 
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file"], resource.RLIM_INFINITY))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         code = _execute(*request["run"])
     finally:
         os._exit(code)

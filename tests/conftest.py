@@ -1,7 +1,9 @@
 """Tiny models with random parameters, the same in every test file."""
 
+import json
 import os
-from collections.abc import Callable, Collection, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 from click.testing import Result
+from hub_server import Commands, HubServer
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
@@ -172,12 +175,38 @@ def cli(*arguments: object) -> Result:
     return CliRunner().invoke(app, [*map(str, arguments)])
 
 
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+WRITE_SNAPSHOTS = os.environ.get("SNAPSHOTS") == "write"
+
+
 def assert_snapshot(name: str, text: str) -> None:
     """Compares a text with the file in `snapshots`; SNAPSHOTS=write writes it: read the diff before you commit it."""
-    file = Path(__file__).parent / "snapshots" / name
-    if os.environ.get("SNAPSHOTS") == "write":
-        file.write_text(text, encoding="utf-8")
-    assert text == file.read_text(encoding="utf-8"), f"{name} differs: SNAPSHOTS=write writes it anew"
+    if WRITE_SNAPSHOTS:
+        (SNAPSHOTS / name).write_text(text, encoding="utf-8")
+    assert text == (SNAPSHOTS / name).read_text(encoding="utf-8"), f"{name} differs: SNAPSHOTS=write writes it anew"
+
+
+def assert_said(name: str, said: dict[str, str], **places: object) -> None:
+    """Compares whole messages, by their cases, with `snapshots/NAME.json`; `tmp=path` puts `<tmp>` for a path."""
+    for place, path in places.items():
+        said = {case: text.replace(str(path), f"<{place}>") for case, text in said.items()}
+    said = {case: re.sub(r"\b[0-9a-f]{40,}\b", "<hash>", text) for case, text in said.items()}
+    assert_snapshot(f"{name}.json", json.dumps(said, indent=0, ensure_ascii=False) + "\n")
+
+
+@pytest.fixture(scope="session")
+def hub_commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    with HubServer() as hub:
+        yield Commands(hub, tmp_path_factory.mktemp("hub"))
+
+
+@pytest.fixture
+def commands(hub_commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    """Runs commands in `tmp_path` against an empty Hub; other tests' files of the same name and commit are cached."""
+    hub_commands.hub.reset()
+    hub_commands.direct(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    return hub_commands
 
 
 @pytest.fixture

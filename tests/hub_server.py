@@ -1,31 +1,34 @@
 """A Hub on loopback: the HTTP interface that huggingface_hub uses to push model repositories and to load from them.
 
-Commits are atomic, large files go by Git LFS, repositories may be private, and any request can be made to fail.
+Commits are atomic, large files go by Git LFS, repositories may be private, and any request can be made to fail. Tests
+ask it with the fixture `commands`.
 """
 
 import base64
 import hashlib
 import json
+import os
 import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import command_server
+import pytest
 import yaml
+from click.testing import Result
+from huggingface_hub import constants, hf_api
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+from typer.testing import CliRunner
 
-__all__ = ["HubServer", "Repository", "Sparse"]
+from resformer.cli import app
 
-_GIT_ATTRIBUTES = b"".join(
-    b"%s filter=lfs diff=lfs merge=lfs -text\n" % pattern
-    for pattern in (b"*.safetensors", b"*.bin", b"*.pt", b"*.pth", b"*.gguf")
-)
-_POINTER_SIZE = 134
+__all__ = ["Commands", "HubServer", "Repository", "Sparse"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Repository(MutableMapping[str, Content]):
         self.branches: dict[str, str] = {}
         self.tags: dict[str, str] = {}
         self.pull_requests: dict[str, str] = {}
-        self.commit({".gitattributes": _GIT_ATTRIBUTES}, "initial commit")
+        self.commit({".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"}, "initial commit")
 
     def commit(self, files: dict[str, Content], message: str, branch: str = "main") -> str:
         digest = hashlib.sha1(f"{len(self.messages)} {message}".encode())
@@ -74,11 +77,9 @@ class Repository(MutableMapping[str, Content]):
         return sha
 
     def resolve(self, revision: str) -> str | None:
-        """The commit of a branch, tag, pull request or (abbreviated) commit id."""
-        for refs in (self.branches, self.tags, self.pull_requests):
-            if revision in refs:
-                return refs[revision]
-        return next((sha for sha in self.commits if len(revision) >= 7 and sha.startswith(revision)), None)
+        """The commit of a branch, tag, pull request or commit id."""
+        refs = {**self.branches, **self.tags, **self.pull_requests}
+        return refs.get(revision, revision if revision in self.commits else None)
 
     def __getitem__(self, name: str) -> Content:
         return self.commits[self.branches["main"]][name]
@@ -113,10 +114,10 @@ class HubServer:
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
-
         self._faults: list[tuple[str, str]] = []  # (pattern of "METHOD /path?query", kind)
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.daemon_threads = True
+        self._server.handle_error = lambda request, client: None  # type: ignore[method-assign]  # clients hang up
         self._server.hub = self  # type: ignore[attr-defined]
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self.storage = f"http://localhost:{self._server.server_port}"  # another host's, as large files of the Hub are
@@ -129,10 +130,10 @@ class HubServer:
         self._server.shutdown()
         self._server.server_close()
 
-    def environment(self, home: Path, token: str | None = "hf_test", **variables: str) -> dict[str, str]:
+    def environment(self, home: Path) -> dict[str, str]:
         """What a process needs in its environment, before it imports huggingface_hub, to take this for the Hub."""
         found = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-        return {**found, **({"HF_TOKEN": token} if token else {}), **variables}
+        return {**found, "HF_TOKEN": "hf_test"}
 
     def add(self, repo_id: str, folder: Path) -> Repository:
         """Puts the files of `folder` into a repository, in one commit."""
@@ -144,7 +145,7 @@ class HubServer:
     def store(self, repository: Repository, files: dict[str, Content]) -> None:
         """Adds files, in one commit."""
         repository.commit({**repository, **files}, "Upload folder")
-        large = {_sha256(data): data for name, data in files.items() if _is_large(repository, name, data)}
+        large = {_sha256(data): data for name, data in files.items() if _is_large(name, data)}
         self.objects.update(large)
         repository.large |= large.keys()
 
@@ -155,6 +156,12 @@ class HubServer:
 
     def commit_id(self, repo_id: str) -> str:
         return self.repositories[repo_id].branches["main"]
+
+    def reset(self) -> None:
+        """As a new Hub, with storage that copies."""
+        for held in (self.repositories, self.objects, self.requests, self._faults):
+            held.clear()
+        self.copies, self.watch = "made", lambda request: None
 
     def asked(self, pattern: str) -> list[str]:
         """The requests so far that match."""
@@ -179,6 +186,51 @@ class HubServer:
                     self._faults.remove(fault)
                     return fault[1]
         return None
+
+
+class Commands:
+    """Runs `resformer` in this process, which takes `hub` for the Hub, with a cache of its own."""
+
+    def __init__(self, hub: HubServer, home: Path):
+        self.hub, self.home = hub, home
+
+    def direct(self, patch: pytest.MonkeyPatch) -> None:
+        """Has huggingface_hub ask `hub` from now on."""
+        patch.setattr(constants, "ENDPOINT", self.hub.url)
+        patch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", self.hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        patch.setattr(constants, "HF_HUB_CACHE", str(self.home / "hub"))
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HF_TOKEN_PATH", str(self.home / "token"))
+        patch.setattr(hf_api.api, "endpoint", self.hub.url)
+        patch.setenv("HF_TOKEN", "hf_test")
+        patch.setattr("time.sleep", lambda seconds: None)  # between attempts
+
+    def __call__(self, *words: object, token: str | None = "hf_test", offline: bool = False) -> Result:
+        arguments = [str(word) for word in words]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(constants, "HF_HUB_OFFLINE", offline)
+            patch.setenv("HF_TOKEN", token or "")
+            patch.setattr("sys.argv", ["resformer", *arguments])
+            disable_progress_bars()
+            done = CliRunner().invoke(app, arguments)
+            enable_progress_bars()
+            return done
+
+    def refused(self, *words: object, **options: Any) -> str:
+        """The exit code and the one message of a command that fails."""
+        done = self(*words, **options)
+        assert (done.stdout, "Traceback" in done.stderr) == ("", False), done.stderr
+        assert len(re.findall("^Error: ", done.stderr, re.MULTILINE)) == 1
+        return f"{done.exit_code}: {done.stderr}"
+
+    def start(self, *words: object, log: Path) -> command_server.Run:
+        """Runs a command in a process that can be killed."""
+        return command_server.Run(
+            "-m", "resformer", *words, env={**os.environ, **self.hub.environment(self.home)}, log=log
+        )
 
 
 class _Answer(Exception):
@@ -232,10 +284,6 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._create(json.loads(body))
             case "POST", ["api", "validate-yaml"]:
                 return self._validate(json.loads(body)["content"])
-            case "GET", ["api", "whoami-v2"]:
-                user = self._writer()
-                token = {"accessToken": {"role": "write", "displayName": "test"}}
-                return _json({"type": "user", "name": user, "fullname": user, "orgs": [], "auth": token})
             case "GET", ["api", "models", owner, name, *rest]:
                 return self._describe(f"{owner}/{name}", rest)
             case "POST", ["api", "models", owner, name, what, *rest]:
@@ -343,28 +391,16 @@ class _Handler(BaseHTTPRequestHandler):
         repository = self._readable(repo_id)
         match rest:
             case ["refs"]:
-                return _json(
-                    {
-                        "branches": _refs("refs/heads/", repository.branches),
-                        "tags": _refs("refs/tags/", repository.tags),
-                        "converts": [],
-                        "pullRequests": _refs("", repository.pull_requests),
-                    }
-                )
+                tags = [{"name": n, "ref": n, "targetCommit": sha} for n, sha in repository.tags.items()]
+                return _json({"branches": [], "tags": tags, "converts": []})
             case ["tree", revision, *folder]:
                 return self._tree(repository, self._sha(repository, revision), "".join(f"{part}/" for part in folder))
             case [] | ["revision", _]:
                 sha = self._sha(repository, rest[1] if rest else "main")
                 files = repository.commits[sha]
                 siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
-                about = {
-                    "private": repository.private,
-                    "gated": repository.gated,
-                    "tags": [],
-                    "downloads": 0,
-                    "likes": 0,
-                }
-                return _json({"id": repo_id, "modelId": repo_id, "sha": sha, "siblings": siblings, **about})
+                about = {"private": repository.private, "gated": repository.gated}
+                return _json({"id": repo_id, "sha": sha, "siblings": siblings, **about})
         raise _Answer(404, "Not found")
 
     def _tree(self, repository: Repository, sha: str, folder: str) -> Response:
@@ -387,12 +423,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _about_file(self, repository: Repository, name: str, content: Content) -> dict[str, Any]:
         about: dict[str, Any] = {"type": "file", "path": name, "size": len(content)}
-        if not _is_large(repository, name, content):
+        if not _is_large(name, content):
             return {**about, "oid": _git_hash(content[:])}
         oid = _sha256(content)
         if self._hub.copies != "no xet":
             about["xetHash"] = oid[::-1]
-        lfs = {"oid": oid, "size": len(content), "pointerSize": _POINTER_SIZE}
+        lfs = {"oid": oid, "size": len(content), "pointerSize": 134}
         return {**about, "oid": _git_hash(oid.encode()), "lfs": lfs}
 
     # Uploads.
@@ -417,7 +453,7 @@ class _Handler(BaseHTTPRequestHandler):
         files = []
         for file in wanted["files"]:
             name, sample = file["path"], base64.b64decode(file["sample"])
-            mode = "lfs" if _is_large(repository, name, sample, file["size"]) else "regular"
+            mode = "lfs" if _is_large(name, sample, file["size"]) else "regular"
             oid = None
             if name in present:
                 oid = _sha256(present[name]) if mode == "lfs" else _git_hash(present[name][:])
@@ -457,7 +493,7 @@ class _Handler(BaseHTTPRequestHandler):
                         raise _Answer(412, "A commit has happened since. Please refresh and try again.")
                 case "file":
                     content = base64.b64decode(value["content"])
-                    if _is_large(repository, value["path"], content):
+                    if _is_large(value["path"], content):
                         raise _Answer(400, f"{value['path']}: binary files must go by LFS")
                     files[value["path"]] = content
                 case "lfsFile":
@@ -487,7 +523,7 @@ class _Handler(BaseHTTPRequestHandler):
             missing.headers["X-Repo-Commit"] = sha
             raise missing
         headers = {"X-Repo-Commit": sha}
-        if not _is_large(repository, name, content):
+        if not _is_large(name, content):
             return content, 200, {**headers, "ETag": f'"{_git_hash(content[:])}"'}
         oid = _sha256(content)
         self._hub.objects.setdefault(oid, content)
@@ -502,15 +538,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> bytes:
         cut = self._fault == "request"
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            pieces = []
-            while size := int(self.rfile.readline(), 16):
-                pieces.append(self.rfile.read(size))
-                self.rfile.readline()
-                if cut:
-                    self._hang_up()
-            self.rfile.readline()
-            return b"".join(pieces)
         length = int(self.headers.get("Content-Length", 0))
         body = self.rfile.read(length // 2 if cut else length)
         if cut:
@@ -550,16 +577,10 @@ def _json(value: Any, status: int = 200) -> Response:
     return json.dumps(value).encode(), status, {"Content-Type": "application/json"}
 
 
-def _refs(prefix: str, refs: dict[str, str]) -> list[dict[str, str]]:
-    return [{"name": name, "ref": prefix + name, "targetCommit": sha} for name, sha in refs.items()]
-
-
-def _is_large(repository: Repository, name: str, sample: Content, size: int | None = None) -> bool:
-    """Whether a file goes by LFS: by `.gitattributes`, by its size, or because it is binary."""
+def _is_large(name: str, sample: Content, size: int | None = None) -> bool:
+    """Whether a file goes by LFS: by its name, by its size, or because it is binary."""
     size = len(sample) if size is None else size
-    patterns = [line.split()[0] for line in repository.get(".gitattributes", b"")[:].decode().splitlines() if line]
-    large = any(fnmatch(name, pattern) for pattern in patterns) or size > 10_000_000 or b"\0" in sample[:512]
-    return bool(size) and large
+    return bool(size) and (name.endswith((".safetensors", ".gguf")) or size > 10_000_000 or b"\0" in sample[:512])
 
 
 def _sha256(content: Content) -> str:

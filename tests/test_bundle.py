@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import SIZES, byte_tokenizer, change_json, contents, randomise, save_checkpoint
-from command_server import resformer
-from hub_server import HubServer
+from hub_server import Commands
 from remote_worker import CHOSEN, numbers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -198,15 +197,11 @@ def test_code_and_settings_of_a_stranger_stay_behind(saved: Path, tmp_path: Path
     assert report.left_behind == ["evil.py", "config.json: _attn_implementation"]
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_the_hub_brings_its_card(saved: Path, tmp_path: Path) -> None:
-    with HubServer() as hub:
-        hub.add("you/model", saved)
-        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
-        done = resformer("bundle", "you/model", tmp_path / "out", "--json", **environment)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["revision"] == hub.commit_id("you/model")
-    assert (tmp_path / "out" / "README.md").read_text() == CARD
+def test_a_checkpoint_of_the_hub_brings_its_card(saved: Path, commands: Commands) -> None:
+    commands.hub.add("you/model", saved)
+    report = json.loads(commands("bundle", "you/model", "bundled", "--json").stdout)
+    assert report["revision"] == commands.hub.commit_id("you/model")
+    assert Path("bundled/README.md").read_text() == CARD
 
 
 def test_other_checkpoints_and_heads_are_refused(saved: Path, tmp_path: Path) -> None:
