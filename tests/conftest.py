@@ -194,6 +194,12 @@ def assert_said(name: str, said: dict[str, str], **places: object) -> None:
     assert_snapshot(f"{name}.json", json.dumps(said, indent=0, ensure_ascii=False) + "\n")
 
 
+def assert_one_said(name: str, case: str, said: str) -> None:
+    """Compares the message of one case, where each is a test of its own."""
+    expected = json.loads((SNAPSHOTS / f"{name}.json").read_text(encoding="utf-8"))
+    assert_said(name, {**expected, case: said})
+
+
 @pytest.fixture(scope="session")
 def hub_commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     with HubServer() as hub:

@@ -1,19 +1,22 @@
 """The command line: data on stdout, words on stderr, exit codes as documented, no traceback unless asked for."""
 
+import importlib
 import json
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 from checkpoints import save_checkpoint
 from command_server import resformer
-from conftest import cli
+from conftest import assert_said, cli
 from transformers import BertConfig
 
 from resformer import METHODS
 from resformer.cli import _expanded
+from resformer.commands.terminal import reporting_errors
+from resformer.convert import CheckpointError, OutputError, VerificationError
 from resformer.model_cards.facts import FACTS
 from resformer.version import __version__
 
@@ -47,48 +50,27 @@ def test_convert_prints_its_report_on_stdout_alone(llama: Path, tmp_path: Path) 
     assert (tmp_path / "out" / "model-00002-of-00002.safetensors").is_file()
 
 
-def test_convert_json_is_the_report(llama: Path, tmp_path: Path) -> None:
-    done = resformer("convert", llama, tmp_path / "out", "--json", "--dry-run", "--set", "dwa=true")
-    report = json.loads(done.stdout)
-    assert report["exact"] is True
-    assert report["fields"]["dwa"] is True
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (("--method", "svformer"), 3, "--lossy"),
-        (("--method", "svformr"), 2, "attention-residuals. Did you mean 'svformer'?"),
-        (("--set", "dwa_period=0"), 2, "dwa_period"),
-        (("--set", "dwa"), 2, "expected name=value"),
-        (("--set", "hidden_size=3"), 2, "`hidden_size` is not a field that a retrofit sets"),
-        (("--nonsense",), 2, "No such option"),
-    ],
-)
-def test_misuse_has_its_exit_code_and_one_message(
-    llama: Path, tmp_path: Path, arguments: tuple[str, ...], code: int, words: str
-) -> None:
-    done = resformer("convert", llama, tmp_path / "out", *arguments)
-    assert done.returncode == code
-    assert done.stdout == ""
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_traceback_is_shown_on_demand(llama: Path, tmp_path: Path) -> None:
-    done = resformer("--traceback", "convert", llama, tmp_path / "out", "--method", "svformer")
+def test_misuse_has_its_exit_code_and_one_message_that_repeats_the_arguments(llama: Path, tmp_path: Path) -> None:
+    said = {}
+    for case, arguments in {
+        "lossy": ("--method", "svformer", "--dry-run"),
+        "method": ("--method", "svformr"),
+        "value": ("--set", "dwa_period=0"),
+        "no value": ("--set", "dwa"),
+        "field": ("--set", "hidden_size=3"),
+        "option": ("--nonsense",),
+    }.items():
+        done = resformer("convert", llama, tmp_path / "my out", *arguments)
+        assert done.stdout == ""
+        said[case] = f"{done.returncode}: {done.stderr}"
+    assert_said("cli", said, tmp=tmp_path, llama=llama)
+    done = resformer("--traceback", "convert", llama, tmp_path / "my out", "--method", "svformer")
     assert "Traceback" in done.stderr
     assert "CheckpointError" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_exit_codes_tell_verification_and_interruption_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    import typer
-
-    from resformer.commands.terminal import reporting_errors
-    from resformer.convert import CheckpointError, OutputError, VerificationError
-
+def test_exit_codes_tell_verification_and_interruption_apart() -> None:
     for error, code in (
         (VerificationError("x"), 4),
         (OutputError("x"), 1),
@@ -114,8 +96,6 @@ def test_exit_codes_tell_verification_and_interruption_apart(monkeypatch: pytest
 def test_after_an_interrupt_a_command_says_what_it_leaves(
     command: list[str], function: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import importlib
-
     def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
@@ -124,14 +104,6 @@ def test_after_an_interrupt_a_command_says_what_it_leaves(
     done = cli(*command)
     assert (done.exit_code, done.stderr.count("\n")) == (130, 1)
     assert words in done.stderr
-
-
-def test_hints_repeat_the_users_own_arguments(llama: Path, tmp_path: Path) -> None:
-    done = resformer("convert", llama, tmp_path / "my out", "--method", "svformer", "--dry-run")
-    own = shlex.join(
-        ["resformer", "convert", str(llama), str(tmp_path / "my out"), "--method", "svformer", "--dry-run"]
-    )
-    assert f"Try: {own} --lossy\n" in done.stderr
 
 
 def test_dry_run_tells_the_plan(llama: Path, tmp_path: Path) -> None:
@@ -147,19 +119,34 @@ def test_dry_run_tells_the_plan(llama: Path, tmp_path: Path) -> None:
         assert f"\n{line}" in done.stdout
 
 
+def said(*arguments: object, code: int = 0) -> str:
+    done = cli(*arguments)
+    assert done.exit_code == code, done.stderr
+    return done.stdout
+
+
 def test_convert_verify_inspect_revert_in_a_row(llama: Path, tmp_path: Path) -> None:
     out, back = tmp_path / "out", tmp_path / "back"
-    assert resformer("convert", llama, out, "--method", "resformer-denseformer", "--verify", "headers").returncode == 0
-    done = resformer("verify", llama, out)
-    assert done.returncode == 0, done.stderr
-    assert "logits        identical to the bit" in done.stdout
-    assert "same          yes" in done.stdout
-    done = resformer("inspect", out)
-    assert "method        resformer-denseformer" in done.stdout
-    assert "D, depth      plain Llama" in done.stdout
-    assert json.loads(resformer("inspect", out, "--json").stdout)["method"] == "resformer-denseformer"
-    assert "verified      headers" in resformer("revert", out, back, "--verify", "headers").stdout
+    report = json.loads(said("convert", llama, out, "--json", "--dry-run", "--set", "dwa=true"))
+    assert (report["exact"], report["fields"]["dwa"], out.exists()) == (True, True, False)
+    said("convert", llama, out, "--method", "resformer-denseformer", "--verify", "headers")
+    verified, inspected = said("verify", llama, out), said("inspect", out)
+    assert "logits        identical to the bit" in verified
+    assert "same          yes" in verified
+    assert "method        resformer-denseformer" in inspected
+    assert "D, depth      plain Llama" in inspected
+    assert json.loads(said("inspect", out, "--json"))["method"] == "resformer-denseformer"
+    assert "verified      headers" in said("revert", out, back, "--verify", "headers")
     assert (back / "model.safetensors").read_bytes() == (llama / "model.safetensors").read_bytes()
+
+
+def test_verify_exits_with_4_where_checkpoints_differ(llama: Path, tmp_path: Path) -> None:
+    said("convert", llama, tmp_path / "out", "--method", "cla2", "--lossy", "--verify", "headers")
+    assert json.loads(said("verify", llama, tmp_path / "out", "--json", code=4))["same"] is False
+    inspected = said("inspect", tmp_path / "out")
+    assert "cache         384 bytes a token, 50% of the full one" in inspected
+    assert "\n              448 with svformer\n              768 with every other method\n" in inspected
+    assert "M, values     row 1: [0]=1" in inspected
 
 
 def test_an_encoder_is_not_trained_as_a_causal_model(tmp_path: Path) -> None:
@@ -170,27 +157,15 @@ def test_an_encoder_is_not_trained_as_a_causal_model(tmp_path: Path) -> None:
     assert (done.exit_code, f"{tmp_path / 'bert'}: is an encoder (bert)" in done.stderr) == (3, True), done.stderr
 
 
-def test_verify_exits_with_4_where_checkpoints_differ(llama: Path, tmp_path: Path) -> None:
-    resformer("convert", llama, tmp_path / "out", "--method", "cla2", "--lossy", "--verify", "headers")
-    done = resformer("verify", llama, tmp_path / "out", "--json")
-    assert done.returncode == 4
-    assert json.loads(done.stdout)["same"] is False
-    done = resformer("inspect", tmp_path / "out")
-    assert "cache         384 bytes a token, 50% of the full one" in done.stdout
-    assert "\n              448 with svformer\n              768 with every other method\n" in done.stdout
-    assert "M, values     row 1: [0]=1" in done.stdout
-
-
 def test_the_home_folder_is_found_after_an_equals_sign() -> None:
     assert _expanded("--output=~/x") == f"--output={Path.home() / 'x'}"
     assert _expanded("--methods=a:b=~") == "--methods=a:b=~"
 
 
 def test_methods_lists_every_method() -> None:
-    fields = json.loads(resformer("methods", "--layers", "6", "--json").stdout)
-    assert fields == {name: method(6) for name, method in METHODS.items()}
-    for name in METHODS:
-        assert f"{name}: {FACTS[name].summary}\n" in resformer("methods").stdout
+    assert json.loads(said("methods", "--layers", "6", "--json")) == {name: of(6) for name, of in METHODS.items()}
+    listed = said("methods")
+    assert [name for name in METHODS if f"{name}: {FACTS[name].summary}\n" not in listed] == []
 
 
 def test_commands_name_both_versions_where_transformers_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from checkpoints import EXACT, change_json, save_checkpoint
 from command_server import run
-from conftest import assert_snapshot, cli
+from conftest import COMBINATIONS, TINY, assert_said, assert_snapshot, cli
 from huggingface_hub import ModelCard, parse_eval_result_entries
 from jinja2 import UndefinedError
 from markdown_it import MarkdownIt
@@ -160,7 +160,13 @@ def cards(checkpoints: Path) -> dict[str, str]:
             method="svformer", repository="you/new", config=config, parameters=4321, metrics=[METRIC], from_scratch=True
         ),
     }
+    for name in ("kitchen-sink", "gated-sink", "depth-sink"):
+        made[name] = trained_card(method=None, repository="you/new", config=ResFormerConfig(**TINY, **sink(name)))
     return {name: str(card) for name, card in made.items()}
+
+
+def sink(name: str) -> dict[str, Any]:
+    return {field: value for field, value in COMBINATIONS[name].items() if field not in TINY}
 
 
 METRIC = Metric("loss", 3.25, "WikiText-2", "test", samples=77, of_samples=99)
@@ -199,25 +205,6 @@ def test_tags_name_the_method_its_connections_and_its_papers(method: str) -> Non
     ]
 
 
-def test_the_card_of_a_combination_without_a_name_lists_its_connections() -> None:
-    said = {
-        "stores none that it reads": {"value_sources": [0, 0, 2], "key_sources": [0, 1, 1]},
-        "by a softmax over the keys of earlier layers": {
-            "value_residual": "depth_attention",
-            "depth_attention_stride": 2,
-        },
-        "V_m$": {"value_residual": "constant", "value_residual_layers": [2]},
-        "picked by the token": {"value_embeddings": [1]},
-        "is added to the attention output": {"neutreno_lambda": 0.123},
-        "hidden states are averaged over depth": {"dwa": True, "dwa_period": 3},
-        "what earlier blocks of layers added": {"attention_residuals": True, "attention_residual_blocks": 2},
-    }
-    for sentence, fields in said.items():
-        config = ResFormerConfig(num_hidden_layers=3, **fields)
-        card = str(trained_card(method=None, repository="you/new", config=config))
-        assert [each for each in said if each in card] == [sentence]
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -245,38 +232,31 @@ def test_what_has_not_the_form_of_metadata_is_not_carried(text: str | None, tmp_
 ENTRY = {"name": "loss", "value": 2.5, "dataset": "WikiText-2", "split": "test"}
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        *[({name: None}, f"`{name}`") for name in ENTRY],
-        *[({"value": value}, "no finite number") for value in (float("nan"), float("inf"), True, "2.5")],
-        ({"splits": "c"}, "unknown field 'splits'"),
-    ],
-)
-def test_a_metric_that_does_not_say_what_it_is_is_refused(change: dict[str, Any], words: str) -> None:
+def test_what_does_not_say_what_it_is_is_refused_by_name(checkpoints: Path) -> None:
     assert metrics_of({"metrics": [ENTRY]}) == [Metric("loss", 2.5, "WikiText-2", "test")]
-    with pytest.raises(ValueError, match=words):
-        metrics_of({"metrics": [{**ENTRY, **change}]})
+    said: dict[str, str] = {}
 
+    def refused(case: str, make: Callable[..., object], *arguments: Any, **options: Any) -> None:
+        with pytest.raises((ValueError, UndefinedError)) as caught:
+            make(*arguments, **options)
+        said[case] = str(caught.value)
 
-def test_what_lacks_a_field_is_refused_by_name(checkpoints: Path) -> None:
     for name in ENTRY:
-        with pytest.raises(ValueError, match=rf"m\.json: metrics\[0\] has no `{name}`"):
-            metrics_of({"metrics": [{key: value for key, value in ENTRY.items() if key != name}]}, "m.json")
+        refused(f"{name} is None", metrics_of, {"metrics": [{**ENTRY, name: None}]})
+        lacking = {key: value for key, value in ENTRY.items() if key != name}
+        refused(f"no {name}", metrics_of, {"metrics": [lacking]}, "m.json")
+    for value in (float("nan"), float("inf"), True, "2.5"):
+        refused(f"value {value!r}", metrics_of, {"metrics": [{**ENTRY, "value": value}]})
+    refused("splits", metrics_of, {"metrics": [{**ENTRY, "splits": "c"}]})
     run = {key: value for key, value in TRAINING["runs"][0].items() if key != "steps"}
-    with pytest.raises(ValueError, match="'Llama' has no `steps`"):
-        finetuned(ResFormerConfig(), runs=[run])
+    refused("no steps", finetuned, ResFormerConfig(), runs=[run])
     record = record_of(checkpoints / "exact")
     del record["parameters"]
-    with pytest.raises(UndefinedError, match="parameters"):
-        retrofit_card(record, "you/new")
-
-
-def test_a_task_without_a_split_and_other_json_are_refused() -> None:
-    with pytest.raises(ValueError, match="'custom' names no split"):
-        harness_metrics({**HARNESS, "configs": {**HARNESS["configs"], "custom": {"dataset_path": "json"}}})
-    with pytest.raises(ValueError, match="no results of lm-evaluation-harness"):
-        harness_metrics(TRAINING)
+    refused("no parameters", retrofit_card, record, "you/new")
+    unsplit = {**HARNESS, "configs": {**HARNESS["configs"], "custom": {"dataset_path": "json"}}}
+    refused("task without a split", harness_metrics, unsplit)
+    refused("no results", harness_metrics, TRAINING)
+    assert_said("cards", said)
 
 
 # Results
@@ -297,21 +277,18 @@ def test_results_on_the_hubs_datasets_have_files_of_their_own() -> None:
 # The methods' cards
 
 
-def test_the_command_prints_a_card_of_each_method_and_there_is_no_other() -> None:
+def test_method_cards_take_up_our_results() -> None:
     assert set(METHODS) == set(FACTS)
     study = ROOT / "benchmarks" / "results" / "study" / "main.json"
     code, text, _ = card("--method", "svformer", "--metrics", study)
     assert (code, text) == (0, method_card("svformer", metrics_of(json.loads(study.read_text()))))
     assert "5 seeds, from scratch" in text
-
-
-def test_method_cards_take_up_our_results() -> None:
     results = [replace(METRIC, method="svformer"), replace(METRIC, method="resformer", value=9.5)]
     assert "| loss | WikiText-2 | test | 77 of 99 samples | 3.25 |" in method_card("svformer", results)
     assert "9.5" not in method_card("svformer", results)
     noted = [replace(METRIC, method="svformer", note="3 seeds, from scratch")]
     assert "\n* loss: 3 seeds, from scratch\n\n## Use" in method_card("svformer", noted)
-    assert "* loss" not in method_card("svformer", [replace(METRIC, method="svformer", note=None)])
+    assert "* loss" not in method_card("svformer", results)
     assert "Our results" not in method_card("cla2", results)
 
 
@@ -408,61 +385,59 @@ def test_command_makes_the_card_that_the_converter_made_or_prints_it(copied: Cal
     assert (folder / "README.md").read_text() == built
 
 
-def test_command_makes_the_card_of_a_training(copied: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.fixture
+def unrecorded(copied: Callable[[str], Path]) -> Path:
+    """A retrofit without its record."""
     folder = copied("exact")
     (folder / "resformer_conversion.json").unlink()
+    return folder
+
+
+def test_command_makes_the_card_of_a_training(unrecorded: Path, tmp_path: Path) -> None:
     (tmp_path / "metrics.json").write_text(json.dumps({**TRAINING, "seconds": 3.5}))
     (tmp_path / "eval.json").write_text(json.dumps(HARNESS))
     results = ["--metrics", tmp_path / "metrics.json", "--eval", tmp_path / "eval.json"]
-    code, said, _ = card(folder, *results, "--license", "mit")
-    assert code == 0
-    assert "origin: fine-tuned" in said
-    built = ModelCard.load(folder / "README.md")
+    assert "origin: fine-tuned" in card(unrecorded, *results, "--license", "mit")[1]
+    built = ModelCard.load(unrecorded / "README.md")
     assert (built.data.base_model, built.data.license) == ("owner/llama", "mit")
     assert built.data.datasets == ["owner/corpus", "owner/minutes"]
     assert "| held-out perplexity after | 9.822 | 9.794 |" in built.text
-    assert sorted(path.name for path in (folder / ".eval_results").iterdir()) == [
+    assert sorted(path.name for path in (unrecorded / ".eval_results").iterdir()) == [
         "allenai-ai2_arc_arc_easy_acc_5-shot.yaml",
         "allenai-ai2_arc_arc_easy_acc_norm_5-shot.yaml",
     ]
-    (folder / ".eval_results" / "old.yaml").touch()
-    code, _, err = card(folder, *results)  # a card without edits is replaced
+    (unrecorded / ".eval_results" / "old.yaml").touch()
+    code, _, err = card(unrecorded, *results)  # a card without edits is replaced
     assert (code, len(err.splitlines())) == (0, 1)
     assert "old.yaml is not of these results" in err
-    assert ModelCard.load(folder / "README.md").data.license == "mit"  # and the licence is kept
+    assert ModelCard.load(unrecorded / "README.md").data.license == "mit"  # and the licence is kept
 
 
-def test_command_gives_a_model_the_results_of_its_own_architecture(copied: Callable[[str], Path]) -> None:
-    folder = copied("exact")
-    (folder / "resformer_conversion.json").unlink()
-    (folder / "README.md").unlink()
-    study = {"metrics": [{**asdict(METRIC), "method": name} for name in ("svformer", "resformer-denseformer")]}
-    study["metrics"][0]["value"] = 9.75
-    (folder.parent / "study.json").write_text(json.dumps(study))
-    assert card(folder, "--metrics", str(folder.parent / "study.json"))[0] == 0
-    built = ModelCard.load(folder / "README.md")
-    assert "| 3.25 |" in built.text
-    assert "9.75" not in built.text  # another method's
-    for metric, model in zip(
-        study["metrics"], (ResFormerConfig.from_pretrained(folder), ResFormerConfig()), strict=True
+def test_command_gives_a_model_the_results_of_its_own_architecture(unrecorded: Path, tmp_path: Path) -> None:
+    """9.75 is another method's, or of this architecture, as a digest says."""
+    (unrecorded / "README.md").unlink()
+    own, other = ({**asdict(METRIC), "method": name} for name in ("resformer-denseformer", "svformer"))
+    other["value"] = 9.75
+    digests = [architecture_digest(each) for each in (ResFormerConfig.from_pretrained(unrecorded), ResFormerConfig())]
+    study = tmp_path / "study.json"
+    for metrics, stated, unstated in (
+        ([other, own], "| 3.25 |", "9.75"),
+        ([{**other, "model": digests[0]}, {**own, "model": digests[1]}], "9.75", "3.25"),
     ):
-        metric["model"] = architecture_digest(model)
-    (folder.parent / "study.json").write_text(json.dumps(study))
-    assert card(folder, "--metrics", str(folder.parent / "study.json"))[0] == 0
-    text = ModelCard.load(folder / "README.md").text
-    assert "9.75" in text  # which is known to be of this architecture
-    assert "3.25" not in text
-    (folder.parent / "study.json").write_text(json.dumps({"metrics": study["metrics"][1:]}))
-    code, _, err = card(folder, "--metrics", str(folder.parent / "study.json"))
-    assert (code, "no result is of this model" in err) == (3, True), err
+        study.write_text(json.dumps({"metrics": metrics}))
+        assert card(unrecorded, "--metrics", study)[0] == 0
+        built = ModelCard.load(unrecorded / "README.md")
+        assert (stated in built.text, unstated in built.text) == (True, False)
     assert "Whether it was trained, and on what, is not recorded here." in built.text
     assert (built.data.base_model, built.data.license) == (None, "other")  # which config.json keeps
     assert "resformer-denseformer" in built.data.tags
+    study.write_text(json.dumps({"metrics": [{**own, "model": digests[1]}]}))
+    code, _, err = card(unrecorded, "--metrics", study)
+    assert (code, "no result is of this model" in err) == (3, True), err
 
 
-def test_from_scratch_is_what_a_training_says_it_is(copied: Callable[[str], Path]) -> None:
-    folder = copied("exact")
-    (folder / "resformer_conversion.json").unlink()
+def test_from_scratch_is_what_a_training_says_it_is(unrecorded: Path) -> None:
+    folder = unrecorded
     (folder / "README.md").unlink()
     for named, source, origin in (({"name": "llama"}, None, "fine-tuned"), (None, None, "from scratch")):
         change_json(folder / "config.json", base_model=named)
@@ -563,24 +538,17 @@ def test_a_model_that_is_saved_elsewhere_keeps_its_origin_and_licence(checkpoint
         assert "Its origin is unknown" in (folder / "README.md").read_text()
 
 
-def test_figures_of_other_weights_are_left_out(copied: Callable[[str], Path]) -> None:
-    folder = copied("exact")
-    (folder / "resformer_conversion.json").unlink()
-    described = {**TRAINING, **weight_digests(folder)}
-    (folder / "metrics.json").write_text(json.dumps(described))
-    assert card(folder)[0] == 0
-    text = (folder / "README.md").read_text()
-    assert "9.794" in text
-    assert "not compared" not in text
-    described["config_sha256"] = "0" * 64
-    (folder / "metrics.json").write_text(json.dumps(described))
-    assert card(folder)[0] == 0
-    text = (folder / "README.md").read_text()
-    assert "Not verified since `config.json` was changed" in text
-    assert "9.794" not in text
-    (folder / "metrics.json").write_text(json.dumps(TRAINING))
-    assert card(folder)[0] == 0
-    assert "does not say of which files its figures are" in (folder / "README.md").read_text()
+def test_figures_of_other_weights_are_left_out(unrecorded: Path) -> None:
+    described = {**TRAINING, **weight_digests(unrecorded)}
+    for metrics, stated, unstated in (
+        (described, "9.794", "not compared"),
+        ({**described, "config_sha256": "0" * 64}, "Not verified since `config.json` was changed", "9.794"),
+        (TRAINING, "does not say of which files its figures are", "Not verified"),
+    ):
+        (unrecorded / "metrics.json").write_text(json.dumps(metrics))
+        assert card(unrecorded)[0] == 0
+        text = (unrecorded / "README.md").read_text()
+        assert (stated in text, unstated in text) == (True, False)
 
 
 def test_what_is_no_record_is_refused_by_the_name_of_the_field(copied: Callable[[str], Path]) -> None:
@@ -607,18 +575,19 @@ def test_command_refuses_what_it_cannot_read(checkpoints: Path, tmp_path: Path) 
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "half.json").write_text(json.dumps({"runs": TRAINING["runs"]}))
     (tmp_path / "metrics.json").write_text(json.dumps(TRAINING))
-    exact = checkpoints / "exact"
-    for arguments, code, words in (
-        ((), 2, "either the folder of a checkpoint or --method"),
-        (("--method", "nonsense"), 2, "Unknown method"),
-        ((checkpoints / "llama",), 3, "no ResFormer"),
-        ((tmp_path / "missing",), 3, "is not a folder"),
-        ((exact, "--metrics", tmp_path / "bad.json"), 3, "cannot be read as JSON"),
-        ((exact, "--metrics", tmp_path / "half.json"), 3, "lacks `corpus`"),
-        ((exact, *["--metrics", tmp_path / "metrics.json"] * 2), 0, ""),
-        ((exact, "--eval", tmp_path / "metrics.json"), 3, "no results of lm-evaluation-harness"),
-        ((exact, "--license", "my own words"), 2, "expected a name"),
-    ):
-        done = card(*arguments, *(("--dry-run",) if arguments else ()))
-        assert done[0] == code, done
-        assert words in done[2]
+    exact, metrics, said = checkpoints / "exact", tmp_path / "metrics.json", {}
+    for case, arguments in {
+        "nothing": (),
+        "method": ("--method", "nonsense"),
+        "plain": (checkpoints / "llama",),
+        "missing": (tmp_path / "missing",),
+        "no JSON": (exact, "--metrics", tmp_path / "bad.json"),
+        "half": (exact, "--metrics", tmp_path / "half.json"),
+        "no harness": (exact, "--eval", metrics),
+        "licence": (exact, "--license", "my own words"),
+    }.items():
+        code, out, err = card(*arguments, *(("--dry-run",) if arguments else ()))
+        assert out == ""
+        said[case] = f"{code}: {err}"
+    assert_said("card", said, tmp=tmp_path, checkpoints=checkpoints)
+    assert card(exact, *["--metrics", metrics] * 2, "--dry-run")[0] == 0

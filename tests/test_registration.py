@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import SIZES, byte_tokenizer
-from command_server import run
+from checkpoints import SIZES
 from conftest import others_slow
 
 import resformer
@@ -63,27 +61,19 @@ def checkpoint(checkpoints: Path) -> Path:
     return checkpoints / "AutoModelForCausalLM"
 
 
-# The import is cheap
-
-_HEAVY = "print(json.dumps(sorted({'torch', 'transformers', 'huggingface_hub', 'numpy'} & set(sys.modules))))"
-
-
-@pytest.mark.parametrize("code", ["import resformer", "import resformer; resformer.__version__; dir(resformer)"])
-def test_import_brings_neither_torch_nor_transformers(code: str, tmp_path: Path) -> None:
-    assert python(f"{code}\n{_HEAVY}", cwd=tmp_path) == []
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["demo", "--help"], ["convert", "--help"]])
-def test_command_line_answers_without_torch_or_transformers(arguments: list[str], tmp_path: Path) -> None:
-    code = f"""
-from resformer.cli import main
-sys.argv = ["resformer", *{arguments!r}]
-try:
-    main()
-except SystemExit as stop:
-    assert not stop.code, stop.code
-{_HEAVY}"""
-    assert {"torch", "transformers"} & set(python(code, cwd=tmp_path)) == set()
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import resformer; resformer.__version__; dir(resformer)",
+        *(
+            f"import runpy; sys.argv = ['resformer', *{words!r}]; runpy.run_module('resformer', run_name='__main__')"
+            for words in (["--help"], ["--version"], ["demo", "--help"], ["convert", "--help"])
+        ),
+    ],
+)
+def test_neither_an_import_nor_help_brings_torch_or_transformers(code: str, tmp_path: Path) -> None:
+    heavy = "print(json.dumps(sorted({'torch', 'transformers'} & set(sys.modules))))"
+    assert python(f"import atexit\natexit.register(lambda: {heavy})\n{code}", cwd=tmp_path) == []
 
 
 def test_every_public_name_is_there_and_unknown_ones_are_not() -> None:
@@ -93,73 +83,45 @@ def test_every_public_name_is_there_and_unknown_ones_are_not() -> None:
         resformer.ResFormer  # noqa: B018
 
 
-# Every order of imports works
-
-ORDERS = {
-    "resformer first": "import resformer",
-    "Auto classes first": "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM; import resformer",
-    "tokenizer first": "from transformers import AutoTokenizer; import resformer",
-    "a Llama first": "from transformers import LlamaConfig, LlamaForCausalLM; LlamaConfig(); import resformer",
-    "only a configuration": "from resformer import ResFormerConfig",
-    "only a model": "from resformer import ResFormerForCausalLM",
-    "only the models' package": "from resformer.modeling import ResFormerForCausalLM",
-    "only the converter": "from resformer import retrofit",
-}
-
-_LOAD = """
+LOAD = """
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 again = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1]))
 made = AutoModelForCausalLM.from_config(AutoConfig.for_model("resformer", num_hidden_layers=1, hidden_size=32,
     intermediate_size=48, num_attention_heads=4, vocab_size=64))
-print(json.dumps([type(m).__module__ + "." + type(m).__name__ for m in (model, again, made)]))"""
-
-
-@pytest.mark.parametrize("name", others_slow(ORDERS, ["resformer first"]))
-def test_import_order_does_not_matter(name: str, checkpoint: Path, tmp_path: Path) -> None:
-    loaded = python(f"{ORDERS[name]}\n{_LOAD}", checkpoint, cwd=tmp_path)
-    assert loaded == ["resformer.modeling.modeling_resformer.ResFormerForCausalLM"] * 3
-
-
-_AGAIN = {
-    "imported twice": "import resformer; del sys.modules['resformer']; import resformer",
-    "reloaded after use": f"import resformer{_LOAD}\nimport importlib; importlib.reload(resformer)",
-    "registration called again": (
+from resformer import ResFormerConfig, ResFormerForCausalLM
+assert type(model) is ResFormerForCausalLM and type(model.config) is ResFormerConfig
+loaded = [type(m).__module__ + "." + type(m).__name__ for m in (model, again, made)]
+"""
+IMPORTS = {
+    "resformer first": "import resformer",
+    "Auto classes first": "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM; import resformer",
+    "tokenizer first": "from transformers import AutoTokenizer; import resformer",
+    "a Llama first": "from transformers import LlamaConfig, LlamaForCausalLM; LlamaConfig(); import resformer",
+    "only a configuration": "from resformer import ResFormerConfig",
+    "only a configuration of another process": f"import pickle; pickle.loads({pickle.dumps(config())!r})",
+    "only a model": "from resformer import ResFormerForCausalLM",
+    "only the models' package": "from resformer.modeling import ResFormerForCausalLM",
+    "only the converter": "from resformer import retrofit",
+    "twice": "import resformer; del sys.modules['resformer']; import resformer",
+    "reloaded after use": f"import resformer{LOAD}\nimport importlib; importlib.reload(resformer)",
+    "registered again": (
         "import resformer; from resformer.registration import register_on_demand\n"
-        f"register_on_demand(){_LOAD}\nregister_on_demand()"
+        f"register_on_demand(){LOAD}\nregister_on_demand()"
     ),
     "forgotten and imported anew": (
-        f"import resformer{_LOAD}\n"
+        f"import resformer{LOAD}\n"
         "for name in [n for n in sys.modules if n.partition('.')[0] == 'resformer']: del sys.modules[name]\n"
         "import resformer"
     ),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("imports", _AGAIN.values(), ids=_AGAIN)
-def test_importing_again_does_no_harm(imports: str, checkpoint: Path, tmp_path: Path) -> None:
-    check = """
-from resformer import ResFormerConfig, ResFormerForCausalLM
-assert type(model) is ResFormerForCausalLM and type(model.config) is ResFormerConfig
-print(json.dumps(type(model).__name__))"""
-    assert python(f"{imports}\n{_LOAD}\n{check}", checkpoint, cwd=tmp_path) == "ResFormerForCausalLM"
-
-
-@pytest.mark.slow
-def test_configuration_sent_to_another_process_finds_its_model(tmp_path: Path) -> None:
-    (tmp_path / "config.pickle").write_bytes(pickle.dumps(config()))
-    code = """
-import pickle
-from pathlib import Path
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_config(pickle.loads(Path(sys.argv[1]).read_bytes()))
-print(json.dumps(type(model).__name__))"""
-    assert python(code, tmp_path / "config.pickle", cwd=tmp_path) == "ResFormerForCausalLM"
-
-
-# Every Auto class
+@pytest.mark.parametrize("imports", others_slow(IMPORTS, ["resformer first"]))
+def test_a_checkpoint_loads_after_any_import(imports: str, checkpoint: Path, tmp_path: Path) -> None:
+    loaded = python(f"{IMPORTS[imports]}\n{LOAD}\nprint(json.dumps(loaded))", checkpoint, cwd=tmp_path)
+    assert loaded == ["resformer.modeling.modeling_resformer.ResFormerForCausalLM"] * 3
 
 
 @pytest.mark.slow
@@ -180,51 +142,8 @@ print(json.dumps(found))"""
         assert found[name] == [model_class.__module__, model_class.__name__, {}, pytest.approx(checksum, rel=1e-12)]
 
 
-# Tokenizers beside a checkpoint
-
-
-@pytest.mark.parametrize("named", [True, False], ids=["tokenizer_class", "no tokenizer_class"])
-def test_tokenizer_beside_a_checkpoint_is_found(named: bool, checkpoint: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
-    byte_tokenizer().save_pretrained(folder)
-    file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text())
-    assert settings.pop("tokenizer_class")
-    if not named:
-        file.write_text(json.dumps(settings))
-    code = """
-import sys
-from transformers import AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-print(tokenizer.decode(tokenizer("values cross").input_ids), tokenizer.eos_token, tokenizer.is_fast)"""
-    assert run("-c", code, folder).stdout == "values cross <end> True\n"
-
-
-def test_pipeline_generates_from_a_checkpoint_and_its_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
-    byte_tokenizer().save_pretrained(folder)
-    code = """
-import sys
-from transformers import pipeline
-generate = pipeline("text-generation", model=sys.argv[1])
-text = generate("values cross", max_new_tokens=4, do_sample=False)[0]["generated_text"]
-print(type(generate.model).__name__, text.startswith("values cross"))"""
-    assert run("-c", code, folder).stdout == "ResFormerForCausalLM True\n"
-
-
-def test_a_class_that_the_user_registered_stays(tmp_path: Path) -> None:
-    code = """
-import resformer, transformers
-from resformer.modeling.modeling_resformer import ResFormerModel
-class Mine(ResFormerModel): pass
-transformers.AutoModel.register(resformer.ResFormerConfig, Mine, exist_ok=True)
-config = resformer.ResFormerConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=48, num_attention_heads=4)
-resformer.ResFormerForCausalLM(config)
-print(json.dumps(type(transformers.AutoModel.from_config(config)).__name__))"""
-    assert python(code, cwd=tmp_path) == "Mine"
-
-
-def test_a_registration_that_failed_is_tried_again(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_class_that_the_user_registered_stays_and_a_registration_that_failed_is_tried_again(tmp_path: Path) -> None:
     code = """
 import resformer, transformers
 from resformer.configuration import ResFormerConfig
@@ -234,5 +153,9 @@ try:
 except ImportError:
     del sys.modules["resformer.modeling"]
 config = ResFormerConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=48, num_attention_heads=4)
-print(json.dumps(type(transformers.AutoModelForCausalLM.from_config(config)).__name__))"""
-    assert python(code, cwd=tmp_path) == "ResFormerForCausalLM"
+found = [type(transformers.AutoModelForCausalLM.from_config(config)).__name__]
+class Mine(resformer.ResFormerModel): pass
+transformers.AutoModel.register(resformer.ResFormerConfig, Mine, exist_ok=True)
+resformer.ResFormerForCausalLM(config)
+print(json.dumps([*found, type(transformers.AutoModel.from_config(config)).__name__]))"""
+    assert python(code, cwd=tmp_path) == ["ResFormerForCausalLM", "Mine"]
