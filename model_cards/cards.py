@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 #: Fields of a metrics.json that describe a training, under the names of `trained_card`'s arguments.
-TRAINING_FIELDS = ("source", "revision", "method", "corpus", "evaluation_tokens", "runs", "datasets", "recipe")
+TRAINING_FIELDS = ("source", "revision", "method", "corpus", "evaluation_tokens", "runs", "datasets", "data", "recipe")
 #: Ends a card: `is_as_made` compares the digest to find edits by hand.
 _MARK = "<!-- Made by `resformer card`. SHA-256 of the text above: "
 #: Field of a run -> (its name in the table, its format).
@@ -107,6 +107,7 @@ def trained_card(
     evaluation_tokens: int | None = None,
     runs: Sequence[Mapping[str, Any]] = (),
     datasets: Sequence[str] = (),
+    data: Sequence[Mapping[str, Any]] = (),
     recipe: Mapping[str, Any] | None = None,
     dtype: str = "bfloat16",
     parameters: int | None = None,
@@ -118,7 +119,8 @@ def trained_card(
 ) -> ModelCard:
     """The card of a checkpoint whose weights are not its source's: fine-tuned, from scratch, or of unknown origin.
 
-    `source`, `revision`, `corpus`, `evaluation_tokens`, `runs`, `datasets` and `recipe` are fields of a `metrics.json`.
+    `source`, `revision`, `corpus`, `evaluation_tokens`, `runs`, `datasets`, `data` and `recipe` are fields of a
+    `metrics.json`.
 
     Args:
         method: the named method; `None` for another combination of fields.
@@ -132,6 +134,7 @@ def trained_card(
         runs: one mapping for each model that was trained, with `name` (the method's, for the model of this card),
             `perplexity_before`, `perplexity_after`, `training_tokens` and `steps`.
         datasets: Hub ids of the training data.
+        data: `source`, `tokens` and `license` (`None`: unknown) of each part of the training data.
         recipe: which of the parameters were trained, and the teacher and weights of a distillation.
         dtype: of the checkpoint's weights, which the cache takes too.
         parameters: number of parameters of the model.
@@ -168,6 +171,7 @@ def trained_card(
         from_scratch=from_scratch,
         parameters=parameters,
         corpus=corpus,
+        data=data,
         evaluation_tokens=evaluation_tokens,
         runs=_run_table(runs) if runs else None,
         recipe=recipe,

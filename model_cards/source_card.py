@@ -11,7 +11,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from resformer.errors import CheckpointError
 from resformer.untrusted import MIB, read_bounded
 
-__all__ = ["base_model_of", "carried_metadata", "well_formed"]
+__all__ = ["base_model_of", "carried_metadata", "licences", "well_formed"]
 
 _PATTERNS = {
     "license": r"[\w.+-]{1,100}",
@@ -29,12 +29,23 @@ def carried_metadata(card: Path) -> dict[str, Any]:
     Values that do not match a field's pattern are left out. A card that is missing, unreadable or a link out of its
     folder gives an empty mapping.
     """
+    return well_formed(_stated(card))
+
+
+def licences(card: Path) -> list[str]:
+    """The licences that the `README.md` of a dataset names: one, several or none."""
+    named = _stated(card).get("license")
+    each = [well_formed({"license": name}) for name in (named if isinstance(named, list) else [named])]
+    return [licence["license"] for licence in each if licence]
+
+
+def _stated(card: Path) -> dict[str, Any]:
     try:
         block = REGEX_YAML_BLOCK.search(read_bounded(card, 4 * MIB).decode("utf-8-sig"))
         stated = yaml.safe_load(block[2]) if block else None
     except (CheckpointError, ValueError, yaml.YAMLError, RecursionError):
         return {}
-    return well_formed(stated) if isinstance(stated, dict) else {}
+    return stated if isinstance(stated, dict) else {}
 
 
 def well_formed(stated: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,12 +21,12 @@ configuration
 modeling
 model_cards
 convert
-checkpoint_cards, pushing
+checkpoint_cards, evaluation, pushing
 training
 training.study, analysis, shrinking
 registration
 __init__
-demo, evaluation, serving, trl, vllm
+demo, serving, trl, vllm
 commands
 cli
 __main__

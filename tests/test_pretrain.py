@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainerControl
 
+from resformer import ResFormerConfig
+from resformer.checkpoint_cards import checkpoint_card
 from resformer.errors import CheckpointError
+from resformer.model_cards import TRAINING_FIELDS, trained_card
 from resformer.training import pretraining
 from resformer.training.log import TrainingLog
-from resformer.training.options import PretrainOptions, TokenizeOptions
+from resformer.training.options import FinetuneOptions, PretrainOptions, TokenizeOptions
+from resformer.training.report import FinetuneReport, record_origin
 from resformer.training.tokenizing import tokenize
 
 NARROW = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4}
@@ -161,3 +166,66 @@ def test_what_cannot_be_is_refused(arguments: list[Any], words: str, work: Path,
     done = invoke(work, "pretrain", "out", *arguments)
     assert (done.exit_code, words in done.stderr) == (2, True), done.stderr
     assert not list(work.glob("out*"))
+
+
+def test_tasks_are_scored_while_it_trains_and_stand_on_the_card(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")  # takes the harness seconds
+    rows = [{"question": f"layer {n}", "choices": [" a", " bcd"], "answer": n % 2} for n in range(4)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("letters.yaml").write_text(
+        f"task: letters\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {work}/rows.jsonl}}}}\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: '{{choices}}'\n"
+        "doc_to_target: '{{answer}}'\nmetric_list: [{metric: acc}]\nmetadata: {version: 1.0}\n"
+    )
+    options = PretrainOptions(output="out", data=["text.txt"], tasks=["letters.yaml"], **{**SMALL, "evaluations": 2})
+    _, report = pretraining.pretrain(options)
+    (score,) = report.metrics
+    assert (score["task"], score["name"], score["samples"]) == ("letters", "acc", 4)
+    scores = [entry for entry in json.loads(Path("out/log.json").read_text()) if "eval_letters_acc" in entry]
+    assert [entry["step"] for entry in scores] == [0, 4, 8]
+    assert scores[-1]["eval_letters_acc"] == score["value"]
+    assert json.loads(Path("out/eval.json").read_text())["results"]["letters"]["acc,none"] == score["value"]
+    card = Path("out/README.md").read_text()
+    assert f"| acc | letters | test | 0 | 4 samples | {score['value']:.4g}" in card
+    assert str(checkpoint_card("out").card) == card
+
+
+@pytest.mark.parametrize("command", [["pretrain"], ["finetune", "missing"]])
+def test_tasks_without_the_harness_are_refused_before_data_is_read(
+    command: list[str], work: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    done = invoke(work, *command, "out", "--data", "missing.txt", "--eval", "hellaswag")
+    assert (done.exit_code, "Evaluation needs lm-evaluation-harness" in done.stderr) == (1, True), done.stderr
+    assert not list(work.glob("out*"))
+
+
+def test_a_card_names_the_licences_and_the_tokens_of_the_data(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, licence in {"one": "odc-by", "many": "[mit, apache-2.0]", "none": "null"}.items():
+        Path(name).mkdir()
+        Path(name, "README.md").write_text(f"---\nlicense: {licence}\n---\n")
+
+    def cached_file(repository: str, name: str, repo_type: str | None = None, **more: Any) -> str | None:
+        return str(Path(repository.partition("/")[2], name)) if repo_type == "dataset" else None
+
+    monkeypatch.setattr("resformer.training.report.cached_file", cached_file)
+    options = FinetuneOptions(model="m", output="out", data=["text.txt"])
+    report = FinetuneReport({}, "svformer", 1, 1, 32, None, 0, 0, 0, {}, tokens=10, steps=1)
+    tokens = {"text.txt": 1, "you/one": 2, "you/many:subset": 3, "you/none": 4000}
+    record_origin(options, ResFormerConfig(), report, tokens)
+    assert report.datasets == ["you/one", "you/many", "you/none"]
+    described = {name: getattr(report, name) for name in TRAINING_FIELDS}
+    card = str(trained_card(**described, repository="you/new", config=ResFormerConfig.for_method("svformer")))
+    for row in ("text.txt | unknown | 1", "you/one | odc-by | 2", "you/many:subset | mit, apache-2.0 | 3"):
+        assert f"| {row} |" in card
+    assert "| you/none | unknown | 4,000 |" in card
+
+
+def test_compile_compiles_each_layer_by_itself(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(torch, "compile", lambda module, **given: compiled.append(type(module).__name__) or module)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "")  # which the run sets
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    pretraining.pretrain(PretrainOptions(output="out", data=["text.txt"], compile=True, **{**SMALL, "tokens": 256}))
+    assert compiled.count("ResFormerDecoderLayer") == 2
+    assert "ResFormerForCausalLM" not in compiled

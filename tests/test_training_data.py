@@ -467,7 +467,9 @@ def test_sources_are_mixed_by_tokens(streaming: bool, tmp_path: Path, monkeypatc
     texts = [byte_tokenizer().decode(block["input_ids"]) for block in given]
     for some in (texts[:40], texts) if streaming else (texts,):
         assert sum("a" in text for text in some) / len(some) == pytest.approx(0.75, abs=0.001 if streaming else 0.02)
-    if not streaming:
+    if streaming:
+        assert blocks.train.tokens(800) == {names[0]: 600 * 7, names[1]: 200 * 7}
+    else:
         assert 350 < sum("a" in text for text in texts) <= 400  # the source that is used up
         return
     # Without weights they take turns until one has ended, and begin again when both have.
@@ -477,6 +479,7 @@ def test_sources_are_mixed_by_tokens(streaming: bool, tmp_path: Path, monkeypatc
     assert counts[:18] == [20] * 18
     assert set(counts[20:75]) == {0}
     assert counts[-10:] == [20] * 10
+    assert blocks.train.tokens(3993)[names[0]] == 7 * sum("a" in text for text in texts[:3993])
 
 
 @pytest.mark.parametrize("weights", [None, [0.7, 0.3]])
@@ -494,14 +497,16 @@ def test_a_stream_goes_on_where_it_was(weights: Any, tmp_path: Path, monkeypatch
         return blocks
 
     whole, expected = stream(), []
-    places = [whole.place(0)]
+    places, tokens = [whole.place(0)], [whole.tokens(0)]
     for number, block in enumerate(islice(whole, 740), start=1):  # several times through both
         expected.append(str(block))
         if number % 7 == 0:  # the reader may be ahead of the training
             places.append(whole.place(number - 5))
+            tokens.append(whole.tokens(number - 5))
     for number, place in [(7 * n - 5 if n else 0, places[n]) for n in (0, 1, 2, 3, 50, 99)]:
         again = stream()
         again.start = json.loads(json.dumps(place))
+        assert again.tokens(number) == tokens[places.index(place)]
         assert list(map(str, islice(again, 40))) == expected[number : number + 40]
 
 

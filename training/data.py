@@ -200,6 +200,7 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
         seed: int = 0,
     ):
         self.weights, self.seed = weights, seed
+        self._sources, self._block = list(streams), block
         self._streams = [_PackedStream(stream, tokenise, block, separate) for stream in streams.values()]
         self.start: dict[str, Any] | None = None
         digest = hashlib.sha256()
@@ -219,18 +220,21 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
         mixed = self._mixed()
         while True:
             self._windows[window] = self._now(window)
-            blocks = list(islice(mixed, _SHUFFLED))
-            for index in np.random.default_rng([self.seed, window]).permutation(_SHUFFLED)[given:]:
+            numbers, blocks = zip(*islice(mixed, _SHUFFLED), strict=True)
+            order = np.random.default_rng([self.seed, window]).permutation(_SHUFFLED)
+            self._windows[window]["order"] = np.array(numbers)[order].tolist()
+            for index in order[given:]:
                 yield blocks[index]
             window, given = window + 1, 0
 
     def _begin(self) -> tuple[int, int]:
         count = len(self._streams)
-        beginning = {"window": 0, "given": 0, "blocks": [0] * count, "ended": [False] * count, "places": [None] * count}
+        beginning = {"window": 0, "given": 0, "ended": [False] * count, "places": [None] * count}
+        beginning |= {"blocks": [0] * count, "before": [0] * count}
         start: dict[str, Any] = self.start or beginning
         for stream, place in zip(self._streams, start["places"], strict=True):
             stream.place = place
-        self._blocks, self._ended = list(start["blocks"]), list(start["ended"])
+        self._blocks, self._before, self._ended = (list(start[name]) for name in ("blocks", "before", "ended"))
         self._windows: dict[int, dict[str, Any]] = {}
         return start["window"], start["given"]
 
@@ -245,9 +249,17 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
 
     def _now(self, window: int) -> dict[str, Any]:
         places = [stream.place for stream in self._streams]
-        return {"window": window, "blocks": list(self._blocks), "ended": list(self._ended), "places": places}
+        counts = {"blocks": list(self._blocks), "before": list(self._before), "ended": list(self._ended)}
+        return {"window": window, **counts, "places": places}
 
-    def _mixed(self) -> Iterator[dict[str, torch.Tensor]]:
+    def tokens(self, given: int) -> dict[str, int]:
+        """Source -> its tokens in so many blocks since the beginning."""
+        place = self.place(given)
+        within = np.bincount(place.get("order", [])[: place["given"]], minlength=len(self._sources))
+        counts = self._block * (np.array(place["blocks"]) + place["before"] + within)
+        return dict(zip(self._sources, counts.tolist(), strict=True))
+
+    def _mixed(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         iterators = [iter(stream) for stream in self._streams]
         weights = self.weights or [1.0] * len(iterators)
         while True:
@@ -257,11 +269,12 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
             )
             if (block := next(iterators[number], None)) is not None:
                 self._blocks[number] += 1
-                yield block
+                yield number, block
                 continue
             iterators[number] = iter(self._streams[number])
             self._ended[number] = self.weights is None
             if all(self._ended):
+                self._before = [sum(counts) for counts in zip(self._before, self._blocks, strict=True)]
                 self._ended, self._blocks = [False] * len(iterators), [0] * len(iterators)
 
 
@@ -308,6 +321,7 @@ class Blocks:
     train: Any  # PackedBlocks; StreamedBlocks of streams
     held_out: PackedBlocks
     held_out_documents: Mapping[str, int]  # source -> how many of its documents have tokens in the held-out blocks
+    training_tokens: Mapping[str, int]  # source -> the tokens of its training documents; empty of streams
     notes: Sequence[str] = ()  # of `Documents`
 
     @property
@@ -596,16 +610,19 @@ def pack_documents(
     options = {"tokenizer": tokenizer, "share": held_out, **document_ends(tokenizer)}
     streams = {source: part for source, part in documents.items() if isinstance(part, IterableDataset)}
     train: PackedBlocks | StreamedBlocks
+    counts: dict[str, int] = {}
     if streams:
         encode = partial(tokenise, **options, wanted=False)
         train = StreamedBlocks(streams, encode, block, weights=weights, separate=separate, seed=seed)
     else:
-        tables = [_token_table(part, options, wanted=False) for part in documents.values()]
-        train = _packed(_shares(tables, weights), block, "training", separate=separate)
+        tables = _shares([_token_table(part, options, wanted=False) for part in documents.values()], weights)
+        sums = [pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 0 for table in tables]
+        counts = dict(zip(documents, sums, strict=True))
+        train = _packed(tables, block, "training", separate=separate)
     notes = documents.notes if isinstance(documents, Documents) else []
     if not held_out:
         nothing = PackedBlocks(pa.chunked_array([], pa.int32()), np.arange(0), block)
-        return Blocks(train, nothing, dict.fromkeys(documents, 0), notes)
+        return Blocks(train, nothing, dict.fromkeys(documents, 0), counts, notes)
     if streams:
         enough = -(-held_out_blocks * block // len(streams))
         parts = [_read_ahead(part, _READ_AHEAD // len(streams), enough, options) for part in streams.values()]
@@ -613,8 +630,8 @@ def pack_documents(
         parts = [_token_table(part, options, wanted=True) for part in documents.values()]
     held = _packed(parts, block, "held-out", remedy, most=held_out_blocks, separate=separate)
     source_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    counts = np.bincount(source_of[held.documents], minlength=len(parts))
-    return Blocks(train, held, dict(zip(documents, counts.tolist(), strict=True)), notes)
+    held_out_counts = np.bincount(source_of[held.documents], minlength=len(parts)).tolist()
+    return Blocks(train, held, dict(zip(documents, held_out_counts, strict=True)), counts, notes)
 
 
 def pack_all(

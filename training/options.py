@@ -145,13 +145,17 @@ class RunOptions(DataOptions):
     seed: Annotated[int, Option(help="Of the random numbers: weights, order of the data, dropout.")] = 0
     bf16: Bf16 = None
     gradient_checkpointing: Annotated[bool, Option("--gradient-checkpointing", help="Less memory, more time.")] = False
-    compile: Annotated[bool, Option("--compile", help="Use torch.compile.")] = False
+    compile: Annotated[bool, Option("--compile", help="Compile each layer with torch.compile.")] = False
     attn_implementation: Annotated[
         str | None, Option(help="sdpa, eager, flash_attention_2, flex_attention.  [default: sdpa]")
     ] = None
     report_to: Annotated[list[str], Option(help="tensorboard, trackio, wandb; repeatable.  [default: none]")] = field(
         default_factory=list
     )
+    tasks: Annotated[
+        list[str],
+        Option("--eval", help="Tasks of lm-evaluation-harness, at each evaluation and at the end; repeatable."),
+    ] = field(default_factory=list)
     shard: Annotated[
         int, Option(help="FSDP2: so many devices share weights, gradients and moments; the groups are replicas.")
     ] = 1

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import compile_regions
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
 
 from resformer.configuration import ResFormerConfig
+from resformer.evaluation import check_tasks
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.flops import training_flops
 from resformer.training.log import TrainingLog
@@ -54,6 +56,8 @@ def pretrain(options: PretrainOptions) -> tuple[PretrainPlan, FinetuneReport]:
 
     Raises: as `new_checkpoint` and `finetune_checkpoint`; and CheckpointError if the loss is lost, see `TrainingLog`.
     """
+    if options.tasks:
+        check_tasks(options.tasks)  # before a tokenizer is made of the data
     config, tokenizer = _model(options)
     plan = _plan(options, config)
     run = _run(options, plan)
@@ -155,7 +159,7 @@ def _measured(options: PretrainOptions, plan: PretrainPlan, config: ResFormerCon
         ids = torch.randint(config.vocab_size, (plan.micro_batch, plan.block))
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    run = torch.compile(model) if options.compile else model
+    run = compile_regions(model) if options.compile else model
     bf16 = processor_has_bf16() if options.bf16 is None else options.bf16
     times: list[float] = []
     while len(times) < 3 or (sum(times) < _TIMED and len(times) < 20):

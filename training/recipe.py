@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,14 @@ from transformers import (
     default_data_collator,
 )
 
+from resformer.checkpoint_cards import CheckpointCard
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
 from resformer.environment import cpu_has_bf16
 from resformer.errors import CheckpointError, OutputError, ResFormerError, one_line
+from resformer.evaluation import check_tasks, write_results
 from resformer.files import check_apart, check_target, locked, replacing
-from resformer.model_cards import TRAINING_FIELDS, trained_card
+from resformer.model_cards import TRAINING_FIELDS, harness_metrics, trained_card
 from resformer.pushing import HubError
 from resformer.pushing import push as push_checkpoint
 from resformer.record import weight_digests
@@ -124,6 +126,8 @@ def _finetune(
 ) -> FinetuneReport:
     output = Path(options.output)
     first = arguments.process_index == 0
+    if options.tasks:
+        check_tasks(options.tasks)
     if first:
         inputs = [name for name in (options.model, *options.sources, options.distill, options.tokenizer) if name]
         check_target(output, *inputs, made_by=command, force=options.force)
@@ -201,6 +205,7 @@ def _finetune(
         temperature=options.temperature,
         hidden_weight=options.distill_hidden,
         hidden_layers=options.distill_hidden_layers,
+        tasks=options.tasks,
         connection_learning_rate=options.connection_learning_rate,
     )
     for callback in (PrinterCallback, ProgressCallback):
@@ -223,7 +228,10 @@ def _finetune(
     if not math.isfinite(loss):
         raise CheckpointError(f"The loss is {loss}; nothing was written. Try a lower --learning-rate.")
 
-    source_card = record_origin(options, config, report)
+    read = blocks.training_tokens if stream is None else stream.tokens((report.tokens or 0) // block)
+    source_card = record_origin(options, config, report, read)
+    scores = harness_metrics(trainer.results) if trainer.results else []
+    report.metrics = [asdict(score) for score in scores]
     writer = replacing(output, made_by=command, force=options.force) if first else nullcontext(options.unfinished)
     with writer as folder:
         model.config.use_cache = config.use_cache  # which the Trainer sets to False
@@ -241,6 +249,8 @@ def _finetune(
                     report.recipe["curve"] = CURVE
             if (options.unfinished / "runs").exists():  # TensorBoard's
                 shutil.copytree(options.unfinished / "runs", folder / "runs")
+            if scores:
+                write_results(trainer.results, folder / "eval.json")
             facts = {**report.as_dict(), **weight_digests(folder)}
             (folder / "metrics.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
             if isinstance(config, ResFormerConfig):  # cards are for models with cross-layer connections
@@ -252,8 +262,9 @@ def _finetune(
                     config=config,
                     source_card=source_card,
                     from_scratch=report.source is None,
+                    metrics=scores,
                 )
-                card.save(folder / "README.md")
+                CheckpointCard(card, "", scores).write(folder / "README.md", force=True)
     if first:
         shutil.rmtree(options.unfinished)
     PartialState().wait_for_everyone()
@@ -279,12 +290,13 @@ def _train(trainer: RecipeTrainer, last: Path | None, report: FinetuneReport) ->
     report.seconds = time.perf_counter() - start
     state = trainer.state
     evaluations = [entry for entry in state.log_history if "eval_loss" in entry]
-    within = [entry for entry in evaluations if last is None or entry["step"] > report.resumed_from]
-    report.seconds -= sum(entry["eval_runtime"] for entry in within)
+    since = 0 if last is None else report.resumed_from + 1
+    report.seconds -= sum(entry.get("eval_runtime", 0.0) for entry in state.log_history if entry["step"] >= since)
     report.steps, report.tokens = state.global_step, int(state.num_input_tokens_seen)
     report.tokens_per_second = (report.tokens - seen_before) / report.seconds
     report.peak_memory = peak_memory()
     if trainer.eval_dataset is None:
+        trainer.evaluate()
         return float(result.training_loss)
     if not evaluations or evaluations[-1]["step"] != state.global_step:
         evaluations.append({**trainer.evaluate(), "step": state.global_step})
@@ -340,6 +352,8 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
         "disable_tqdm": not sys.stderr.isatty(),
         "use_cpu": not torch.accelerator.is_available(),
     }
+    if options.compile:  # each layer by itself: one graph for each kind of layer
+        os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     try:
         return TrainingArguments(**{**defaults, **options.trainer, **fixed})
     except TypeError as error:

@@ -1,6 +1,7 @@
 """What a training reports: metrics.json, and what its card says."""
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers.utils import cached_file
 
 from resformer.errors import CheckpointError
 from resformer.files import LISTING
-from resformer.model_cards import base_model_of, carried_metadata, well_formed
+from resformer.model_cards import base_model_of, carried_metadata, licences, well_formed
 from resformer.record import RECORD
 from resformer.training.data import STANDARD_LIBRARY
 from resformer.training.options import FinetuneOptions
@@ -56,7 +57,9 @@ class FinetuneReport:
     evaluation_tokens: int = 0
     datasets: list[str] = field(default_factory=list)
     recipe: dict[str, Any] = field(default_factory=dict)
+    data: list[dict[str, Any]] = field(default_factory=list)  # the parts of the training data, with their licences
     runs: list[dict[str, Any]] = field(default_factory=list)
+    metrics: list[dict[str, Any]] = field(default_factory=list)  # scores of `--eval`, by the fields of `Metric`
     versions: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -68,20 +71,17 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def record_origin(options: FinetuneOptions, config: PreTrainedConfig, report: FinetuneReport) -> dict[str, Any]:
-    """Notes in the report what a card says of the run, and returns what the source's own card says."""
+def record_origin(
+    options: FinetuneOptions, config: PreTrainedConfig, report: FinetuneReport, tokens: Mapping[str, int]
+) -> dict[str, Any]:
+    """Notes in the report what a card says of the run, and returns what the source's own card says.
+
+    Args:
+        tokens: source -> its training tokens.
+    """
     model = Path(options.model)
     commit = getattr(config, "_commit_hash", None)
-    card, record = (
-        cached_file(
-            options.model,
-            name,
-            revision=commit,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        for name in ("README.md", RECORD)
-    )
+    card, record = (_file(options.model, name, revision=commit) for name in ("README.md", RECORD))
     base = base_model_of(config)
     report.source, report.revision = (model.resolve().name if model.is_dir() else options.model), commit
     listing = model / LISTING
@@ -90,11 +90,17 @@ def record_origin(options: FinetuneOptions, config: PreTrainedConfig, report: Fi
     if commit is None and base:  # saved elsewhere after a training
         report.source, report.revision = base["name"], base["revision"]
     with suppress(CheckpointError, KeyError, TypeError):
-        conversion = read_json(Path(record))
+        conversion = read_json(Path(record or ""))
         report.source, report.revision = conversion["source"], conversion["revision"]
-    local = [source for source in options.sources if source == STANDARD_LIBRARY or Path(source).expanduser().exists()]
-    report.datasets = [source.partition(":")[0] for source in options.sources if source not in local]
-    report.corpus = ", ".join(Path(source).name if source in local else source for source in options.sources)
+    for source, count in tokens.items():
+        dataset = None
+        if source != STANDARD_LIBRARY and not Path(source).expanduser().exists():
+            report.datasets.append(dataset := source.partition(":")[0])
+        readme = None if dataset is None else _file(dataset, "README.md", repo_type="dataset")
+        licence = None if readme is None else ", ".join(licences(Path(readme))) or None
+        name = Path(source).name if dataset is None else source
+        report.data.append({"source": name, "license": licence, "tokens": count})
+    report.corpus = ", ".join(each["source"] for each in report.data)
     teacher = Path(options.distill) if options.distill is not None else None
     report.recipe = {
         "train": options.train,
@@ -118,6 +124,18 @@ def record_origin(options: FinetuneOptions, config: PreTrainedConfig, report: Fi
         }
     ]
     return {**well_formed(base), **({} if card is None else carried_metadata(Path(card)))}
+
+
+def _file(repository: str, name: str, **options: Any) -> str | None:
+    """A file of a repository; `None` where it has none, or the Hub is out of reach."""
+    return cached_file(
+        repository,
+        name,
+        **options,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
 
 
 def _hardware() -> str:

@@ -145,8 +145,9 @@ def checkpoint_card(
         [Path(os.path.realpath(path)) for path in paths] for paths in (metrics, evaluations)
     )
     training, results = read_results(metric_files, evaluation_files)
+    measured: list[Metric] = []  # by the training itself
     if not training and os.path.lexists(checkpoint / "metrics.json"):  # written by `resformer finetune`
-        training, _ = read_results([checkpoint / "metrics.json"], [])
+        training, measured = read_results([checkpoint / "metrics.json"], [])
     opened = open_source(str(checkpoint), resformer=True, classifiers=True).fetch()
     config, record = opened.config, read_record(checkpoint)
     if not isinstance(config, ResFormerConfig):
@@ -177,6 +178,7 @@ def checkpoint_card(
         card = retrofit_card(record, **arguments, base_model=base_model, changed=changed)
         return CheckpointCard(card, "retrofitted", of_this)
     changed = _changed(opened, training) if training else []
+    of_this += [] if changed else measured
     from_scratch = "source" in training and training["source"] is None and not base and record is None
     if training.get("source") is None:
         known = base if record is None else {"name": record["source"], "revision": record["revision"]}
@@ -213,6 +215,7 @@ def read_results(metrics: list[Path], evaluations: list[Path]) -> tuple[dict[str
     for path in trainings:
         form = _TRAINING | {name: str | None for name in ("source", "revision", "method") if name in contents[path]}
         form |= {"datasets": list[str]} if "datasets" in contents[path] else {}
+        form |= {"data": [{"source": str, "license": str | None, "tokens": int}]} if "data" in contents[path] else {}
         form |= {"recipe": _RECIPE} if contents[path].get("recipe") else {}
         _check_form(contents[path], form, str(path))
         return contents[path], results

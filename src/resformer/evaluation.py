@@ -20,7 +20,16 @@ from resformer.errors import CheckpointError, one_line
 from resformer.untrusted import check_folder, read_json
 from resformer.version import __version__
 
-__all__ = ["check_output", "evaluate", "main", "results_json", "results_table", "write_results"]
+__all__ = [
+    "check_output",
+    "check_tasks",
+    "evaluate",
+    "evaluate_in_training",
+    "main",
+    "results_json",
+    "results_table",
+    "write_results",
+]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -84,8 +93,6 @@ def evaluate(
         "revision": "main" if revision is None else revision,
         **({"use_safetensors": True} if backend == "hf" else {"load_format": "safetensors"}),
     }
-    # The harness's bootstrap would fork this process: locks that other threads hold stay locked in the child.
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")
     with redirect_stdout(sys.stderr):  # the harness prints batch sizes
         manager, task_names = _find_tasks(tasks, include_path, arguments)
         model = _load(arguments, backend, batch_size=batch_size, device=device)
@@ -104,10 +111,43 @@ def evaluate(
         return None
     results["config"]["model"] = backend  # the harness's name for models loaded as `_load` does
     results["model_source"], results["model_name"] = backend, checkpoint
-    results["resformer_version"] = __version__
-    results.update({f"{package}_version": version(package) for package in ("torch", "datasets")})
     if backend == "vllm":
         results["vllm_version"] = sys.modules["vllm"].__version__
+    return _with_versions(results)
+
+
+def check_tasks(tasks: Sequence[str]) -> None:
+    """Raises what `evaluate` would of tasks that are unknown, or where the harness is not installed."""
+    _harness()
+    _find_tasks(tasks, None, {})
+
+
+def evaluate_in_training(model: Any, tokenizer: Any, tasks: Sequence[str], batch_size: int) -> dict[str, Any] | None:
+    """`evaluate` of a model in memory, on each process by itself; `None` on all but the first of a machine.
+
+    The random numbers of the training are not seeded anew.
+    """
+    lm_eval = _harness()
+    from lm_eval.models.huggingface import HFLM
+
+    with redirect_stdout(sys.stderr):
+        manager, task_names = _find_tasks(tasks, None, {})
+        results = lm_eval.simple_evaluate(
+            HFLM(model, backend="causal", tokenizer=tokenizer, batch_size=batch_size),
+            tasks=task_names,
+            task_manager=manager,
+            batch_size=batch_size,
+            log_samples=False,
+            random_seed=None,
+            numpy_random_seed=None,
+            torch_random_seed=None,
+        )
+    return None if results is None else _with_versions(results)
+
+
+def _with_versions(results: dict[str, Any]) -> dict[str, Any]:
+    results["resformer_version"] = __version__
+    results.update({f"{package}_version": version(package) for package in ("torch", "datasets")})
     return results
 
 
@@ -169,6 +209,8 @@ def _harness() -> ModuleType:
         if error.name != "lm_eval":
             raise
         raise ImportError(f"Evaluation needs lm-evaluation-harness: {install_hint('eval')}") from None
+    # The harness's bootstrap would fork this process: locks that other threads hold stay locked in the child.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
     return lm_eval
 
 
@@ -194,7 +236,7 @@ def _find_tasks(
         raise ValueError(f"include_path: {include_path} is not a folder.")
     # The harness has more than 10,000 tasks, whose files take seconds to read.
     manager = TaskManager(include_path=include_path, include_defaults=False, metadata=arguments)
-    if not set(names) <= set(manager.all_subtasks):
+    if not {name for name in names if not Path(name).is_file()} <= set(manager.all_subtasks):
         manager = TaskManager(include_path=include_path, metadata=arguments)
     matched: list[str] = []
     for name in names:
