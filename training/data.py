@@ -6,7 +6,7 @@ import math
 import random
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -321,7 +321,8 @@ class Blocks:
     train: Any  # PackedBlocks; StreamedBlocks of streams
     held_out: PackedBlocks
     held_out_documents: Mapping[str, int]  # source -> how many of its documents have tokens in the held-out blocks
-    training_tokens: Mapping[str, int]  # source -> the tokens of its training documents; empty of streams
+    #: Source -> the tokens of its training documents; empty of streams.
+    training_tokens: Mapping[str, int] = field(default_factory=dict)
     notes: Sequence[str] = ()  # of `Documents`
 
     @property
