@@ -3,7 +3,13 @@
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from resformer.configuration import ResFormerConfig
 from resformer.errors import CheckpointError, first_names, one_line, plain
@@ -12,7 +18,8 @@ from resformer.modeling import ResFormerForCausalLM
 __all__ = ["load_model", "model_on_meta"]
 
 #: Where PEFT is installed, Transformers applies the adapter that it finds in this sub-folder: no folder is called so.
-_NO_ADAPTER = {"subfolder": "\0"}
+#: It would read a generation_config.json of any size.
+_UNREAD = {"adapter_kwargs": {"subfolder": "\0"}, "generation_config": GenerationConfig()}
 
 
 def load_model(where: object, config: PreTrainedConfig, **arguments: Any) -> PreTrainedModel:
@@ -28,7 +35,7 @@ def load_model(where: object, config: PreTrainedConfig, **arguments: Any) -> Pre
     try:
         # The class itself, because AutoModel looks for remote code and adapters.
         model, loading = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-            **arguments, config=config, local_files_only=True, output_loading_info=True, adapter_kwargs=_NO_ADAPTER
+            **arguments, config=config, local_files_only=True, output_loading_info=True, **_UNREAD
         )
     except ImportError:
         raise  # a missing package, which the message names
