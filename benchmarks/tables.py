@@ -1,6 +1,7 @@
 """Writes the tables that pages take from results: `python benchmarks/tables.py`; `--check` only compares.
 
-A table of a page stands between `<!-- table: NAME ARGUMENT -->` and `<!-- end -->`. NAME is one of `TABLES`.
+A table of a page stands between `<!-- table: NAME ARGUMENT -->` and `<!-- end -->`. NAME is one of `TABLES`. Figures in
+the sentences of a page are compared with `sentences`, which writes nothing.
 """
 
 import json
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from resformer.commands.terminal import size
 from resformer.configuration import METHODS
 from resformer.training.study.table import markdown
 
@@ -116,6 +118,61 @@ def rivals(name: str) -> str:
     return "\n".join(lines)
 
 
+def healed(name: str) -> str:
+    """The KL divergence of shrunken models before and after all their weights were distilled."""
+    kl = {(row["method"], row["setting"], row["text"]): row["KL"] for row in read(name)["rows"]}
+    lines = ["| cache | rate | tokens | tokens/s on one core | KL, WikiText-2 | Python | chats |", f"|{'---|' * 7}"]
+    for setting, file, before in (
+        ("91.7 %", "91.7-all", "shared, refitted"),
+        ("66.7 %", "66.7-all", "shared, calibrated on all three"),
+    ):
+        metrics = read(f"healing/{file}")
+        cells = [f"{setting} ([metrics](../benchmarks/results/healing/{file}.json))"]
+        cells += [f"{metrics['arguments']['learning_rate']:.0e}".replace("e-0", "e-")]
+        cells += [f"{metrics['tokens']:,}", f"{metrics['tokens_per_second']:.0f}"]
+        for text in ("WikiText-2", "Python", "chats"):
+            after = kl["shared, all weights healed", setting, text]
+            cells.append(f"{kl[before, setting, text]:.3f} to {after:.3f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plans(name: str) -> str:
+    """The rise of the loss with plans that were not searched for; the random ones together."""
+    rises = {plan["plan"]: plan["loss_rise"] for plan in read(name)["plans"]}
+    random = [rises.pop(plan) for plan in list(rises) if plan.startswith("random")]
+    lines = ["| plan | loss |", "|---|---|"]
+    lines += [f"| {plan} | {rise:+.3f} |" for plan, rise in sorted(rises.items(), key=lambda item: item[1])]
+    return "\n".join([*lines, f"| {len(random)} random plans | {min(random):+.3f} to {max(random):+.3f} |"])
+
+
+def conversions(name: str) -> str:
+    """Times of `resformer convert`, beside copies of the same folder."""
+    lines = ["| | time | `cp -r` | peak memory beyond `import torch` |", "|---|---|---|---|"]
+    for case in read(name)["cases"].values():
+        times = f"{case['seconds_beyond_start_up']:.2f} s | {case['cp_seconds_beyond_start_up']:.2f} s"
+        lines.append(f"| `{case['options']}` | {times} | {case['peak_mb_beyond_torch']:.0f} MB |")
+    return "\n".join(lines)
+
+
+def moved(name: str) -> str:
+    """What commands on Hub ids send and receive."""
+    lines = [
+        "| source | command | downloaded | uploaded | requests | processor time | peak memory |",
+        f"|{'---|' * 7}",
+    ]
+    for source, measured in read(name)["sources"].items():
+        for case, cost in measured["cases"].items():
+            cells = [f"{source}, {size(measured['bytes_of_weights'])}", case]
+            cells += [size(cost["downloaded"]), size(cost["uploaded"])]
+            if cost.get("computed"):
+                cells += ["", "", f"{size(1e6 * cost['peak_mb'])}, computed"]
+            else:
+                cells += [str(cost["requests"]), f"{cost['cpu_seconds']} s", size(1e6 * cost["peak_mb"])]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def coefficients(name: str) -> str:
     """The learned coefficients of value residuals, layer by layer."""
     (model,) = (each for each in read(f"analysis/{name}/analysis")["checkpoints"] if each["name"] == "resformer")
@@ -173,7 +230,50 @@ TABLES: dict[str, Callable[[str], str]] = {
     "shrunken": shrunken,
     "rivals": rivals,
     "serving_speed": serving_speed,
+    "healed": healed,
+    "plans": plans,
+    "conversions": conversions,
+    "moved": moved,
 }
+
+
+def sentences() -> dict[str, list[str]]:
+    """Page -> what it states of results, up to line breaks."""
+    rise = {(row["method"], row["setting"], row["text"]): row["rise"] for row in read("shrink")["rows"]}
+    int4 = next(row for row in read("shrink")["rows"] if row["method"] == "int4")
+    plan = [rise["shared, refitted", "83.3 %", text] for text in ("Python", "chats", "WikiText-2")]
+    shrunk, large = read("shrink/83.3"), read("shrink_large")
+    cost, last_words = shrunk["cost"], shrunk["cost"]["intervals"]["source_last_word_accuracy"]
+    lengths = [f"{each['length']:,}" for each in cost["passkey"]]
+    one, two = (read(f"healing/{name}") for name in ("91.7", "83.3"))
+    hub, convert, asked = read("hub")["imports"], read("convert"), read("shrink_passages")["passages"]
+    return {
+        "docs/shrinking.md": [
+            f"SmolLM2-135M's cache takes {100 * int4['cache']:.0f} % of its bytes for {int4['rise']:.3f} nats a token",
+            "{:.3f} nats a token on Python and {:.3f} on chats, against {:.3f} on WikiText-2 itself".format(*plan),
+            f"calibrated on {shrunk['calibration']['tokens']:,} tokens of WikiText-2's validation part and measured on "
+            f"{cost['tokens']:,} tokens",
+            f"a loss of {cost['source_loss']:.4f} nats a token and gets "
+            f"{100 * cost['source_last_word_accuracy']:.1f} % "
+            f"({100 * last_words[0]:.0f} to {100 * last_words[1]:.0f}) of the last words of sentences right. "
+            f"These are {cost['last_words']} words",
+            f"texts of {', '.join(lengths[:-1])} and {lengths[-1]} tokens",
+            f"the last words of {len(asked['source']['nats'])} sentences",
+            f"{large['peak_bytes'] / 1e9:.1f} GB, of which {large['weights_bytes'] / 1e9:.1f} GB are the weights and "
+            f"{large['inputs_bytes'] / 1e9:.1f} GB the inputs of all layers",
+            f"bfloat16 and {large['calibration_tokens']:,} tokens",
+            f"{one['tokens']:,} tokens for the first, with {one['trained_parameters'] / 1e6:.1f} of its "
+            f"{one['parameters'] / 1e6:.0f} million parameters trained, in {one['seconds'] / 60:.0f} minutes",
+            f"{two['tokens']:,} for the second, with {two['trained_parameters'] / 1e6:.1f} million, in "
+            f"{two['seconds'] / 60:.0f} minutes",
+        ],
+        "docs/converting.md": [
+            f"start-up ({convert['start_up_seconds']:.1f} s of imports",
+            f"Imports take {convert['start_up_peak_mb_beyond_torch']:.0f} MB of the memory",
+            f"imports, which alone take {hub['cpu_seconds']:.1f} s and {hub['peak_mb']} MB",
+        ],
+        "README.md": [f"`resformer methods` lists all {len(METHODS)}"],
+    }
 
 
 def made() -> dict[Path, str]:
@@ -188,6 +288,10 @@ def made() -> dict[Path, str]:
 
 def main() -> None:
     stale = {path: text for path, text in made().items() if path.read_text(encoding="utf-8") != text}
+    for page, stated in sentences().items():
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        if missing := [sentence for sentence in stated if " ".join(sentence.split()) not in text]:
+            sys.exit(f"{page}: does not say what the results are: {missing}")
     if "--check" in sys.argv:
         names = ", ".join(sorted(path.name for path in stale))
         sys.exit(f"{names}: differ from the results. Run: python benchmarks/tables.py" if stale else 0)

@@ -12,11 +12,9 @@ import torch
 from checkpoints import SMOLLM2_135M
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
-from resformer.commands import terminal
 from resformer.configuration import cache_bytes_by_method
 from resformer.configuration.methods import without_connections
 from resformer.convert.deciding import inexact_because
-from resformer.shrinking.accounting import interval
 from resformer.training.study.table import rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,57 +120,3 @@ def test_results_are_in_generated_tables_and_not_in_sentences() -> None:
         r"<!-- table.*?<!-- end -->|\]\([^)]*\)|`[^`]*`|^    .*$|\[\d{4}\.\d{5}", "", page, flags=re.M | re.S
     )
     assert re.findall(r"\d+\.\d{2,}|\d[\d,]{4,}", prose) == []
-
-
-def results(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-
-
-def test_tables_of_what_commands_move_and_take_are_the_committed_measurements() -> None:
-    page = (ROOT / "docs" / "converting.md").read_text(encoding="utf-8")
-    for case in results("convert")["cases"].values():
-        times = f"{case['seconds_beyond_start_up']:.2f} s | {case['cp_seconds_beyond_start_up']:.2f} s"
-        assert f"` | {times} | {case['peak_mb_beyond_torch']:.0f} MB |" in page
-    size = terminal.size
-    for name, source in results("hub")["sources"].items():
-        for case, cost in source["cases"].items():
-            cells = [f"{name}, {size(source['bytes_of_weights'])}", case]
-            cells += [size(cost["downloaded"]), size(cost["uploaded"])]
-            if cost.get("computed"):
-                cells += ["", "", f"{size(1e6 * cost['peak_mb'])}, computed"]
-            else:
-                cells += [str(cost["requests"]), f"{cost['cpu_seconds']} s", size(1e6 * cost["peak_mb"])]
-            assert f"| {' | '.join(cells)} |" in page
-
-
-def test_costs_of_smaller_caches_are_the_committed_ones() -> None:
-    page = (ROOT / "docs" / "shrinking.md").read_text(encoding="utf-8")
-    for file in sorted((ROOT / "benchmarks" / "results" / "shrink").glob("*.json")):
-        cost = json.loads(file.read_text())["cost"]
-        row = (
-            f"| {100 * cost['cache']:.1f} % | {cost['loss'] - cost['source_loss']:+.4f} | {cost['kl_mean']:.4f} | "
-            f"{cost['kl_p95']:.3f} | {100 * cost['top1_agreement']:.1f} % | {100 * cost['last_word_accuracy']:.1f} % "
-        )
-        low, high = interval(cost["last_words"] * cost["last_word_accuracy"], cost["last_words"])
-        assert cost["intervals"]["last_word_accuracy"] == pytest.approx([low, high], abs=1e-4)
-        row += f"({100 * low:.0f} to {100 * high:.0f}) |"
-        assert row in page, row
-    measured = results("shrink")["rows"]
-    methods = "drop, by (?:cosine|loss)|merge heads, fitted|int4|int8|shared.*?"
-    for method, setting in re.findall(rf"^\| ({methods}) \| (.*?) \|", page, re.MULTILINE):
-        rises = {row["text"]: row["rise"] for row in measured if (row["method"], row["setting"]) == (method, setting)}
-        cells = " | ".join(f"{rises[text]:+.3f}" if text in rises else "" for text in ("WikiText-2", "Python", "chats"))
-        assert re.search(rf"\| {method} \| {setting} \|.*\| {re.escape(cells)} \|", page), (method, setting, cells)
-    kl = {(row["method"], row["setting"], row["text"]): f"{row['KL']:.3f}" for row in measured}
-    healing = re.findall(r"^\| (\S+ %) \(\[metrics\]\((.*?)\)\) \| (.*?) \| (.*?) \| (.*?) \| (.*) \|$", page, re.M)
-    assert len(healing) == 2
-    for setting, file, rate, tokens, speed, cells in healing:
-        metrics = json.loads((ROOT / "docs" / file).read_text())
-        assert metrics["arguments"]["learning_rate"] == float(rate)
-        assert (f"{metrics['tokens']:,}", f"{metrics['tokens_per_second']:.0f}") == (tokens, speed)
-        before = "shared, refitted" if setting == "91.7 %" else "shared, calibrated on all three"
-        for text, cell in zip(("WikiText-2", "Python", "chats"), cells.split(" | "), strict=True):
-            after = kl["shared, all weights healed", setting, text]
-            assert cell == f"{kl[before, setting, text]} to {after}"
-    for plan in results("shrink_plans")["plans"]:
-        assert f"| {plan['loss_rise']:+.3f} |" in page or plan["plan"].startswith("random"), plan["plan"]
