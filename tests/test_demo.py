@@ -68,9 +68,9 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["resformer-denseformer", "resformer-plus", "resformer-gated"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_real_model_is_retrofitted_bit_exact(smollm2: Path, method: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["resformer-denseformer", "resformer-gated"])
+def test_real_model_is_retrofitted_bit_exact(smollm2: Path, method: str, tmp_path: Path) -> None:
+    dtype = "bfloat16"
     stored = tmp_path / "source"
     AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype).save_pretrained(stored)
     AutoTokenizer.from_pretrained(smollm2).save_pretrained(stored)

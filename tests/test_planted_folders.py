@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import yaml
 from checkpoints import save_checkpoint
-from command_server import resformer
 from conftest import others_slow
 from jinja2 import UndefinedError
 
@@ -312,20 +311,3 @@ def test_text_of_a_record_is_data_in_a_card(kind: str, good: Path) -> None:
             assert f"<{CANARY}" not in line, (key, line)
             assert f"[{CANARY}]" not in line, (key, line)
     assert cards > 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "plant", ["README.md-fifo", "metrics.json-of-8-GB", ".eval_results-linked", "tokenizer.json-link-out"]
-)
-def test_commands_name_the_file_and_exit_with_3(plant: str, good: Path, outside: Path, tmp_path: Path) -> None:
-    named, make = PLANTS[plant]
-    shutil.copytree(good / "ours", tmp_path / "ours")
-    make(tmp_path / "ours", outside)
-    before = snapshot(outside)
-    command = ["analyze"] if named in LOADED else ["bundle"] if "linked" in plant else ["card"]
-    done = resformer(*command, tmp_path / "ours", *([tmp_path / "out"] if command == ["bundle"] else []))
-    assert (done.returncode, done.stdout) == (3, "")
-    assert named in done.stderr
-    assert CANARY not in done.stderr
-    assert snapshot(outside) == before

@@ -3,46 +3,29 @@
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from checkpoints import change_json, save_checkpoint
 from command_server import run
-from hub_server import HubServer
+from conftest import others_slow
+from hub_server import Commands
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = [
-    "README.md",
-    *(f"docs/{name}.md" for name in "analysis converting quickstart sharing shrinking training".split()),
-    pytest.param("docs/comparing.md", marks=pytest.mark.slow),
-    pytest.param("docs/pretraining.md", marks=pytest.mark.slow),
-]
+QUICK = [f"docs/{name}.md" for name in ("analysis", "converting", "quickstart", "sharing")]
+PAGES = "analysis comparing converting pretraining quickstart sharing shrinking training".split()
+DOCUMENTS = others_slow(["README.md", *(f"docs/{name}.md" for name in PAGES)], ["README.md", *QUICK])
 BLOCKS = r"^```(\w+)\n(.*?)^```"
 
 
-@pytest.fixture(scope="module")
-def hub() -> Iterator[HubServer]:
-    with HubServer(copies="made") as hub:
-        yield hub
-
-
-@pytest.fixture(scope="module")
-def environment(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The same for every document, so that one process is forked for all of them."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", **hub.environment(tmp_path_factory.mktemp("home"))}
-
-
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_documents_run_from_top_to_bottom(
-    document: str, hub: HubServer, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_documents_run_from_top_to_bottom(document: str, commands: Commands, tmp_path: Path) -> None:
+    hub, environment = commands.hub, {**os.environ, **commands.hub.environment(commands.home)}
     blocks = re.findall(BLOCKS, (ROOT / document).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     save_checkpoint(tmp_path / "source", tie_word_embeddings=True)
     (tmp_path / "source" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     change_json(tmp_path / "source" / "tokenizer_config.json", pad_token=None)  # SmolLM2's has none either
-    hub.repositories.clear()
     hub.add("HuggingFaceTB/SmolLM2-135M", tmp_path / "source")
     work = tmp_path / "work"
     work.mkdir()
