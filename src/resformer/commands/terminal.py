@@ -102,7 +102,7 @@ def reporting_errors(
         yield
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":  # of the processes that torchrun or accelerate has started
-            echo(f"Interrupted. {interrupted.format(command=own_command())}", err=True)
+            echo(f"Interrupted. {interrupted.format(command=own_command(leave_out='--resume'))}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
         if _options["traceback"] or isinstance(error, (typer.Exit, BrokenPipeError)):  # Click ends quietly
