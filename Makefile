@@ -19,11 +19,11 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --co
 demo: .venv/demo
 	$(BIN)/resformer demo $(ARGS)
 
-# From scratch: plain Llama and an SVFormer of 3 million parameters on the standard library's sources, in some 20 minutes
+# From scratch: plain Llama and an SVFormer of 3 million parameters on the standard library's sources, in some 25 minutes
 # on two free cores. Checkpoints, cards and curves are in `pretrained`. When it was stopped, the same command goes on.
 pretrain: .venv/study
 	for method in transformer svformer; do [ -d pretrained/$$method ] || $(BIN)/resformer pretrain pretrained/$$method \
-		--method $$method --size tiny --tokenizer bpe:4096 --data standard-library --held-out 0.1 --tokens 5M \
+		--method $$method --size tiny --tokenizer bpe:4096 --data standard-library --held-out 0.1 --tokens 2M \
 		--batch-tokens 8192 --resume $(ARGS) || exit 1; done
 	$(BIN)/python benchmarks/scratch.py pretrained/transformer pretrained/svformer --curve pretrained/curve.png
 
