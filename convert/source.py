@@ -220,7 +220,7 @@ def _open(source: str | Path, revision: str | None, *, resformer: bool) -> Sourc
     path = Path(source).expanduser()
     if os.path.exists(path) and not path.is_dir() and path.suffix != ".gguf":
         raise CheckpointError(f"{path}: expected a checkpoint folder, a .gguf file or a Hub id.")
-    if path.is_absolute() and not os.path.lexists(path):
+    if (path.is_absolute() or name.startswith(".")) and not os.path.lexists(path):
         raise CheckpointError(f"{one_line(name)}: there is no such file or folder.")
     if revision is not None and os.path.exists(path):
         raise CheckpointError(f"{path}: --revision {revision} is for Hub ids, this is local.")

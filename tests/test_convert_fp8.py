@@ -1,12 +1,14 @@
 """fp8 checkpoints are dequantised to the numbers that Transformers makes of them, and rounding is said."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import change_json, save_checkpoint
+from conftest import assert_said
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
@@ -104,55 +106,50 @@ def test_fp8_that_transformers_does_not_find_is_said_not_to_be_compared(tmp_path
         retrofit(tmp_path / "fp8", tmp_path / "again", verify="logits")
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda tensors: tensors.pop(f"{NAME}_scale_inv"), f"there is no '{NAME}_scale_inv'"),
-        (lambda tensors: tensors.update({f"{NAME}_scale_inv": torch.ones(5, 2)}), "no whole blocks"),
-        (lambda tensors: tensors.update({f"{NAME}_scale_inv": torch.ones(0, 2)}), "no whole blocks"),
-        (lambda tensors: tensors.update({f"{NAME}_scale_inv": torch.ones(6, 2).int()}), "has dtype I32"),
-        (lambda tensors: tensors.update({f"{NAME}_scale": torch.ones(6, 2)}), "unexpected"),
-        (
-            lambda tensors: tensors.update({NAME: tensors[NAME][:12].clone(), f"{NAME}_scale_inv": torch.ones(2, 2)}),
-            r"the last block of the weight, \[12, 32\], is smaller",
-        ),
-    ],
-)
-def test_scales_that_do_not_fit_are_refused(change: Any, words: str, tmp_path: Path) -> None:
+#: What is done to the tensors.
+SCALES: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
+    "absent": lambda tensors: tensors.pop(f"{NAME}_scale_inv"),
+    "no whole blocks": lambda tensors: tensors.update({f"{NAME}_scale_inv": torch.ones(5, 2)}),
+    "no blocks": lambda tensors: tensors.update({f"{NAME}_scale_inv": torch.ones(0, 2)}),
+    "integers": lambda tensors: tensors.update({f"{NAME}_scale_inv": torch.ones(6, 2).int()}),
+    "of another name": lambda tensors: tensors.update({f"{NAME}_scale": torch.ones(6, 2)}),
+    "a smaller last block": lambda tensors: tensors.update(
+        {NAME: tensors[NAME][:12].clone(), f"{NAME}_scale_inv": torch.ones(2, 2)}
+    ),
+}
+FORMATS: dict[str, Any] = {
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "bitsandbytes, 8 bits": {"load_in_8bit": True},
+    "compressed-tensors": {"quant_method": "compressed-tensors"},
+    "gptq": {"quant_method": "gptq", "bits": 4},
+    "awq": {"quant_method": "awq"},
+    "a list": [1],
+    **{
+        f"blocks of {block}": {"quant_method": "fp8", "weight_block_size": block}
+        for block in (0, "8", [8, 0], [8, "16"], {"rows": 8})
+    },
+}
+
+
+def test_what_is_not_dequantised_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    said = {}
+
+    def refused(case: str) -> None:
+        with pytest.raises(CheckpointError) as caught:
+            retrofit(tmp_path / "fp8", tmp_path / "out", verify="headers")
+        said[case] = str(caught.value)
+
     save_fp8(tmp_path / "fp8", torch.float32)
-    tensors = load_file(tmp_path / "fp8" / "model.safetensors")
-    change(tensors)
-    save_file(tensors, tmp_path / "fp8" / "model.safetensors")
-    with pytest.raises(CheckpointError, match=words):
-        retrofit(tmp_path / "fp8", tmp_path / "out", verify="headers")
-
-
-@pytest.mark.parametrize("block", [0, "8", [8, 0], [8, "16"], {"rows": 8}])
-def test_a_size_of_blocks_that_is_none_is_refused(block: Any, tmp_path: Path) -> None:
-    save_fp8(tmp_path / "fp8", torch.float32, weight_block_size=block)
-    with pytest.raises(CheckpointError, match=r"weight_block_size is .*; expected \[rows, columns\]"):
-        retrofit(tmp_path / "fp8", tmp_path / "out", verify="headers")
-
-
-@pytest.mark.parametrize(
-    ("quantisation", "words"),
-    [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"\.dequantize\(\); model\.save_pretrained"),
-        ({"load_in_8bit": True}, r"\.dequantize\(\); model\.save_pretrained"),
-        (
-            {"quant_method": "compressed-tensors"},
-            r"CompressedTensorsConfig\(dequantize=True\)\); model\.save_pretrained",
-        ),
-        ({"quant_method": "gptq", "bits": 4}, "convert the model that it was made from"),
-        ({"quant_method": "awq"}, "convert the model that it was made from"),
-        ([1], "convert the model that it was made from"),
-    ],
-)
-def test_refusals_of_other_formats_say_the_way_out(quantisation: Any, words: str, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "source")
-    change_json(tmp_path / "source" / "config.json", quantization_config=quantisation)
-    with pytest.raises(CheckpointError, match=f"is quantised .*{words}"):
-        retrofit(tmp_path / "source", tmp_path / "out")
+    for case, change in SCALES.items():
+        tensors = load_file(tmp_path / "fp8" / "model.safetensors")
+        change(tensors)
+        save_file(tensors, tmp_path / "fp8" / "model.safetensors")
+        refused(case)
+        save_fp8(tmp_path / "fp8", torch.float32)
+    for case, quantisation in FORMATS.items():
+        change_json(tmp_path / "fp8" / "config.json", quantization_config=quantisation)
+        refused(case)
+    assert_said("quantised", said, tmp=tmp_path)
 
 
 def test_weights_on_the_hub_are_not_on_this_disk(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import EXACT, FAMILIES, byte_tokenizer, change_json, family_model, save_checkpoint
+from conftest import assert_said
 from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import resformer.convert.retrofitting as retrofitting
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, retrofit
-from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.convert import CheckpointError, VerificationError, connections, inspect
 from resformer.convert.deciding import inexact_because
 from resformer.convert.logits import compare_logits
@@ -246,56 +246,50 @@ def test_comparison_measures_kl_and_agreement() -> None:
     assert comparison.top1_agreement < 0.5
 
 
-#: Source -> (fields of its config.json, what its error says); `empty` and `gguf` have none, and `absent` is not there.
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "gpt2": ({"model_type": "gpt2"}, "'gpt2'.*llama, mistral, qwen2, qwen3, smollm3"),
-    "phi3": ({"model_type": "phi3"}, r"of Phi-4, use a checkpoint whose tensors .* unsloth/phi-4"),
-    "internlm2": ({"model_type": "internlm2"}, "llamafied"),
-    "iquestcoder": ({"model_type": "iquestcoder", "clip_qkv": 8.0}, "does not support `clip_qkv`"),
-    "empty": ({}, r"empty: has no config\.json"),
-    "gguf": ({}, r"x\.gguf.: name that file"),
-    "llama/model.safetensors": ({}, "expected a checkpoint folder"),
-    "absent": ({}, "absent: there is no such file or folder"),
-    "nobody/nothing": ({}, "nobody/nothing: is neither a local folder"),
+#: Source -> fields of its config.json; `empty` and `gguf` have none, and `absent` is not there.
+REFUSED: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2"},
+    "phi3": {"model_type": "phi3"},
+    "internlm2": {"model_type": "internlm2"},
+    "iquestcoder": {"model_type": "iquestcoder", "clip_qkv": 8.0},
+    "empty": {},
+    "gguf": {},
+    "llama/model.safetensors": {},
+    "./absent": {},
+    "nobody/nothing": {},
+}
+#: Case -> arguments that do not fit.
+MISUSE: dict[str, dict[str, Any]] = {
+    **{f"size {value!r}": {"max_shard_size": value} for value in (0, -1, "0GB", "5 GiB", "G", "1e9")},
+    **{f"dtype {value}": {"dtype": value} for value in ("int8", "nonsense", torch.int64)},
+    "verify": {"verify": "all"},
+    "method": {"method": "svformr"},
+    "field": {"hidden_size": 4},
+    "revision": {"revision": "main"},
+    "svformer": {"method": "svformer"},
 }
 
 
-@pytest.mark.parametrize("source", REFUSED)
-def test_what_is_no_checkpoint_of_a_family_is_refused_with_the_way_out(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_sources_and_arguments_are_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields, words = REFUSED[source]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "gguf").mkdir()
     (tmp_path / "gguf" / "x.gguf").touch()
-    if fields or source.startswith("llama"):
-        save_checkpoint(tmp_path / source.partition("/")[0])
-    if fields:
-        change_json(tmp_path / source / "config.json", **fields)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match=words):
-        retrofit(source if source.startswith("nobody") else tmp_path / source, tmp_path / "out")
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_arguments_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "llama")
-    size, dtype = (
-        r"max_shard_size=.*: expected a size such as 5GB",
-        "expected auto, float64, float32, float16, bfloat16",
-    )
-    for options, words in (
-        *(({"max_shard_size": value}, size) for value in (0, -1, "0GB", "5 GiB", "G", "1e9")),
-        *(({"dtype": value}, dtype) for value in ("int8", "nonsense", torch.int64)),
-        ({"verify": "all"}, "expected auto, headers, hashes or logits"),
-        ({"method": "svformr"}, r"'svformr'.*svformer"),
-        ({"hidden_size": 4}, f"`hidden_size`.*{CONNECTION_FIELDS[0]}"),
-        ({"revision": "main"}, "--revision main is for Hub ids"),
-    ):
-        with pytest.raises((CheckpointError, ValueError), match=words):
-            retrofit(tmp_path / "llama", tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists()
+    for source, fields in REFUSED.items():
+        if fields:
+            save_checkpoint(tmp_path / source)
+            change_json(tmp_path / source / "config.json", **fields)
+    before, said = sorted(tmp_path.rglob("*")), {}
+    for case, arguments in {**{name: {"source": name} for name in REFUSED}, **MISUSE}.items():
+        with pytest.raises((CheckpointError, ValueError)) as caught:
+            retrofit(**{"source": "llama", "output": "out", **arguments})
+        said[case] = str(caught.value)
+    assert_said("convert", said)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_gguf_files_are_dequantised_and_what_lies_beside_them_is_not_used(
