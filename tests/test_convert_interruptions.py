@@ -301,18 +301,17 @@ def test_what_a_kill_between_two_renames_has_left_is_put_right(
 def test_a_disk_with_no_room_is_refused_before_anything_is_written(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**6))
-    with pytest.raises(OutputError, match=r"1,000,000 bytes free.*--link"):
+    usage, moved = shutil.disk_usage(tmp_path), retrofit(small, tmp_path / "out", dry_run=True).transfer.moved
+    needed = moved + 64 * 2**20
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
+    with pytest.raises(OutputError, match=rf"{needed - 1:,} bytes free, the result takes {moved:,}.*--link"):
         retrofit(small, tmp_path / "new" / "out", verify="headers")
     dry = retrofit(small, tmp_path / "new" / "out", verify="headers", dry_run=True)
     assert "would fail" in dry.warnings[-1]
     assert names(tmp_path) == []
     debris = beside(tmp_path / "out", "partial")  # of a killed run
     debris.mkdir()
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda path: usage._replace(free=10**6 if any(debris.iterdir()) else 10**9)
-    )
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - any(debris.iterdir())))
     (debris / "model.safetensors").touch()
     retrofit(small, tmp_path / "out", verify="headers")
 

@@ -327,20 +327,29 @@ def test_one_wrong_byte_is_found(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_tensor_too_few_is_found_by_the_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "size", "words"),
+    [
+        ("other", "F32", 10, r"lacks 'model\.value_residual\.bias'"),
+        ("bias", "I32", 10, r"is I32 \[10\], expected F32 \[10\]"),
+        ("bias", "F32", 9, r"is F32 \[9\], expected F32 \[10\]"),
+    ],
+)
+def test_a_tensor_too_few_is_found_by_the_headers(
+    name: str, dtype: str, size: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_checkpoint(tmp_path / "source")
     write = to_folder.write_plan
 
     def forgetting(plan: object, folder: Path, **options: object) -> object:
         written = write(plan, folder, **options)  # type: ignore[arg-type]
-        file = folder / "model-00002-of-00002.safetensors"
-        tensor = Tensor("model.value_residual.other", "F32", (1,), memoryview(b"0000"))
-        file.write_bytes(header_bytes([tensor]) + b"0000")
+        tensor = Tensor(f"model.value_residual.{name}", dtype, (size,), memoryview(bytes(4 * size)))
+        (folder / "model-00002-of-00002.safetensors").write_bytes(header_bytes([tensor]) + tensor.data)
         (folder / "model.safetensors.index.json").unlink()
         return written
 
     monkeypatch.setattr(to_folder, "write_plan", forgetting)
-    with pytest.raises(VerificationError, match=r"lacks 'model\.value_residual\.bias'"):
+    with pytest.raises(VerificationError, match=words):
         retrofit(tmp_path / "source", tmp_path / "out", verify="headers")
 
 
