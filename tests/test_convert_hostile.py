@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import family_model, save_checkpoint
+from checkpoints import save_checkpoint
 from conftest import assert_one_said, cli, others_slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from resformer import retrofit
 from resformer.convert import CheckpointError, inspect, revert, verify
-from resformer.convert.reading import INDEX, read_checkpoint
+from resformer.convert.reading import INDEX
 from resformer.convert.reading import SINGLE as WEIGHTS
 from resformer.convert.safetensors_format import read_shard
 from resformer.untrusted import parse_json
@@ -570,38 +570,19 @@ def test_damaged_weights_take_no_memory(damage: Damage, copy: Copy) -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", others_slow(["float32", "bfloat16", "float16"], ["bfloat16"]))
-def test_numbers_that_are_not_finite_go_along_or_are_named(value: float, dtype: str, copy: Copy) -> None:
+def test_numbers_that_are_not_finite_go_along_to_the_bit_or_are_named(copy: Copy) -> None:
     source = copy()
     out, back = source.parent / "out", source.parent / "back"
-
-    def poison(stored: Tensors) -> None:
-        for name in stored:
-            stored[name] = stored[name].to(getattr(torch, dtype))
-        stored[V][3, 5] = value
-
-    tensors(poison)(source)
-    config(dtype=dtype)(source)
-    said = convert_refused(source, "--verify", "logits")
-    assert f"{V} holds" in said or ("not finite" in said and V in said)
-    retrofit(source, out, verify="hashes")
-    converted = load_file(out / "model-00001-of-00002.safetensors")
-    for name, stored in load_file(source / WEIGHTS).items():
-        assert torch.equal(stored.view(torch.uint8), converted[name].view(torch.uint8)), name
-    assert verify(source, out, verify="hashes").same
-    revert(out, back, verify="hashes")
-    assert (back / WEIGHTS).read_bytes()[-1000:] == (source / WEIGHTS).read_bytes()[-1000:]
-
-
-def test_nan_payloads_keep_every_bit(copy: Copy) -> None:
-    source = copy()
     payloads = torch.arange(0x7F800001, 0x7F800001 + 32, dtype=torch.int32)  # signalling: arithmetic would quiet them
+    payloads[:2] = torch.tensor([0x7F800000, -0x00800000])  # both infinities
     tensor(NORM, lambda old: payloads.view(torch.float32))(source)
     assert "not finite" in convert_refused(source, "--verify", "logits")
-    retrofit(source, source.parent / "out", max_shard_size=10_000, verify="hashes")
-    (path,) = (path for path in (source.parent / "out").glob("*.safetensors") if NORM in load_file(path))
-    assert torch.equal(load_file(path)[NORM].view(torch.int32), payloads)
+    retrofit(source, out, max_shard_size=10_000, verify="hashes")
+    assert verify(source, out, verify="hashes").same
+    revert(out, back, verify="hashes")
+    for folder in (out, back):
+        (path,) = (path for path in folder.glob("*.safetensors") if NORM in load_file(path))
+        assert torch.equal(load_file(path)[NORM].view(torch.int32), payloads)
 
 
 # Files that are none: each in the place of each file that is read.
@@ -911,19 +892,6 @@ def test_hostile_gguf_files_are_refused(content: bytes, tmp_path: Path) -> None:
     assert "model.gguf" in refused(tmp_path, "convert", tmp_path / "model.gguf", tmp_path / "out")
 
 
-@pytest.mark.slow
-def test_truncated_gguf_files_are_refused(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
-    from test_convert_retrofit import write_gguf
-
-    file = tmp_path / "model.gguf"
-    write_gguf(gguf, family_model("llama", vocab_size=258), file)
-    content = file.read_bytes()
-    for part in (0.001, 0.01, 0.1, 0.5, 0.999):
-        file.write_bytes(content[: int(len(content) * part)])
-        assert "model.gguf" in refused(tmp_path, "convert", file, tmp_path / "out")
-
-
 # Whatever comes: the right result or `CheckpointError`, and no other exception.
 
 
@@ -1040,27 +1008,6 @@ def test_every_byte_of_a_file_is_accounted_for_once_or_it_is_refused(content: by
 def test_no_json_raises_anything_else(content: bytes) -> None:
     value, message = outcome_of(lambda: parse_json(content, "here"))
     assert isinstance(value, dict) or message.startswith("here: ")
-
-
-@settings(suppress_health_check=SLOW_TO_DRAW)
-@given(data=st.data())
-def test_any_index_gives_every_tensor_once_or_is_refused(
-    data: st.DataObject, good: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.getbasetemp() / "any-index"
-    if not folder.exists():
-        shutil.copytree(good["sharded"], folder)
-    index_file = json.loads((good["sharded"] / INDEX).read_text())
-    files = st.sampled_from(sorted(set(index_file["weight_map"].values())))
-    changed = data.draw(mutated(index_file, most=2))
-    if isinstance(changed.get("weight_map"), dict) and data.draw(st.booleans()):
-        changed["weight_map"][data.draw(st.sampled_from(sorted(index_file["weight_map"])))] = data.draw(files)
-    (folder / INDEX).write_text(json.dumps(changed))
-    checkpoint, message = outcome_of(lambda: read_checkpoint(folder))
-    if checkpoint is None:
-        assert str(folder) in message
-    else:
-        assert {name: t.data[0].name for name, t in checkpoint.tensors.items()} == changed["weight_map"]
 
 
 OTHER_FIELDS = [*SIZES, "no_rope_layers", "partial_rotary_factor", "tie_word_embeddings"]

@@ -9,7 +9,7 @@ import torch
 from checkpoints import EXACT, FAMILIES, byte_tokenizer, change_json, family_model, save_checkpoint
 from conftest import assert_said
 from huggingface_hub import ModelCard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import resformer.convert.retrofitting as retrofitting
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, retrofit
@@ -174,16 +174,6 @@ def test_fields_go_on_top_of_the_methods(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(tmp_path / "out")
     assert (config.dwa, config.value_residual_layers, config.value_residual_init) == (True, [2, 3], [0.0, 1.0])
     assert report.added == {"model.value_residual.bias": 4, "model.depth_average.bias": 27}
-
-
-def test_tokenizer_chat_template_and_generation_config_go_along(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "llama")
-    assert retrofit(tmp_path / "llama", tmp_path / "out").warnings == []
-    ours = AutoTokenizer.from_pretrained(tmp_path / "out")
-    text = "def f(x):\n    return x"
-    assert ours.decode(ours(text)["input_ids"]) == text
-    assert ours.chat_template == byte_tokenizer().chat_template
-    assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.7
 
 
 def test_a_missing_tokenizer_is_a_warning(tmp_path: Path) -> None:
