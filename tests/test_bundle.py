@@ -94,27 +94,15 @@ def test_every_method_gives_the_packages_logits_and_tokens(method: str, bundles:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("auto_class", [name for name in AUTO_MAP if name != "AutoConfig"])
-def test_every_head_loads_saves_and_loads_again(auto_class: str, facts: dict[str, Any]) -> None:
-    assert facts["heads"][auto_class] == {
-        "class": AUTO_MAP[auto_class].partition(".")[2],
-        "remote": True,
-        "same": True,
-        "files": CODE,
-        "auto_map": AUTO_MAP,
-    }
-
-
-@pytest.mark.slow
-def test_remote_classes_train_save_and_pickle_without_the_package(facts: dict[str, Any]) -> None:
-    assert facts["config is remote"]
-    assert facts["resformer"] == []
-    assert facts["base of another"]
+def test_every_head_loads_saves_and_loads_again_trains_and_pickles(facts: dict[str, Any]) -> None:
+    for auto_class, head in facts["heads"].items():
+        name = AUTO_MAP[auto_class].partition(".")[2]
+        assert head == {"class": name, "remote": True, "same": True, "files": CODE, "auto_map": AUTO_MAP}
+    assert facts["heads"].keys() == AUTO_MAP.keys() - {"AutoConfig"}
+    assert (facts["config is remote"], facts["base of another"], facts["resformer"]) == (True, True, [])
     before, after = facts["losses"]
     assert after < before
-    assert facts["pickled config"]
-    assert facts["from_config"]
-    assert facts["named method"] == [0, 0, 0]
+    assert (facts["pickled config"], facts["from_config"], facts["named method"]) == (True, True, [0, 0, 0])
 
 
 @pytest.mark.slow
@@ -142,6 +130,9 @@ def test_installed_classes_win(bundles: Path, ids: torch.Tensor, trust: bool | N
 
 
 def test_everything_but_the_configuration_goes_along_byte_for_byte(saved: Path, tmp_path: Path) -> None:
+    dry = bundle(saved, tmp_path / "out", dry_run=True)
+    assert dry.as_dict()["code"] == {name: len(text.encode()) for name, text in remote_code().items()}
+    assert not (tmp_path / "out").exists()
     report = bundle(saved, tmp_path / "out")
     source, out = contents(saved), contents(tmp_path / "out")
     config, bundled = json.loads(source.pop("config.json")), json.loads(out.pop("config.json"))
@@ -228,12 +219,6 @@ def test_the_command_writes_the_same_bytes_in_every_process(saved: Path, tmp_pat
     assert (done.returncode, done.stderr) == (0, "")
     assert f"wrote         {tmp_path / 'there'}" in done.stdout
     assert contents(tmp_path / "here") == contents(tmp_path / "there")
-
-
-def test_a_dry_run_writes_nothing(saved: Path, tmp_path: Path) -> None:
-    report = bundle(saved, tmp_path / "out", dry_run=True)
-    assert report.as_dict()["code"] == {name: len(text.encode()) for name, text in remote_code().items()}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
 
 
 # The code

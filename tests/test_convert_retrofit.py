@@ -54,7 +54,7 @@ def test_exact_methods_leave_logits_bit_exact(method: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_family_is_bit_exact(family: str, tied: bool, tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "source", family, tie_word_embeddings=tied)
     report = retrofit(tmp_path / "source", tmp_path / "out", "resformer-denseformer")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import EXACT, FAMILIES, save_checkpoint, stored
-from conftest import TINY, assert_said
+from conftest import TINY, assert_said, others_slow
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from resformer import ResFormerConfig, ResFormerForCausalLM, retrofit
@@ -17,7 +17,9 @@ from resformer.files import LISTING
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("tied", "dtype", "shards"), [(False, torch.float32, False), (True, torch.bfloat16, True)], ids=str
+    ("tied", "dtype", "shards"),
+    [pytest.param(False, torch.float32, False, marks=pytest.mark.slow), (True, torch.bfloat16, True)],
+    ids=str,
 )
 def test_revert_gives_the_source_back(
     family: str, tied: bool, dtype: torch.dtype, shards: bool, tmp_path: Path
@@ -37,7 +39,10 @@ def test_revert_gives_the_source_back(
     assert json.loads((tmp_path / "back" / "resformer_revert.json").read_text()) == {"source": "out", "revision": None}
 
 
-@pytest.mark.parametrize("method", EXACT)
+QUICK = ["resformer-gated", "depth-attention", "value-embeddings", "denseformer-4x5", "attention-residuals"]
+
+
+@pytest.mark.parametrize("method", others_slow(EXACT, QUICK))
 def test_every_exact_method_can_be_reverted(method: str, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "source")
     retrofit(tmp_path / "source", tmp_path / "out", method)
