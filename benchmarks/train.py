@@ -27,7 +27,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,6 @@ from decode import (
 from transformers import PreTrainedModel
 
 from resformer import METHODS
-from resformer.training.memory import peak_allocation
 
 #: Method -> the most that its step's time may be of Llama's, and what is aimed at.
 TIME_TARGETS = {
@@ -174,6 +173,25 @@ def time_case(shape: dict[str, Any], options: argparse.Namespace) -> tuple[dict[
             met.append(verdict(f"{arm}: time of llama's", ratio, must, aim, ratio <= must, ratio <= aim))
     result["seconds"] = round(time.perf_counter() - began, 1)
     return result, met
+
+
+def peak_allocation(step: Callable[[], object], device: str) -> int:
+    """The most bytes that `step` has allocated at once, beyond those before it."""
+    if device == "cuda":
+        step()  # allocates what is kept for all later steps
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to stderr without it
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
 
 
 def size(training: Training) -> tuple[int, int]:

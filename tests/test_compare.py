@@ -25,14 +25,13 @@ from conftest import TinyConfig, TinyModel
 from filelock import FileLock
 from scipy import stats
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, get_scheduler
+from transformers import AutoModelForCausalLM, TrainerCallback, get_scheduler
 
 from resformer import METHODS, ResFormerForCausalLM
 from resformer.configuration import mixing_layers
 from resformer.model_cards.metrics import metrics_of
 from resformer.training.data import Blocks, PackedBlocks, is_held_out
 from resformer.training.flops import forward_flops, training_flops
-from resformer.training.memory import step_memory
 from resformer.training.optimizer import ConnectionTrainer, is_connection
 from resformer.training.options import RunSettings, StudyOptions, names
 from resformer.training.study import comparison
@@ -94,6 +93,17 @@ def stopped(work: Path, number: int, step: int, *arguments: object) -> subproces
     return run("-c", STOPPED, int(number), step, "compare", *arguments, cwd=work, env=env)
 
 
+class Stop(TrainerCallback):
+    """Interrupts a training after a step at which `when(state)` is true."""
+
+    def __init__(self, when: Callable[[Any], bool]):
+        self.when = when
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.when(state):
+            raise KeyboardInterrupt
+
+
 class Recorded(PackedBlocks):
     """Blocks that remember in which order they were read."""
 
@@ -148,7 +158,7 @@ def test_methods_of_a_seed_see_the_same_batches(tiny_config: TinyConfig, tmp_pat
         assert isinstance(blocks.train, Recorded)
         model = paired_model(tiny_config(method), tiny_config(), seed)
         paired_run(model, blocks, RunSettings(steps=6, batch=4), seed, folder=tmp_path / "unfinished")
-        return blocks.train.read[1:]  # the first is a sample for the memory
+        return blocks.train.read
 
     expected = order("transformer", 0)
     assert len(expected) == 24
@@ -251,18 +261,14 @@ def test_the_last_loss_is_that_of_all_held_out_documents_and_the_curve_has_the_i
 
 
 def test_a_stopped_run_goes_on_to_the_same_bits(tiny_config: TinyConfig, tmp_path: Path) -> None:
-    def run(told: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
+    def run(*callbacks: TrainerCallback) -> dict[str, Any]:
         recipe = RunSettings(steps=12, batch=4, evaluations=4, learning_rate=1e-2)
         model = paired_model(tiny_config("resformer-denseformer"), tiny_config(), 0)
-        return paired_run(model, random_blocks(), recipe, 0, folder=tmp_path / "unfinished", on_step=told)
-
-    def stop(step: int) -> None:
-        if step == 8:
-            raise KeyboardInterrupt
+        return paired_run(model, random_blocks(), recipe, 0, folder=tmp_path / "unfinished", callbacks=callbacks)
 
     whole = run()
     with pytest.raises(KeyboardInterrupt):
-        run(stop)
+        run(Stop(lambda state: state.global_step == 8))
     resumed = run()
     assert (whole["resumed_from"], resumed["resumed_from"]) == (0, 6)
     assert (resumed["curve"], resumed["held_out"]) == (whole["curve"], whole["held_out"])
@@ -312,20 +318,6 @@ def test_operations_of_connections_and_windows(tiny_config: TinyConfig) -> None:
     assert cost("projections") - cost("projections", "cla2") == 2 * width * values * 6
     assert cost("attention") == 4 * width * 6 * 17 / 2
     assert cost("attention", sliding_window=4) == 4 * width * 6 * (1 + 2 + 3 + 13 * 4) / 16
-
-
-def test_memory_counts_what_a_step_holds(tiny_model: TinyModel) -> None:
-    model = tiny_model("resformer", vocab_size=5000)
-    held = 4 * model.num_parameters()
-    ids = torch.arange(32)[None]
-    one, eight = (
-        step_memory(model, {"input_ids": ids.repeat(rows, 1), "labels": ids.repeat(rows, 1)}, bf16=False)
-        for rows in (1, 8)
-    )
-    assert one > 4 * held  # parameters, gradients and two moments
-    logits = 4 * 32 * 5000
-    assert one + 7 * logits < eight < one + 7 * 6 * logits
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 # Statistics.
@@ -415,8 +407,8 @@ def test_a_tokenizer_is_trained_on_the_training_part_alone(tmp_path: Path, monke
     seen = [text for i in range(400) if not is_held_out(text := f"abcdefgh number {i}", 0.3)]
     unseen = [text for i in range(400) if is_held_out(text := f"zyxwvuts number {i}", 0.3)]
     (tmp_path / "notes.txt").write_text("\n\n".join([*seen, *unseen]))
-    options = {"sample_by": "paragraph", "block": 16, "held_out": 0.3, "held_out_blocks": 1000}
-    data = study_data([str(tmp_path / "notes.txt")], tokenizer="bpe:300", **options)
+    options = {"sample_by": "paragraph", "block": 16, "held_out": 0.3, "held_out_blocks": 1000, "steps": 1}
+    data = study_data(StudyOptions(output="", data=[str(tmp_path / "notes.txt")], **options), "bpe:300")
     assert data.name == "notes.txt"
     assert len(data.tokenizer("abcdefgh")["input_ids"]) == 1
     assert len(data.tokenizer("zyxwvuts")["input_ids"]) == 8
@@ -430,9 +422,8 @@ def test_a_tokenizer_is_trained_on_the_training_part_alone(tmp_path: Path, monke
 
 def test_bytes_are_tokens(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", work / "home" / "datasets")
-    data = study_data(
-        [str(work / "notes.txt")], sample_by="paragraph", tokenizer="bytes", block=32, held_out=0.1, held_out_blocks=6
-    )
+    options = {"sample_by": "paragraph", "block": 32, "held_out": 0.1, "held_out_blocks": 6, "steps": 1}
+    data = study_data(StudyOptions(output="", data=[str(work / "notes.txt")], **options), "bytes")
     assert len(data.tokenizer) == 257
     ids = torch.cat([block["input_ids"] for block in data.blocks.held_out.whole])
     assert data.bytes_per_token == (ids != data.tokenizer.eos_token_id).sum().item() / len(ids)
@@ -534,8 +525,8 @@ def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable
     assert re.search(r"; simultaneous 95 % interval [+-]\d\.\d{4} to [+-]\d\.\d{4}, p [01]\.\d{3} by", note)
     runs = [json.loads(path.read_text()) for path in (work / "continued" / "runs").rglob("*.json")]
     starts = {(run["method"], run["seed"]): run["curve"][0]["validation_loss"] for run in runs}
-    options = {"sample_by": "paragraph", "block": 32, "held_out": 0.1, "held_out_blocks": 6}
-    data = study_data(["notes.txt"], tokenizer="checkpoint", **options)
+    options = {"sample_by": "paragraph", "block": 32, "held_out": 0.1, "held_out_blocks": 6, "steps": 1}
+    data = study_data(StudyOptions(output="", data=["notes.txt"], **options), "checkpoint")
     ids = torch.stack([block["input_ids"] for block in data.blocks.held_out])
     model = AutoModelForCausalLM.from_pretrained("checkpoint")
     with torch.no_grad():
@@ -715,11 +706,7 @@ def test_a_committed_run_begins_as_its_command_says(
     def begin(*args: Any, **options: Any) -> dict[str, Any]:
         if json.loads(plan.read_text())["data"] != study["data"]:
             pytest.skip(f"{study['data']['name']}: other files than here")
-        return paired_run(*args, **{**options, "on_step": stop})
-
-    def stop(step: int) -> None:
-        if [*unfinished.rglob("trainer_state.json")]:
-            raise KeyboardInterrupt
+        return paired_run(*args, **options, callbacks=[Stop(lambda _: any(unfinished.rglob("trainer_state.json")))])
 
     monkeypatch.setattr(comparison, "paired_run", begin)
     invoke(tmp_path, "compare", "again", *shlex.split(study["command"])[3:])

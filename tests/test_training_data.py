@@ -361,10 +361,10 @@ def test_nothing_is_held_out_where_the_share_is_zero() -> None:
 
 
 def test_a_block_without_a_label_is_left_out() -> None:
-    learned = np.arange(16) == 7  # the first token of a document, which no token of it precedes
-    tokens, starts = pa.chunked_array([pa.array(range(16), pa.int32())]), np.array([0, 7])
-    assert len(PackedBlocks(tokens, starts, 8, learned=learned)) == 1
-    assert len(PackedBlocks(tokens, starts, 8, learned=learned, separate=True)) == 0
+    ids = [number if number == 7 else -1 - number for number in range(16)]  # the first token of a document
+    tokens, starts = pa.chunked_array([pa.array(ids, pa.int32())]), np.array([0, 7])
+    assert len(PackedBlocks(tokens, starts, 8, masked=True)) == 1
+    assert len(PackedBlocks(tokens, starts, 8, masked=True, separate=True)) == 0
 
 
 def test_an_empty_cell_is_left_out() -> None:
@@ -505,7 +505,7 @@ def test_a_stream_goes_on_where_it_was(weights: Any, tmp_path: Path, monkeypatch
             tokens.append(whole.tokens(number - 5))
     for number, place in [(7 * n - 5 if n else 0, places[n]) for n in (0, 1, 2, 3, 50, 99)]:
         again = stream()
-        again.start = json.loads(json.dumps(place))
+        again.resume(json.loads(json.dumps(place)))
         assert again.tokens(number) == tokens[places.index(place)]
         assert list(map(str, islice(again, 40))) == expected[number : number + 40]
 

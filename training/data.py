@@ -102,8 +102,7 @@ class PackedBlocks(torch.utils.data.Dataset):
         tokens: all documents, back to back.
         starts: ascending, the index of each document's first token.
         most: keep at most so many blocks, at an even stride over all of them.
-        learned: whether each token is a label; the labels of others are -100. Blocks without any are left out. Default:
-            all are.
+        masked: whether there are tokens that are no labels, stored as -1 - id. Blocks of these alone are left out.
     """
 
     def __init__(
@@ -114,11 +113,12 @@ class PackedBlocks(torch.utils.data.Dataset):
         *,
         most: int | None = None,
         separate: bool = False,
-        learned: np.ndarray | None = None,
+        masked: bool = False,
     ):
-        self.tokens, self.starts, self.block, self.separate, self.learned = tokens, starts, block, separate, learned
+        self.tokens, self.starts, self.block, self.separate, self.masked = tokens, starts, block, separate, masked
         begins = np.arange(len(tokens) // block) * block
-        if learned is not None:
+        if masked:
+            learned = tokens.to_numpy() >= 0
             if separate:
                 learned[starts[starts < len(learned)]] = False  # no token before them belongs to their document
             begins = begins[learned[: len(begins) * block].reshape(-1, block)[:, 1:].any(axis=1)]
@@ -131,9 +131,7 @@ class PackedBlocks(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         begin = int(self.begins[index])
         ids = torch.from_numpy(self.tokens.slice(begin, self.block).to_numpy().astype("int64"))
-        labels = ids
-        if self.learned is not None:
-            labels = ids.masked_fill(torch.from_numpy(~self.learned[begin : begin + self.block]), -100)
+        labels, ids = ids.masked_fill(ids < 0, -100), torch.where(ids < 0, -1 - ids, ids)
         if not self.separate:
             return {"input_ids": ids, "labels": labels}
         first, end = np.searchsorted(self.starts, (begin, begin + self.block))
@@ -160,7 +158,7 @@ class PackedBlocks(torch.utils.data.Dataset):
     @property
     def whole(self) -> "PackedBlocks":
         """The same without `most`."""
-        return PackedBlocks(self.tokens, self.starts, self.block, separate=self.separate, learned=self.learned)
+        return PackedBlocks(self.tokens, self.starts, self.block, separate=self.separate, masked=self.masked)
 
     @property
     def documents(self) -> np.ndarray:
@@ -182,9 +180,6 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
         tokenise: of a batch of documents, as `tokenise`.
         seed: of the order.
 
-    Attributes:
-        start: where iteration begins, as `place` says; `None`: at the beginning.
-
     Raises:
         DataError: a stream does not fill a block.
     """
@@ -192,7 +187,7 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
     def __init__(
         self,
         streams: Mapping[str, IterableDataset],
-        tokenise: Callable[..., dict[str, list[list[Any]]]],
+        tokenise: Callable[..., dict[str, list[list[int]]]],
         block: int,
         *,
         weights: Sequence[float] | None = None,
@@ -202,7 +197,7 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
         self.weights, self.seed = weights, seed
         self._sources, self._block = list(streams), block
         self._streams = [_PackedStream(stream, tokenise, block, separate) for stream in streams.values()]
-        self.start: dict[str, Any] | None = None
+        self._start: dict[str, Any] | None = None
         digest = hashlib.sha256()
         for source, stream in zip(streams, self._streams, strict=True):
             first = next(iter(stream), None)
@@ -231,15 +226,20 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
         count = len(self._streams)
         beginning = {"window": 0, "given": 0, "ended": [False] * count, "places": [None] * count}
         beginning |= {"blocks": [0] * count, "before": [0] * count}
-        start: dict[str, Any] = self.start or beginning
+        start: dict[str, Any] = self._start or beginning
         for stream, place in zip(self._streams, start["places"], strict=True):
             stream.place = place
         self._blocks, self._before, self._ended = (list(start[name]) for name in ("blocks", "before", "ended"))
-        self._windows: dict[int, dict[str, Any]] = {}
+        self._windows = {start["window"]: start}
         return start["window"], start["given"]
 
+    def resume(self, place: dict[str, Any]) -> None:
+        """Has iteration begin where `place` says."""
+        self._start = place
+        self._begin()
+
     def place(self, given: int) -> dict[str, Any]:
-        """Where iteration is after so many blocks since the beginning, for JSON: what `start` takes.
+        """Where iteration is after so many blocks since the beginning, for JSON: what `resume` takes.
 
         As more may have been read ahead, the places of all windows are known from that of the last call on.
         """
@@ -288,28 +288,21 @@ class _PackedStream:
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         # The reader's state before a batch of documents, the tokens left over from those before, the blocks given.
-        place = self.place or {"reader": None, "left": [[], [], []], "given": 0}
+        place = self.place or {"reader": None, "left": [[], []], "given": 0}
         reader, left, given = place["reader"], place["left"], place["given"]
         self.documents.load_state_dict(reader)
         for batch in self.documents.iter(batch_size=64):
-            ids, learned, starts = map(list, left)
-            tokens = self.tokenise(batch)
-            for document, marks in zip(tokens["input_ids"], tokens["learned"], strict=True):
+            ids, starts = map(list, left)
+            for document in self.tokenise(batch)["input_ids"]:
                 starts.append(len(ids))
                 ids += document
-                learned += marks or [True] * len(document)
-            blocks = PackedBlocks(
-                pa.chunked_array([pa.array(ids, pa.int32())]),
-                np.array(starts, np.int64),
-                self.block,
-                separate=self.separate,
-                learned=np.array(learned, bool),
-            )
+            tokens = pa.chunked_array([pa.array(ids, pa.int32())])
+            blocks = PackedBlocks(tokens, np.array(starts, np.int64), self.block, separate=self.separate, masked=True)
             for index in range(given, len(blocks)):
                 self.place = {"reader": reader, "left": left, "given": index + 1}
                 yield blocks[index]
             whole = len(ids) // self.block * self.block
-            left = [ids[whole:], learned[whole:], [start - whole for start in starts if start >= whole]]
+            left = [ids[whole:], [start - whole for start in starts if start >= whole]]
             reader, given = self.documents.state_dict(), 0
         self.place, self.tail = None, len(left[0])
 
@@ -609,6 +602,7 @@ def pack_documents(
         DataError: either side does not fill one block.
     """
     options = {"tokenizer": tokenizer, "share": held_out, **document_ends(tokenizer)}
+    masked = any({"messages", "completion"} & set(part.column_names or ()) for part in documents.values())
     streams = {source: part for source, part in documents.items() if isinstance(part, IterableDataset)}
     train: PackedBlocks | StreamedBlocks
     counts: dict[str, int] = {}
@@ -619,7 +613,7 @@ def pack_documents(
         tables = _shares([_token_table(part, options, wanted=False) for part in documents.values()], weights)
         sums = [pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 0 for table in tables]
         counts = dict(zip(documents, sums, strict=True))
-        train = _packed(tables, block, "training", separate=separate)
+        train = _packed(tables, block, "training", separate=separate, masked=masked)
     notes = documents.notes if isinstance(documents, Documents) else []
     if not held_out:
         nothing = PackedBlocks(pa.chunked_array([], pa.int32()), np.arange(0), block)
@@ -629,7 +623,7 @@ def pack_documents(
         parts = [_read_ahead(part, _READ_AHEAD // len(streams), enough, options) for part in streams.values()]
     else:
         parts = [_token_table(part, options, wanted=True) for part in documents.values()]
-    held = _packed(parts, block, "held-out", remedy, most=held_out_blocks, separate=separate)
+    held = _packed(parts, block, "held-out", remedy, most=held_out_blocks, separate=separate, masked=True)
     source_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     held_out_counts = np.bincount(source_of[held.documents], minlength=len(parts)).tolist()
     return Blocks(train, held, dict(zip(documents, held_out_counts, strict=True)), counts, notes)
@@ -667,29 +661,22 @@ def tokenise(
     share: float,
     wanted: bool,
     version: str = "",
-) -> dict[str, list[list[Any]]]:
-    """The token ids of those documents that are on the `wanted` side of the split, and which of them are learned.
+) -> dict[str, list[list[int]]]:
+    """The token ids of those documents that are on the `wanted` side of the split, those not learned as -1 - id.
 
-    Of a document that is learned whole the second list is empty. `datasets` names its cache after the arguments, hence
-    the package's version, and not after this code.
+    `datasets` names its cache after the arguments, hence the package's version, and not after this code.
     """
-    tokens: dict[str, list[list[Any]]] = {"input_ids": [], "learned": []}
     rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-    if "input_ids" in batch:
-        for row in rows:
-            key = np.array(row["input_ids"], "<i4").tobytes().decode("latin-1")
-            if key and _is_held_out(row, key, share) == wanted:
-                tokens["input_ids"].append(row["input_ids"])
-                tokens["learned"].append([])
-        return tokens
     chosen = [row for row in rows if (text := _text(row, tokenizer)) and _is_held_out(row, text, share) == wanted]
+    if "input_ids" in batch:
+        return {"input_ids": [row["input_ids"] for row in chosen]}
     plain = [row["text"] for row in chosen if _is_text(row)]
     encoded = iter(tokenizer(plain, add_special_tokens=False, verbose=False)["input_ids"] if plain else [])
-    for row in chosen:
-        ids, learned = (begin + next(encoded) + end, []) if _is_text(row) else _answers(row, tokenizer, begin, end)
-        tokens["input_ids"].append(ids)
-        tokens["learned"].append(learned)
-    return tokens
+    return {
+        "input_ids": [
+            begin + next(encoded) + end if _is_text(row) else _answers(row, tokenizer, begin, end) for row in chosen
+        ]
+    }
 
 
 def _checked_text(row: Mapping[str, Any]) -> str:
@@ -703,7 +690,9 @@ def _checked_text(row: Mapping[str, Any]) -> str:
 
 
 def _text(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
-    """A document's text, whose hash decides on which side it is."""
+    """A document's text, or the bytes of its tokens: their hash decides on which side it is."""
+    if (ids := row.get("input_ids")) is not None:
+        return np.array(ids, "<i4").tobytes().decode("latin-1")
     if _is_text(row):
         return _checked_text(row)
     if isinstance(row.get("completion"), str):
@@ -720,19 +709,17 @@ def _messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
     return [*(row.get("messages") or []), *(row.get("prompt") or []), *(row.get("completion") or [])]
 
 
-def _answers(
-    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, begin: list[int], end: list[int]
-) -> tuple[list[int], list[bool]]:
-    """Token ids, and which of them are learned: a completion, or the assistant's messages of a chat.
+def _answers(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, begin: list[int], end: list[int]) -> list[int]:
+    """Token ids; -1 - id of those not learned: all but a completion, or the assistant's messages of a chat.
 
     A prompt is tokenised by itself, and so is each part of a chat up to a message, as TRL does.
     """
     if isinstance(row.get("completion"), str):
         prompt, completion = tokenizer([row["prompt"], row["completion"]], add_special_tokens=False)["input_ids"]
-        return begin + prompt + completion + end, [False] * len(begin + prompt) + [True] * len(completion + end)
+        return [-1 - token for token in begin + prompt] + completion + end
     messages = _messages(row)
     ids = _apply_template(tokenizer, messages)
-    learned = [False] * len(ids)
+    marked = [-1 - token for token in ids]
     for number in range(len(row.get("prompt") or []), len(messages)):
         if messages[number].get("role") == "assistant":
             before = _apply_template(tokenizer, messages[:number], add_generation_prompt=True)
@@ -742,8 +729,8 @@ def _answers(
                     "The tokenizer's chat template renders a message differently when others follow, so that answers "
                     "cannot be found in the text; use rows of `prompt` and `completion` with one answer each."
                 )
-            learned[len(before) : len(until)] = [True] * (len(until) - len(before))
-    return ids, learned
+            marked[len(before) : len(until)] = ids[len(before) : len(until)]
+    return marked
 
 
 def _apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], **options: Any) -> Any:
@@ -753,7 +740,7 @@ def _apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str,
         raise DataError(f"A chat does not fit the tokenizer's chat template: {one_line(error)}") from error
 
 
-_TOKENS = Features({"input_ids": List(Value("int32")), "learned": List(Value("bool"))})
+_TOKENS = Features({"input_ids": List(Value("int32"))})
 
 
 def _token_table(documents: Dataset, options: dict[str, Any], *, wanted: bool) -> pa.Table:
@@ -765,9 +752,7 @@ def _token_table(documents: Dataset, options: dict[str, Any], *, wanted: bool) -
         table = documents.data.table
         held_out = pc.sum(table["held_out"]).as_py() or 0
         if pc.sum(table["held_out"].slice(0, held_out)).as_py() in (held_out, None):
-            table = table.slice(0, held_out) if wanted else table.slice(held_out)
-            nothing = pa.ListArray.from_arrays(np.zeros(len(table) + 1, np.int32), pa.array([], pa.bool_()))
-            return pa.table({"input_ids": table["input_ids"], "learned": nothing}, schema=_TOKENS.arrow_schema)
+            return (table.slice(0, held_out) if wanted else table.slice(held_out)).select(["input_ids"])
     tokens = documents.map(
         tokenise,
         fn_kwargs={**options, "wanted": wanted, "version": __version__},
@@ -811,11 +796,6 @@ def _packed(
     lengths = pc.list_value_length(whole.column("input_ids")).to_numpy()
     starts = lengths.cumsum() - lengths
     tokens = pa.chunked_array([chunk.flatten() for chunk in whole.column("input_ids").chunks], pa.int32())
-    marked = pc.list_value_length(whole.column("learned")).to_numpy().nonzero()[0]
-    if len(marked):
-        options["learned"] = learned = np.ones(len(tokens), bool)
-        for document in marked:
-            learned[starts[document] : starts[document] + lengths[document]] = whole["learned"][int(document)].as_py()
     blocks = PackedBlocks(tokens, starts, block, **options)
     if not len(blocks):
         remedies = ", ".join(filter(None, ("more text", remedy, "a smaller --block")))

@@ -1,5 +1,6 @@
 """The options of commands that train: a field's annotation is its option on the command line. Imports no torch."""
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from typer import Argument, Option
 
-from resformer.errors import first_names
+from resformer.errors import CheckpointError, first_names, one_line
 
 __all__ = [
     "OF_A_METHOD",
@@ -24,9 +25,11 @@ __all__ = [
     "PretrainOptions",
     "RunOptions",
     "RunSettings",
+    "ScheduleOptions",
     "StudyOptions",
     "TokenizeOptions",
     "architecture",
+    "check_same",
     "count",
     "names",
     "weighted_sources",
@@ -81,6 +84,18 @@ def weighted_sources(sources: Sequence[str]) -> tuple[list[str], list[float] | N
     return names, [weight / sum(weights) for weight in weights] or None
 
 
+def check_same(record: Path, now: dict[str, Any], what: str, way_out: str = "Give another folder.") -> None:
+    """Raises CheckpointError if a folder was begun with something else than `now`, as the JSON in `record` says."""
+    try:
+        before = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{record}: cannot be read ({one_line(error)}); remove its folder.") from error
+    now = json.loads(json.dumps(now))
+    if different := sorted(name for name in now if now[name] != before.get(name)):
+        changes = ", ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in different)
+        raise CheckpointError(f"{record.parent}: holds another {what}: {changes}. {way_out}")
+
+
 class _Checked:
     """Checks of fields by their names, for dataclasses of options."""
 
@@ -91,6 +106,9 @@ class _Checked:
 
     def _positive(self, *names: str) -> None:
         self._expect("more than 0", lambda value: value > 0, *names)
+
+    def _whole(self, *names: str) -> None:
+        self._expect("an integer of more than 0", lambda value: isinstance(value, int) and value > 0, *names)
 
     def _one_of(self, choices: Sequence[str], name: str) -> None:
         self._expect(f"one of {', '.join(choices)}", choices.__contains__, name)
@@ -185,6 +203,39 @@ class RunOptions(DataOptions):
                 f"tensor_parallel is {self.tensor_parallel}, with streaming; write tokens with `resformer tokenize`, "
                 "and read these."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions(_Checked):
+    """What `pretrain` and `compare` have in common.
+
+    AdamW (0.9, 0.95), gradients clipped at 1. Norms, biases and cross-layer connections are not decayed.
+    """
+
+    micro_batch: Annotated[
+        int | None, Option(help="Sequences per device and pass.  [default: all; pretrain: 16,384 tokens or fewer]")
+    ] = None
+    learning_rate: float | None = None
+    connection_learning_rate: Annotated[
+        float | None, Option(help="Of the connections.  [default: --learning-rate; of compare --from: 3e-4]")
+    ] = None
+    warmup: Annotated[float, Option(help="Share of the steps.")] = 0.05
+    schedule: Annotated[
+        str, Option(help="cosine, constant, or wsd: constant, then down to a tenth in the last --decay of the steps.")
+    ] = "cosine"
+    decay: Annotated[float, Option(help="Share of the steps, with --schedule wsd.")] = 0.2
+    weight_decay: Annotated[float, Option(help="Of matrices; never of connections.")] = 0.1
+    evaluations: Annotated[int, Option(help="Evaluations in a run, at even intervals; each saves a checkpoint.")] = 10
+
+    def __post_init__(self) -> None:
+        self._whole("micro_batch", "evaluations")
+        self._expect(
+            "a number of more than 0",
+            lambda value: isinstance(value, (int, float)) and value > 0,
+            *("learning_rate", "connection_learning_rate"),
+        )
+        self._expect("a share of the steps from 0 to less than 1", lambda share: 0 <= share < 1, "warmup", "decay")
+        self._one_of(SCHEDULES, "schedule")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +361,7 @@ class NewOptions(DataOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainOptions(NewOptions, RunOptions):
+class PretrainOptions(NewOptions, RunOptions, ScheduleOptions):
     """What `resformer pretrain` takes."""
 
     tokens: Annotated[
@@ -320,26 +371,14 @@ class PretrainOptions(NewOptions, RunOptions):
         int | None,
         Option(parser=count, metavar="TOKENS", help="A step's, on all devices.  [default: follows from the size]"),
     ] = None
-    micro_batch: Annotated[
-        int | None, Option(help="Sequences per device and pass.  [default: 16,384 tokens or fewer]")
-    ] = None
     learning_rate: Annotated[
         float | None, Option(help="The highest; it ends at a tenth.  [default: follows from the size]")
     ] = None
-    connection_learning_rate: Annotated[
-        float | None, Option(help="Of the connections.  [default: --learning-rate]")
-    ] = None
-    schedule: Annotated[str, Option(help="cosine, constant or wsd: warm-up, stable, decay.")] = "cosine"
-    warmup: Annotated[float, Option(help="Share of the steps.")] = 0.05
-    weight_decay: Annotated[float, Option(help="Of matrices; never of connections.")] = 0.1
     held_out: Annotated[float, Option(help="Share of the documents to evaluate on; 0: none.")] = 0.01
-    evaluations: Annotated[int, Option(help="At even intervals; each saves a checkpoint.")] = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._positive("micro_batch", "learning_rate", "connection_learning_rate", "evaluations")
-        self._expect("a share of the steps from 0 to less than 1", lambda share: 0 <= share < 1, "warmup")
-        self._one_of(SCHEDULES, "schedule")
+        ScheduleOptions.__post_init__(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,42 +414,17 @@ class TokenizeOptions(DataOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(_Checked):
-    """How a study trains a model; the defaults are those of pre-training.
-
-    AdamW (0.9, 0.95), gradients clipped at 1, a cosine schedule that ends at a tenth of the learning rate. Norms,
-    biases and cross-layer connections are not decayed.
-    """
+class RunSettings(ScheduleOptions):
+    """How a study trains a model; the defaults are those of pre-training."""
 
     steps: int
     batch: Annotated[int, Option(help="Sequences per step, on all devices together.")] = 8
-    micro_batch: Annotated[int | None, Option(help="Sequences per device and pass.  [default: all]")] = None
     learning_rate: float = 6e-4
-    connection_learning_rate: Annotated[
-        float | None, Option(help="Of the connections.  [default: --learning-rate, or 3e-4 with --from]")
-    ] = None
-    warmup: Annotated[float, Option(help="Share of the steps.")] = 0.05
-    schedule: Annotated[
-        str, Option(help="cosine, constant, or wsd: constant, then down to a tenth in the last --decay of the steps.")
-    ] = "cosine"
-    decay: Annotated[float, Option(help="Share of the steps, with --schedule wsd.")] = 0.2
-    weight_decay: Annotated[float, Option(help="Of matrices; never of connections.")] = 0.1
-    evaluations: Annotated[int, Option(help="Evaluations in a run, at even intervals; each saves a checkpoint.")] = 10
     bf16: Bf16 = None
 
     def __post_init__(self) -> None:
-        self._expect(
-            "an integer of more than 0",
-            lambda value: isinstance(value, int) and value > 0,
-            *("steps", "batch", "micro_batch", "evaluations"),
-        )
-        self._expect(
-            "a number of more than 0",
-            lambda value: isinstance(value, (int, float)) and value > 0,
-            *("learning_rate", "connection_learning_rate"),
-        )
-        self._expect("a share of the steps from 0 to less than 1", lambda share: 0 <= share < 1, "warmup", "decay")
-        self._one_of(SCHEDULES, "schedule")
+        super().__post_init__()
+        self._whole("steps", "batch")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from transformers.distributed import DistributedConfig
 
 from resformer.training.options import RunOptions
 
-__all__ = ["NOT_TENSOR_PARALLEL", "data_parallel", "distributed"]
+__all__ = ["NOT_TENSOR_PARALLEL", "data_parallel", "distributed", "passes"]
 
 #: Where Accelerate refuses tensor parallelism in training.
 NOT_TENSOR_PARALLEL = ["cpu"]
@@ -31,6 +31,17 @@ def data_parallel(options: RunOptions, devices: int) -> int:
             f"not supported without shards; give --shard {devices // group}."
         )
     return devices // options.tensor_parallel
+
+
+def passes(sequences: int, micro: int) -> int:
+    """How often a device takes `micro` of its sequences in a step.
+
+    Raises:
+        ValueError: they cannot be divided so.
+    """
+    if sequences % micro:
+        raise ValueError(f"micro_batch is {micro}; expected a divisor of the {sequences} sequences of a device.")
+    return sequences // micro
 
 
 def distributed(options: RunOptions, config: PreTrainedConfig, arguments: TrainingArguments) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 import math
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.utils import compile_regions
@@ -17,8 +16,8 @@ from resformer.training.flops import training_flops
 from resformer.training.log import TrainingLog
 from resformer.training.memory import peak_memory
 from resformer.training.options import FinetuneOptions, NewOptions, PretrainOptions, RunOptions
-from resformer.training.parallel import data_parallel
-from resformer.training.recipe import START, finetune_checkpoint, processor_has_bf16
+from resformer.training.parallel import data_parallel, passes
+from resformer.training.recipe import START, finetune_checkpoint, uses_bf16
 from resformer.training.report import FinetuneReport
 from resformer.training.sizes import budget, schedule_arguments
 from resformer.training.untrained import parameter_count, untrained, write_untrained
@@ -46,9 +45,6 @@ class PretrainPlan:
     tokens_per_second: float | None = None  # of all devices, measured on this one
     hours: float | None = None
     memory: int | None = None  # bytes, the most on this device, which has the whole model
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def pretrain(options: PretrainOptions) -> tuple[PretrainPlan, FinetuneReport]:
@@ -110,8 +106,6 @@ def _plan(options: PretrainOptions, config: ResFormerConfig) -> PretrainPlan:
     micro = options.micro_batch or max(
         n for n in range(1, each + 1) if each % n == 0 and n * block <= max(block, _PASS)
     )
-    if each % micro:
-        raise ValueError(f"micro_batch is {micro}; expected a divisor of the {each} sequences of a device.")
     steps = math.ceil(tokens / (each * devices * block))
     tokens = steps * each * devices * block
     return PretrainPlan(
@@ -121,7 +115,7 @@ def _plan(options: PretrainOptions, config: ResFormerConfig) -> PretrainPlan:
         block=block,
         sequences=each * devices,
         micro_batch=micro,
-        accumulate=each // micro,
+        accumulate=passes(each, micro),
         learning_rate=options.learning_rate or rate,
         flops=flops * tokens,
         bytes=4 * tokens,
@@ -142,7 +136,7 @@ def _run(options: PretrainOptions, plan: PretrainPlan) -> FinetuneOptions:
         learning_rate=plan.learning_rate,
         connection_learning_rate=options.connection_learning_rate or plan.learning_rate,
         trainer={
-            **schedule_arguments(options.schedule, plan.steps, options.warmup),
+            **schedule_arguments(options.schedule, plan.steps, options.warmup, options.decay),
             "weight_decay": options.weight_decay,
             "eval_steps": interval,
             "save_steps": interval,
@@ -160,11 +154,10 @@ def _measured(options: PretrainOptions, plan: PretrainPlan, config: ResFormerCon
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     run = compile_regions(model) if options.compile else model
-    bf16 = processor_has_bf16() if options.bf16 is None else options.bf16
     times: list[float] = []
     while len(times) < 3 or (sum(times) < _TIMED and len(times) < 20):
         begin = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=uses_bf16(options.bf16)):
             loss = run(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         if not times:

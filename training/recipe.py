@@ -59,13 +59,13 @@ from resformer.training.data import (
 from resformer.training.freezing import trained_parameters
 from resformer.training.log import LOG
 from resformer.training.memory import peak_memory
-from resformer.training.options import FinetuneOptions, weighted_sources
+from resformer.training.options import FinetuneOptions, check_same, weighted_sources
 from resformer.training.parallel import distributed
 from resformer.training.report import FinetuneReport, perplexity, record_origin
 from resformer.training.trainer import Bar, EvaluationLines, Place, RecipeTrainer
 from resformer.untrusted import check_folder
 
-__all__ = ["START", "finetune_checkpoint", "last_checkpoint", "processor_has_bf16"]
+__all__ = ["START", "finetune_checkpoint", "last_checkpoint", "uses_bf16"]
 
 #: The folder, in that of an unfinished run, of an untrained checkpoint that it has begun with.
 START = "start"
@@ -251,7 +251,7 @@ def _finetune(
                 shutil.copytree(options.unfinished / "runs", folder / "runs")
             if scores:
                 write_results(trainer.results, folder / "eval.json")
-            facts = {**report.as_dict(), **weight_digests(folder)}
+            facts = {**asdict(report), **weight_digests(folder)}
             (folder / "metrics.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
             if isinstance(config, ResFormerConfig):  # cards are for models with cross-layer connections
                 card = trained_card(
@@ -283,7 +283,7 @@ def _train(trainer: RecipeTrainer, last: Path | None, report: FinetuneReport) ->
         state = json.loads((last / "trainer_state.json").read_text())
         report.resumed_from, seen_before = state["global_step"], state["num_input_tokens_seen"]
         if isinstance(trainer.train_dataset, StreamedBlocks):
-            trainer.train_dataset.start = state["stateful_callbacks"][Place.__name__]["attributes"]
+            trainer.train_dataset.resume(state["stateful_callbacks"][Place.__name__]["attributes"])
             trainer.random_states = str(last)
     start = time.perf_counter()
     result = trainer.train(resume_from_checkpoint=None if last is None else str(last))
@@ -309,8 +309,10 @@ def _train(trainer: RecipeTrainer, last: Path | None, report: FinetuneReport) ->
     return report.loss_after
 
 
-def processor_has_bf16() -> bool:
-    """Whether bfloat16 matrix products are in hardware, on the accelerator or else on the CPU."""
+def uses_bf16(asked: bool | None) -> bool:
+    """What was asked for, or whether bfloat16 products are in hardware, on the accelerator or else on the CPU."""
+    if asked is not None:
+        return asked
     return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else cpu_has_bf16()
 
 
@@ -325,7 +327,7 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
         "learning_rate": options.learning_rate,
         "seed": options.seed,
         "data_seed": options.seed,
-        "bf16": processor_has_bf16() if options.bf16 is None else options.bf16,
+        "bf16": uses_bf16(options.bf16),
         "activation_checkpointing": options.gradient_checkpointing,
         "torch_compile": options.compile,
         "num_train_epochs": 1.0 if options.epochs is None else options.epochs,
@@ -394,14 +396,7 @@ def _check_unfinished(options: FinetuneOptions, now: dict[str, Any]) -> None:
     if not folder.exists() or not any(path.name != START for path in folder.iterdir()):
         return
     if options.resume:
-        try:
-            before = json.loads((folder / "arguments.json").read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder}: is no unfinished run ({one_line(error)}); remove it.") from error
-        now = json.loads(json.dumps(now))
-        if different := sorted(name for name in now if now[name] != before.get(name)):
-            changes = ", ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in different)
-            raise CheckpointError(f"{folder}: holds another run: {changes}. Go on as it began, or use --force alone.")
+        check_same(folder / "arguments.json", now, "run", "Go on as it began, or use --force alone.")
     elif options.force and (folder / "arguments.json").is_file():
         if not options.dry_run:
             shutil.rmtree(folder)

@@ -1,14 +1,5 @@
 """Sizes by name: the shape of a model, and the budget of its training from scratch.
 
-| size | layers | heads | width | MLP | shape from |
-|---|---|---|---|---|---|
-| tiny | 8 | 8 | 128 | 448 | ours |
-| 10m | 8 | 8 | 256 | 896 | ours |
-| 82m | 8 | 8 | 512 | 1792 | arXiv 2410.17897 |
-| 180m | 12 | 12 | 768 | 2688 | arXiv 2410.17897 |
-| 320m | 20 | 14 | 896 | 3136 | ours |
-| 468m | 24 | 16 | 1024 | 3584 | arXiv 2410.17897 |
-
 From 82m on the names are numbers of parameters with the paper's vocabulary of 50,277 tokens, and heads have 64
 dimensions. The paper plots 320m but does not give its shape; ours has its other models' MLP of 3.5 widths.
 """

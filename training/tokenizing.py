@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from resformer.errors import CheckpointError, OutputError
 from resformer.files import check_apart, locked, replace_text, replacing, writing
 from resformer.training.data import INDEX, document_ends, load_documents, load_tokenizer, tokenise
-from resformer.training.options import TokenizeOptions
+from resformer.training.options import TokenizeOptions, check_same
 from resformer.training.tokenizers import make_tokenizer
 
 __all__ = ["TOKENIZER", "tokenize"]
@@ -76,10 +76,7 @@ def _begun(options: TokenizeOptions, plan: dict[str, Any]) -> PreTrainedTokenize
     output = Path(options.output)
     record = output / "plan.json"
     if record.is_file():
-        before = json.loads(record.read_text())
-        if different := sorted(name for name in plan if plan[name] != before.get(name)):
-            changes = ", ".join(f"{name} was {before.get(name)!r}, is {plan[name]!r}" for name in different)
-            raise CheckpointError(f"{output}: was begun otherwise: {changes}. Give another folder.")
+        check_same(record, plan, "corpus")
         return load_tokenizer(output / TOKENIZER, None, "give another folder")
     if any(path.suffix != ".lock" and path.name != TOKENIZER for path in output.iterdir()):
         raise CheckpointError(f"{output}: is not empty, and was not written by `resformer tokenize`.")

@@ -9,8 +9,8 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,16 @@ from resformer.convert.reading_back import first_bytes
 from resformer.convert.retrofitting import retrofit
 from resformer.convert.source import open_source
 from resformer.environment import describe_environment
-from resformer.errors import CheckpointError, one_line
+from resformer.errors import CheckpointError
 from resformer.files import locked, replace_text, replacing
 from resformer.model_cards.metrics import architecture_digest
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.data import PackedBlocks
-from resformer.training.options import OF_A_METHOD, PLAIN, RunSettings, StudyOptions, architecture
+from resformer.training.options import OF_A_METHOD, PLAIN, RunSettings, StudyOptions, architecture, check_same
+from resformer.training.recipe import uses_bf16
 from resformer.training.sizes import CONFIG_FIELDS, SIZES, scratch_config
 from resformer.training.study.data import StudyData, study_data
-from resformer.training.study.paired_run import autocast, paired_model, paired_run, run_arguments, whole_batches
+from resformer.training.study.paired_run import paired_model, paired_run, run_arguments, whole_batches
 from resformer.training.study.plot import check_packages, plot
 from resformer.training.study.table import pooled_error, rows_of
 from resformer.training.untrained import parameter_count
@@ -100,7 +101,7 @@ class _Study:
             "block": self.options.block,
             "save_models": self.options.save_models,
             **asdict(self.options.settings),
-            "bf16": autocast(self.options.settings),
+            "bf16": uses_bf16(self.options.settings.bf16),
         }
 
 
@@ -125,11 +126,9 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
     lock = target.with_name(f".{target.name}.resformer-lock")  # of the output's beginning, and of the report
     with PartialState().main_process_first(), locked(lock, wait=True) if first else nullcontext():
         study = _prepared(options, Path(options.output, "starts"), write=first)
-    steps = sum(run.method.settings.steps for run in study.runs if not study.file(run).is_file())
-    with _progress(steps, quiet=not first) as (on_step, on_run):
-        # From the first run on each time: a process that had one in work may have been killed.
-        while any(_work_on(run, study, on_step, on_run, first=first) for run in study.runs):
-            pass
+    # From the first run on each time: a process that had one in work may have been killed.
+    while any(_work_on(run, study, first=first) for run in study.runs):
+        pass
     if not first:
         return None
     if in_work := [run for run in study.runs if not study.file(run).is_file()]:
@@ -148,14 +147,7 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
     return report
 
 
-def _work_on(
-    run: _Run,
-    study: _Study,
-    on_step: Callable[[int], None],
-    on_run: Callable[[str, Mapping[str, Any]], None],
-    *,
-    first: bool,
-) -> bool:
+def _work_on(run: _Run, study: _Study, *, first: bool) -> bool:
     """Trains and writes a run unless it is done, or in work in another process that is not of this launch."""
     folder = study.output / "unfinished" / run.place
     pending = first and not study.file(run).is_file()
@@ -165,16 +157,16 @@ def _work_on(
         saved = study.options.save_models and run.seed == study.options.first_seed
         save_to = study.output / "models" / run.place if saved else None
         settings = run.method.settings
-        result = paired_run(
-            run.model(), study.data.blocks, settings, run.seed, folder=folder, save_to=save_to, on_step=on_step
-        )
+        result = paired_run(run.model(), study.data.blocks, settings, run.seed, folder=folder, save_to=save_to)
         if first:
             if save_to is not None:
                 study.data.tokenizer.save_pretrained(save_to)
             environment = {key: value for key, value in describe_environment().items() if key != "variables"}
             _write_json(study.file(run), {**_described(run), **result, "environment": environment})
             done = sum(study.file(run).is_file() for run in study.runs)
-            on_run(f"{done}/{len(study.runs)} {run.size} {run.method.text} seed {run.seed}", result)
+            what = f"{done}/{len(study.runs)} {run.size} {run.method.text} seed {run.seed}"
+            loss = "diverged" if result["loss"] is None else f"held-out loss {result['loss']:.4f}"
+            tqdm.write(f"{what}: {loss}, {result['step_seconds'] * 1e3:,.1f} ms a step", file=sys.stderr)
         PartialState().wait_for_everyone()
     return True
 
@@ -229,18 +221,11 @@ def _prepared(options: StudyOptions, starts: Path, *, write: bool) -> _Study:
     ):
         raise CheckpointError(f"{output}: exists and is not a study folder; give another folder.")
     tokenizer = options.tokenizer or options.start or "bpe:4096"
-    data = study_data(
-        options.data,
-        tokenizer=str(saved) if record.is_file() and saved.is_dir() else tokenizer,
-        block=options.block,
-        held_out=options.held_out,
-        held_out_blocks=options.held_out_blocks,
-        **options.reading,
-    )
+    data = study_data(options, str(saved) if record.is_file() and saved.is_dir() else tokenizer)
     study = _Study(options, data, None if options.start is None else _weights(options.start))
     whole_batches(data.blocks, options.settings.batch)  # raises if there are too few, before anything is written
     if record.is_file():
-        _check_same(record, study.plan)
+        check_same(record, study.plan, "study")
     new = [path for path in (output, saved, record, starts) if write and not path.exists()]
     try:
         if record in new:
@@ -264,16 +249,6 @@ def _prepared(options: StudyOptions, starts: Path, *, write: bool) -> _Study:
 
 def _write_json(path: Path, value: Any) -> None:
     replace_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
-
-
-def _check_same(record: Path, plan: Mapping[str, Any]) -> None:
-    try:
-        before = json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{record}: cannot be read: {one_line(error)}") from error
-    if different := sorted(name for name in plan if plan[name] != before.get(name)):
-        changes = ", ".join(f"{name} was {before.get(name)!r}, is {plan[name]!r}" for name in different)
-        raise CheckpointError(f"{record.parent}: holds another study: {changes}. Give another folder.")
 
 
 def _runs_from_scratch(options: StudyOptions, methods: Sequence[_Method], data: StudyData) -> list[_Run]:
@@ -368,26 +343,6 @@ def _described(run: _Run) -> dict[str, Any]:
         **{name: getattr(run.method.settings, name) for name in OF_A_METHOD},
         "cache_bytes_per_token": cache_bytes_per_token(run.config),
     }
-
-
-@contextmanager
-def _progress(
-    steps: int, *, quiet: bool
-) -> Iterator[tuple[Callable[[int], None], Callable[[str, Mapping[str, Any]], None]]]:
-    """One bar for all steps of all runs, and a line for each run that is done, on stderr."""
-    done = 0
-    with tqdm(total=steps, unit="step", disable=quiet or not sys.stderr.isatty()) as bar:
-
-        def on_step(step: int) -> None:
-            bar.update(done + step - bar.n)
-
-        def on_run(what: str, result: Mapping[str, Any]) -> None:
-            nonlocal done
-            done += result["curve"][-1]["step"]
-            loss = "diverged" if result["loss"] is None else f"held-out loss {result['loss']:.4f}"
-            tqdm.write(f"{what}: {loss}, {result['step_seconds'] * 1e3:,.1f} ms a step", file=sys.stderr)
-
-        yield on_step, on_run
 
 
 def _report(study: _Study, results: Sequence[Mapping[str, Any]], command: str) -> dict[str, Any]:

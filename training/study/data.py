@@ -2,7 +2,6 @@
 
 import hashlib
 import platform
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +18,7 @@ from resformer.training.data import (
     load_documents,
     pack_documents,
 )
+from resformer.training.options import StudyOptions
 from resformer.training.tokenizers import make_tokenizer
 
 __all__ = ["StudyData", "bytes_per_token", "study_data"]
@@ -52,37 +52,28 @@ class StudyData:
         }
 
 
-def study_data(
-    sources: Sequence[str],
-    *,
-    tokenizer: str,
-    block: int,
-    held_out: float,
-    held_out_blocks: int,
-    split: str = "train",
-    text_column: str = "text",
-    sample_by: str = "document",
-) -> StudyData:
-    """Reads and packs the sources, or Python's standard library if there are none.
+def study_data(options: StudyOptions, tokenizer: str) -> StudyData:
+    """Reads and packs the data, or Python's standard library if there are none; of this one module in ten is held out.
 
     Args:
         tokenizer: as of `make_tokenizer`.
-        held_out: the share of documents that is held out. Of the standard library it is one module in ten.
-        sources, split, text_column, sample_by: as of `load_documents`.
 
     Raises:
         DataError: the data cannot be read, or are too few.
         CheckpointError: the tokenizer cannot be loaded.
         ValueError: as of `make_tokenizer`.
     """
+    sources, held_out = options.data, options.held_out
     name = ", ".join(Path(source).name if Path(source).exists() else source for source in sources)
     if not sources:
         sources, held_out = [STANDARD_LIBRARY], STANDARD_HELD_OUT
         name = f"the sources of the standard library of Python {platform.python_version()}"
-    documents = load_documents(sources, split=split, text_column=text_column, sample_by=sample_by, held_out=held_out)
+    documents = load_documents(sources, **options.reading, held_out=held_out)
     name += "".join(f" ({note})" for note in documents.notes)
     fitted = make_tokenizer(tokenizer, documents, held_out)
-    blocks = pack_documents(documents, fitted, block=block, held_out=held_out, held_out_blocks=held_out_blocks)
+    blocks = pack_documents(
+        documents, fitted, block=options.block, held_out=held_out, held_out_blocks=options.held_out_blocks
+    )
     groups = held_out_groups(documents, held_out)
     return StudyData(name, blocks, fitted, bytes_per_token(blocks.held_out.whole, fitted), groups)
 

@@ -3,8 +3,9 @@
 import math
 import shutil
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,17 @@ from resformer.modeling import ResFormerForCausalLM
 from resformer.training.data import Blocks, DataError, PackedBlocks
 from resformer.training.flops import training_flops
 from resformer.training.log import coefficients
-from resformer.training.memory import step_memory
+from resformer.training.memory import peak_memory
 from resformer.training.optimizer import ConnectionTrainer
 from resformer.training.options import RunSettings
-from resformer.training.recipe import last_checkpoint, processor_has_bf16
+from resformer.training.parallel import passes
+from resformer.training.recipe import last_checkpoint, uses_bf16
 from resformer.training.sizes import schedule_arguments
+from resformer.training.trainer import Bar
 
-__all__ = ["autocast", "paired_model", "paired_run", "run_arguments", "whole_batches"]
+__all__ = ["paired_model", "paired_run", "run_arguments", "whole_batches"]
 
 _WARMING_UP = 2  # steps that are not timed, where there are more
-
-
-def autocast(settings: RunSettings) -> bool:
-    """`bf16` with its default filled in."""
-    return processor_has_bf16() if settings.bf16 is None else settings.bf16
 
 
 def run_arguments(settings: RunSettings, folder: Path, seed: int) -> TrainingArguments:
@@ -64,7 +62,7 @@ def run_arguments(settings: RunSettings, folder: Path, seed: int) -> TrainingArg
         save_steps=interval,
         save_total_limit=1,
         prediction_loss_only=True,
-        bf16=autocast(settings),
+        bf16=uses_bf16(settings.bf16),
         use_cpu=not torch.accelerator.is_available(),
         ddp_find_unused_parameters=False,
         report_to="none",
@@ -76,19 +74,16 @@ def run_arguments(settings: RunSettings, folder: Path, seed: int) -> TrainingArg
     each, rest = divmod(settings.batch, devices)
     if rest:
         raise ValueError(f"batch is {settings.batch}; expected a multiple of the {devices} devices.")
-    micro = each if settings.micro_batch is None else settings.micro_batch
-    if each % micro:
-        raise ValueError(f"micro_batch is {micro}; expected a divisor of the {each} sequences of a device.")
+    micro = settings.micro_batch or each
     arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = micro
-    arguments.gradient_accumulation_steps = each // micro
+    arguments.gradient_accumulation_steps = passes(each, micro)
     return arguments
 
 
 class _Recorder(TrainerCallback):
     """Times the steps, records the coefficients, and saves no checkpoint after the last step."""
 
-    def __init__(self, on_step: Callable[[int], None]):
-        self.on_step = on_step
+    def __init__(self) -> None:
         self.seconds: list[float] = []
         self.start = 0.0
 
@@ -101,7 +96,6 @@ class _Recorder(TrainerCallback):
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # its kernels are queued, not done
         self.seconds.append(time.perf_counter() - self.start)
-        self.on_step(state.global_step)
         if state.global_step == state.max_steps:
             control.should_log, control.should_save = True, False
 
@@ -140,7 +134,7 @@ def paired_run(
     *,
     folder: Path,
     save_to: Path | None = None,
-    on_step: Callable[[int], None] = lambda step: None,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> dict[str, Any]:
     """Trains a model in place, or goes on from the last checkpoint in `folder`, and removes that folder.
 
@@ -150,27 +144,24 @@ def paired_run(
 
     Args:
         save_to: where the trained model goes.
-        on_step: is called with the number of each step that is done.
+        callbacks: further ones of the Trainer.
 
     Raises:
         DataError: the training blocks do not fill a batch.
         ValueError: as of `run_arguments`.
     """
     arguments, use_cache = run_arguments(settings, folder, seed), model.config.use_cache
-    recorder = _Recorder(on_step)
+    recorder = _Recorder()
     trainer = ConnectionTrainer(
         model=model,
         args=arguments,
         train_dataset=whole_batches(blocks, settings.batch),
         eval_dataset=blocks.held_out,
         data_collator=default_data_collator,
-        callbacks=[recorder],
+        callbacks=[recorder, *callbacks, *([Bar()] if sys.stderr.isatty() else [])],
         connection_learning_rate=settings.connection_learning_rate,
     )
     trainer.remove_callback(PrinterCallback)
-    sample = default_data_collator([blocks.train[0]] * arguments.per_device_train_batch_size)
-    sample = {name: ids.to(model.device) for name, ids in sample.items()}
-    memory = step_memory(model, sample, bf16=arguments.bf16)
     checkpoint = last_checkpoint(folder)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
@@ -200,7 +191,7 @@ def paired_run(
         "step_seconds": recorder.median,
         "tokens_per_second": tokens / recorder.median,
         "evaluation_seconds": statistics.median(times),
-        "peak_memory": memory,
+        "peak_memory": peak_memory(),
         "bf16": arguments.bf16,
         "processes": arguments.world_size,
         "resumed_from": 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2]),

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -89,7 +90,7 @@ def pretrain(
     if not first:
         return
     if as_json:
-        facts = {"plan": plan.as_dict()} if report is None else {"plan": plan.as_dict(), **report.as_dict()}
+        facts = {"plan": asdict(plan), **({} if report is None else asdict(report))}
         echo(json.dumps(facts, indent=2, default=str))
         return
     row("model", f"{options.size}, {options.method}, {plan.parameters:,} parameters")

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,7 +48,7 @@ def finetune(
     if os.environ.get("RANK", "0") != "0":  # of the processes that torchrun or accelerate has started
         return
     if as_json:
-        echo(json.dumps(report.as_dict(), indent=2, sort_keys=True, default=str))
+        echo(json.dumps(asdict(report), indent=2, sort_keys=True, default=str))
         return
     training = "a stream" if report.training_blocks is None else f"{report.training_blocks:,} blocks"
     trained = "" if options.train == "all" else f", {report.trained_parameters:,} of them trained"
