@@ -75,24 +75,14 @@ class _Stop(TrainerCallback):
 @pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("source", ["text.txt", "tokens"])
-def test_a_stopped_run_ends_with_the_same_weights(
-    source: str, streaming: bool, work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_ends_with_the_same_weights(source: str, streaming: bool, work: Path) -> None:
     if source == "tokens":
         tokenize(TokenizeOptions(data=["text.txt"], output=source, tokenizer="bytes", held_out=0.1, sample_by="line"))
     options = {"data": [source], "streaming": streaming, **SMALL}
     pretraining.pretrain(PretrainOptions(output="whole", **options))
-    run = pretraining.finetune_checkpoint
     for step in (1, 5):  # before the first checkpoint, and between two
-        stop = _Stop(step)
-
-        def stopped(*given: Any, callbacks: Any, stop: Any = stop, **more: Any) -> Any:
-            return run(*given, callbacks=[*callbacks, stop], **more)
-
-        monkeypatch.setattr(pretraining, "finetune_checkpoint", stopped)
         with pytest.raises(KeyboardInterrupt):
-            pretraining.pretrain(PretrainOptions(output="stopped", resume=step > 1, **options))
-    monkeypatch.setattr(pretraining, "finetune_checkpoint", run)
+            pretraining.pretrain(PretrainOptions(output="stopped", resume=step > 1, **options), callbacks=[_Stop(step)])
     _, report = pretraining.pretrain(PretrainOptions(output="stopped", resume=True, **options))
     assert report.resumed_from == 4
     whole, resumed = (load_file(Path(name, "model.safetensors")) for name in ("whole", "stopped"))

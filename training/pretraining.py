@@ -2,12 +2,13 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 from accelerate.utils import compile_regions
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from resformer.configuration import ResFormerConfig
 from resformer.evaluation import check_tasks
@@ -47,8 +48,13 @@ class PretrainPlan:
     memory: int | None = None  # bytes, the most on this device, which has the whole model
 
 
-def pretrain(options: PretrainOptions) -> tuple[PretrainPlan, FinetuneReport]:
+def pretrain(
+    options: PretrainOptions, *, callbacks: Sequence[TrainerCallback] = ()
+) -> tuple[PretrainPlan, FinetuneReport]:
     """Trains a model from scratch; under torchrun or `accelerate launch` every process calls it.
+
+    Args:
+        callbacks: further ones of the Trainer.
 
     Raises: as `new_checkpoint` and `finetune_checkpoint`; and CheckpointError if the loss is lost, see `TrainingLog`.
     """
@@ -65,7 +71,7 @@ def pretrain(options: PretrainOptions) -> tuple[PretrainPlan, FinetuneReport]:
             write_untrained(start, config, tokenizer)
 
     log = TrainingLog(run.unfinished, plan.flops / plan.tokens)
-    return plan, finetune_checkpoint(run, begin=begin, callbacks=[log], command="pretrain")
+    return plan, finetune_checkpoint(run, begin=begin, callbacks=[log, *callbacks], command="pretrain")
 
 
 def plan_pretraining(options: PretrainOptions) -> PretrainPlan:

@@ -190,15 +190,11 @@ def plan_study(options: StudyOptions) -> dict[str, Any]:
             measured = paired_run(of_size[0].model(), blocks, short, 0, folder=Path(scratch, "unfinished"))
             at_the_end = len(curve.whole) / len(curve)
             evaluating = (options.settings.evaluations + 1 + at_the_end) * measured["evaluation_seconds"]
-            for run in of_size:
-                done = study.file(run).is_file()
-                seconds += 0 if done else run.method.settings.steps * measured["step_seconds"] + evaluating
-                if run.seed == options.first_seed:
-                    rows.append({**_described(run), "parameters": parameter_count(run.config), "to_do": 0})
-                    del rows[-1]["seed"]
-                next(row for row in rows if (row["size"], row["method"]) == (size, run.method.text))[
-                    "to_do"
-                ] += not done
+            to_do = [run for run in of_size if not study.file(run).is_file()]
+            seconds += sum(run.method.settings.steps * measured["step_seconds"] + evaluating for run in to_do)
+            for run in (run for run in of_size if run.seed == options.first_seed):
+                left = sum(each.method == run.method for each in to_do)
+                rows.append({**_described(run), "parameters": parameter_count(run.config), "to_do": left})
     tokens = options.settings.steps * options.settings.batch * options.block
     return {
         "output": options.output,
