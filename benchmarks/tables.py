@@ -31,9 +31,8 @@ def studies(names: str) -> str:
         f"|{'---|' * 9}",
     ]
     for name in names.split(","):
-        report = read(f"study/{name}")
+        report, plain = read(f"study/{name}"), baseline(name)
         (rows,) = report["sizes"].values()
-        plain = next(row for row in rows if row["method"] == report["baseline"])
         tokens = report["steps"] * report["batch"] * report["block"]
         swept = {rate for row in rows for rate in re.findall(r":(?:learning_rate)=([^:]+)", row["method"])}
         cells = [
@@ -237,6 +236,13 @@ TABLES: dict[str, Callable[[str], str]] = {
 }
 
 
+def baseline(name: str) -> dict[str, Any]:
+    """Of a study of one size: the row of its baseline."""
+    report = read(f"study/{name}")
+    (rows,) = report["sizes"].values()
+    return next(row for row in rows if row["method"] == report["baseline"])
+
+
 def sentences() -> dict[str, list[str]]:
     """Page -> what it states of results, up to line breaks."""
     rise = {(row["method"], row["setting"], row["text"]): row["rise"] for row in read("shrink")["rows"]}
@@ -246,6 +252,8 @@ def sentences() -> dict[str, list[str]]:
     cost, last_words = shrunk["cost"], shrunk["cost"]["intervals"]["source_last_word_accuracy"]
     lengths = [f"{each['length']:,}" for each in cost["passkey"]]
     one, two = (read(f"healing/{name}") for name in ("91.7", "83.3"))
+    main = read("study/main")
+    trained = main["steps"] * main["batch"] * main["block"]
     hub, convert, asked = read("hub")["imports"], read("convert"), read("shrink_passages")["passages"]
     return {
         "docs/shrinking.md": [
@@ -272,7 +280,13 @@ def sentences() -> dict[str, list[str]]:
             f"Imports take {convert['start_up_peak_mb_beyond_torch']:.0f} MB of the memory",
             f"imports, which alone take {hub['cpu_seconds']:.1f} s and {hub['peak_mb']} MB",
         ],
-        "README.md": [f"`resformer methods` lists all {len(METHODS)}"],
+        "README.md": [
+            f"`resformer methods` lists all {len(METHODS)}",
+            f"added to a trained one ({len(baseline('continued')['seeds'])} seeds)",
+            f"Methods of {baseline('main')['parameters'] / 1e6:.0f} million parameters after {trained / 1e6:.1f} "
+            "million bytes of Python",
+        ],
+        "model_cards/facts.yaml": [f"nothing in our continued training ({len(baseline('continued')['seeds'])} seeds)"],
     }
 
 
