@@ -13,8 +13,6 @@ from torch import nn
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-__all__ = ["IMPLEMENTATION", "ImportanceTaker", "MaskRows", "chunked_attention"]
-
 IMPLEMENTATION = "resformer_analysis"
 
 #: Called with a layer's index, the importance of its tokens, `(batch, tokens)`, and its value states.
@@ -64,9 +62,6 @@ def chunked_attention(
 
     Returns:
         The output, `(batch, queries, heads, head_dim)`, and `None` for the weights.
-
-    Raises:
-        NotImplementedError: the model has a soft cap, sinks or a position bias, or computes its masks by itself.
     """
     if unknown := [name for name in _UNKNOWN if kwargs.get(name) is not None]:
         raise NotImplementedError(f"attention with `{unknown[0]}` cannot be analysed")

@@ -2,21 +2,20 @@
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from resformer.analysis.measuring import Analysis
-from resformer.environment import install_hint
+from resformer.environment import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = ["Plot", "plots", "require_matplotlib"]
 
 #: Markers tell the lines apart where colours do not.
 _COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04")
@@ -56,56 +55,35 @@ class Plot:
             return buffer.getvalue()
 
 
-def require_matplotlib() -> None:
-    """Raises an `ImportError` that says what to install if matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"Figures need matplotlib: {install_hint('analysis')}") from error
-
-
 def plots(analyses: Sequence[Analysis], *, changes: bool = False) -> dict[str, Plot]:
     """All figures, by key: one line per checkpoint in those by layer, one map per mixing matrix that is not Llama's.
 
     Args:
         changes: the maps show the difference from plain Llama's matrices, all on one scale.
     """
-    require_matplotlib()
+    require("matplotlib", "analysis")
     with _style():
         drawn = [_lines(key, analyses) for key in _LINES]
         drawn.append(_positions(analyses))
         for key, title in (("value_mixing", "Value mixing matrix M"), ("depth_mixing", "Depth mixing matrix D")):
-            if mixing := [analysis for analysis in analyses if _distance_from_plain(_matrix(analysis, key)).any()]:
+            if mixing := [analysis for analysis in analyses if _matrix(analysis, key, changes=True).any()]:
                 drawn.append(_maps(key, title, mixing, changes))
     return {plot.key: plot for plot in drawn}
 
 
-def _distance_from_plain(matrix: np.ndarray) -> np.ndarray:
-    """The distance of each entry of a mixing matrix from plain Llama's: 1 for the newest state, 0 for the others."""
+def _matrix(analysis: Analysis, key: str, *, changes: bool = False) -> np.ndarray:
+    """A mixing matrix; with `changes` its difference from plain Llama's: 1 for the newest state, 0 for the others."""
+    matrix = np.asarray(getattr(analysis, f"{key}_matrix"))
     rows, columns = matrix.shape
-    return np.abs(matrix - np.eye(rows, columns, k=columns - rows))
-
-
-def _matrix(analysis: Analysis, key: str) -> np.ndarray:
-    return np.asarray(getattr(analysis, f"{key}_matrix"))
+    return matrix - np.eye(rows, columns, k=columns - rows) if changes else matrix
 
 
 def _style() -> Any:
     from matplotlib import rc_context
 
-    return rc_context(
-        {
-            "axes.grid": True,
-            "axes.spines.right": False,
-            "axes.spines.top": False,
-            "axes.titlelocation": "left",
-            "font.family": "sans-serif",
-            "font.size": 10,
-            "grid.alpha": 0.3,
-            "legend.frameon": False,
-            "text.parse_math": False,  # a checkpoint's name may have a $
-        }
-    )
+    look = {"axes.grid": True, "axes.titlelocation": "left", "grid.alpha": 0.3, "legend.frameon": False}
+    look |= {"axes.spines.right": False, "axes.spines.top": False}
+    return rc_context({**look, "text.parse_math": False})  # a checkpoint's name may have a $
 
 
 def _figure(width: float = 6.4, height: float = 3.8, columns: int = 1) -> tuple["Figure", Any]:
@@ -117,16 +95,10 @@ def _figure(width: float = 6.4, height: float = 3.8, columns: int = 1) -> tuple[
 
 def _each(analyses: Sequence[Analysis]) -> list[tuple[Analysis, dict[str, Any]]]:
     """The analyses, and matplotlib's arguments for the line of each."""
+    looks = zip(cycle(_COLOURS), cycle(_MARKERS), cycle(_DASHES))
     return [
-        (
-            analysis,
-            {
-                "color": _COLOURS[i % len(_COLOURS)],
-                "marker": _MARKERS[i % len(_MARKERS)],
-                "linestyle": _DASHES[i % len(_DASHES)],
-            },
-        )
-        for i, analysis in enumerate(analyses)
+        (analysis, dict(zip(("color", "marker", "linestyle"), look, strict=True)))
+        for analysis, look in zip(analyses, looks, strict=False)
     ]
 
 
@@ -144,9 +116,7 @@ def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
             named = {"label": "uniform attention"} if analysis is analyses[0] else {}
             axes.axhline(analysis.uniform[key], color=look["color"], alpha=0.5, linestyle=":", **named)
     if logarithmic:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(_short)
-        axes.yaxis.set_minor_formatter(_few_decades(axes))
+        _logarithmic(axes)
     return _finished(key, title, figure, axes, "layer", label)
 
 
@@ -157,10 +127,17 @@ def _positions(analyses: Sequence[Analysis]) -> Plot:
         importance = analysis.importance_by_position[layer]
         label = f"{analysis.name}, layer {layer}"
         axes.plot(range(len(importance)), importance, **look, markersize=3, linewidth=1.2, label=label)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(_short)
+    _logarithmic(axes)
     title = "Token importance by position"
     return _finished("importance_by_position", title, figure, axes, "position", "share of what all tokens receive")
+
+
+def _logarithmic(axes: "Axes") -> None:
+    from matplotlib.ticker import LogFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(LogFormatter())
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))  # labels on an axis of few decades
 
 
 def _finished(key: str, title: str, figure: "Figure", axes: "Axes", across: str, up: str) -> Plot:
@@ -176,12 +153,10 @@ def _finished(key: str, title: str, figure: "Figure", axes: "Axes", across: str,
 
 def _maps(key: str, title: str, analyses: Sequence[Analysis], changes: bool) -> Plot:
     figure, row = _figure(4.8 * len(analyses), 4.2, len(analyses))
-    largest = max(np.nanmax(_distance_from_plain(_matrix(analysis, key))) for analysis in analyses)
+    largest = max(np.nanmax(np.abs(_matrix(analysis, key, changes=True))) for analysis in analyses)
     for axes, analysis in zip(row, analyses, strict=True):
-        matrix = _matrix(analysis, key)
+        matrix = _matrix(analysis, key, changes=changes)
         rows, columns = matrix.shape
-        if changes:
-            matrix = matrix - np.eye(rows, columns, k=columns - rows)
         readable = np.tri(rows, columns, k=columns - rows, dtype=bool)
         gates = np.isnan(matrix)
         shown = np.ma.masked_where(gates | ~readable, matrix)  # later layers cannot be read: left empty
@@ -209,18 +184,3 @@ def _centres(count: int) -> tuple[list[float], list[int]]:
     every = math.ceil(count / 12)
     labels = list(range(0, count, every))
     return [label + 0.5 for label in labels], labels
-
-
-def _short(value: float, position: int | None = None) -> str:
-    return f"{value:g}"
-
-
-def _few_decades(axes: "Axes") -> Callable[[float, int | None], str]:
-    """Labels 2 and 5 between the powers of ten on an axis of few decades, and all digits within one."""
-
-    def label(value: float, position: int | None = None) -> str:
-        low, high = axes.get_ylim()
-        digit = round(value / 10 ** math.floor(math.log10(value)))
-        return f"{value:g}" if high / low < 10 or (high / low < 200 and digit in (2, 5)) else ""
-
-    return label

@@ -25,8 +25,6 @@ from resformer.files import json_value
 from resformer.modeling.connection import plain_matrix
 from resformer.untrusted import check_folder
 
-__all__ = ["DEFINITIONS", "Analysis", "analyze"]
-
 #: What is measured in each layer of each text.
 DEFINITIONS = {
     "entropy": "e = -sum_j a'_j ln a'_j in nats; low means that attention is concentrated on few tokens. Token "

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import transformers
 
-from resformer.analysis.figures import plots, require_matplotlib
+from resformer.analysis.figures import plots
 from resformer.analysis.measuring import DEFINITIONS, Analysis
 from resformer.analysis.page import page
+from resformer.environment import require
 from resformer.files import check_target, replacing, write_text
 from resformer.version import __version__
-
-__all__ = ["Report", "write_report"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def write_report(report: Report, folder: Path, *, force: bool = False) -> None:
         CheckpointError: `folder` is not empty and `force` is not set, or holds anything but an earlier report.
         OutputError: a file cannot be written.
     """
-    require_matplotlib()
+    require("matplotlib", "analysis")
     checkpoints = [analysis.checkpoint for analysis in report.analyses if analysis.checkpoint is not None]
     check_target(folder, *checkpoints, made_by="analyze", force=force)
     figures, values = [*plots(report.analyses).values()], report.as_dict()

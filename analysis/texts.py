@@ -6,8 +6,6 @@ from pathlib import Path
 
 from resformer.errors import CheckpointError
 
-__all__ = ["read_texts", "standard_texts"]
-
 #: Characters that are read for each wanted token: more than tokenizers put into one, on average.
 _CHARACTERS_PER_TOKEN = 8
 

@@ -62,7 +62,7 @@ from resformer.convert.connections import expected_shapes
 from resformer.convert.deciding import check_tensors
 from resformer.convert.families import backbone_config
 from resformer.convert.source import open_source
-from resformer.shrinking.accounting import compare_predictions, interval, logits_in_chunks
+from resformer.shrinking.accounting import compare_predictions, interval
 from resformer.shrinking.calibration import calibrating
 from resformer.shrinking.readers import Plan, Readers
 from resformer.shrinking.shrink import plain_model
@@ -357,13 +357,8 @@ class Table:
         for name in self.wants(method, setting):
             began = time.perf_counter()
             blocks = self.blocks(self.options.texts[name], self.options.blocks)
-            sizes = {"batch": 4, "chunk": 128} if chunked else {"batch": 1, "chunk": blocks.shape[1]}
-            got = compare_predictions(
-                self.source_logits(name, **sizes),
-                logits_in_chunks(model, blocks, make_cache, **sizes),
-                blocks,
-                **sizes,
-            )
+            chunk = 128 if chunked else blocks.shape[1]
+            got = compare_predictions(self.logits[name], logits_in_chunks(model, blocks, make_cache, chunk), blocks)
             source, loss = got.source_losses.mean().item(), got.losses.mean().item()
             row = {
                 "method": method,
@@ -393,11 +388,6 @@ class Table:
                 flush=True,
             )
 
-    def source_logits(self, name: str, batch: int, chunk: int) -> Iterator[torch.Tensor]:
-        """The source's logits in chunks."""
-        for rows in self.logits[name].split(batch):
-            yield from rows.split(chunk, dim=1)
-
     def keep_source_logits(self, name: str) -> None:
         """Computes them, before a rival edits the source's weights, and keeps those of this text alone, in a file."""
         blocks = self.blocks(self.options.texts[name], self.options.blocks)
@@ -408,6 +398,20 @@ class Table:
             for block, ids in enumerate(blocks.split(1)):
                 kept[block] = self.source(ids, use_cache=False).logits[0]
         self.logits = {name: kept}
+
+
+@torch.inference_mode()
+def logits_in_chunks(
+    model: PreTrainedModel, blocks: torch.Tensor, make_cache: Callable[[], Any], chunk: int
+) -> Iterator[torch.Tensor]:
+    """The logits of each block, whose chunks read the past from the cache, so that the cache itself is measured."""
+    for block in blocks.split(1):
+        cache, parts = make_cache(), []
+        for ids in block.split(chunk, dim=1):
+            output = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            parts.append(output.logits[0])
+        yield torch.cat(parts)
 
 
 def of_layers(counts: tuple[int, ...], layers: int) -> list[int]:

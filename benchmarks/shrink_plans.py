@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from resformer.convert.families import backbone_config
 from resformer.convert.source import open_source
-from resformer.shrinking.accounting import compare_predictions, logits_in_chunks
+from resformer.shrinking.accounting import block_logits, compare_predictions
 from resformer.shrinking.calibration import Calibration, calibrating, student_of
 from resformer.shrinking.readers import Plan, Readers
 from resformer.shrinking.shrink import plain_model
@@ -107,7 +107,7 @@ def main() -> None:
         plain = student_of(model, model.config, {})
         for name, plan in plans.items():
             begin = time.perf_counter()
-            both = (logits_in_chunks(each, held_out) for each in (plain, readers.student(plan)))
+            both = (block_logits(each, held_out) for each in (plain, readers.student(plan)))
             predictions = compare_predictions(*both, held_out)
             rise = (predictions.losses - predictions.source_losses).double().mean().item()
             rows.append(

@@ -22,8 +22,6 @@ from resformer.files import EVAL_RESULTS, check_target
 from resformer.record import RECORD
 from resformer.version import __version__
 
-__all__ = ["AUTO_MAP", "BundleReport", "bundle", "config_with_code", "remote_code"]
-
 _CONFIGURATION, _MODELING = "configuration_resformer", "modeling_resformer"
 _CAUSAL_LM = "ResFormerForCausalLM"
 #: What stands in config.json: Auto class -> the class in the files that go along.
@@ -76,7 +74,7 @@ def bundle(
     settings = Options(made_by="bundle", force=force, **options)
     target = Path(output).expanduser()
     check_target(target, source, made_by=settings.made_by, force=force)
-    opened = open_source(source, revision, resformer=True, classifiers=True)
+    opened = open_source(source, revision, resformer=True, heads=True)
     known = {key: value for key, value in opened.raw_config.items() if key not in opened.dropped_config}
     config = config_with_code({"model_type": opened.config.model_type, **known}, opened.name)
     code = remote_code()
@@ -112,11 +110,7 @@ def _decide(source: OpenedSource, config: dict[str, Any]) -> Decision:
 
 
 def config_with_code(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The content of config.json that makes Transformers load `remote_code()`.
-
-    Raises:
-        CheckpointError: `config`, that of the checkpoint `name`, is not of a causal language model of ours.
-    """
+    """The content of config.json that makes Transformers load `remote_code()`."""
     if (model_type := config.get("model_type")) != ResFormerConfig.model_type:
         raise CheckpointError(
             f"{name}: is a checkpoint of {quoted(model_type)}, which Transformers loads by itself. `resformer convert` "

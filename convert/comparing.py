@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import RopeParameters
 
 from resformer.configuration import ResFormerConfig, key_sources, mixing_layers, value_sources
 from resformer.configuration.methods import CONNECTION_FIELDS, backbone_fields, without_connections
-from resformer.convert.connections import CLASSIFIER, added_shapes, expected_shapes, read_connections
+from resformer.convert.connections import added_shapes, expected_shapes, head_of, read_connections
 from resformer.convert.deciding import EMBEDDING, HEAD, check_tensors
 from resformer.convert.families import resformer_config
 from resformer.convert.logits import LogitsComparison, compare_logits, free_memory, memory_for_logits
@@ -24,8 +24,6 @@ from resformer.files import json_value
 from resformer.modeling.connection import ConnectionKind
 from resformer.modeling.modeling_resformer import KINDS
 from resformer.untrusted import MIB, read_bounded
-
-__all__ = ["Comparison", "verify"]
 
 #: Fields of `ResFormerConfig` that change no number of a forward pass or its gradient. Both ends of a tie are compared
 #: as tensors.
@@ -95,7 +93,7 @@ def verify(
         one, other: folders, `.gguf` files or Hub ids, of any family that can be converted, or ResFormer's.
         verify: configurations are always compared. `"headers"` compares names, dtypes and shapes of tensors; `"hashes"`
             the bytes too; `"logits"` the logits too, each model in its own dtype, one in memory at a time. `"auto"` is
-            logits where the larger fits into free memory. Of sequence classifiers no logits are compared.
+            logits where the larger fits into free memory. Only logits of language models are compared.
         tokens: at which logits are compared, at the end of two rows that are longer than any sliding window.
         text: a file whose text, as the tokenizer of `one` reads it, makes the rows; default: random tokens.
         device: where the models run; default: the CPU.
@@ -108,7 +106,7 @@ def verify(
     check_verify(verify)
     _check_options(verify, tokens, text, device)
     sources = [
-        open_source(each, commit, resformer=True, classifiers=True)
+        open_source(each, commit, resformer=True, heads=True)
         for each, commit in ((one, revision), (other, other_revision))
     ]
     opened = [source.fetch(headers_only=verify == "headers") for source in sources]
@@ -229,8 +227,8 @@ def _has_effect(kind: ConnectionKind, config: ResFormerConfig, tensors: dict[str
 
 def _why_no_logits(sources: Sequence[OpenedSource], configs: Sequence[ResFormerConfig], verify: Verify) -> str:
     """Why logits are not compared; empty if they are."""
-    if any(config.architectures == CLASSIFIER for config in configs):
-        return "of classifiers their tensors alone are compared"
+    if any(map(head_of, configs)):
+        return "only language models have them"
     sizes = [config.vocab_size for config in configs]
     if verify not in ("auto", "logits"):
         return f"--verify {verify}"

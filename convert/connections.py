@@ -6,35 +6,38 @@ import json
 from collections.abc import Mapping
 
 import torch
+from transformers import PreTrainedConfig
 
 from resformer.configuration import ResFormerConfig
 from resformer.convert.safetensors_format import Tensor
 from resformer.convert.tensors import to_tensor, to_torch
 from resformer.errors import CheckpointError, one_line
-from resformer.modeling import ResFormerForCausalLM, ResFormerForSequenceClassification, ResFormerPreTrainedModel
+from resformer.modeling import (
+    ResFormerForCausalLM,
+    ResFormerForQuestionAnswering,
+    ResFormerForSequenceClassification,
+    ResFormerForTokenClassification,
+    ResFormerPreTrainedModel,
+)
 from resformer.modeling.connection import Connection
 
-__all__ = [
-    "CLASSIFIER",
-    "added_shapes",
-    "coefficient_shapes",
-    "connection_modules",
-    "expected_shapes",
-    "initial_connections",
-    "read_connections",
-]
+#: Class in `architectures` of config.json -> a model with another head. Every other checkpoint is a language model.
+HEADS: dict[str, type[ResFormerPreTrainedModel]] = {
+    each.__name__: each
+    for each in (ResFormerForQuestionAnswering, ResFormerForSequenceClassification, ResFormerForTokenClassification)
+}
 
 
-#: The `architectures` of a sequence classifier's config.json; every other checkpoint is read as a language model.
-CLASSIFIER = [ResFormerForSequenceClassification.__name__]
+def head_of(config: PreTrainedConfig) -> str | None:
+    """The class in `HEADS`; `None` for a language model."""
+    return next((name for name in config.architectures or () if name in HEADS), None)
 
 
 @functools.lru_cache(maxsize=4)
 def _meta_model(text: str) -> ResFormerPreTrainedModel:
     config = ResFormerConfig.from_dict(json.loads(text))
-    model_class = ResFormerForSequenceClassification if config.architectures == CLASSIFIER else ResFormerForCausalLM
     with torch.device("meta"):
-        return model_class(config)
+        return HEADS.get(head_of(config) or "", ResFormerForCausalLM)(config)
 
 
 def connection_modules(config: ResFormerConfig) -> dict[str, Connection]:
@@ -44,11 +47,7 @@ def connection_modules(config: ResFormerConfig) -> dict[str, Connection]:
 
 
 def expected_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor that a checkpoint holds, both ends of a tie among them.
-
-    Raises:
-        CheckpointError: the configuration has values that no model can have.
-    """
+    """Name -> shape of every tensor that a checkpoint holds, both ends of a tie among them."""
     try:
         tensors = _meta_model(config.to_json_string()).state_dict()
         return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -19,17 +19,6 @@ from resformer.modeling.connection import ConnectionKind
 from resformer.modeling.modeling_resformer import KINDS
 from resformer.record import read_record
 
-__all__ = [
-    "EMBEDDING",
-    "HEAD",
-    "Decision",
-    "added_kinds",
-    "check_tensors",
-    "config_text",
-    "inexact_because",
-    "recorded_family",
-]
-
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 #: Rotary buffers of old Llama checkpoints; Transformers ignores them and computes them from config.json.
 _OLD_BUFFER = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -56,11 +45,7 @@ class Decision:
 
 
 def added_kinds(config: ResFormerConfig, before: ResFormerConfig) -> list[ConnectionKind]:
-    """The kinds of connections that a model of `config` has beyond one of `before`, its source.
-
-    Raises:
-        CheckpointError: they differ in a connection that both have: its coefficients would mean something else.
-    """
+    """The kinds of connections that a model of `config` has beyond one of `before`, its source."""
     added = []
     for kind in KINDS:
         for name in kind.fields:
@@ -102,9 +87,6 @@ def check_tensors(source: OpenedSource, expected: Mapping[str, tuple[int, ...]])
 
     Returns:
         whether the head is tied to the embeddings (what the file holds decides, as in Transformers), and notes.
-
-    Raises:
-        CheckpointError: a tensor is missing, too many, of the wrong shape, or quantised.
     """
     folder, tensors = source.folder, source.checkpoint.tensors
     tied, notes = bool(source.config.tie_word_embeddings), []

@@ -14,8 +14,6 @@ from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import backbone_fields, without_connections
 from resformer.errors import CheckpointError, one_line, quoted
 
-__all__ = ["FAMILIES", "backbone_config", "family_config", "resformer_config", "supported"]
-
 #: Fields that bear one name and one meaning in every family.
 _COMMON = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act "
@@ -81,11 +79,7 @@ _REASONS = {
 
 
 def backbone_config(config: PreTrainedConfig) -> ResFormerConfig:
-    """The `ResFormerConfig` of the same backbone, without connections.
-
-    Raises:
-        CheckpointError: the family is not one that the decoder expresses exactly, or a value is not one that it takes.
-    """
+    """The `ResFormerConfig` of the same backbone, without connections."""
     family = FAMILIES[supported(config.model_type)]
     fields = {name: getattr(config, name) for name in (*_COMMON, *family.names.split())} | family.constants
     fields["head_dim"] = getattr(config, "head_dim", None)
@@ -102,20 +96,12 @@ def backbone_config(config: PreTrainedConfig) -> ResFormerConfig:
 
 
 def resformer_config(config: PreTrainedConfig) -> ResFormerConfig:
-    """`config` itself, if it is ResFormer's, else that of the same backbone without connections.
-
-    Raises:
-        CheckpointError: as `backbone_config`.
-    """
+    """`config` itself, if it is ResFormer's, else that of the same backbone without connections."""
     return config if isinstance(config, ResFormerConfig) else backbone_config(config)
 
 
 def supported(model_type: object) -> str:
-    """`model_type`, if it is in the table.
-
-    Raises:
-        CheckpointError: it is not; the message says why where the reason is known.
-    """
+    """`model_type`, if it is in the table."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return model_type
     if model_type == "resformer":
@@ -134,9 +120,6 @@ def family_config(config: ResFormerConfig, preferred: str | None = None) -> PreT
 
     Args:
         preferred: the family to try first, where several fit.
-
-    Raises:
-        CheckpointError: there is none.
     """
     backbone = without_connections(config)
     wanted = backbone_fields(backbone)

@@ -14,15 +14,9 @@ from resformer.convert.safetensors_format import Tensor
 from resformer.convert.tensors import to_tensor
 from resformer.errors import CheckpointError, one_line
 
-__all__ = ["dequantise", "gguf_config", "gguf_headers", "save_gguf_extras"]
-
 
 def gguf_config(path: Path) -> PreTrainedConfig:
-    """The configuration that the file's metadata describe.
-
-    Raises:
-        CheckpointError: it is no GGUF file, or not of a family that can be converted.
-    """
+    """The configuration that the file's metadata describe."""
     try:
         config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
         _check(path, config)

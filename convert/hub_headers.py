@@ -14,8 +14,6 @@ from resformer.convert.safetensors_format import Shard, Tensor, check_shard, rea
 from resformer.errors import CheckpointError, one_line
 from resformer.untrusted import MOST_BYTES
 
-__all__ = ["HubFiles"]
-
 #: Bytes of the first request of a file: the whole header of most shards of an 8B or 70B model (73 and 24 tensors).
 _FIRST = 16 * 1024
 
@@ -36,11 +34,6 @@ class HubFiles:
 
         Args:
             path: where the file would be in the snapshot's folder.
-
-        Raises:
-            CheckpointError: the file does not follow the format, or the server does not send the range that was asked
-                for.
-            HfHubHTTPError: the Hub refuses.
         """
         name, size = path.name, self.sizes[path.name]
         first = self.read(name, 0, min(size, _FIRST))
@@ -78,9 +71,6 @@ class HubFiles:
         """Some bytes of a file.
 
         The token goes to the Hub alone: the HTTP client drops it where it is redirected to another host.
-
-        Raises:
-            CheckpointError, HfHubHTTPError: as `read_shard`.
         """
         if not length:
             return b""

@@ -9,15 +9,13 @@ import torch
 
 from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token, value_sources
 from resformer.configuration.methods import connections_of, method_of, without_connections
-from resformer.convert.connections import CLASSIFIER, expected_shapes, read_connections
+from resformer.convert.connections import expected_shapes, head_of, read_connections
 from resformer.convert.deciding import HEAD, check_tensors
 from resformer.convert.families import family_config, resformer_config
 from resformer.convert.source import open_source
 from resformer.errors import CheckpointError
 from resformer.files import json_value
 from resformer.modeling.connection import mixing_matrix, plain_matrix
-
-__all__ = ["Inspection", "inspect"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,8 @@ class Inspection:
     source: str
     revision: str | None
     model_type: str
-    labels: int | None  # of a sequence classifier; None for a language model
+    head: str | None  # the model's class, if it is no language model
+    labels: int | None  # of that head
     family: str | None  # of the backbone; None if no family has it
     method: str | None  # the named method with these connections; None if they have no name
     fields: dict[str, Any]  # the connection fields that are not Llama's
@@ -62,7 +61,7 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     Raises:
         CheckpointError: it cannot be read, or its tensors are not what its configuration asks for.
     """
-    opened = open_source(source, revision, resformer=True, classifiers=True).fetch(headers_only=True)
+    opened = open_source(source, revision, resformer=True, heads=True).fetch(headers_only=True)
     config = opened.config
     backbone = resformer_config(config)
     expected = expected_shapes(backbone)
@@ -84,7 +83,8 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         source=opened.name,
         revision=opened.revision,
         model_type=config.model_type,
-        labels=config.num_labels if config.architectures == CLASSIFIER else None,
+        head=head_of(config),
+        labels=config.num_labels if head_of(config) else None,
         family=_family(backbone) if backbone is config else config.model_type,
         method=method_of(backbone),
         fields=connections_of(backbone),

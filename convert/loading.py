@@ -1,21 +1,10 @@
-"""Models of Transformers' classes: loaded without adapters, remote code or the network, or on the meta device."""
+"""Models of Transformers' classes, loaded without adapters, remote code or the network."""
 
 from typing import Any
 
-import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from resformer.configuration import ResFormerConfig
 from resformer.errors import CheckpointError, first_names, one_line, plain
-from resformer.modeling import ResFormerForCausalLM
-
-__all__ = ["load_model", "model_on_meta"]
 
 #: Where PEFT is installed, Transformers applies the adapter that it finds in this sub-folder: no folder is called so.
 #: It would read a generation_config.json of any size.
@@ -28,9 +17,6 @@ def load_model(where: object, config: PreTrainedConfig, **arguments: Any) -> Pre
     Args:
         where: the checkpoint, for messages.
         arguments: further ones of `from_pretrained`.
-
-    Raises:
-        CheckpointError: Transformers does not load it, or not all of it.
     """
     try:
         # The class itself, because AutoModel looks for remote code and adapters.
@@ -45,9 +31,3 @@ def load_model(where: object, config: PreTrainedConfig, **arguments: Any) -> Pre
         if problems := loading.get(kind):
             raise CheckpointError(f"{plain(where)}: {kind.replace('_', ' ')}: {first_names(set(map(str, problems)))}.")
     return model.eval()
-
-
-def model_on_meta(config: ResFormerConfig, dtype: torch.dtype = torch.float32) -> ResFormerForCausalLM:
-    """The model, without memory for it."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)

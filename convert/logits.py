@@ -1,7 +1,6 @@
 """The logits of two models on the same tokens, and how much memory they take."""
 
 import gc
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,15 +13,6 @@ from transformers.utils import logging as transformers_logging
 
 from resformer.convert.reading import Checkpoint
 from resformer.convert.safetensors_format import FLOATING, Tensor
-
-__all__ = [
-    "LogitsComparison",
-    "compare_logits",
-    "free_memory",
-    "memory_for_logits",
-    "model_bytes",
-    "not_finite",
-]
 
 #: Tokens that are decoded one at a time, with a cache.
 _STEPS = 4
@@ -187,28 +177,15 @@ def free_memory(system: Path = Path("/")) -> int:
         system: the root of the file system, for tests.
     """
     free = psutil.virtual_memory().available
-    with suppress(OSError):  # no control groups: not Linux
-        for line in (system / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory"):  # "": version 2
-                mount = system / "sys/fs/cgroup" / controllers
-                group = mount / path.lstrip("/")
-                # A container sees its own group as the mount, and a path that is not below it.
-                for folder in (group, *group.parents):
-                    if folder == mount or mount in folder.parents:
-                        free = min(free, _free_in_group(folder, version=1 if controllers else 2))
+    with suppress(OSError, IndexError):  # no control groups of version 2
+        own = (system / "proc/self/cgroup").read_text().partition("0::")[2].splitlines()[0]
+        mount = system / "sys/fs/cgroup"
+        group = mount / own.lstrip("/")
+        # A container sees its own group as the mount, and a path that is not below it.
+        for folder in (group, *group.parents):
+            with suppress(OSError, ValueError, KeyError):  # the root group has no such files, and no limit reads "max"
+                if folder == mount or mount in folder.parents:
+                    limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+                    statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                    free = min(free, limit - used + int(statistics["inactive_file"]))  # cached files make room
     return free
-
-
-def _free_in_group(group: Path, version: int) -> int:
-    limit_file, used_file, cached_key = (
-        ("memory.max", "memory.current", "inactive_file")
-        if version == 2
-        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    )
-    try:
-        limit, used = (int((group / name).read_text()) for name in (limit_file, used_file))
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return limit - used + int(statistics[cached_key])  # cached files make room
-    except (OSError, ValueError, KeyError):  # the root group has no such files, and no limit reads "max"
-        return sys.maxsize

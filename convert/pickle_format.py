@@ -9,8 +9,6 @@ from resformer.convert.tensors import CODES, to_tensor
 from resformer.errors import CheckpointError, one_line, quoted
 from resformer.untrusted import MIB, bare_name, read_json, regular_file
 
-__all__ = ["PICKLE_INDEX", "pickle_names", "read_pickles"]
-
 PICKLE_INDEX = "pytorch_model.bin.index.json"
 
 

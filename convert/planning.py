@@ -8,8 +8,6 @@ from pathlib import Path
 from resformer.convert.reading import SideFile
 from resformer.convert.safetensors_format import FLOATING, Shard, Tensor, header_bytes
 
-__all__ = ["CarriedShard", "Plan", "Rewrite", "WrittenShard", "plan_shards", "standard_names"]
-
 #: What Transformers writes at most into one file.
 MAX_SHARD_SIZE = 50 * 10**9
 

@@ -16,20 +16,6 @@ from resformer.errors import CheckpointError, first_names, one_line, quoted
 from resformer.files import LISTING
 from resformer.untrusted import MIB, MOST_BYTES, TEMPLATE_FOLDERS, bare_name, read_json, regular_file
 
-__all__ = [
-    "INDEX",
-    "SETTINGS",
-    "SIDE_FILES",
-    "SINGLE",
-    "Checkpoint",
-    "SideFile",
-    "indexed_names",
-    "read_checkpoint",
-    "read_side_files",
-    "side_file",
-    "why_none",
-]
-
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -90,9 +76,6 @@ def read_checkpoint(folder: Path, hub: HubFiles | None = None) -> Checkpoint:
 
     Args:
         hub: the repository of which `folder` is a snapshot. What is not in the folder is read there: headers alone.
-
-    Raises:
-        CheckpointError: it is none, or a file of it is wrong; the message names file and tensor.
     """
     shards, notes = _shards(folder, hub)
     side_files, left_behind, more_notes = read_side_files(folder, hub)
@@ -235,11 +218,7 @@ def read_side_files(folder: Path, hub: HubFiles | None = None) -> tuple[list[Sid
 
 
 def side_file(folder: Path, name: str, hub: HubFiles | None = None) -> SideFile:
-    """A file of the folder, or still on the Hub.
-
-    Raises:
-        CheckpointError: it is too large, or `regular_file` refuses it.
-    """
+    """A file of the folder, or still on the Hub."""
     path = folder / name
     if hub is not None and not path.exists():
         size = hub.sizes[name]

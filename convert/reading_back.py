@@ -11,15 +11,9 @@ from resformer.convert.safetensors_format import Shard, Tensor
 from resformer.errors import VerificationError, first_names
 from resformer.untrusted import open_regular, reading
 
-__all__ = ["check_bytes", "check_headers", "check_side_files", "compare_headers", "first_bytes", "same_bytes"]
-
 
 def check_headers(folder: Path, expected: Mapping[str, Tensor]) -> Checkpoint:
-    """Reads every header of `folder` and compares names, dtypes and shapes with `expected`.
-
-    Raises:
-        VerificationError: they differ.
-    """
+    """Reads every header of `folder` and compares names, dtypes and shapes with `expected`."""
     stored = read_checkpoint(folder)
     compare_headers(folder, stored.tensors, expected)
     return stored
@@ -57,9 +51,6 @@ def check_bytes(
 
     Returns:
         file -> SHA-256 of the whole file, for each that was read.
-
-    Raises:
-        VerificationError: a byte differs.
     """
 
     def check(shard: Shard) -> str:
@@ -88,11 +79,7 @@ def check_bytes(
 
 
 def check_side_files(folder: Path, side_files: Iterable[SideFile], progress: Callable[[int], object]) -> None:
-    """Reads tokenizer, templates and other files back.
-
-    Raises:
-        VerificationError: a byte differs.
-    """
+    """Reads tokenizer, templates and other files back."""
     for file in side_files:
         expected = file.path.read_bytes() if file.content is None else file.content
         if (folder / file.name).read_bytes() != expected:

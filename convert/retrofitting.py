@@ -43,8 +43,6 @@ from resformer.modeling.modeling_resformer import KINDS
 from resformer.record import RECORD, config_digest
 from resformer.version import __version__
 
-__all__ = ["RetrofitReport", "retrofit", "write_retrofit"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RetrofitReport(Report):
@@ -65,9 +63,8 @@ class RetrofitReport(Report):
 
     @property
     def exact(self) -> bool:
-        """Whether it computes what its source does bit for bit."""
-        rounded = self.rounding.changed or self.dequantising_rounded != 0
-        return not (self.inexact_because or rounded) and self.dtype == self.source_dtype
+        """Whether it computes what its source, dequantised if need be, does bit for bit."""
+        return not (self.inexact_because or self.rounding.changed) and self.dtype == self.source_dtype
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -206,7 +203,7 @@ def write_retrofit(
         source_fields=connections_of(before),
         inexact_because=list(decision.inexact_because),
         source_dtype=str(source.dtype).removeprefix("torch."),
-        dequantised=source.gguf is not None or bool(source.fp8),
+        dequantised=source.dequantised,
         dtype=str(decision.dtype).removeprefix("torch."),
         parameters=sum(math.prod(shape) for name, shape in shapes.items() if name not in tied),
         added={
@@ -218,9 +215,15 @@ def write_retrofit(
     )
 
     def finish(report: T, weight_files: Mapping[str, Any]) -> dict[str, str]:
-        repository = target.repo_id if isinstance(target, Destination) else None
-        source_name = published_name(source)
-        return _card_and_record(report, source_name, weight_files, config, decision.config, source_card, repository)
+        record = _record(report, weight_files) | {
+            "source": published_name(source),
+            "source_card": source_card,
+            "config_sha256": config_digest(json.loads(decision.config)),
+        }
+        repository = target.repo_id if isinstance(target, Destination) else folder_name(report.output)
+        tokenizer = source.gguf is not None or source.checkpoint.has_tokenizer
+        card = retrofit_card(record, repository, config=config, tokenizer=tokenizer)
+        return {RECORD: json.dumps(record, indent=2, sort_keys=True) + "\n", "README.md": str(card)}
 
     if isinstance(target, Destination):
         return publish(decision, target, options, report_of, finish)
@@ -330,27 +333,9 @@ def _connections(method: str, before: ResFormerConfig, fields: dict[str, Any]) -
     return {**connections_of(before), **connections}
 
 
-def _card_and_record(
-    report: RetrofitReport,
-    source_name: str,
-    weight_files: Mapping[str, Any],
-    config: ResFormerConfig,
-    config_text: str,
-    source_card: Mapping[str, Any],
-    repository: str | None,
-) -> dict[str, str]:
-    """The model card, and a record that two runs write alike: no clock, no machine."""
-    # Left out: what differs between two runs that write the same bytes.
+def _record(report: RetrofitReport, weight_files: Mapping[str, Any]) -> dict[str, Any]:
+    """What two runs report alike: no clock, no machine."""
     left_out = ("output", "warnings", "transfer", "memory", "left_behind", "commit", "url")
-    record = {
-        **{key: value for key, value in report.as_dict().items() if key not in left_out},
-        "source": source_name,
-        "source_card": source_card,
-        "config_sha256": config_digest(json.loads(config_text)),
-        "files": weight_files,
-        "versions": {"resformer": __version__, "torch": torch.__version__, "transformers": transformers_version},
-    }
-    return {
-        RECORD: json.dumps(record, indent=2, sort_keys=True) + "\n",
-        "README.md": str(retrofit_card(record, repository or folder_name(report.output), config=config)),
-    }
+    versions = {"resformer": __version__, "torch": torch.__version__, "transformers": transformers_version}
+    stated = {key: value for key, value in report.as_dict().items() if key not in left_out}
+    return {**stated, "files": weight_files, "versions": versions}

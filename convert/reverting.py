@@ -22,8 +22,6 @@ from resformer.files import check_target
 from resformer.modeling.connection import Connection
 from resformer.record import RECORD, read_record
 
-__all__ = ["RevertReport", "revert"]
-
 #: Names the source of a revert.
 _REVERTED = "resformer_revert.json"
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from resformer.errors import CheckpointError, quoted
 from resformer.untrusted import MIB, open_regular, parse_json, reading, regular_file
 
-__all__ = ["DTYPE_BITS", "FLOATING", "MOST_TENSORS", "Shard", "Tensor", "check_shard", "header_bytes", "read_shard"]
-
 #: dtype code -> bits of an element.
 DTYPE_BITS = {
     **dict.fromkeys("F4".split(), 4),
@@ -63,11 +61,7 @@ class Tensor:
         return f"{where}tensor {quoted(self.name)}"
 
     def pieces(self, size: int = 4 * MIB) -> Iterator[memoryview]:
-        """The bytes, `size` at a time, each piece valid until the next one is read into the same buffer.
-
-        Raises:
-            CheckpointError: the file cannot be read, or has become shorter.
-        """
+        """The bytes, `size` at a time, each piece valid until the next one is read into the same buffer."""
         if isinstance(self.data, memoryview):
             for start in range(0, self.nbytes, size):
                 yield self.data[start : start + size]
@@ -96,11 +90,7 @@ class Shard:
 
 
 def read_shard(path: Path) -> Shard:
-    """Reads and checks the header of the safetensors file `path`.
-
-    Raises:
-        CheckpointError: the file does not follow the format. Every byte of it is accounted for when this returns.
-    """
+    """Reads and checks the header of the safetensors file `path`."""
     real = regular_file(path)
     with open_regular(real) as file:
 
@@ -119,9 +109,6 @@ def check_shard(path: Path, real: Path, size: int, read: Callable[[int, int], by
         real: where its bytes are.
         size: of the file, in bytes.
         read: (first byte, number of bytes) -> these bytes, fewer at the end of the file.
-
-    Raises:
-        CheckpointError: as `read_shard`.
     """
     start = read(0, 40)
     length = int.from_bytes(start[:8], "little")

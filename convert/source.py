@@ -24,13 +24,13 @@ from huggingface_hub.hf_api import RepoFile
 from transformers import CONFIG_MAPPING, FineGrainedFP8Config, PreTrainedConfig, PreTrainedModel
 
 from resformer.configuration import ResFormerConfig
-from resformer.convert.connections import CLASSIFIER, coefficient_shapes
+from resformer.convert.connections import HEADS, coefficient_shapes, head_of
 from resformer.convert.families import FAMILIES, supported
 from resformer.convert.gguf_format import dequantise, gguf_config, gguf_headers
 from resformer.convert.hub_headers import HubFiles
 from resformer.convert.loading import load_model
 from resformer.convert.pickle_format import PICKLE_INDEX, pickle_names, read_pickles
-from resformer.convert.quantisation import Dequantised, check_quantisation, dequantise_fp8
+from resformer.convert.quantisation import check_quantisation, fp8_weights, with_dequantised
 from resformer.convert.reading import (
     INDEX,
     SETTINGS,
@@ -43,13 +43,11 @@ from resformer.convert.reading import (
     why_none,
 )
 from resformer.convert.safetensors_format import MOST_TENSORS, Shard
-from resformer.convert.tensors import dominant_dtype, to_torch
+from resformer.convert.tensors import dominant_dtype, to_tensor, to_torch
 from resformer.errors import CheckpointError, first_names, one_line, quoted
 from resformer.files import EVAL_RESULTS
 from resformer.record import RECORD
 from resformer.untrusted import MIB, MOST_BYTES, read_json
-
-__all__ = ["OpenedSource", "Source", "asking_hub", "open_source"]
 
 #: What is fetched of a Hub repository with its configuration.
 _CONFIG_FILES = ["config.json", "README.md", RECORD]
@@ -94,16 +92,23 @@ class Source:
     repo_id: str | None = None  # if it is on the Hub
     gguf: Path | None = None  # the file, if it is a GGUF file
 
+    @property
+    def fp8(self) -> bool:
+        """Whether weights are stored in fp8: other quantised ones are refused."""
+        return self.raw_config.get("quantization_config") is not None
+
+    @property
+    def dequantised(self) -> bool:
+        """Whether Transformers dequantises it: the result is compared with what that makes."""
+        return self.gguf is not None or self.fp8
+
     def fetch(self, *, allow_pickle: bool = False, headers_only: bool = False) -> "OpenedSource":
         """Downloads the weights, if they are on the Hub, and reads their headers.
 
         Args:
             allow_pickle: read `pytorch_model*.bin` where there are no safetensors, restricted to tensors.
-            headers_only: of weights on the Hub read the headers alone; do not dequantise a GGUF file. Tensors have
-                names and shapes, but no bytes.
-
-        Raises:
-            CheckpointError: they cannot be fetched or read, or do not have the configuration's number of layers.
+            headers_only: of weights on the Hub read the headers alone; dequantise nothing. Tensors have names and
+                shapes, but no bytes.
         """
         model = None
         if self.gguf is not None:
@@ -115,8 +120,8 @@ class Source:
         else:
             pickled = _fetch_from_hub(self, allow_pickle=allow_pickle)
             checkpoint = _read_pickled(self.folder) if pickled else read_checkpoint(self.folder, _hub_files(self))
-        if self.raw_config.get("quantization_config") is not None:
-            checkpoint = dequantise_fp8(checkpoint, self.raw_config["quantization_config"].get("weight_block_size"))
+        if self.fp8:
+            checkpoint, model = _dequantised(self, checkpoint, headers_only=headers_only)
         _check_layers(checkpoint, self.config.num_hidden_layers)
         return OpenedSource(**{**vars(self), "checkpoint": checkpoint, "model": model})
 
@@ -126,7 +131,7 @@ class OpenedSource(Source):
     """A source whose headers have been read and checked; its weights are on this disk, or still on the Hub."""
 
     checkpoint: Checkpoint
-    model: PreTrainedModel | None = None  # of a GGUF file: dequantised
+    model: PreTrainedModel | None = None  # where it was dequantised
 
     @property
     def left_behind(self) -> list[str]:
@@ -150,42 +155,19 @@ class OpenedSource(Source):
         return replace(self, checkpoint=replace(self.checkpoint, shards=shards))
 
     @property
-    def fp8(self) -> list[Dequantised]:
-        """The tensors that are stored in fp8."""
-        return [tensor for tensor in self.checkpoint.tensors.values() if isinstance(tensor, Dequantised)]
-
-    @property
     def dtype(self) -> torch.dtype:
         """Of most weights; what is dequantised to, float32 for a GGUF file and bfloat16 for fp8."""
         return dominant_dtype(self.checkpoint)
 
     def load(self) -> PreTrainedModel:
-        """The model in its own dtype, loaded by Transformers from the files that were checked; none of its code is run.
-
-        Transformers dequantises fp8 itself: tensors that were dequantised here are compared with its own.
-
-        Raises:
-            CheckpointError: Transformers does not load it, or not all of it.
-        """
+        """The model in its own dtype, loaded by Transformers from the files that were checked, without their code."""
         if self.model is not None:
             return self.model
-        if self.fp8 and (reason := self.why_not_dequantised()):
-            raise CheckpointError(f"{self.folder}: Transformers cannot dequantise it: {reason}")
-        config = self.config
         arguments: dict[str, Any] = {"pretrained_model_name_or_path": str(self.folder), "use_safetensors": True}
-        if self.fp8:
-            config = copy.deepcopy(config)
-            block = self.raw_config["quantization_config"].get("weight_block_size")
-            config.quantization_config = FineGrainedFP8Config(dequantize=True, weight_block_size=block).to_dict()
-        elif not self.checkpoint.indexed:
+        if not self.checkpoint.indexed:
             loaded = {name: to_torch(tensor) for name, tensor in self.checkpoint.tensors.items()}
             arguments = {"pretrained_model_name_or_path": None, "state_dict": loaded}
-        return load_model(self.folder, config, dtype=self.dtype, **arguments)
-
-    def why_not_dequantised(self) -> str:
-        """Why Transformers does not find fp8 weights that are read here; empty if it does."""
-        found = any((self.folder / name).is_file() for name in (SINGLE, INDEX))
-        return "" if found else f"it finds no {SINGLE} and no {INDEX}. Give the checkpoint its index back."
+        return load_model(self.folder, self.config, dtype=self.dtype, **arguments)
 
     def sha256_on_hub(self) -> dict[str, str]:
         """File -> SHA-256, as the Hub states it: of the files that it stores by LFS, if the source is there."""
@@ -193,7 +175,7 @@ class OpenedSource(Source):
 
 
 def open_source(
-    source: str | Path, revision: str | None = None, *, resformer: bool = False, classifiers: bool = False
+    source: str | Path, revision: str | None = None, *, resformer: bool = False, heads: bool = False
 ) -> Source:
     """Finds the checkpoint and reads its configuration; of a Hub repository nothing but small files is fetched.
 
@@ -201,16 +183,13 @@ def open_source(
         source: a folder, a `.gguf` file, `owner/name` or `owner/name/file.gguf` on the Hub. A GGUF file holds its
             configuration itself, so it is fetched.
         resformer: take ResFormer checkpoints too, not only those that can become one.
-        classifiers: take sequence classifiers among those.
-
-    Raises:
-        CheckpointError: it is none of these, cannot be read, or is of a family that cannot be converted.
+        heads: of those, take sequence and token classifiers and models that answer questions too.
     """
     opened = _open(source, revision, resformer=resformer)
-    if not classifiers and opened.config.architectures == CLASSIFIER:
+    if not heads and (head := head_of(opened.config)):
         raise CheckpointError(
-            f"{opened.name}: is a sequence classifier, and this command takes language models alone. `inspect`, "
-            "`verify`, `push` and `card` take classifiers."
+            f"{opened.name}: is a {head}, and this command takes only language models. `inspect`, `verify`, `push` and "
+            "`card` take other heads."
         )
     return opened
 
@@ -338,9 +317,6 @@ def _clean_config(where: Path, raw: Mapping[str, Any], *, resformer: bool) -> tu
 
     Nothing else of an untrusted config.json reaches Transformers: some keys choose code to run (`auto_map`,
     `_attn_implementation`).
-
-    Raises:
-        CheckpointError: the family is not supported, the weights are quantised, or a value makes no sense.
     """
     model_type = _family(where, raw.get("model_type"), resformer=resformer)
     if raw.get("quantization_config") is not None:
@@ -368,8 +344,8 @@ def _clean_config(where: Path, raw: Mapping[str, Any], *, resformer: bool) -> tu
         raise CheckpointError(
             f"{where}: cannot be read as a configuration of {model_type}: {one_line(error)}"
         ) from error
-    if config_class is ResFormerConfig and raw.get("architectures") == CLASSIFIER:
-        config.architectures = CLASSIFIER
+    if config_class is ResFormerConfig and (architectures := raw.get("architectures")) in [[name] for name in HEADS]:
+        config.architectures = architectures
         if isinstance(labels := raw.get("id2label"), dict):  # without it: two, as in Transformers
             config.num_labels = len(labels)
     read = known - set(FAMILIES[model_type].training_only if model_type in FAMILIES else ())
@@ -402,6 +378,27 @@ def _check_layers(checkpoint: Checkpoint, expected: int) -> None:
         raise CheckpointError(
             f"{checkpoint.folder}: config.json has num_hidden_layers={expected}, the shards hold {stored} layers."
         )
+
+
+def _dequantised(
+    source: Source, checkpoint: Checkpoint, *, headers_only: bool
+) -> tuple[Checkpoint, PreTrainedModel | None]:
+    """(the checkpoint with bfloat16 in the place of fp8, the model, as Transformers dequantises it)."""
+    block = source.raw_config["quantization_config"].get("weight_block_size")
+    weights = fp8_weights(checkpoint, block)
+    if headers_only or not weights:
+        return with_dequantised(checkpoint, {n: replace(tensor, dtype="BF16") for n, tensor in weights.items()}), None
+    if not checkpoint.indexed:
+        raise CheckpointError(
+            f"{source.folder}: Transformers cannot dequantise it: it finds no {SINGLE} and no {INDEX}. Give the "
+            "checkpoint its index back."
+        )
+    config = copy.deepcopy(source.config)
+    config.quantization_config = FineGrainedFP8Config(dequantize=True, weight_block_size=block).to_dict()
+    arguments = {"pretrained_model_name_or_path": str(source.folder), "use_safetensors": True}
+    model = load_model(source.folder, config, dtype=torch.bfloat16, **arguments)
+    state = model.state_dict()
+    return with_dequantised(checkpoint, {name: to_tensor(name, state[name]) for name in weights}), model
 
 
 def _read_pickled(folder: Path) -> Checkpoint:

@@ -12,8 +12,6 @@ from resformer.convert.safetensors_format import DTYPE_BITS, FLOATING, Tensor
 from resformer.errors import CheckpointError
 from resformer.untrusted import MIB
 
-__all__ = ["CODES", "Rounding", "converted", "dominant_dtype", "to_tensor", "to_torch"]
-
 #: torch's dtype of weights -> the code of the safetensors format.
 CODES = {getattr(torch, name): code for code, name in FLOATING.items()}
 #: Numbers per piece: few enough to stay in the processor's cache between reading, converting and writing.

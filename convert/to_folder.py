@@ -23,27 +23,12 @@ from resformer.convert.logits import (
 from resformer.convert.planning import CarriedShard, Plan, plan_shards
 from resformer.convert.reading import Checkpoint
 from resformer.convert.reading_back import check_bytes, check_headers, check_side_files, first_bytes
-from resformer.convert.source import OpenedSource, Source
+from resformer.convert.source import Source
 from resformer.convert.tensors import Rounding
 from resformer.convert.writing import Transfer, check_space, expected_transfer, flush, write_plan
 from resformer.errors import CheckpointError, OutputError, VerificationError, first_names, one_line
 from resformer.files import replacing, write_text
 from resformer.progress import progress_bar
-
-__all__ = [
-    "Finish",
-    "Options",
-    "Report",
-    "Verify",
-    "carry_out",
-    "check_verify",
-    "folder_name",
-    "generation_warnings",
-    "make_plan",
-    "make_report",
-    "published_name",
-    "weight_files",
-]
 
 Verify = Literal["auto", "headers", "hashes", "logits"]
 
@@ -95,7 +80,6 @@ class Report:
     verified: str = ""  # headers, hashes or logits; copies, on the Hub: headers, and the hashes of all files
     logits: LogitsComparison | None = None
     rounding: Rounding = field(default_factory=Rounding)  # by a change of dtype
-    dequantising_rounded: int | None = 0  # numbers of fp8 tensors that bfloat16 does not hold; None: not counted
     left_behind: list[str] = field(default_factory=list)  # files, and keys of config.json, that do not go along
     warnings: list[str] = field(default_factory=list)
     terms: dict[str, str] = field(default_factory=dict)  # of a source that is published again: license, gated
@@ -136,9 +120,6 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         report_of: makes the report, from the fields of `Report`.
         finish: called when the result has been verified, to write about it. Its report says what the options imply
             and no more: whether `"auto"` compared the logits depends on the memory that was free.
-
-    Raises:
-        CheckpointError, OutputError, VerificationError: nothing new is left; an earlier output stays as it was.
     """
     plan = make_plan(decision, options)
     forecast = expected_transfer(plan, output, link=options.link)
@@ -175,7 +156,6 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
             verified=verify,
             logits=logits,
             rounding=written.rounding,
-            dequantising_rounded=_dequantising_rounded(decision.source),  # counted while the tensors are written
             warnings=[*report.warnings, *warnings],
         )
         files = weight_files(plan, first_bytes(stored.tensors.values()), digests, decision.source.sha256_on_hub())
@@ -217,15 +197,9 @@ def make_report(
         carried_files=len(plan.carried),
         written_files=len(plan.written),
         transfer=transfer,
-        dequantising_rounded=_dequantising_rounded(source),
         left_behind=[name for name in source.left_behind if name not in along],
         warnings=[*source.checkpoint.notes, *decision.warnings],
     )
-
-
-def _dequantising_rounded(source: OpenedSource) -> int | None:
-    rounded = [tensor.changed for tensor in source.fp8]
-    return None if None in rounded else sum(filter(None, rounded))
 
 
 def _choose(decision: Decision, options: Options) -> tuple[str, list[str]]:
@@ -233,11 +207,9 @@ def _choose(decision: Decision, options: Options) -> tuple[str, list[str]]:
     if options.verify != "auto":
         return options.verify, []
     source = decision.source
-    if source.fp8 and (reason := source.why_not_dequantised()):
-        return "hashes", [f"The logits were not compared with what Transformers makes of the fp8 weights: {reason}"]
     dtype = max(source.dtype, decision.dtype, key=lambda dtype: dtype.itemsize)
     needed = memory_for_logits(source.checkpoint, dtype, decision.added)
-    if source.gguf is not None and source.model is None:  # a dry run; else the dequantised model is in memory already
+    if source.dequantised and source.model is None:  # a dry run; else the dequantised model is in memory already
         needed += model_bytes(source.checkpoint, source.dtype)
     free = free_memory()
     if needed <= free:

@@ -31,8 +31,6 @@ from resformer.errors import CheckpointError, VerificationError, first_names, on
 from resformer.hub import Content, Copied, CopyError, HubError, Push, Pushed, digest, hub_api, repository_files
 from resformer.model_cards import carried_metadata
 
-__all__ = ["Destination", "publish"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
@@ -56,11 +54,6 @@ def publish(
     Args:
         report_of: makes the report, from the fields of `Report`.
         finish: called before the commit, for the files that describe the result.
-
-    Raises:
-        CheckpointError: the source is not on the Hub, or may not be republished.
-        HubError: the Hub refuses, or does not copy; the message says if a commit was made.
-        VerificationError: the commit, which the message names, does not hold what was planned.
     """
     source, repo_id = decision.source, destination.repo_id
     if source.repo_id is None or source.revision is None or any(not s.name for s in source.checkpoint.shards):
@@ -100,11 +93,7 @@ def publish(
 
 
 def _terms(decision: Decision, info: ModelInfo, destination: Destination) -> dict[str, str]:
-    """Licence and gating of the source, which the result takes over.
-
-    Raises:
-        CheckpointError: they may not allow a copy, and the user has not said that they do.
-    """
+    """Licence and gating of the source, which the result takes over."""
     source = decision.source
     stated = carried_metadata(source.folder / "README.md")
     licence = stated.get("license")
@@ -129,11 +118,7 @@ def _terms(decision: Decision, info: ModelInfo, destination: Destination) -> dic
 
 
 def _contents(decision: Decision, plan: Plan, files: Mapping[str, RepoFile], options: Options) -> dict[str, Content]:
-    """The files of the result, but for those that describe it.
-
-    Raises:
-        CopyError: one of them has to be made of weights, or the Hub cannot copy it.
-    """
+    """The files of the result, but for those that describe it."""
     if options.verify == "logits":
         raise CopyError("comparing logits takes the weights")
     repo_id, revision = str(decision.source.repo_id), str(decision.source.revision)
@@ -198,12 +183,7 @@ def _push(
 
 
 def _check(pushed: Pushed, contents: Mapping[str, Content], plan: Plan) -> None:
-    """Reads the commit back: hashes of all files, as the Hub states them, and headers of the weights.
-
-    Raises:
-        HubError: it cannot be read.
-        VerificationError: it does not hold what was planned.
-    """
+    """Reads the commit back: hashes of all files, as the Hub states them, and headers of the weights."""
     where = f"{pushed.repo_id} at {pushed.commit}"
     try:
         stored = repository_files(hub_api(), pushed.repo_id, pushed.commit)

@@ -23,15 +23,6 @@ from resformer.errors import CheckpointError, OutputError
 from resformer.files import folder_above, write_text, writing
 from resformer.untrusted import MIB, open_regular, reading, regular_file
 
-__all__ = [
-    "Transfer",
-    "Written",
-    "check_space",
-    "expected_transfer",
-    "flush",
-    "write_plan",
-]
-
 _COPY_PIECE = 64 * MIB  # bytes of one copy_file_range call; the progress bar moves after each
 
 Progress = Callable[[int], object]
@@ -101,10 +92,6 @@ def write_plan(
         link: hard-link whole shards where the file system allows it.
         digests: take SHA-256 of the bytes that this process makes.
         progress: called with the number of bytes that have just been carried or written.
-
-    Raises:
-        CheckpointError: a file of the source has vanished or changed since it was read.
-        OutputError: the disk is full, or does not take it for another reason.
     """
     done = Written()
     for shard in plan.shards:

@@ -19,19 +19,10 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token
 from resformer.configuration.methods import connections_of, without_connections
 from resformer.errors import plain
-from resformer.model_cards.facts import FACTS, FIELDS, papers_of
+from resformer.model_cards.facts import FACTS, FIELDS, HEADS, papers_of
 from resformer.model_cards.metrics import Metric, table_rows
 from resformer.model_cards.source_card import well_formed
-from resformer.modeling import ResFormerForCausalLM, ResFormerForSequenceClassification
-
-__all__ = [
-    "TRAINING_FIELDS",
-    "added_parameters",
-    "is_as_made",
-    "render",
-    "retrofit_card",
-    "trained_card",
-]
+from resformer.modeling import ResFormerForCausalLM
 
 #: Fields of a metrics.json that describe a training, under the names of `trained_card`'s arguments.
 TRAINING_FIELDS = ("source", "revision", "method", "corpus", "evaluation_tokens", "runs", "datasets", "data", "recipe")
@@ -55,6 +46,7 @@ def retrofit_card(
     metrics: Iterable[Metric] = (),
     base_model: str | None = None,
     bundle: bool = False,
+    tokenizer: bool = True,
     changed: Sequence[str] | None = (),
 ) -> ModelCard:
     """The card of a retrofitted checkpoint.
@@ -68,10 +60,10 @@ def retrofit_card(
         metrics: further results, of `metrics_of` or `harness_metrics`.
         base_model: Hub id of the source; default: the source, if it came from the Hub.
         bundle: the folder holds its own code (`auto_map` in config.json).
+        tokenizer: it holds a tokenizer.
         changed: files that are not those of the record: what it says of the model is not repeated. `None`: all may be.
 
     Raises:
-        ValueError: a metric lacks a field that the card states.
         jinja2.UndefinedError: `report` lacks a value that the card states.
     """
     return _card(
@@ -86,6 +78,7 @@ def retrofit_card(
         source_card=source_card or report.get("source_card") or {},
         metrics=metrics,
         bundle=bundle,
+        tokenizer=tokenizer,
         derived=True,
         report=report,
         added_parameters=sum(report["added"].values()),
@@ -115,6 +108,7 @@ def trained_card(
     metrics: Iterable[Metric] = (),
     base_model: str | None = None,
     bundle: bool = False,
+    tokenizer: bool = True,
     changed: Sequence[str] | None = (),
 ) -> ModelCard:
     """The card of a checkpoint whose weights are not its source's: fine-tuned, from scratch, or of unknown origin.
@@ -138,14 +132,8 @@ def trained_card(
         recipe: which of the parameters were trained, and the teacher and weights of a distillation.
         dtype: of the checkpoint's weights, which the cache takes too.
         parameters: number of parameters of the model.
-        source_card: licence, languages and data from the source's card (`carried_metadata`).
-        metrics: further results, of `metrics_of` or `harness_metrics`.
-        base_model: Hub id of the source; default: the source, if it came from the Hub.
-        bundle: the folder holds its own code (`auto_map` in config.json).
         changed: files that were changed since they were measured: `runs` are left out. `None`: that is not known.
-
-    Raises:
-        ValueError: a metric or a run lacks a field that the card states.
+        source_card, metrics, base_model, bundle, tokenizer: as of `retrofit_card`.
     """
     runs = () if changed else runs
     measured = _perplexities(method, corpus, evaluation_tokens, runs) if corpus and evaluation_tokens else []
@@ -165,6 +153,7 @@ def trained_card(
         datasets=datasets,
         metrics=[*metrics, *measured],
         bundle=bundle,
+        tokenizer=tokenizer,
         derived=source is not None,
         source=source,
         revision=revision,
@@ -238,12 +227,12 @@ def _card(
     active = [mode if (mode := f"{name}.{fields[name]}") in FIELDS else name for name in active]
     papers = papers_of(method, active)
     measured = list(metrics)
-    classifier = config is not None and config.architectures == [ResFormerForSequenceClassification.__name__]
-    task = "text-classification" if classifier else "text-generation"
+    architecture = ((config and config.architectures) or ["ResFormerForCausalLM"])[0]
+    head = HEADS.get(architecture, HEADS["ResFormerForCausalLM"])
     tags = ["resformer", *([method] if method else []), *(FIELDS[name]["tag"] for name in active)]
     card_data = ModelCardData(
         library_name="transformers",
-        pipeline_tag=task,
+        pipeline_tag=head["task"],
         base_model=base_model,
         base_model_relation="finetune" if base_model is not None else None,
         **licence,
@@ -251,7 +240,7 @@ def _card(
         datasets=list(dict.fromkeys([*carried.get("datasets", []), *datasets])) or None,
         tags=[*tags, *(f"arxiv:{paper.arxiv}" for paper in papers)],
         model_name=title if measured else None,
-        eval_results=[metric.as_eval_result(task) for metric in measured] or None,
+        eval_results=[metric.as_eval_result(head["task"]) for metric in measured] or None,
     )
     text = render(
         template,
@@ -259,7 +248,9 @@ def _card(
         title=" ".join(title.split()),
         method=method,
         fields=fields,
-        classifier=classifier,
+        head=head,
+        auto_class=architecture.replace("ResFormer", "AutoModel"),
+        connections=list(dict.fromkeys(FIELDS[name]["means"] for name in active)),
         facts=FACTS.get(method or ""),
         papers=papers,
         licence=licence,
@@ -328,9 +319,6 @@ def _logits(report: Mapping[str, Any]) -> str:
 
 
 def _run_table(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    for run in runs:
-        if missing := [name for name in ("name", *_RUN_ROWS) if name not in run]:
-            raise ValueError(f"The run {run.get('name', '?')!r} has no `{missing[0]}`, which the card states.")
     rows = [
         (title, [pattern.format(run[name]) for run in runs])
         for name, (title, pattern) in _RUN_ROWS.items()

@@ -1,15 +1,12 @@
 """Papers and the facts of each named method, read from `facts.yaml`: equation, cost, published results, limits."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
 
 import yaml
 
 from resformer.configuration import METHODS
-
-__all__ = ["FACTS", "FIELDS", "PAPERS", "MethodFacts", "Paper", "papers_of"]
 
 
 @dataclass(frozen=True)
@@ -39,19 +36,20 @@ class MethodFacts:
     summary: str
     equation: str  # LaTeX
     use: str
-    avoid: str
-    parameters: str  # formula of the number added to plain Llama
-    cache: str  # formula of the share of the full key/value cache
-    exact: bool  # whether a retrofit can compute what its source does
-    limits: str
     papers: Sequence[str]
-    published: Sequence[Mapping[str, Any]] = ()  # comparisons with a plain Transformer of the same size
+    avoid: str = ""
+    parameters: str = "0"  # formula of the number added to plain Llama
+    cache: str = "1"  # formula of the share of the full key/value cache
+    exact: bool = True  # whether a retrofit can compute what its source does
+    limits: str = ""
     remarks: Sequence[str] = ()
 
 
 _facts = yaml.safe_load(files("resformer.model_cards").joinpath("facts.yaml").read_text(encoding="utf-8"))
 #: Connection field -> the tag and the paper of a card where it is set.
 FIELDS: dict[str, dict[str, str]] = _facts["fields"]
+#: Class in `architectures` of config.json -> what a card says of models with this head.
+HEADS: dict[str, dict[str, str]] = _facts["heads"]
 PAPERS = {name: Paper(**paper) for name, paper in _facts["papers"].items()}
 FACTS = {name: MethodFacts(**facts) for name, facts in _facts["methods"].items()}
 

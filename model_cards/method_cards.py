@@ -7,8 +7,6 @@ from resformer.model_cards.cards import added_parameters, render
 from resformer.model_cards.facts import FACTS, PAPERS
 from resformer.model_cards.metrics import Metric, table_rows
 
-__all__ = ["method_card"]
-
 _SMOLLM2_135M = {
     "num_hidden_layers": 30,
     "hidden_size": 576,
@@ -39,7 +37,6 @@ def method_card(method: str, metrics: Iterable[Metric] = ()) -> str:
         share=cache[method] / cache["transformer"],
         cache=cache[method],
         papers=[PAPERS[key] for key in facts.papers],
-        sources={key: f"[{paper.arxiv}](https://arxiv.org/abs/{paper.arxiv})" for key, paper in PAPERS.items()},
         results=table_rows(results),
         notes=[f"{metric.name}: {metric.note}" for metric in results if metric.note],
     )

@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -14,8 +14,6 @@ from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import backbone_fields, connections_of, method_of
 from resformer.files import EVAL_RESULTS
-
-__all__ = ["Metric", "architecture_digest", "eval_result_files", "harness_metrics", "metrics_of"]
 
 #: Values of `dataset_path` that name a file format, not a dataset of the Hub.
 _READERS = ("arrow", "csv", "generator", "json", "pandas", "parquet", "sql", "text", "webdataset", "xml")
@@ -93,25 +91,16 @@ def metrics_of(values: Mapping[str, Any], where: str = "metrics") -> list[Metric
 
     Args:
         where: the name of `values` in error messages, such as its file.
-
-    Raises:
-        ValueError: an entry has no name, value, dataset or split, or a field that is not known.
     """
     entries = values.get("metrics", [])
     if not isinstance(entries, list):
         raise ValueError(f"{where}: `metrics` is {type(entries).__name__}, expected a list.")
-    known = {field.name for field in fields(Metric)}
     metrics = []
     for number, entry in enumerate(entries):
-        place = f"{where}: metrics[{number}]"
-        if not isinstance(entry, Mapping):
-            raise ValueError(f"{place} is {type(entry).__name__}, expected a mapping.")
-        for name in ("name", "value", "dataset", "split"):
-            if name not in entry:
-                raise ValueError(f"{place} has no `{name}`, which a card states with each number.")
-        if unknown := sorted(entry.keys() - known):
-            raise ValueError(f"{place} has the unknown field {unknown[0]!r}: expected {', '.join(sorted(known))}.")
-        metrics.append(Metric(**entry))
+        try:
+            metrics.append(Metric(**entry))
+        except (TypeError, ValueError) as error:  # a field is missing, unknown or wrong: the message names it
+            raise ValueError(f"{where}: metrics[{number}]: {error}") from error
     return metrics
 
 
@@ -119,9 +108,6 @@ def harness_metrics(results: Mapping[str, Any], where: str = "results") -> list[
     """The results in a JSON file of lm-evaluation-harness (`results_*.json`, or what `simple_evaluate` returns).
 
     Groups are left out: their tasks are included one by one.
-
-    Raises:
-        ValueError: these are no results of the harness, or a task names no split.
     """
     for name in ("results", "configs"):
         if not isinstance(results.get(name), Mapping):

@@ -11,8 +11,6 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from resformer.errors import CheckpointError
 from resformer.untrusted import MIB, read_bounded
 
-__all__ = ["base_model_of", "carried_metadata", "licences", "well_formed"]
-
 _PATTERNS = {
     "license": r"[\w.+-]{1,100}",
     "license_name": r"[\w.+ -]{1,200}",

@@ -1,8 +1,4 @@
-"""What a smaller cache costs: two models of one vocabulary compared on held-out text.
-
-All figures of held-out blocks come from one pass of both models. Each chunk of tokens reads the past from the model's
-cache, so that the cache itself is measured: pass `make_cache` to measure a quantised one.
-"""
+"""What a smaller cache costs: two models of one vocabulary compared on held-out text."""
 
 import random
 import re
@@ -13,30 +9,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from resformer.configuration import cache_bytes_per_token
 from resformer.errors import CheckpointError
 
-__all__ = [
-    "PASSKEY_LENGTHS",
-    "Cost",
-    "Predictions",
-    "compare_chunks",
-    "compare_predictions",
-    "equal_greedy_tokens",
-    "interval",
-    "last_words",
-    "logits_in_chunks",
-    "measure_cost",
-    "passkey_accuracy",
-    "passkey_prompt",
-    "word_accuracy",
-]
-
 PASSKEY_LENGTHS = (256, 512, 1024, 2048)
-#: Blocks and tokens of one forward pass: their logits are held for both models.
-_BATCH, _CHUNK = 4, 128
 _LAST_WORD = re.compile(r"[ \n]([^\W\d_]+)(?= ?[.!?\n])")
 _TASK = "There is important information hidden in a lot of irrelevant text. Find it and memorize it.\n"
 _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
@@ -71,8 +49,7 @@ class Cost:
     top1_agreement: float  # share of tokens for which both find the same token most probable
     greedy_prompts: int
     greedy_limit: int  # tokens after which the texts are not compared further
-    greedy_mean: float  # equal tokens before the first difference of greedy texts
-    greedy_median: float
+    greedy_median: float  # equal tokens before the first difference of greedy texts
     last_words: int | None  # words that end a sentence or a line
     source_last_word_accuracy: float | None  # share of them whose every token is the most probable one
     last_word_accuracy: float | None
@@ -127,7 +104,7 @@ def measure_cost(
             and for how many tokens.
         passkey_lengths, passkey_questions: prompt lengths in tokens, as far as both models can read them, and questions
             for each length, whose number is hidden at 10 to 90 % of the text.
-        progress: called after each forward pass over some blocks and each passkey question.
+        progress: called after each block and each passkey question.
 
     Raises:
         CheckpointError: a model gives NaN or infinity.
@@ -140,9 +117,7 @@ def measure_cost(
         raise ValueError(
             f"Held-out blocks of shape {tuple(blocks.shape)}: expected (blocks, tokens), two tokens or more."
         )
-    predictions = compare_predictions(
-        logits_in_chunks(source, blocks), logits_in_chunks(result, blocks), blocks, progress=progress
-    )
+    predictions = compare_predictions(block_logits(source, blocks), block_logits(result, blocks), blocks, progress)
     for name, losses in (("source", predictions.source_losses), ("result", predictions.losses)):
         if not losses.isfinite().all():
             raise CheckpointError(
@@ -168,7 +143,6 @@ def measure_cost(
         top1_agreement=(predictions.source_top == predictions.top).float().mean().item(),
         greedy_prompts=len(equal),
         greedy_limit=greedy_limit,
-        greedy_mean=statistics.fmean(equal),
         greedy_median=statistics.median(equal),
         last_words=words and words[0],
         source_last_word_accuracy=words and words[1],
@@ -179,84 +153,42 @@ def measure_cost(
     )
 
 
-def logits_in_chunks(
-    model: PreTrainedModel,
-    blocks: torch.Tensor,
-    make_cache: Callable[[], Cache | None] = lambda: None,
-    *,
-    batch: int = _BATCH,
-    chunk: int = _CHUNK,
-) -> Iterator[torch.Tensor]:
-    """Yields logits, (batch, chunk, vocabulary), of all chunks of the first `batch` blocks, then of the next ones.
-
-    Args:
-        blocks: (blocks, tokens) of ids.
-        make_cache: gives an empty cache for some blocks; `None`: the model's default one.
-    """
-    for rows in blocks.to(model.device).split(batch):
-        cache = make_cache()
-        for ids in rows.split(chunk, dim=1):
-            with torch.inference_mode():
-                output = model(input_ids=ids, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            yield output.logits
+def block_logits(model: PreTrainedModel, blocks: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the logits of each block, (tokens, vocabulary)."""
+    for block in blocks.to(model.device).split(1):
+        with torch.inference_mode():
+            yield model(input_ids=block, use_cache=False).logits[0]
 
 
+@torch.inference_mode()
 def compare_predictions(
     source_logits: Iterable[torch.Tensor],
     logits: Iterable[torch.Tensor],
     blocks: torch.Tensor,
-    *,
-    batch: int = _BATCH,
-    chunk: int = _CHUNK,
     progress: Callable[[], object] = lambda: None,
 ) -> Predictions:
-    """Compares what two models predict for each token, from their logits as `logits_in_chunks` yields them."""
-    targets = blocks[:, 1:].cpu()
-    columns: list[list[torch.Tensor]] = []  # for each batch, the five tensors of `compare_chunks`
-    logits_of_both = zip(source_logits, logits, strict=True)
-    for rows in targets.split(batch):
-        parts = []
-        for start in range(0, blocks.shape[1], chunk):
-            first, second = next(logits_of_both)
-            wanted = rows[:, start : start + chunk]
-            parts.append(compare_chunks(first[:, : wanted.shape[1]], second[:, : wanted.shape[1]], wanted))
-            progress()
-        columns.append([torch.cat(each, dim=1) for each in zip(*parts, strict=True)])
-    return Predictions(targets, *(torch.cat(each) for each in zip(*columns, strict=True)))
-
-
-@torch.inference_mode()
-def compare_chunks(
-    source_logits: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both losses, KL(source || result) and both most probable tokens of each position, on the CPU.
-
-    Args:
-        source_logits, logits: (..., vocabulary); the logarithms are taken in float32 at least.
-        targets: (...), the tokens that come next.
-    """
-    dtype = torch.promote_types(source_logits.dtype, torch.float32)
-    source_log, log = (each.to(dtype).log_softmax(-1) for each in (source_logits, logits.to(source_logits.device)))
-    wanted = targets.to(log.device)[..., None]
-    source_losses, losses = (-each.gather(-1, wanted)[..., 0].cpu() for each in (source_log, log))
-    source_top, top = (each.argmax(-1).cpu() for each in (source_log, log))
-    divergences = source_log.exp().mul_(source_log.sub_(log)).sum(-1).cpu()
-    return source_losses, losses, divergences, source_top, top
+    """Compares what two models predict for each token, from their logits as `block_logits` yields them."""
+    rows = []
+    for one, other, targets in zip(source_logits, logits, blocks[:, 1:], strict=True):
+        dtype = torch.promote_types(one.dtype, torch.float32)
+        source_log, log = (each[:-1].to(other.device, dtype).log_softmax(-1) for each in (one, other))
+        wanted = targets.to(log.device)[:, None]
+        losses = [-each.gather(-1, wanted)[:, 0] for each in (source_log, log)]
+        top = [each.argmax(-1) for each in (source_log, log)]
+        divergences = source_log.exp().mul_(source_log.sub_(log)).sum(-1)
+        rows.append([each.cpu() for each in (targets, *losses, divergences, *top)])
+        progress()
+    return Predictions(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
 @torch.inference_mode()
 def equal_greedy_tokens(
     source: PreTrainedModel, result: PreTrainedModel, prompts: torch.Tensor, limit: int
 ) -> list[int]:
-    """How many tokens the greedy texts of both models have in common before they first differ, for each prompt.
+    """How many tokens, at most `limit`, the greedy texts after each prompt (a row of ids) have in common.
 
     Only the source generates: up to the first difference, the result's text is what it finds most probable after each
     token of the source's. Texts go on past end-of-sequence tokens.
-
-    Args:
-        prompts: (prompts, tokens).
-        limit: the most tokens that are compared.
     """
     new = prompts.to(source.device)
     tokens, cache = [], None
@@ -276,14 +208,10 @@ def equal_greedy_tokens(
 def word_accuracy(
     predictions: Predictions, tokenizer: PreTrainedTokenizerBase, context: int = 50
 ) -> tuple[int, float, float] | None:
-    """Last words of sentences and lines, predicted from all tokens before them in the block, as LAMBADA does.
+    """(how many last words of sentences and lines there are, the share that the source predicts, the result's share).
 
-    Args:
-        context: words that have fewer tokens before them are left out.
-
-    Returns:
-        How many words there are, and the share of them whose every token is the most probable one, of the source and
-        of the result; `None` if there is no word.
+    A word is predicted if its every token is the most probable one, given all tokens before it in the block, as in
+    LAMBADA. Words with fewer than `context` tokens before them are left out; `None` if there is none.
     """
     right = torch.stack([predictions.source_top, predictions.top]) == predictions.targets
     hits = []
@@ -353,11 +281,7 @@ def passkey_accuracy(
     questions: int = 5,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """The share of numbers of five digits that each model finds in `length` tokens and repeats exactly.
-
-    Returns:
-        `length`, `questions`, and the shares `source` and `result`.
-    """
+    """The shares, `source` and `result`, of numbers of five digits that are found in `length` tokens and repeated."""
     numbers = random.Random(length)
     right = {"source": 0, "result": 0}
     for question in range(questions):

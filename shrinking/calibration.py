@@ -20,8 +20,6 @@ from resformer.modeling import ResFormerForCausalLM
 if TYPE_CHECKING:
     from resformer.shrinking.keys import KeyFit
 
-__all__ = ["Calibration", "calibrating", "student_of"]
-
 Progress = Callable[[int], object]
 
 #: Every so many blocks, one is held out of the fits.

@@ -15,8 +15,6 @@ import torch
 
 from resformer.shrinking.calibration import Calibration
 
-__all__ = ["KeyFit", "complex_scalars", "fit_keys", "fold_into_queries", "key_costs"]
-
 #: Blocks that scalars are fitted and heads assigned on, and blocks in one training step.
 SCALAR_BLOCKS, BATCH = 2, 2
 #: Learning rate, as a share of the root mean square of q_proj.

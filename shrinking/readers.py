@@ -15,8 +15,6 @@ from resformer.shrinking.calibration import Calibration, Progress, student_of
 from resformer.shrinking.keys import KeyFit, fit_keys, key_costs
 from resformer.shrinking.refit import Moments, assign_heads, fit, fold_heads
 
-__all__ = ["Plan", "ReaderFit", "Readers", "allowed_sources"]
-
 #: Blocks that heads are assigned on: a head has few unknowns.
 FOLD_BLOCKS = 4
 #: The least error of a share.

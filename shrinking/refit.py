@@ -16,10 +16,6 @@ from dataclasses import dataclass
 
 import torch
 
-from resformer.environment import install_hint
-
-__all__ = ["Moments", "assign_heads", "fit", "fold_heads", "ridge"]
-
 #: Ridge strengths to choose from, as shares of the mean square of a regressor.
 STRENGTHS = (1e-8, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 
@@ -95,14 +91,6 @@ def fold_heads(moments: Moments, output: torch.Tensor, strength: float = 1e-3) -
     grouped = Moments(by_group(moments.gram), by_group(moments.cross), by_group(moments.square))
     maps = ridge(grouped, torch.zeros_like(grouped.cross), strength)
     return maps, by_group(moments.error(maps.repeat_interleave(size, 0)) * weight)
-
-
-def check_packages() -> None:
-    """Raises an ImportError that says what to install if scipy is missing."""
-    try:
-        import scipy.optimize  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"Shrinking a cache needs scipy: {install_hint('shrink')}") from error
 
 
 def assign_heads(costs: torch.Tensor) -> list[int]:

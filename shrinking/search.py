@@ -10,8 +10,6 @@ from typing import Any
 
 from resformer.shrinking.readers import TINY, Plan, Readers, allowed_sources
 
-__all__ = ["best_plan", "single_costs", "smallest"]
-
 #: Candidates measured in a round, and how many of them are accepted.
 TRIED, ACCEPTED = 5, 2
 #: Alternatives to each share that are measured at the end.

@@ -14,10 +14,10 @@ from resformer.configuration.methods import method_fields, method_of, without_co
 from resformer.convert.connections import expected_shapes
 from resformer.convert.deciding import check_tensors
 from resformer.convert.families import backbone_config
-from resformer.convert.loading import model_on_meta
 from resformer.convert.retrofitting import RetrofitReport, write_retrofit
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.to_folder import Options, folder_name
+from resformer.environment import require
 from resformer.errors import CheckpointError, one_line
 from resformer.files import check_target
 from resformer.modeling import ResFormerForCausalLM
@@ -25,12 +25,9 @@ from resformer.progress import progress_bar
 from resformer.shrinking.accounting import Cost, measure_cost
 from resformer.shrinking.calibration import HELD_OUT, Calibration, calibrating, student_of
 from resformer.shrinking.readers import Plan, Readers
-from resformer.shrinking.refit import check_packages
 from resformer.shrinking.search import best_plan, single_costs, smallest
 from resformer.training.data import PackedBlocks, load_documents, load_tokenizer, pack_all, pack_documents
 from resformer.untrusted import read_json
-
-__all__ = ["ShrinkReport", "shrink"]
 
 #: Steps of training a query projection: while plans are compared, and for the result.
 _SEARCH_STEPS, _FINAL_STEPS = 50, 300
@@ -125,7 +122,7 @@ def shrink(
         raise ValueError(f"share={share!r}: expected one of {', '.join(_SHARED)}.")
     if cache is not None and not 0 < cache < 1:
         raise ValueError(f"cache={cache}: expected a share of the source's cache, above 0 and below 1.")
-    check_packages()
+    require("scipy", "shrink")
     target = Path(output).expanduser()
     inputs = [*calibrate, *evaluate, *([] if plan is None else [plan])]
     check_target(target, source, *inputs, made_by="convert", force=force)
@@ -221,8 +218,8 @@ def _text_name(text: str) -> str:
 
 def plain_model(source: OpenedSource, config: ResFormerConfig) -> ResFormerForCausalLM:
     """The source as a ResFormer model without connections, on an accelerator if there is one."""
-    dtype = source.dtype
-    model = model_on_meta(config, dtype)
+    with torch.device("meta"):
+        model = ResFormerForCausalLM._from_config(config, dtype=source.dtype)
     model.load_state_dict(source.load().state_dict(), assign=True)
     model.tie_weights()
     model.model.rotary_emb = LlamaRotaryEmbedding(config)

@@ -480,7 +480,7 @@ def test_misuse_has_its_exit_code_and_one_message(llama: Path, tmp_path: Path) -
         ((tmp_path / "mute", "--text", notes), 3, "--tokenizer"),
         ((llama, "--text", notes, "--output", tmp_path / "full"), 3, "is not empty"),
         ((llama, "--text", notes, "--output", llama, "--force"), 3, "holds the source"),
-        ((llama, "--text", notes, "--dtype", "int8"), 2, "--dtype int8"),
+        ((llama, "--text", notes, "--dtype", "int8"), 2, "--dtype"),
         ((llama, "--text", notes, "--texts", "0"), 2, "--texts"),
     ):
         done = cli("analyze", *arguments)

@@ -1,4 +1,4 @@
-"""A sequence classifier is inspected, compared, described and pushed as a language model is; conversions refuse it."""
+"""Models with other heads are inspected, compared, described and pushed as language models are, and not converted."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,10 @@ from transformers import AutoModelForSequenceClassification
 
 from resformer import (
     ResFormerConfig,
+    ResFormerForCausalLM,
+    ResFormerForQuestionAnswering,
     ResFormerForSequenceClassification,
+    ResFormerForTokenClassification,
     bundle,
     inspect,
     push,
@@ -38,7 +41,8 @@ def classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_is_inspected_and_compared_tensor_by_tensor(classifier: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(classifier)
     found = inspect(classifier)
-    assert (found.labels, found.method, found.parameters) == (3, "resformer", model.num_parameters())
+    assert (found.head, found.labels) == ("ResFormerForSequenceClassification", 3)
+    assert (found.method, found.parameters) == ("resformer", model.num_parameters())
     assert found.warnings == []
     assert verify(classifier, classifier).same
     with torch.no_grad():
@@ -46,22 +50,44 @@ def test_it_is_inspected_and_compared_tensor_by_tensor(classifier: Path) -> None
     model.save_pretrained("other")
     comparison = verify(classifier, "other")
     assert (comparison.same, list(comparison.different)) == (False, ["score.weight"])
-    assert comparison.not_compared == ["logits (of classifiers their tensors alone are compared)"]
+    assert comparison.not_compared == ["logits (only language models have them)"]
 
 
-def test_its_card_says_what_it_is_and_runs(classifier: Path) -> None:
-    checkpoint_card(classifier).write(classifier / "README.md")
-    card = ModelCard.load(classifier / "README.md")
-    assert card.data.pipeline_tag == "text-classification"
+@pytest.mark.parametrize("tokenizer", [True, False])
+@pytest.mark.parametrize(
+    ("head", "task", "kind"),
+    [
+        (ResFormerForCausalLM, "text-generation", "decoder"),
+        (ResFormerForQuestionAnswering, "question-answering", "model that answers questions"),
+        (ResFormerForSequenceClassification, "text-classification", "sequence classifier"),
+        (ResFormerForTokenClassification, "token-classification", "token classifier"),
+    ],
+)
+def test_a_card_says_what_it_is_of_and_runs(
+    head: Any, task: str, kind: str, tokenizer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = head(ResFormerConfig.for_method("resformer", **SIZES))
+    model.save_pretrained("model")
+    if tokenizer:
+        byte_tokenizer().save_pretrained("model")
+    assert inspect("model").parameters == model.num_parameters()
+    checkpoint_card("model").write(Path("model/README.md"))
+    card = ModelCard.load("model/README.md")
+    assert (card.data.pipeline_tag, f"A Llama-style {kind} with" in card.text) == (task, True)
+    assert ("AutoTokenizer" in card.text) == tokenizer
     names: dict[str, Any] = {}
     exec("".join(re.findall(r"^```python\n(.*?)^```", card.text, flags=re.MULTILINE | re.DOTALL)), names)
-    assert isinstance(names["model"], ResFormerForSequenceClassification)
-    assert "model.safetensors" in push(classifier, "you/classifier", dry_run=True).files
+    assert isinstance(names["model"], head)
+    assert "model.safetensors" in push("model", "you/model", dry_run=True).files
 
 
 @pytest.mark.parametrize("convert", [retrofit, revert, bundle])
 def test_conversions_refuse_it_by_name(convert: Callable[..., object], classifier: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"sequence classifier|Classification'\]; only ResFormerForCausalLM can"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"is a ResFormerForSequenceClassification|Classification'\]; only ResFormerForCausalLM can",
+    ):
         convert(classifier, "out")
     assert not Path("out").exists()
 

@@ -14,11 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from resformer import ResFormerForCausalLM, demo, retrofit
 from resformer.convert import CheckpointError
 
-PROMPT = "def read_lines(path):\n"
-
 
 def run_demo(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return resformer("demo", "--output", folder, "--prompt", PROMPT, *arguments)
+    return resformer("demo", "--output", folder, *arguments)
 
 
 def test_demo_runs_from_a_checkpoint_to_a_reloaded_model(tmp_path: Path) -> None:
@@ -27,7 +25,7 @@ def test_demo_runs_from_a_checkpoint_to_a_reloaded_model(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert "logits identical to the bit" in done.stderr
     assert "Reloaded as ResFormerForCausalLM. It writes:" in done.stdout
-    for words in ("perplexity before", "perplexity after", "peak memory", "V'_n = sum_m M[n,m] V_m", PROMPT):
+    for words in ("perplexity before", "perplexity after", "peak memory", "V'_n = sum_m M[n,m] V_m", demo.PROMPT):
         assert words in done.stdout
     before = next(line.split()[2:] for line in done.stdout.splitlines() if line.startswith("perplexity before"))
     assert before[0] == before[1]
@@ -93,4 +91,4 @@ def test_real_demo(smollm2: Path, tmp_path: Path) -> None:
     done = run_demo(tmp_path / "demo", "--model", smollm2, "--steps", 1, "--block", 256)
     assert done.returncode == 0, done.stderr
     assert "logits identical to the bit" in done.stderr
-    assert "def read_lines(path):" in done.stdout
+    assert demo.PROMPT in done.stdout

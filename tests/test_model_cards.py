@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from checkpoints import EXACT, change_json, save_checkpoint
 from command_server import run
@@ -24,7 +25,6 @@ from resformer import METHODS, ResFormerConfig, retrofit
 from resformer.checkpoint_cards import checkpoint_card
 from resformer.configuration import cache_bytes_by_method
 from resformer.convert.deciding import inexact_because
-from resformer.convert.loading import model_on_meta
 from resformer.model_cards import (
     Metric,
     carried_metadata,
@@ -176,7 +176,8 @@ def added_by(config: ResFormerConfig) -> int:
     names = "num_hidden_layers hidden_size num_attention_heads num_key_value_heads vocab_size intermediate_size".split()
     names += ["tie_word_embeddings", "attention_bias", "qk_norm"]
     plain = ResFormerConfig(**{name: getattr(config, name) for name in names})
-    connected, without = (sum(p.numel() for p in model_on_meta(each).parameters()) for each in (config, plain))
+    with torch.device("meta"):
+        connected, without = (AutoModelForCausalLM.from_config(each).num_parameters() for each in (config, plain))
     return connected - without
 
 
@@ -248,8 +249,6 @@ def test_what_does_not_say_what_it_is_is_refused_by_name(checkpoints: Path) -> N
     for value in (float("nan"), float("inf"), True, "2.5"):
         refused(f"value {value!r}", metrics_of, {"metrics": [{**ENTRY, "value": value}]})
     refused("splits", metrics_of, {"metrics": [{**ENTRY, "splits": "c"}]})
-    run = {key: value for key, value in TRAINING["runs"][0].items() if key != "steps"}
-    refused("no steps", finetuned, ResFormerConfig(), runs=[run])
     record = record_of(checkpoints / "exact")
     del record["parameters"]
     refused("no parameters", retrofit_card, record, "you/new")
@@ -366,7 +365,6 @@ def python_of(card: str) -> str:
 def test_code_of_a_checkpoints_card_runs(name: str, checkpoints: Path) -> None:
     code = python_of((checkpoints / name / "README.md").read_text())
     assert code.count("from_pretrained") == 2
-    assert "optimizer.step()" in code
     done = run("-c", code, cwd=checkpoints)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The first layer's values")

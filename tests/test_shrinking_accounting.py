@@ -15,7 +15,6 @@ from resformer.shrinking.accounting import (
     equal_greedy_tokens,
     interval,
     last_words,
-    logits_in_chunks,
     measure_cost,
     passkey_accuracy,
     passkey_prompt,
@@ -74,19 +73,6 @@ def test_losses_and_divergences_equal_their_definition_in_float64(
     assert cost.as_dict()["cache"] == cost.cache
 
 
-@pytest.mark.parametrize(("batch", "chunk"), [(1, 45), (2, 7), (5, 44)])
-def test_batches_and_chunks_change_no_figure(
-    source: LlamaForCausalLM, result: ResFormerForCausalLM, batch: int, chunk: int
-) -> None:
-    sizes = {"batch": batch, "chunk": chunk}
-    both = [logits_in_chunks(model, BLOCKS, **sizes) for model in (source, result)]
-    got = compare_predictions(*both, BLOCKS, **sizes)
-    expected = compare_predictions(*(logits_in_chunks(model, BLOCKS) for model in (source, result)), BLOCKS)
-    assert torch.equal(got.targets, BLOCKS[:, 1:])
-    for name in ("source_losses", "losses", "divergences"):
-        torch.testing.assert_close(getattr(got, name), getattr(expected, name))
-
-
 def test_greedy_texts_are_compared_up_to_their_first_difference(
     source: LlamaForCausalLM, result: ResFormerForCausalLM
 ) -> None:
@@ -114,7 +100,8 @@ def test_a_last_word_counts_if_its_every_token_is_most_probable() -> None:
     logits = torch.nn.functional.one_hot(ids.roll(-1, dims=1), 257).float()
     worse = logits.clone()
     worse[0, text.index("here")] = 0.0  # predicts the letter after the first one
-    predictions = compare_predictions([logits], [worse], ids)
+    predictions = compare_predictions(logits, worse, ids)
+    assert torch.equal(predictions.targets, ids[:, 1:])
     assert word_accuracy(predictions, TOKENIZER, context=4) == (2, 1.0, 0.5)
     assert word_accuracy(predictions, TOKENIZER, context=1000) is None
 

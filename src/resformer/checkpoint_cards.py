@@ -31,8 +31,6 @@ from resformer.model_cards import (
 from resformer.record import RECORD, config_digest, file_digest, read_record
 from resformer.untrusted import MOST_BYTES, read_bounded, read_json
 
-__all__ = ["CheckpointCard", "checkpoint_card", "read_results"]
-
 _NUMBER = int | float
 _LOGITS: dict[str, Any] = {"tokens": int, "window": int | None, "identical": bool}
 _LOGITS |= dict.fromkeys(("max_difference", "mean_kl", "top1_agreement"), _NUMBER)
@@ -42,7 +40,7 @@ _RECORD: dict[str, Any] = {
     **dict.fromkeys(("revision", "method"), str | None),
     **dict.fromkeys(("fields", "source_fields", "source_card", "terms"), dict),
     **dict.fromkeys(("exact", "dequantised"), bool),
-    **dict.fromkeys(("parameters", "dequantising_rounded"), int),
+    "parameters": int,
     **dict.fromkeys(("dtype", "source_dtype"), Literal["float64", "float32", "float16", "bfloat16"]),
     **dict.fromkeys(("inexact_because", "dropped"), list[str]),
     "added": dict[str, int],
@@ -148,7 +146,7 @@ def checkpoint_card(
     measured: list[Metric] = []  # by the training itself
     if not training and os.path.lexists(checkpoint / "metrics.json"):  # written by `resformer finetune`
         training, measured = read_results([checkpoint / "metrics.json"], [])
-    opened = open_source(str(checkpoint), resformer=True, classifiers=True).fetch()
+    opened = open_source(str(checkpoint), resformer=True, heads=True).fetch()
     config, record = opened.config, read_record(checkpoint)
     if not isinstance(config, ResFormerConfig):
         raise CheckpointError(f"{checkpoint}: is a {config.model_type}, no ResFormer; `resformer convert` makes one.")
@@ -172,6 +170,7 @@ def checkpoint_card(
         "source_card": source_card,
         "metrics": of_this,
         "bundle": "auto_map" in opened.raw_config and (checkpoint / "modeling_resformer.py").is_file(),
+        "tokenizer": opened.checkpoint.has_tokenizer,
     }
     if record is not None and not training:
         changed = _changed(opened, record)

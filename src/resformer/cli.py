@@ -15,8 +15,6 @@ from resformer.commands import shrinking as shrinking
 from resformer.commands import training as training
 from resformer.commands.terminal import app
 
-__all__ = ["app", "main"]
-
 
 def main() -> None:
     """Runs the command line."""

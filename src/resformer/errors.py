@@ -3,17 +3,6 @@
 import reprlib
 from collections.abc import Collection
 
-__all__ = [
-    "CheckpointError",
-    "OutputError",
-    "ResFormerError",
-    "VerificationError",
-    "first_names",
-    "one_line",
-    "plain",
-    "quoted",
-]
-
 
 class ResFormerError(Exception):
     """Base of the package's errors. Wrong arguments raise `ValueError`."""

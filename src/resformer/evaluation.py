@@ -15,21 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from resformer.environment import install_hint
+from resformer.environment import require
 from resformer.errors import CheckpointError, one_line
 from resformer.untrusted import check_folder, read_json
 from resformer.version import __version__
-
-__all__ = [
-    "check_output",
-    "check_tasks",
-    "evaluate",
-    "evaluate_in_training",
-    "main",
-    "results_json",
-    "results_table",
-    "write_results",
-]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -159,11 +148,7 @@ def results_table(results: dict[str, Any]) -> str:
 
 
 def check_output(path: Path, *, force: bool) -> None:
-    """Refuses an output file that cannot be written. An evaluation may take hours, so call this first.
-
-    Raises:
-        CheckpointError: its folder does not exist, or the file does and `force` is not set or it holds no results.
-    """
+    """Refuses an output file that cannot be written. An evaluation may take hours, so call this first."""
     if not path.parent.is_dir():
         raise CheckpointError(f"{path}: there is no folder {path.parent}; create it first.")
     if path.is_dir():
@@ -177,11 +162,7 @@ def check_output(path: Path, *, force: bool) -> None:
 
 
 def write_results(results: dict[str, Any], path: Path) -> None:
-    """Writes the results as JSON, all or nothing.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Writes the results as JSON, all or nothing."""
     from resformer.files import replace_text
 
     replace_text(path, results_json(results) + "\n")
@@ -203,15 +184,9 @@ def main() -> None:
 
 
 def _harness() -> ModuleType:
-    try:
-        import lm_eval
-    except ModuleNotFoundError as error:
-        if error.name != "lm_eval":
-            raise
-        raise ImportError(f"Evaluation needs lm-evaluation-harness: {install_hint('eval')}") from None
     # The harness's bootstrap would fork this process: locks that other threads hold stay locked in the child.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    return lm_eval
+    return require("lm_eval", "eval")
 
 
 def _device(device: str | None) -> str:
@@ -257,7 +232,9 @@ def _load(arguments: dict[str, Any], backend: str, **options: Any) -> Any:
 
         model_class = partial(HFLM, backend="causal")
     else:
-        model_class = _vllm_model_class()
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for results
+        from lm_eval.models.vllm_causallms import VLLM as model_class
+
         del options["device"]
     if os.path.isdir(checkpoint):  # the harness would look a relative path up on the Hub
         checkpoint = os.path.abspath(checkpoint)
@@ -267,17 +244,6 @@ def _load(arguments: dict[str, Any], backend: str, **options: Any) -> Any:
         raise
     except Exception as error:  # Transformers and safetensors raise many types of exceptions for a bad file
         raise CheckpointError(f"{arguments['pretrained']}: cannot be loaded: {one_line(error)}") from error
-
-
-def _vllm_model_class() -> Any:
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for results
-    try:
-        from lm_eval.models.vllm_causallms import VLLM
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise ImportError("--backend vllm needs vLLM, which this environment does not have.") from None
-    return VLLM
 
 
 if __name__ == "__main__":

@@ -16,20 +16,6 @@ from filelock import FileLock, Timeout
 from resformer.errors import CheckpointError, OutputError, first_names
 from resformer.untrusted import MOST_BYTES, open_regular, read_json
 
-__all__ = [
-    "EVAL_RESULTS",
-    "LISTING",
-    "check_apart",
-    "check_target",
-    "folder_above",
-    "json_value",
-    "locked",
-    "replace_text",
-    "replacing",
-    "write_text",
-    "writing",
-]
-
 #: The folder in which a repository of the Hub has its evaluation results.
 EVAL_RESULTS = ".eval_results"
 #: In every output folder: the command that wrote it, and the size and first bytes of its files.

@@ -27,8 +27,6 @@ from resformer.errors import CheckpointError, ResFormerError, first_names, one_l
 from resformer.files import EVAL_RESULTS
 from resformer.version import __version__
 
-__all__ = ["Content", "Copied", "CopyError", "HubError", "Push", "Pushed", "digest", "hub_api", "repository_files"]
-
 _ATTEMPTS = 4  # of each step, after pauses of 1, 2 and 4 seconds
 _TRANSIENT = {408, 429, 500, 502, 503, 504}
 #: Files of a repository that holds no model yet.
@@ -86,13 +84,7 @@ class Push:
     replace: bool = True  # False: refuse a branch that holds a model
 
     def run(self) -> Pushed:
-        """Makes the repository if there is none, and commits.
-
-        Raises:
-            CheckpointError: the Hub rejects the card's metadata.
-            CopyError: the Hub does not copy. Nothing was committed.
-            HubError: it refuses for another reason, or cannot be reached.
-        """
+        """Makes the repository if there is none, and commits."""
         if constants.HF_HUB_OFFLINE:
             raise HubError(f"{self.repo_id}: cannot be pushed to while HF_HUB_OFFLINE is set; unset it.")
         if get_token() is None:
@@ -201,27 +193,20 @@ class Push:
             status = error.response.status_code
             if error.response.url.path.endswith("/lfs-files/duplicate"):
                 return CopyError(f"the Hub does not copy its files: it answered {status} ({answer})")
-            if status == 401 and not isinstance(error, RepositoryNotFoundError):
-                return HubError(
-                    f"{repo_id}: the Hub does not accept this token ({answer}). Run `hf auth login`, or set HF_TOKEN."
-                )
-            if status == 403:
-                return HubError(
-                    f"{repo_id}: this token may not write there ({answer}). Use a write token of the owner's."
-                )
-            if status == 412:
-                return HubError(
-                    f"{repo_id}: somebody else committed to {self.revision} meanwhile ({answer}). Nothing was "
-                    "committed: look at it, and run the command again."
-                )
             if isinstance(error, RepositoryNotFoundError):
                 return HubError(f"{repo_id}: there is no such repository, or this token may not see it ({answer}).")
-            return HubError(f"{repo_id}: the Hub answered {status} ({answer}). {again}")
+            reason, way = {
+                401: ("the Hub does not accept this token", "Run `hf auth login`, or set HF_TOKEN."),
+                403: ("this token may not write there", "Use a write token of the owner's."),
+                412: (
+                    f"somebody else committed to {self.revision} meanwhile",
+                    "Look at it, and run the command again.",
+                ),
+            }.get(status, (f"the Hub answered {status}", again))
+            return HubError(f"{repo_id}: {reason} ({answer}). {way}")
         if isinstance(error, HTTPError):
-            return HubError(
-                f"{repo_id}: {constants.ENDPOINT} cannot be reached ({one_line(error) or type(error).__name__}). "
-                f"{again}"
-            )
+            reason = one_line(error) or type(error).__name__
+            return HubError(f"{repo_id}: {constants.ENDPOINT} cannot be reached ({reason}). {again}")
         return HubError(f"{repo_id}: {one_line(error)}")
 
 

@@ -6,8 +6,6 @@ from typing import Any
 from tqdm.asyncio import tqdm as terminal_bar
 from tqdm.auto import tqdm
 
-__all__ = ["progress_bar"]
-
 _SECONDS = 10.0
 
 

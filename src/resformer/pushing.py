@@ -15,10 +15,9 @@ from resformer.convert import inspect
 from resformer.convert.bundling import config_with_code, remote_code
 from resformer.errors import CheckpointError, one_line
 from resformer.files import EVAL_RESULTS, LISTING
-from resformer.hub import HubError, Push
+from resformer.hub import HubError as HubError
+from resformer.hub import Push
 from resformer.untrusted import MIB, read_bounded, read_json, regular_file
-
-__all__ = ["HubError", "PushReport", "push"]
 
 #: Names of files and folders that training, editors and version control leave in a checkpoint's folder.
 _LEFT_BEHIND = (
@@ -134,11 +133,7 @@ def push(
 
 
 def _select(folder: Path) -> tuple[dict[str, Path | bytes], list[str]]:
-    """The checkpoint's files, by their names on the Hub, and the names in its folder that are left behind.
-
-    Raises:
-        CheckpointError: a link leads out of the folder: its target may be private.
-    """
+    """The checkpoint's files, by their names on the Hub, and the names in its folder that are left behind."""
     contents: dict[str, Path | bytes] = {}
     left_behind = []
     for parent, folders, files in os.walk(folder):
@@ -160,11 +155,7 @@ def _size(content: Path | bytes) -> int:
 
 
 def _check_card(folder: Path, repo_id: str, *, bundle: bool) -> list[str]:
-    """Warnings about the model card.
-
-    Raises:
-        CheckpointError: there is none, or its metadata cannot be read.
-    """
+    """Warnings about the model card."""
     path = folder / "README.md"
     if not path.exists():
         raise CheckpointError(f"{path}: there is no model card. Write one, with its metadata, before others get this.")

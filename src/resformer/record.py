@@ -9,17 +9,11 @@ from typing import Any
 
 from resformer.untrusted import open_regular, read_json, reading, regular_file
 
-__all__ = ["RECORD", "config_digest", "file_digest", "read_record", "weight_digests"]
-
 RECORD = "resformer_conversion.json"
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """The record in `folder`; `None` if there is none.
-
-    Raises:
-        CheckpointError: it is no regular file in the folder, or cannot be read as JSON.
-    """
+    """The record in `folder`; `None` if there is none."""
     return read_json(folder / RECORD) if os.path.lexists(folder / RECORD) else None
 
 

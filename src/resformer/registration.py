@@ -11,8 +11,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["register_models", "register_on_demand"]
-
 
 def register_on_demand() -> None:
     """Arranges for all registrations, at once where the modules have been imported already."""

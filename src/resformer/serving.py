@@ -5,8 +5,6 @@ The server can import no package by itself. Options are those of `transformers s
 
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Runs the server with the command line's arguments."""

@@ -9,20 +9,14 @@ import sys
 from argparse import ArgumentParser
 from pkgutil import iter_modules
 
-from resformer.environment import install_hint
-
-__all__ = ["main"]
+from resformer.environment import require
 
 
 def main() -> None:
     """Runs the script that the command line names with the rest of its arguments."""
-    try:
-        from trl import scripts
-    except ModuleNotFoundError as error:
-        if error.name != "trl":
-            raise
-        raise ImportError(f"This needs TRL: {install_hint('train')}") from None
+    require("trl", "train")
     from transformers import trainer
+    from trl import scripts
 
     from resformer.training.optimizer import FullPrecisionConnections
 

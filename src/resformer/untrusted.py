@@ -12,20 +12,6 @@ from typing import Any, BinaryIO
 
 from resformer.errors import CheckpointError, quoted
 
-__all__ = [
-    "MIB",
-    "MOST_BYTES",
-    "TEMPLATE_FOLDERS",
-    "bare_name",
-    "check_folder",
-    "open_regular",
-    "parse_json",
-    "read_bounded",
-    "read_json",
-    "reading",
-    "regular_file",
-]
-
 MIB = 2**20
 #: Of a file that holds no weights. Gemma's tokenizer.json has 33 MiB.
 MOST_BYTES = 256 * MIB

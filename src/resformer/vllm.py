@@ -18,8 +18,6 @@ from vllm.platforms import current_platform
 from resformer.configuration import key_sources, value_sources
 from resformer.registration import register_models
 
-__all__ = ["ResFormerForCausalLM", "StartupChecks", "register"]
-
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 
@@ -57,11 +55,7 @@ class StartupChecks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Refuses what cannot work, avoids what works wrongly, and says what sharing saves.
-
-        Raises:
-            ValueError: more than one pipeline stage, or a tensor parallelism that the model's plan does not allow.
-        """
+        """Refuses what cannot work, avoids what works wrongly, and says what sharing saves."""
         config = vllm_config.model_config.hf_text_config
         stages = vllm_config.parallel_config.pipeline_parallel_size
         ranks = vllm_config.parallel_config.tensor_parallel_size

@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -11,8 +11,6 @@ from resformer.commands.terminal import AsJson, app, echo, own_command, print_js
 
 if TYPE_CHECKING:
     from resformer.analysis import Analysis
-
-__all__ = ["analyze"]
 
 _SHOWN = {
     "entropy": "entropy",
@@ -37,52 +35,33 @@ def analyze(
     max_tokens: Annotated[int, typer.Option(min=2, help="Cut each text to at most this many tokens.")] = 512,
     output: Annotated[Path | None, typer.Option(help="Folder for analysis.json, figures and report.html.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="The checkpoint whose tokenizer all of them use.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the model.")] = "float32",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... [default: an accelerator if there is one]")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier report.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure attention sinks, value drains, hidden peaks and token similarity of checkpoints, layer by layer."""
     with reporting_errors():
-        dtypes = ("float32", "bfloat16", "float16")
-        if dtype not in dtypes:
-            raise typer.BadParameter(f"--dtype {dtype}: expected one of {', '.join(dtypes)}.")
-
         import torch
         from tqdm import tqdm
 
         from resformer.analysis import Report, read_texts, standard_texts, write_report
         from resformer.analysis import analyze as analyze_one
-        from resformer.analysis.figures import require_matplotlib
+        from resformer.environment import require
         from resformer.files import check_target
 
         if output is not None:  # fail before the measuring
-            require_matplotlib()
-            check_target(
-                output,
-                *checkpoints,
-                *(text or []),
-                *([tokenizer] if tokenizer else []),
-                made_by="analyze",
-                force=force,
-            )
+            require("matplotlib", "analysis")
+            inputs: list[str | Path] = [*checkpoints, *(text or []), *([tokenizer] if tokenizer else [])]
+            check_target(output, *inputs, made_by="analyze", force=force)
         # Before any model: a text that cannot be read is an error.
         read = list(read_texts(text, texts=texts, max_tokens=max_tokens) if text else standard_texts(texts))
         analyses: list[Analysis] = []
         for checkpoint, name in zip(checkpoints, _names(checkpoints), strict=True):
             with tqdm(total=texts, desc=name, unit="text", leave=False) as bar:
-                analyses.append(
-                    analyze_one(
-                        checkpoint,
-                        read,
-                        tokenizer=tokenizer,
-                        max_tokens=max_tokens,
-                        name=name,
-                        device=device,
-                        dtype=getattr(torch, dtype),
-                        progress=bar.update,
-                    )
-                )
+                options: dict[str, Any] = {"tokenizer": tokenizer, "max_tokens": max_tokens, "device": device}
+                options |= {"dtype": getattr(torch, dtype), "progress": bar.update}
+                analyses.append(analyze_one(checkpoint, read, name=name, **options))
         report = Report(analyses, own_command())
         if output is not None:
             write_report(report, output, force=force)

@@ -8,21 +8,17 @@ import typer
 from resformer.commands.terminal import app, echo, reporting_errors, row
 from resformer.files import EVAL_RESULTS
 
-__all__ = ["card"]
-
-_Files = list[Path] | None
-
 
 @app.command()
 def card(
     checkpoint: Annotated[Path | None, typer.Argument(help="The folder of a ResFormer checkpoint.")] = None,
     method: Annotated[str | None, typer.Option(help="Print the card of this method instead.")] = None,
     metrics: Annotated[
-        _Files,
+        list[Path] | None,
         typer.Option(help="metrics.json of a training, study.json of a study; repeatable.", resolve_path=True),
     ] = None,
     eval_: Annotated[
-        _Files, typer.Option("--eval", help="JSON of lm-evaluation-harness; repeatable.", resolve_path=True)
+        list[Path] | None, typer.Option("--eval", help="JSON of lm-evaluation-harness; repeatable.", resolve_path=True)
     ] = None,
     output: Annotated[Path | None, typer.Option(help="The file. [default: README.md in CHECKPOINT]")] = None,
     repository: Annotated[str | None, typer.Option(help="Hub id in the card's code. [default: folder's name]")] = None,
@@ -40,8 +36,7 @@ def card(
         if checkpoint is None:
             from resformer.model_cards import method_card
 
-            _, measured = read_results(metrics or [], eval_ or [])
-            typer.echo(method_card(str(method), measured), nl=False)
+            typer.echo(method_card(str(method), read_results(metrics or [], eval_ or [])[1]), nl=False)
             return
         built = checkpoint_card(
             checkpoint,
@@ -59,6 +54,6 @@ def card(
         row("results", len(built.metrics))
         for path in others:
             row("also wrote", path)
-        stale = set() if (results := target.parent / EVAL_RESULTS).is_symlink() else set(results.glob("*.yaml"))
-        for path in sorted(stale - set(others)):
+        results = target.parent / EVAL_RESULTS
+        for path in sorted({*results.glob("*.yaml")} - {*others}) if not results.is_symlink() else ():
             echo(f"Warning: {path} is not of these results: remove it if it is out of date.", err=True)

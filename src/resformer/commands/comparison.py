@@ -8,8 +8,6 @@ import typer
 from resformer.commands.terminal import AsJson, app, echo, own_command, row, takes
 from resformer.training.options import StudyOptions
 
-__all__ = ["compare"]
-
 
 @app.command()
 @takes(StudyOptions, "Finished runs are kept. Go on with: {command}")

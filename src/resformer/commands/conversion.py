@@ -2,9 +2,8 @@
 
 import json
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -22,22 +21,6 @@ from resformer.commands.terminal import (
     takes,
 )
 
-__all__ = [
-    "DryRun",
-    "Durable",
-    "Force",
-    "Output",
-    "Revision",
-    "Source",
-    "bundle",
-    "convert",
-    "inspect",
-    "print_result",
-    "revert",
-    "verify",
-]
-
-
 Source = Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or a Hub id.")]
 Output = Annotated[Path, typer.Argument(help="The folder to write; new or empty.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an earlier result.")]
@@ -50,17 +33,8 @@ _MaxShardSize = Annotated[str | None, typer.Option(help="Split weight files that
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, write nothing.")]
 
 
-class Verification(StrEnum):
-    """The values of `--verify`."""
-
-    AUTO = "auto"
-    HEADERS = "headers"
-    HASHES = "hashes"
-    LOGITS = "logits"
-
-
 _Verify = Annotated[
-    Verification,
+    Literal["auto", "headers", "hashes", "logits"],
     typer.Option(
         help="How the result is checked: names and shapes read back; every byte too; logits too. auto: logits where "
         "the model fits into free memory."
@@ -75,7 +49,7 @@ class Writing:
     force: Force = False
     revision: Revision = None
     link: _Link = False
-    verify: _Verify = Verification.AUTO
+    verify: _Verify = "auto"
     durable: Durable = False
     max_shard_size: _MaxShardSize = None
     dry_run: DryRun = False
@@ -137,15 +111,12 @@ def convert(
         row("parameters", f"{report.parameters:,}: {added:,} added in {len(report.added)} tensors")
         row("tensors", f"{report.kept} kept, {len(report.added)} new, {len(report.dropped)} dropped")
         if report.rounding.changed or report.dtype != report.source_dtype:
-            counts = report.rounding
-            lost = f", {counts.overflowed:,} became infinite, {counts.flushed:,} became 0"
-            changed = "" if writing.dry_run else f": {counts.changed:,} numbers rounded"
-            row(
-                "dtype",
-                f"{report.source_dtype} to {report.dtype}{changed}" + lost * bool(counts.overflowed or counts.flushed),
-            )
-        if report.dequantising_rounded:
-            row("dequantised", f"{report.dequantising_rounded:,} numbers rounded to bfloat16")
+            counts, changed = report.rounding, ""
+            if not writing.dry_run:
+                changed = f": {counts.changed:,} numbers rounded"
+            if counts.overflowed or counts.flushed:
+                changed += f", {counts.overflowed:,} became infinite, {counts.flushed:,} became 0"
+            row("dtype", f"{report.source_dtype} to {report.dtype}{changed}")
         for reason in report.inexact_because:
             row("lossy", reason)
         if report.terms:
@@ -202,7 +173,7 @@ def bundle(
 def verify(
     one: Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or a Hub id.")],
     other: Annotated[str, typer.Argument(help="Another one, its retrofit for example.")],
-    verify: _Verify = Verification.AUTO,
+    verify: _Verify = "auto",
     tokens: Annotated[int, typer.Option(help="At which logits are compared.")] = 128,
     text: Annotated[Path | None, typer.Option(help="Compare logits on this text. [default: random tokens]")] = None,
     device: Annotated[str | None, typer.Option(help="Where the models run: cuda. [default: cpu]")] = None,
@@ -211,29 +182,19 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Compare two models: configurations, tensors, logits. Exit code 0 if they are the same, else 4."""
+    given = {name: value for name, value in locals().items() if name != "as_json"}  # the arguments of `verify`
     with reporting_errors():
         from resformer.convert import verify as compare
 
-        result = compare(
-            one,
-            other,
-            verify=verify.value,
-            tokens=tokens,
-            text=text,
-            device=device,
-            revision=revision,
-            other_revision=other_revision,
-        )
+        result = compare(**given)
         if as_json:
             echo(json.dumps(result.as_dict(), indent=2, sort_keys=True))
         else:
             what = "same byte for byte" if result.bytes_compared else "of the same dtype and shape"
             row("tensors", f"{result.identical} {what}, {len(result.different)} different")
             for name, difference in result.different.items():
-                row(
-                    "",
-                    f"{name}: " + ("dtypes or shapes differ" if difference is None else f"by up to {difference:.3g}"),
-                )
+                how = "dtypes or shapes differ" if difference is None else f"by up to {difference:.3g}"
+                row("", f"{name}: {how}")
             row("only in one", ", ".join(result.only_in_one) or "-")
             row("only in other", ", ".join(result.only_in_other) or "-")
             pairs = [
@@ -252,11 +213,7 @@ def verify(
 
 
 @app.command()
-def inspect(
-    source: Source,
-    revision: Revision = None,
-    as_json: AsJson = False,
-) -> None:
+def inspect(source: Source, revision: Revision = None, as_json: AsJson = False) -> None:
     """Print what a checkpoint holds: family, method, mixing matrices, sizes, cache bytes per token."""
     with reporting_errors():
         from resformer.convert import inspect as inspect_checkpoint
@@ -265,7 +222,7 @@ def inspect(
         if print_json(report, as_json):
             return
         row("source", report.source)
-        head = "" if report.labels is None else f", classifies sequences by {report.labels} labels"
+        head = "" if report.head is None else f", {report.head} of {report.labels} labels"
         row("model", f"{report.model_type}, backbone of {report.family or 'no family'}{head}")
         row("method", f"{report.method or 'without a name'} {json.dumps(report.fields)}")
         row("files", f"{report.files}, {size(report.bytes)}")
@@ -275,10 +232,7 @@ def inspect(
             row("", f"{name} {shape}")
         heads = f"{report.attention_heads} heads, {report.key_value_heads} for keys and values, of {report.head_dim}"
         tied = ", tied" if report.tied else ""
-        row(
-            "shape",
-            f"{report.layers} layers, {report.hidden_size} wide, {heads}, {report.vocab_size:,} tokens{tied}",
-        )
+        row("shape", f"{report.layers} layers, {report.hidden_size} wide, {heads}, {report.vocab_size:,} tokens{tied}")
         row("cache", f"{report.cache_bytes_per_token:,} bytes a token, {report.cache_share:.0%} of the full one")
         by_size: dict[int, list[str]] = {}
         for name, count in report.cache_bytes_per_token_by_method.items():
@@ -298,14 +252,9 @@ def print_result(report: Any, dry_run: bool) -> None:
         row("would write", report.output)
         row("do it", own_command(leave_out="--dry-run"))
         return
-    levels = {
-        "headers": "headers",
-        "hashes": "headers, bytes",
-        "logits": "headers, bytes",
-        "copies": "headers, hashes of all files",
-    }
+    levels = {"headers": "headers", "copies": "headers, hashes of all files"}
     logits = f", logits {report.logits}" if report.logits is not None else ""
-    row("verified", levels[report.verified] + logits)
+    row("verified", levels.get(report.verified, "headers, bytes") + logits)
     row("wrote", report.output)
     if report.url is not None:
         echo(report.url)
@@ -319,10 +268,6 @@ def _print_matrix(name: str, matrix: list[list[float]] | None, shift: int) -> No
     for n, entries in enumerate(matrix):
         plain = [float(m == n + shift) for m in range(len(entries))]
         if entries != plain:
-            shown = " ".join(
-                f"[{m}]=" + ("gate" if entry != entry else f"{entry:.4g}")
-                for m, entry in enumerate(entries)
-                if entry != 0
-            )
-            row(name, f"row {n}: {shown}")
+            shown = [f"[{m}]={entry:.4g}".replace("nan", "gate") for m, entry in enumerate(entries) if entry != 0]
+            row(name, f"row {n}: {' '.join(shown)}")
             name = ""

@@ -7,11 +7,9 @@ import typer
 
 from resformer.commands.terminal import app, echo, reporting_errors, row
 
-__all__ = ["evaluate"]
 
-
-def _batch_size(text: str) -> int | str:
-    if text == "auto":
+def _batch_size(text: str | None) -> int | str | None:
+    if text in (None, "auto"):
         return text
     if text.isdecimal() and int(text) > 0:
         return int(text)
@@ -57,7 +55,7 @@ def evaluate(
             include_path=include_path,
             num_fewshot=num_fewshot,
             limit=limit,
-            batch_size=None if batch_size is None else _batch_size(batch_size),
+            batch_size=_batch_size(batch_size),
             device=device,
             dtype=dtype,
             backend=backend,

@@ -8,8 +8,6 @@ import typer
 
 from resformer.commands.terminal import app, echo, reporting_errors, row, size
 
-__all__ = ["demo", "env", "methods"]
-
 
 @app.command()
 def methods(
@@ -33,7 +31,7 @@ def methods(
 
 @app.command()
 def env(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False) -> None:
-    """Print versions, processor, accelerators and settings for a bug report; secrets are masked."""
+    """Print versions, processor, accelerators and settings for a bug report; no secrets."""
     with reporting_errors(any_transformers=True):
         from resformer.environment import describe_environment
 
@@ -58,7 +56,6 @@ def demo(
     steps: Annotated[int, typer.Option(help="Fine-tuning steps of each model.", min=1)] = 12,
     block: Annotated[int, typer.Option(help="Tokens per training sequence.", min=8)] = 512,
     batch: Annotated[int, typer.Option(help="Sequences per step.", min=1)] = 2,
-    prompt: Annotated[str, typer.Option(help="The prompt to generate from at the end.")] = "def read_lines(path):\n",
 ) -> None:
     """Retrofit a model, check that its logits are unchanged, fine-tune both, save, reload and generate.
 
@@ -67,4 +64,4 @@ def demo(
     with reporting_errors("Finished checkpoints stay in the output folder; run the command again."):
         from resformer.demo import run_demo
 
-        run_demo(output=output, model=model, method=method, steps=steps, block=block, batch=batch, prompt=prompt)
+        run_demo(output=output, model=model, method=method, steps=steps, block=block, batch=batch)

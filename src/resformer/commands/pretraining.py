@@ -13,8 +13,6 @@ from resformer.commands.terminal import AsJson, app, echo, from_file, reporting_
 from resformer.commands.training import print_result
 from resformer.training.options import NewOptions, PretrainOptions, TokenizeOptions
 
-__all__ = ["new", "pretrain", "tokenize", "train"]
-
 
 @app.command()
 @takes(NewOptions)

@@ -7,8 +7,6 @@ import typer
 
 from resformer.commands.terminal import AsJson, app, echo, own_command, print_json, reporting_errors, row, size
 
-__all__ = ["push"]
-
 
 @app.command()
 def push(
@@ -26,21 +24,12 @@ def push(
     as_json: AsJson = False,
 ) -> None:
     """Put a checkpoint on the Hub, in one commit. The token is HF_TOKEN, or that of `hf auth login`."""
+    given = {name: value for name, value in locals().items() if name != "as_json"}  # the arguments of `push`
     look = "look whether the pull request was opened, or " if create_pr else ""
     with reporting_errors(f"What was uploaded is not sent again: {look}run the command again."):
         from resformer.pushing import push as push_checkpoint
 
-        report = push_checkpoint(
-            checkpoint,
-            repo_id,
-            private=private,
-            revision=revision,
-            message=message,
-            create_pr=create_pr,
-            bundle=bundle,
-            tag=tag,
-            dry_run=dry_run,
-        )
+        report = push_checkpoint(**given)
         if print_json(report, as_json):
             return
         row("checkpoint", report.checkpoint)

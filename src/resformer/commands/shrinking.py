@@ -8,8 +8,6 @@ import typer
 from resformer.commands.conversion import Durable, Force, Output, Revision, Source, print_result
 from resformer.commands.terminal import AsJson, app, print_json, reporting_errors, row
 
-__all__ = ["shrink"]
-
 
 @app.command()
 def shrink(
@@ -50,28 +48,11 @@ def shrink(
     as_json: AsJson = False,
 ) -> None:
     """Make the key/value cache of a checkpoint smaller, without training: layers share keys and values."""
+    given = {name: value for name, value in locals().items() if name != "as_json"}  # the arguments of `shrink`
     with reporting_errors():
         from resformer.shrinking.shrink import shrink as shrink_checkpoint
 
-        report = shrink_checkpoint(
-            source,
-            output,
-            cache,
-            calibrate=calibrate,
-            evaluate=evaluate or (),
-            tokens=tokens,
-            block=block,
-            plan=plan,
-            method=method,
-            share=share,
-            split=split,
-            text_column=text_column,
-            sample_by=sample_by,
-            force=force,
-            revision=revision,
-            durable=durable,
-            dry_run=dry_run,
-        )
+        report = shrink_checkpoint(**{**given, "evaluate": evaluate or ()})
         if print_json(report, as_json):
             return
         cost = report.summary
@@ -87,10 +68,8 @@ def shrink(
         row("loss", f"{cost.source_loss:.4f} to {cost.loss:.4f} nats a token, on {cost.tokens:,} held-out tokens")
         row("divergence", f"{cost.kl_mean:.4f} nats a token, 95th percentile {cost.kl_p95:.3f}")
         row("top-1", f"{cost.top1_agreement:.1%} agree")
-        row(
-            "greedy text",
-            f"equal for {cost.greedy_median:.0f} of {cost.greedy_limit} tokens (median of {cost.greedy_prompts})",
-        )
+        equal = f"{cost.greedy_median:.0f} of {cost.greedy_limit} tokens (median of {cost.greedy_prompts})"
+        row("greedy text", f"equal for {equal}")
         if cost.last_words:
             accuracies = f"{cost.source_last_word_accuracy:.1%} to {cost.last_word_accuracy:.1%}"
             low, high = cost.intervals["last_word_accuracy"]

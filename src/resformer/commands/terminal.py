@@ -22,23 +22,6 @@ import typer
 from resformer.errors import CheckpointError, OutputError, ResFormerError, VerificationError, one_line, plain
 from resformer.version import __version__
 
-__all__ = [
-    "INTERRUPTED",
-    "VERIFICATION_FAILED",
-    "AsJson",
-    "app",
-    "assignments",
-    "echo",
-    "from_file",
-    "json_or_text",
-    "own_command",
-    "print_json",
-    "reporting_errors",
-    "row",
-    "size",
-    "takes",
-]
-
 FAILED, USAGE, INVALID_INPUT, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 4, 130
 
 app = typer.Typer(
@@ -94,7 +77,8 @@ def reporting_errors(
     """
     before = {}
     try:
-        _quiet_off_a_terminal()
+        if not sys.stderr.isatty():
+            os.environ.setdefault("TQDM_DISABLE", "1")  # must be set before tqdm is imported
         if not any_transformers:
             check_transformers()
         if threading.current_thread() is threading.main_thread():
@@ -210,13 +194,13 @@ def from_file(context: typer.Context, path: Path, settings: Collection[str] = ()
                 more[name] = value
                 continue
             several = getattr(options[option], "multiple", False)
-            values_ = [
-                os.path.expanduser(each) if isinstance(each, str) else each  # no shell expands ~ in a file
+            if isinstance(value, list) and not several:
+                raise ValueError(f"{path}: {name} is {value!r}; expected one value.")
+            entries = [  # no shell expands ~ in a file
+                os.path.expanduser(each) if isinstance(each, str) else each
                 for each in (value if isinstance(value, list) else [value])
             ]
-            if not several and len(values_) != 1:
-                raise ValueError(f"{path}: {name} is {value!r}; expected one value.")
-            given[options[option].name] = values_ if several else values_[0]
+            given[options[option].name] = entries if several else entries[0]
         if more:
             given[options["set"].name] = [f"{name}={json.dumps(json_or_text(value))}" for name, value in more.items()]
     context.default_map = given
@@ -242,18 +226,9 @@ def _exit_code(error: Exception) -> int:
         return FAILED
     if isinstance(error, CheckpointError):
         return INVALID_INPUT
-    return USAGE if isinstance(error, (ValueError, typer.BadParameter)) or _is_validation(error) else FAILED
-
-
-def _is_validation(error: Exception) -> bool:
     from huggingface_hub.errors import StrictDataclassError
 
-    return isinstance(error, StrictDataclassError)
-
-
-def _quiet_off_a_terminal() -> None:
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # must be set before tqdm is imported
+    return USAGE if isinstance(error, (ValueError, typer.BadParameter, StrictDataclassError)) else FAILED
 
 
 def row(name: str, value: object) -> None:

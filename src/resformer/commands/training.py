@@ -11,8 +11,6 @@ import typer
 from resformer.commands.terminal import AsJson, app, echo, from_file, row, size, takes
 from resformer.training.options import FinetuneOptions
 
-__all__ = ["finetune"]
-
 
 def _from_file(context: typer.Context, path: Path | None) -> Path | None:
     """Fields of `TrainingArguments` go to --set."""
