@@ -32,6 +32,7 @@ from resformer.convert import (
 from resformer.convert.logits import compare_logits, free_memory
 from resformer.convert.planning import plan_shards
 from resformer.convert.safetensors_format import FLOATING, Tensor, header_bytes, read_shard
+from resformer.convert.source import Source
 from resformer.convert.tensors import Rounding, converted
 from resformer.files import LISTING, check_target, replace_text, replacing
 
@@ -485,6 +486,13 @@ def test_verify_takes_a_tied_head_that_is_stored_for_one_that_is_not(tmp_path: P
     save_file(tensors, tmp_path / "two" / "model.safetensors", metadata={"format": "pt"})
     assert verify(tmp_path / "one", tmp_path / "two").same
     assert verify(tmp_path / "two", tmp_path / "one", verify="hashes").same
+
+
+def test_verify_opens_both_models_before_it_fetches_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path / "one")
+    monkeypatch.setattr(Source, "fetch", lambda *arguments, **options: pytest.fail("weights are fetched"))
+    with pytest.raises(CheckpointError, match="none: there is no such file or folder"):
+        verify(tmp_path / "one", tmp_path / "none")
 
 
 def test_verify_of_what_is_not_finite_is_json(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_demo_runs_from_a_checkpoint_to_a_reloaded_model(tmp_path: Path) -> None
     done = run_demo(tmp_path / "demo", "--model", tmp_path / "llama", "--steps", 3, "--block", 32)
     assert done.returncode == 0, done.stderr
     assert "logits identical to the bit" in done.stderr
-    assert "Reloaded as ResFormerForCausalLM. It writes:" in done.stdout
+    assert "finetuned as ResFormerForCausalLM. It writes:" in done.stdout
     for words in ("perplexity before", "perplexity after", "peak memory", "V'_n = sum_m M[n,m] V_m", demo.PROMPT):
         assert words in done.stdout
     before = next(line.split()[2:] for line in done.stdout.splitlines() if line.startswith("perplexity before"))

@@ -87,8 +87,7 @@ def run_demo(
 
     _print_table(["Llama", method], reports)
     _print_mixing(ResFormerForCausalLM.from_pretrained(output / "finetuned"))
-    print(f"\nReloaded as {reloaded['class']}. It writes:\n\n{reloaded['text'].strip()}")
-    print(f"\nThe fine-tuned model is in {output / 'finetuned'}.")
+    print(f"\nReloaded {output / 'finetuned'} as {reloaded['class']}. It writes:\n\n{reloaded['text'].strip()}")
     return reports
 
 
