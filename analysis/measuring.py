@@ -7,7 +7,7 @@ hidden-state peaks, and NeuTRENO (arXiv 2312.00751), for over-smoothing.
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from resformer.analysis.attention import IMPLEMENTATION
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
 from resformer.errors import CheckpointError, one_line
-from resformer.files import json_value
+from resformer.files import AsDict
 from resformer.modeling.connection import plain_matrix
 from resformer.untrusted import check_folder
 
@@ -46,7 +46,7 @@ _POSITIONS = 64
 
 
 @dataclass(frozen=True)
-class Analysis:
+class Analysis(AsDict):
     """The quantities of one model. Means and standard deviations are over texts, all with the same weight."""
 
     name: str
@@ -70,10 +70,6 @@ class Analysis:
     def mean(self, quantity: str) -> list[float]:
         """Per layer."""
         return self.quantities[quantity]["mean"]
-
-    def as_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = json_value(asdict(self))
-        return values
 
     @property
     def warnings(self) -> list[str]:

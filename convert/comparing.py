@@ -1,7 +1,7 @@
 """Two checkpoints side by side: what their configurations build, tensors byte for byte, logits on the same tokens."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.convert.source import OpenedSource, open_source
 from resformer.convert.to_folder import Verify, check_verify
 from resformer.errors import CheckpointError, one_line
-from resformer.files import json_value
+from resformer.files import AsDict
 from resformer.modeling.connection import ConnectionKind
 from resformer.modeling.modeling_resformer import KINDS
 from resformer.untrusted import MIB, read_bounded
@@ -33,7 +33,7 @@ _WITHOUT_EFFECT = {"initializer_range", "use_cache", "pad_token_id", "bos_token_
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(AsDict):
     """The result of comparing two checkpoints."""
 
     one: str
@@ -68,12 +68,6 @@ class Comparison:
         if self.bytes_compared or differing - set(CONNECTION_FIELDS):
             return not differing
         return None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For `--json`, which has no NaN and no infinity: `None` in their place."""
-        names = ("same_tensors", "same_configuration", "same")
-        values: dict[str, Any] = json_value({**asdict(self), **{name: getattr(self, name) for name in names}})
-        return values
 
 
 def verify(

@@ -1,7 +1,7 @@
 """Describes a checkpoint from its configuration, its headers and its added parameters; the model is not loaded."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ from resformer.convert.deciding import HEAD, check_tensors
 from resformer.convert.families import family_config, resformer_config
 from resformer.convert.source import open_source
 from resformer.errors import CheckpointError
-from resformer.files import json_value
+from resformer.files import AsDict
 from resformer.modeling.connection import mixing_matrix, plain_matrix
 
 
 @dataclass(frozen=True)
-class Inspection:
+class Inspection(AsDict):
     """The description of a checkpoint."""
 
     source: str
@@ -48,11 +48,6 @@ class Inspection:
     value_mixing_matrix: list[list[float]] | None  # (N, N); NaN where a gate decides. None if it is the identity
     depth_mixing_matrix: list[list[float]] | None  # (N, N + 1). None if it is plain Llama's
     warnings: list[str]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
-        values: dict[str, Any] = json_value(asdict(self))
-        return values
 
 
 def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:

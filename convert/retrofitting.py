@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -65,10 +65,6 @@ class RetrofitReport(Report):
     def exact(self) -> bool:
         """Whether it computes what its source, dequantised if need be, does bit for bit."""
         return not (self.inexact_because or self.rounding.changed) and self.dtype == self.source_dtype
-
-    def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
-        return {**asdict(self), "exact": self.exact}
 
 
 T = TypeVar("T", bound=RetrofitReport)

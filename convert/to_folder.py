@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -27,7 +27,7 @@ from resformer.convert.source import Source
 from resformer.convert.tensors import Rounding
 from resformer.convert.writing import Transfer, check_space, expected_transfer, flush, write_plan
 from resformer.errors import CheckpointError, OutputError, VerificationError, first_names, one_line
-from resformer.files import replacing, write_text
+from resformer.files import AsDict, replacing, write_text
 from resformer.progress import progress_bar
 
 Verify = Literal["auto", "headers", "hashes", "logits"]
@@ -67,7 +67,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(AsDict):
     """The result of a conversion; of a dry run its forecast, with `verified` `""` and `logits` `None`."""
 
     source: str
@@ -85,10 +85,6 @@ class Report:
     terms: dict[str, str] = field(default_factory=dict)  # of a source that is published again: license, gated
     commit: str | None = None  # of the result, if it is on the Hub
     url: str | None = None  # of the commit
-
-    def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
-        return asdict(self)
 
 
 def published_name(source: Source) -> str:

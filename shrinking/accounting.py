@@ -4,7 +4,7 @@ import random
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from resformer.configuration import cache_bytes_per_token
 from resformer.errors import CheckpointError
+from resformer.files import AsDict
 
 PASSKEY_LENGTHS = (256, 512, 1024, 2048)
 _LAST_WORD = re.compile(r"[ \n]([^\W\d_]+)(?= ?[.!?\n])")
@@ -35,7 +36,7 @@ class Predictions:
 
 
 @dataclass(frozen=True)
-class Cost:
+class Cost(AsDict):
     """What a model with a smaller cache costs against its source, on held-out text.
 
     `None` where nothing was measured: no tokenizer, or no length that both models can read.
@@ -75,10 +76,6 @@ class Cost:
             for each in self.passkey or ()
         ]
         return {**asked, "passkey": found}
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "cache": self.cache, "intervals": self.intervals}
 
 
 def measure_cost(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from resformer.modeling import ResFormerForCausalLM
 from resformer.progress import progress_bar
 from resformer.shrinking.accounting import Cost, measure_cost
 from resformer.shrinking.calibration import HELD_OUT, Calibration, calibrating, student_of
+from resformer.shrinking.options import ShrinkOptions
 from resformer.shrinking.readers import Plan, Readers
 from resformer.shrinking.search import best_plan, single_costs, smallest
 from resformer.training.data import PackedBlocks, load_documents, load_tokenizer, pack_all, pack_documents
@@ -52,35 +54,13 @@ class ShrinkReport(RetrofitReport):
     cost: dict[str, Any]  # `accounting.Cost`, on text that was not calibrated on
     refitted: int  # tensors that are not the source's
 
-    @property
+    @cached_property
     def summary(self) -> Cost:
         """The cost, as it was measured."""
         return Cost(**{field.name: self.cost[field.name] for field in fields(Cost)})
 
 
-def shrink(
-    source: str | Path,
-    output: str | Path,
-    cache: float | None = None,
-    *,
-    calibrate: Sequence[str],
-    evaluate: Sequence[str] = (),
-    tokens: int = 32768,
-    block: int = 512,
-    evaluation_tokens: int = 8192,
-    plan: str | Path | None = None,
-    method: str | None = None,
-    share: str = "any",
-    text_column: str = "text",
-    sample_by: str = "document",
-    split: str = "train",
-    force: bool = False,
-    dry_run: bool = False,
-    revision: str | None = None,
-    durable: bool = False,
-    max_shard_size: int | str | None = None,
-    progress: bool = True,
-) -> ShrinkReport:
+def shrink(source: str | Path, output: str | Path, cache: float | None = None, **options: Any) -> ShrinkReport:
     """Writes `source` with a smaller key/value cache to the folder `output`, without training the model.
 
     Layers read the keys or values of earlier ones. Which ones is searched for on the calibration text. Each reader's
@@ -92,19 +72,7 @@ def shrink(
         source: a folder with safetensors, a `.gguf` file (dequantised), or a Hub id.
         output: a new or empty folder.
         cache: the largest share of the source's cache that the result may take.
-        calibrate: text like that which the model is used for: files, folders or Hub ids, as of `resformer finetune`.
-        evaluate: text that the cost is measured on; default: a fifth of the documents in `calibrate`, held out.
-        tokens: of `calibrate` that are used, at an even stride.
-        block: tokens of a sequence.
-        evaluation_tokens: that losses are measured on.
-        plan: a JSON file with `key_sources` and `value_sources`, instead of `cache`: the output of `--dry-run --json`,
-            or an edited one.
-        method: a method that shares keys or values, instead of `cache`: `"svformer"`, `"cla2"` or `"fusedkv-lite"`.
-        share: `"any"`, `"values"` (no keys) or `"both"` (keys and values of the same layer: engines that store pages
-            for both, such as vLLM, then save memory too).
-        text_column, sample_by, split: see `resformer.training.data.load_documents`.
-        force, revision, durable, max_shard_size, progress: as of `resformer.retrofit`.
-        dry_run: calibrate, search and measure, but write nothing.
+        options: further fields of `ShrinkOptions`, which are the options of the command.
 
     Raises:
         CheckpointError: the source cannot be converted, no plan reaches `cache`, the plan does not fit the model, or
@@ -113,39 +81,26 @@ def shrink(
         OutputError: the disk is full or read-only. Nothing is left behind.
         ValueError: not exactly one of `cache`, `plan` and `method` is given, or an argument makes no sense.
     """
-    options = Options(
-        force=force, dry_run=dry_run, verify="hashes", durable=durable, max_shard_size=max_shard_size, progress=progress
+    given = ShrinkOptions(cache=cache, **options)
+    writing = Options(
+        **{name: getattr(given, name) for name in ("force", "dry_run", "durable", "max_shard_size", "progress")},
+        verify="hashes",
     )
-    if sum(each is not None for each in (cache, plan, method)) != 1:
-        raise ValueError("Give one of --cache, --plan and --method.")
-    if share not in _SHARED:
-        raise ValueError(f"share={share!r}: expected one of {', '.join(_SHARED)}.")
-    if cache is not None and not 0 < cache < 1:
-        raise ValueError(f"cache={cache}: expected a share of the source's cache, above 0 and below 1.")
     require("scipy", "shrink")
     target = Path(output).expanduser()
-    inputs = [*calibrate, *evaluate, *([] if plan is None else [plan])]
-    check_target(target, source, *inputs, made_by="convert", force=force)
-    opened = open_source(source, revision)
+    inputs = [*given.calibrate, *given.evaluate, *([] if given.plan is None else [given.plan])]
+    check_target(target, source, *inputs, made_by="convert", force=given.force)
+    opened = open_source(source, given.revision)
     config: Any = backbone_config(opened.config)
-    kinds = _kinds(opened.name, config, share)
-    given = None
+    kinds = _kinds(opened.name, config, given.share)
+    planned = None
     if cache is None:
-        given = _given_plan(config, plan, method, kinds)
+        planned = _given_plan(config, given.plan, given.method, kinds)
     else:
         _check_budget(opened.name, config, kinds, cache)
     tokenizer = _tokenizer(opened)
-    calibration_blocks, evaluation_blocks, notes = _texts(
-        calibrate,
-        evaluate,
-        tokenizer,
-        min(block, config.max_position_embeddings),
-        tokens,
-        evaluation_tokens,
-        text_column=text_column,
-        sample_by=sample_by,
-        split=split,
-    )
+    block = min(given.block, config.max_position_embeddings)
+    calibration_blocks, evaluation_blocks, notes = _texts(given, tokenizer, block)
     inputs_of_output = config.num_attention_heads * config.head_dim
     if calibration_blocks.numel() < _TOKENS_PER_INPUT * inputs_of_output or len(calibration_blocks) < 2 * HELD_OUT:
         needed = max(_TOKENS_PER_INPUT * inputs_of_output, 2 * HELD_OUT * calibration_blocks.shape[1])
@@ -158,7 +113,7 @@ def shrink(
     config.tie_word_embeddings, _ = check_tensors(fetched, expected_shapes(config))
     model = plain_model(fetched, config)
     with (
-        progress_bar(unit="step", desc="calibrating", show=progress) as bar,
+        progress_bar(unit="step", desc="calibrating", show=given.progress) as bar,
         calibrating(model, calibration_blocks, progress=bar.update) as calibration,
     ):
         if not calibration.hidden[-1].isfinite().all():
@@ -169,7 +124,7 @@ def shrink(
             bar.update()
 
         with torch.inference_mode():
-            chosen = given or _searched(calibration, kinds, cache or 0.0, stage)
+            chosen = planned or _searched(calibration, kinds, cache or 0.0, stage)
             readers = Readers(calibration, _FINAL_STEPS, chosen, lambda done: stage("refitting"))
             fits = readers.fit(chosen)
             result_config, changed = readers.result(chosen)
@@ -193,16 +148,16 @@ def shrink(
         fetched,
         result_config,
         target,
-        options,
+        writing,
         ShrinkReport,
         changed={name: tensor.cpu() for name, tensor in changed.items()},
         method=method_of(result_config) or "calibrated-sharing",
         fields=chosen.fields(),
         cache=chosen.kept / (2 * config.num_hidden_layers),
         calibration={
-            "texts": list(map(_text_name, calibrate)),
+            "texts": list(map(_text_name, given.calibrate)),
             "tokens": calibration_blocks.numel(),
-            "evaluated_on": list(map(_text_name, evaluate)),
+            "evaluated_on": list(map(_text_name, given.evaluate)),
             "notes": notes,
         },
         shares=shares,
@@ -307,33 +262,23 @@ def _tokenizer(source: Source) -> PreTrainedTokenizerBase:
 
 
 def _texts(
-    calibrate: Sequence[str],
-    evaluate: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    block: int,
-    tokens: int,
-    evaluation_tokens: int,
-    **reading: Any,
+    given: ShrinkOptions, tokenizer: PreTrainedTokenizerBase, block: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """Blocks to calibrate on and to evaluate on, of different documents or parts of them, and notes on these."""
-    counts = max(1, tokens // block), max(1, evaluation_tokens // block)
-    held_out = 0.0 if evaluate else _HELD_OUT_SHARE
-    documents = load_documents(calibrate, chats=True, held_out=held_out, **reading)
-    if evaluate:
-        others = load_documents(evaluate, chats=True, **reading)
-        calibration = pack_all(documents, tokenizer, block=block, most=counts[0], side="calibration")
-        evaluation = pack_all(others, tokenizer, block=block, most=counts[1], side="evaluation")
+    most, held_out_blocks = max(1, given.tokens // block), max(1, given.evaluation_tokens // block)
+    held_out = 0.0 if given.evaluate else _HELD_OUT_SHARE
+    reading: dict[str, Any] = {name: getattr(given, name) for name in ("text_column", "sample_by", "split")}
+    documents = load_documents(given.calibrate, chats=True, held_out=held_out, **reading)
+    if given.evaluate:
+        others = load_documents(given.evaluate, chats=True, **reading)
+        calibration = pack_all(documents, tokenizer, block=block, most=most, side="calibration")
+        evaluation = pack_all(others, tokenizer, block=block, most=held_out_blocks, side="evaluation")
     else:
-        split = pack_documents(
-            documents,
-            tokenizer,
-            block=block,
-            held_out=held_out,
-            held_out_blocks=counts[1],
-            remedy="other text as --evaluate",
-        )
+        sizes = {"block": block, "held_out_blocks": held_out_blocks}
+        remedy = "other text as --evaluate"
+        split = pack_documents(documents, tokenizer, held_out=held_out, remedy=remedy, **sizes)
         evaluation = split.held_out
-        calibration = PackedBlocks(split.train.tokens, split.train.starts, block, most=counts[0])
+        calibration = PackedBlocks(split.train.tokens, split.train.starts, block, most=most)
     return _ids(calibration), _ids(evaluation), documents.notes
 
 

@@ -8,6 +8,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,18 @@ def json_value(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [json_value(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class AsDict:
+    """For a dataclass whose fields and properties are what `--json` prints."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of them, with `None` for NaN and infinity."""
+        names = [
+            name for each in type(self).__mro__ for name, value in vars(each).items() if isinstance(value, property)
+        ]
+        values: dict[str, Any] = json_value({**asdict(self), **{name: getattr(self, name) for name in names}})  # type: ignore[call-overload]
+        return values
 
 
 def replace_text(path: Path, text: str, folder: Path | None = None) -> None:

@@ -3,10 +3,9 @@
 import json
 import os
 import re
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCard, constants
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -14,7 +13,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from resformer.convert import inspect
 from resformer.convert.bundling import config_with_code, remote_code
 from resformer.errors import CheckpointError, one_line
-from resformer.files import EVAL_RESULTS, LISTING
+from resformer.files import EVAL_RESULTS, LISTING, AsDict
 from resformer.hub import HubError as HubError
 from resformer.hub import Push
 from resformer.untrusted import MIB, read_bounded, read_json, regular_file
@@ -31,7 +30,7 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.ind
 
 
 @dataclass(frozen=True)
-class PushReport:
+class PushReport(AsDict):
     """The result of a push, or the forecast of a dry run."""
 
     checkpoint: str
@@ -48,9 +47,6 @@ class PushReport:
     @property
     def bytes(self) -> int:
         return sum(self.files.values())
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "bytes": self.bytes}
 
 
 def push(

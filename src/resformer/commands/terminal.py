@@ -131,10 +131,16 @@ def takes(
 
     The function gets the dataclass, and runs within `reporting_errors`. A field of a mapping takes `name=value` pairs.
     """
-    hints = get_type_hints(options, include_extras=True)
+    hints = {  # other fields are for Python alone
+        name: hint
+        for name, hint in get_type_hints(options, include_extras=True).items()
+        if get_origin(hint) is Annotated
+    }
     pairs = [name for name, hint in hints.items() if get_origin(hint.__origin__) is dict]
     parameters = []
     for each in fields(options):
+        if each.name not in hints:
+            continue
         hint, default = hints[each.name], each.default
         if each.name in pairs:
             hint = Annotated[list[str], *hint.__metadata__]
