@@ -57,7 +57,7 @@ def bundle(
 ) -> BundleReport:
     """Writes the ResFormer checkpoint `source` with its code, so that it loads where this package is not installed.
 
-    `AutoModelForCausalLM.from_pretrained(output, trust_remote_code=True)` then needs torch and Transformers alone, and
+    `AutoModelForCausalLM.from_pretrained(output, trust_remote_code=True)` then needs only torch and Transformers, and
     so do the other Auto classes. Weights, tokenizer and model card go along byte for byte; config.json gets an
     `auto_map`. Where the package is imported its own classes are used, with or without `trust_remote_code`.
 

@@ -40,7 +40,7 @@ class Comparison(AsDict):
     other: str
     configuration: dict[str, tuple[Any, Any]]  # field that changes what is computed -> its values, where they differ
     without_effect: list[str]  # those fields whose connections change nothing: their coefficients are the identity
-    bytes_compared: bool  # False: names, dtypes and shapes of tensors alone
+    bytes_compared: bool  # False: only names, dtypes and shapes of tensors
     identical: int  # tensors that are alike
     different: dict[str, float | None]  # tensor -> largest absolute difference; None if shapes or dtypes differ
     only_in_one: list[str]

@@ -47,7 +47,7 @@ FAMILIES: dict[str, Family] = {
     "iquestcoder": Family("attention_bias mlp_bias"),
 }
 
-#: A way out where a family differs in the names and layout of its tensors alone.
+#: A way out where a family differs only in the names and layout of its tensors.
 _LLAMAFIED = 'use a checkpoint whose tensors were renamed and split as Llama\'s ("llamafied")'
 #: Why others are not in the table, where the reason is short, and the nearest way.
 _REASONS = {
@@ -59,7 +59,7 @@ _REASONS = {
     "olmo3": "it norms after attention and MLP, and over all heads' queries at once",
     "granite": "it scales embeddings, residuals, attention and logits",
     "phi": "its blocks run attention and MLP side by side",
-    "phi3": f"it fuses q, k and v, and gate and up; of Phi-4, {_LLAMAFIED}, unsloth/phi-4 for one",
+    "phi3": f"it fuses q, k and v, and gate and up; for Phi-4, {_LLAMAFIED}, such as unsloth/phi-4",
     "arcee": "its MLP has no gate",
     "nemotron": "its MLP has no gate",
     "cohere": "its blocks run attention and MLP side by side",

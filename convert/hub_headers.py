@@ -70,7 +70,7 @@ class HubFiles:
     def read(self, name: str, start: int, length: int) -> bytes:
         """Some bytes of a file.
 
-        The token goes to the Hub alone: the HTTP client drops it where it is redirected to another host.
+        Only the Hub gets the token: the HTTP client drops it where it is redirected to another host.
         """
         if not length:
             return b""

@@ -75,7 +75,7 @@ def read_checkpoint(folder: Path, hub: HubFiles | None = None) -> Checkpoint:
     """Reads every header and the list of side files of a Transformers checkpoint.
 
     Args:
-        hub: the repository of which `folder` is a snapshot. What is not in the folder is read there: headers alone.
+        hub: the repository of which `folder` is a snapshot. What is not in the folder is read there: only headers.
     """
     shards, notes = _shards(folder, hub)
     side_files, left_behind, more_notes = read_side_files(folder, hub)
@@ -114,7 +114,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if len(folded) != len(names):
         alike = next(name for name in names if folded[name.casefold()] != name)
         raise CheckpointError(
-            f"{index}: the files {quoted(alike)} and {quoted(folded[alike.casefold()])} differ by case alone."
+            f"{index}: the files {quoted(alike)} and {quoted(folded[alike.casefold()])} differ only by case."
         )
     return weight_map
 
@@ -226,7 +226,7 @@ def side_file(folder: Path, name: str, hub: HubFiles | None = None) -> SideFile:
         path = regular_file(path, folder)
         size = path.stat().st_size
     if size > MOST_BYTES:
-        raise CheckpointError(f"{folder / name}: has {size:,} bytes; at most {MOST_BYTES:,} are carried over.")
+        raise CheckpointError(f"{folder / name}: has {size:,} bytes; at most {MOST_BYTES:,} are copied.")
     return SideFile(name, path, size)
 
 

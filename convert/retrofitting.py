@@ -229,7 +229,7 @@ def write_retrofit(
 def _configuration(
     source: Source, before: ResFormerConfig, connections: dict[str, Any], *, lossy: bool
 ) -> ResFormerConfig:
-    """The result's configuration, from the source's alone: what it refuses is refused before weights are fetched."""
+    """The result's configuration, made from the source's before weights are fetched."""
     config = without_connections(before, **connections)
     if connections_of(before) and not added_kinds(config, before):
         raise CheckpointError(f"{source.name}: has these connections already: {connections_of(before)}.")

@@ -107,7 +107,7 @@ class Source:
 
         Args:
             allow_pickle: read `pytorch_model*.bin` where there are no safetensors, restricted to tensors.
-            headers_only: of weights on the Hub read the headers alone; dequantise nothing. Tensors have names and
+            headers_only: of weights on the Hub read only the headers; dequantise nothing. Tensors have names and
                 shapes, but no bytes.
         """
         model = None

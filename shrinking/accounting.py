@@ -65,7 +65,7 @@ class Cost(AsDict):
 
     @property
     def intervals(self) -> dict[str, Any]:
-        """Of each rate of few items at 95 %: of last words, and of the numbers found in each length."""
+        """95 % intervals of the rates of few items: last words, and the numbers found in each length."""
         asked = {
             name: interval(share * (self.last_words or 0), self.last_words)
             for name in ("source_last_word_accuracy", "last_word_accuracy")

@@ -57,7 +57,7 @@ def fold_into_queries(queries: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 def key_costs(calibration: Calibration, n: int, sources: list[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Source -> (KL(A || A') of each group on each of its heads, `(groups, heads)`; z, `(groups, heads, head_dim/2)`).
 
-    The divergences are those of the scalars alone, without training.
+    The divergences are those of the scalars, without training.
     """
     rows = calibration.fitted[:: max(1, len(calibration.fitted) // SCALAR_BLOCKS)][:SCALAR_BLOCKS]
     size = calibration.query_heads // calibration.groups

@@ -38,7 +38,7 @@ _SHARED = {"any": ("key", "value"), "values": ("value",), "both": ("both",)}
 _WORDS = dict(zip(_SHARED.values(), ("keys and values", "values", "keys and values of the same layer"), strict=True))
 #: Held-out blocks that shares by themselves are measured on, and those that plans are compared on.
 _SINGLES_ON, _PLANS_ON = 2, 4
-#: Of the documents, to measure the cost on, where there is no other text.
+#: The part of the documents that the cost is measured on, where there is no other text.
 _HELD_OUT_SHARE = 0.2
 #: The fewest calibration tokens for each input of an output projection.
 _TOKENS_PER_INPUT = 4
@@ -167,7 +167,7 @@ def shrink(source: str | Path, output: str | Path, cache: float | None = None, *
 
 
 def _text_name(text: str) -> str:
-    """Of a file or folder its name alone: a card is public."""
+    """The name of a file or folder without its path: a card is public."""
     return folder_name(text) if Path(text).expanduser().exists() else text
 
 
@@ -251,7 +251,7 @@ def _given_plan(config: ResFormerConfig, path: str | Path | None, method: str | 
 
 
 def _tokenizer(source: Source) -> PreTrainedTokenizerBase:
-    """Of a repository on the Hub the tokenizer alone is fetched."""
+    """Fetches only the tokenizer of a repository on the Hub."""
     name: str | Path = source.folder
     options: dict[str, Any] = {"local_files_only": True}
     if source.gguf is not None:

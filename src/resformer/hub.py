@@ -222,7 +222,7 @@ def repository_files(api: HfApi, repo_id: str, revision: str) -> dict[str, RepoF
 
 
 def digest(file: RepoFile) -> str:
-    """Of a file's content: the SHA-256 that LFS stores it by, or Git's hash."""
+    """The SHA-256 that LFS stores a file by, or Git's hash of it."""
     return file.lfs.sha256 if file.lfs is not None else file.blob_id
 
 

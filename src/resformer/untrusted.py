@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from resformer.errors import CheckpointError, quoted
 
 MIB = 2**20
-#: Of a file that holds no weights. Gemma's tokenizer.json has 33 MiB.
+#: The largest file that holds no weights. Gemma's tokenizer.json has 33 MiB.
 MOST_BYTES = 256 * MIB
 #: A resolved path is no link; opening a FIFO does not wait for a writer.
 _GUARDS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))

@@ -29,7 +29,7 @@ _Link = Annotated[
     bool, typer.Option("--link", help="Hard-link weight files that do not change: instant, but edits reach both.")
 ]
 Durable = Annotated[bool, typer.Option("--durable", help="Wait until the disk has all of it, against power failures.")]
-_MaxShardSize = Annotated[str | None, typer.Option(help="Split weight files that are larger, 5GB for one.")]
+_MaxShardSize = Annotated[str | None, typer.Option(help="Split weight files that are larger, for example 5GB.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, write nothing.")]
 
 

@@ -15,11 +15,11 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
     revision: Annotated[str | None, typer.Option(help="The branch; made if there is none. Default: main.")] = None,
     message: Annotated[str | None, typer.Option(help="The commit's message.")] = None,
-    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request, leave main alone.")] = False,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request; main does not change.")] = False,
     bundle: Annotated[
         bool, typer.Option("--bundle", help="Add the code that loads the checkpoint without this package.")
     ] = False,
-    tag: Annotated[str | None, typer.Option(help="Tag the commit, v1.0 for one.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Tag the commit, for example v1.0.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the folder, list what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -131,7 +131,7 @@ def takes(
 
     The function gets the dataclass, and runs within `reporting_errors`. A field of a mapping takes `name=value` pairs.
     """
-    hints = {  # other fields are for Python alone
+    hints = {  # other fields are only for Python
         name: hint
         for name, hint in get_type_hints(options, include_extras=True).items()
         if get_origin(hint) is Annotated
