@@ -82,6 +82,6 @@ def _check(path: Path, config: PreTrainedConfig) -> None:
     if sum(stored.values()) != sum(needed.values()):
         raise CheckpointError(
             f"{path}: holds {sum(stored.values()):,} numbers, and Transformers reads a model of "
-            f"{sum(needed.values()):,} from its metadata, without biases for example. Convert the safetensors that it was "
-            "made from."
+            f"{sum(needed.values()):,} from its metadata, perhaps without biases. Convert the safetensors that it "
+            "was made from."
         )

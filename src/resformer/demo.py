@@ -84,9 +84,8 @@ def run_demo(
 
     _print_table(["Llama", method], reports)
     _print_mixing(ResFormerForCausalLM.from_pretrained(output / "finetuned"))
-    print(
-        f"\nReloaded {output / 'finetuned'} as {reloaded['class']}. It writes:\n\n{reloaded['text'].partition('```')[0].rstrip()}"
-    )
+    text = reloaded["text"].partition("```")[0].rstrip()  # what comes behind the code is a chat's
+    print(f"\nReloaded {output / 'finetuned'} as {reloaded['class']}. It writes:\n\n{text}")
     return reports
 
 
