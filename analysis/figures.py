@@ -81,7 +81,7 @@ def _matrix(analysis: Analysis, key: str, *, changes: bool = False) -> np.ndarra
 def _style() -> Any:
     from matplotlib import rc_context
 
-    look = {"axes.grid": True, "axes.titlelocation": "left", "grid.alpha": 0.3, "legend.frameon": False}
+    look: Any = {"axes.grid": True, "axes.titlelocation": "left", "grid.alpha": 0.3, "legend.frameon": False}
     look |= {"axes.spines.right": False, "axes.spines.top": False}
     return rc_context({**look, "text.parse_math": False})  # a checkpoint's name may have a $
 

@@ -318,7 +318,12 @@ def _clean_config(where: Path, raw: Mapping[str, Any], *, resformer: bool) -> tu
     Nothing else of an untrusted config.json reaches Transformers: some keys choose code to run (`auto_map`,
     `_attn_implementation`).
     """
-    model_type = _family(where, raw.get("model_type"), resformer=resformer)
+    model_type = raw.get("model_type")
+    if not (resformer and model_type == ResFormerConfig.model_type):
+        try:
+            supported(model_type)
+        except CheckpointError as error:
+            raise CheckpointError(f"{where}: {error}") from error
     if raw.get("quantization_config") is not None:
         check_quantisation(where, raw["quantization_config"])
     for key, usual in (("is_causal", True), ("transformers_weights", None)):
@@ -350,15 +355,6 @@ def _clean_config(where: Path, raw: Mapping[str, Any], *, resformer: bool) -> tu
             config.num_labels = len(labels)
     read = known - set(FAMILIES[model_type].training_only if model_type in FAMILIES else ())
     return config, tuple(sorted(raw.keys() - read - _METADATA_KEYS))
-
-
-def _family(where: Path, model_type: object, *, resformer: bool) -> str:
-    if resformer and model_type == ResFormerConfig.model_type:
-        return ResFormerConfig.model_type
-    try:
-        return supported(model_type)
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from error
 
 
 def _check_layers(checkpoint: Checkpoint, expected: int) -> None:

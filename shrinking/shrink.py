@@ -88,7 +88,7 @@ def shrink(source: str | Path, output: str | Path, cache: float | None = None, *
     )
     require("scipy", "shrink")
     target = Path(output).expanduser()
-    inputs = [*given.calibrate, *given.evaluate, *([] if given.plan is None else [given.plan])]
+    inputs: list[str | Path] = [*given.calibrate, *given.evaluate, *([] if given.plan is None else [given.plan])]
     check_target(target, source, *inputs, made_by="convert", force=given.force)
     opened = open_source(source, given.revision)
     config: Any = backbone_config(opened.config)
@@ -274,7 +274,7 @@ def _texts(
         calibration = pack_all(documents, tokenizer, block=block, most=most, side="calibration")
         evaluation = pack_all(others, tokenizer, block=block, most=held_out_blocks, side="evaluation")
     else:
-        sizes = {"block": block, "held_out_blocks": held_out_blocks}
+        sizes: Any = {"block": block, "held_out_blocks": held_out_blocks}
         remedy = "other text as --evaluate"
         split = pack_documents(documents, tokenizer, held_out=held_out, remedy=remedy, **sizes)
         evaluation = split.held_out

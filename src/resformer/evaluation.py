@@ -140,13 +140,6 @@ def _with_versions(results: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
-def results_table(results: dict[str, Any]) -> str:
-    """The harness's own table."""
-    from lm_eval.utils import make_table
-
-    return str(make_table(results))
-
-
 def check_output(path: Path, *, force: bool) -> None:
     """Refuses an output file that cannot be written. An evaluation may take hours, so call this first."""
     if not path.parent.is_dir():
@@ -230,11 +223,12 @@ def _load(arguments: dict[str, Any], backend: str, **options: Any) -> Any:
     if backend == "hf":
         from lm_eval.models.huggingface import HFLM
 
-        model_class = partial(HFLM, backend="causal")
+        model_class: Any = partial(HFLM, backend="causal")
     else:
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for results
-        from lm_eval.models.vllm_causallms import VLLM as model_class
+        from lm_eval.models.vllm_causallms import VLLM
 
+        model_class = VLLM
         del options["device"]
     if os.path.isdir(checkpoint):  # the harness would look a relative path up on the Hub
         checkpoint = os.path.abspath(checkpoint)

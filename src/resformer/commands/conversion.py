@@ -25,11 +25,7 @@ Source = Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, 
 Output = Annotated[Path, typer.Argument(help="The folder to write; new or empty.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an earlier result.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
-_Link = Annotated[
-    bool, typer.Option("--link", help="Hard-link weight files that do not change: instant, but edits reach both.")
-]
 Durable = Annotated[bool, typer.Option("--durable", help="Wait until the disk has all of it, against power failures.")]
-_MaxShardSize = Annotated[str | None, typer.Option(help="Split weight files that are larger, for example 5GB.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, write nothing.")]
 
 
@@ -48,10 +44,14 @@ class Writing:
 
     force: Force = False
     revision: Revision = None
-    link: _Link = False
+    link: Annotated[
+        bool, typer.Option("--link", help="Hard-link weight files that do not change: instant, but edits reach both.")
+    ] = False
     verify: _Verify = "auto"
     durable: Durable = False
-    max_shard_size: _MaxShardSize = None
+    max_shard_size: Annotated[str | None, typer.Option(help="Split weight files that are larger, for example 5GB.")] = (
+        None
+    )
     dry_run: DryRun = False
 
 

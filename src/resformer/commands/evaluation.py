@@ -43,27 +43,22 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Run tasks of lm-evaluation-harness on a checkpoint."""
+    given = dict(locals())  # the arguments of `evaluate`, and three
+    for name in ("output", "force", "as_json"):
+        del given[name]
     with reporting_errors("No results were written."):
         from resformer import evaluation
 
         if output is not None:
             evaluation.check_output(output, force=force)
-        results = evaluation.evaluate(
-            checkpoint,
-            [name.strip() for name in tasks.split(",") if name.strip()],
-            revision=revision,
-            include_path=include_path,
-            num_fewshot=num_fewshot,
-            limit=limit,
-            batch_size=_batch_size(batch_size),
-            device=device,
-            dtype=dtype,
-            backend=backend,
-        )
+        names = [name.strip() for name in tasks.split(",") if name.strip()]
+        results = evaluation.evaluate(**given | {"tasks": names, "batch_size": _batch_size(batch_size)})
         if results is None:  # not the first of several processes
             return
+        from lm_eval.utils import make_table
+
         # Printed before it is written, so that a full disk does not lose the results.
-        echo(evaluation.results_json(results) if as_json else evaluation.results_table(results))
+        echo(evaluation.results_json(results) if as_json else make_table(results))
         if output is not None:
             evaluation.write_results(results, output)
             if not as_json:
