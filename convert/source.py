@@ -382,7 +382,9 @@ def _dequantised(
     """(the checkpoint with bfloat16 in the place of fp8, the model, as Transformers dequantises it)."""
     block = source.raw_config["quantization_config"].get("weight_block_size")
     weights = fp8_weights(checkpoint, block)
-    if headers_only or not weights:
+    if not weights:
+        return checkpoint, None
+    if headers_only:
         return with_dequantised(checkpoint, {n: replace(tensor, dtype="BF16") for n, tensor in weights.items()}), None
     if not checkpoint.indexed:
         raise CheckpointError(
