@@ -15,8 +15,7 @@ from resformer.convert.connections import added_shapes, expected_shapes, head_of
 from resformer.convert.deciding import EMBEDDING, HEAD, check_tensors
 from resformer.convert.families import resformer_config
 from resformer.convert.logits import LogitsComparison, compare_logits, free_memory, memory_for_logits
-from resformer.convert.reading_back import same_bytes
-from resformer.convert.safetensors_format import FLOATING, Tensor
+from resformer.convert.safetensors_format import FLOATING, Tensor, same_bytes
 from resformer.convert.source import OpenedSource, open_source
 from resformer.convert.to_folder import Verify, check_verify
 from resformer.errors import CheckpointError, one_line

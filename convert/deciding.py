@@ -11,8 +11,7 @@ from resformer.configuration import ResFormerConfig
 from resformer.convert.connections import added_shapes, expected_shapes
 from resformer.convert.families import FAMILIES
 from resformer.convert.reading import SideFile
-from resformer.convert.reading_back import same_bytes
-from resformer.convert.safetensors_format import FLOATING, Tensor
+from resformer.convert.safetensors_format import FLOATING, Tensor, same_bytes
 from resformer.convert.source import OpenedSource, Source
 from resformer.errors import CheckpointError, first_names, quoted
 from resformer.modeling.connection import ConnectionKind

@@ -85,14 +85,3 @@ def check_side_files(folder: Path, side_files: Iterable[SideFile], progress: Cal
         if (folder / file.name).read_bytes() != expected:
             raise VerificationError(f"{folder / file.name}: its bytes are not those that were written.")
         progress(file.size)
-
-
-def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are stored alike."""
-    pairs = zip(one.pieces(), other.pieces(), strict=True)
-    return one.nbytes == other.nbytes and all(bytes(a) == bytes(b) for a, b in pairs)  # memoryviews compare slowly
-
-
-def first_bytes(tensors: Iterable[Tensor]) -> dict[str, str]:
-    """Name -> SHA-256 of a tensor's first 4 KiB: quick for a model of any size, and training changes them."""
-    return {tensor.name: hashlib.sha256(next(tensor.pieces(4096), b"")).hexdigest() for tensor in tensors}

@@ -4,6 +4,7 @@ A file is 8 bytes of header length (little endian), the header as JSON, and the 
 header maps a name to `{"dtype", "shape", "data_offsets": [start, stop]}`, and `__metadata__` to strings.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -185,3 +186,14 @@ def header_bytes(tensors: Iterable[Tensor]) -> bytes:
     header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are stored alike."""
+    pairs = zip(one.pieces(), other.pieces(), strict=True)
+    return one.nbytes == other.nbytes and all(bytes(a) == bytes(b) for a, b in pairs)  # memoryviews compare slowly
+
+
+def first_bytes(tensors: Iterable[Tensor]) -> dict[str, str]:
+    """Name -> SHA-256 of a tensor's first 4 KiB: quick for a model of any size, and training changes them."""
+    return {tensor.name: hashlib.sha256(next(tensor.pieces(4096), b"")).hexdigest() for tensor in tensors}

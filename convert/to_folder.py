@@ -22,7 +22,8 @@ from resformer.convert.logits import (
 )
 from resformer.convert.planning import CarriedShard, Plan, plan_shards
 from resformer.convert.reading import Checkpoint
-from resformer.convert.reading_back import check_bytes, check_headers, check_side_files, first_bytes
+from resformer.convert.reading_back import check_bytes, check_headers, check_side_files
+from resformer.convert.safetensors_format import first_bytes
 from resformer.convert.source import Source
 from resformer.convert.tensors import Rounding
 from resformer.convert.writing import Transfer, check_space, expected_transfer, flush, write_plan

@@ -14,8 +14,8 @@ from resformer.convert.deciding import Decision
 from resformer.convert.hub_headers import HubFiles
 from resformer.convert.planning import CarriedShard, Plan, WrittenShard
 from resformer.convert.reading import INDEX
-from resformer.convert.reading_back import compare_headers, first_bytes
-from resformer.convert.safetensors_format import header_bytes
+from resformer.convert.reading_back import compare_headers
+from resformer.convert.safetensors_format import first_bytes, header_bytes
 from resformer.convert.source import asking_hub
 from resformer.convert.to_folder import (
     Finish,

@@ -11,7 +11,7 @@ from huggingface_hub.dataclasses import type_validator
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
-from resformer.convert.reading_back import first_bytes
+from resformer.convert.safetensors_format import first_bytes
 from resformer.convert.source import OpenedSource, open_source
 from resformer.errors import CheckpointError, first_names, one_line
 from resformer.files import replace_text

@@ -21,8 +21,8 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from resformer.configuration import METHODS, ResFormerConfig, cache_bytes_per_token
-from resformer.convert.reading_back import first_bytes
 from resformer.convert.retrofitting import retrofit
+from resformer.convert.safetensors_format import first_bytes
 from resformer.convert.source import open_source
 from resformer.environment import describe_environment
 from resformer.errors import CheckpointError
