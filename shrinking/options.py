@@ -51,6 +51,6 @@ class ShrinkOptions:
         if sum(each is not None for each in (self.cache, self.plan, self.method)) != 1:
             raise ValueError("Give one of --cache, --plan and --method.")
         if self.share not in ("any", "values", "both"):
-            raise ValueError(f"share={self.share!r}: expected any, values or both.")
+            raise ValueError(f"share={self.share!r}: expected one of any, values, both.")
         if self.cache is not None and not 0 < self.cache < 1:
             raise ValueError(f"cache={self.cache}: expected a share of the source's cache, above 0 and below 1.")
