@@ -190,7 +190,7 @@ def test_front_matter_passes_the_hubs_parsing_and_goes_round(cards: dict[str, st
     for card in cards.values():
         assert str(ModelCard(card)) == card
         assert is_as_made(card)
-        assert not is_as_made(card.replace("Limits", "Limit"))
+        assert not is_as_made(card.replace("Licence", "License"))
 
 
 def test_tags_name_the_method_its_connections_and_its_papers(method: str) -> None:
@@ -349,7 +349,7 @@ def test_tables_and_equations_come_out(cards: dict[str, str]) -> None:
         body = card.partition("\n---\n")[2] or card
         tokens = markdown.parse(body)
         kinds = [token.type for token in tokens]
-        assert kinds.count("math_block") == 1
+        assert kinds.count("math_block") == ("\n$$\n" in body)
         assert kinds.count("table_open") == body.count("|---|\n") >= 1
         assert kinds.count("tr_open") == sum(line.startswith("|") for line in body.splitlines()) - body.count("|---|\n")
         prose = [token.content for token in tokens if token.type == "inline"]
