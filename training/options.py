@@ -131,9 +131,7 @@ class DataOptions(_Checked):
     ] = field(default_factory=list)
     split: Annotated[str, Option(help="Split of a Hub dataset.")] = "train"
     text_column: Annotated[str, Option(help="Column that holds the text.")] = "text"
-    sample_by: Annotated[
-        str, Option(help="A document in a text file: the whole file (document), a paragraph, or a line.")
-    ] = "document"
+    sample_by: Annotated[str, Option(help="What of a text file is one: document (all), paragraph, line.")] = "document"
 
     def __post_init__(self) -> None:
         self._one_of(SAMPLE_BY, "sample_by")
@@ -164,9 +162,7 @@ class RunOptions(DataOptions):
     bf16: Bf16 = None
     gradient_checkpointing: Annotated[bool, Option("--gradient-checkpointing", help="Less memory, more time.")] = False
     compile: Annotated[bool, Option("--compile", help="Compile each layer with torch.compile.")] = False
-    attn_implementation: Annotated[
-        str | None, Option(help="sdpa, eager, flash_attention_2, flex_attention.  [default: sdpa]")
-    ] = None
+    attn_implementation: Annotated[str | None, Option(help="sdpa, eager, flash_attention_2.  [default: sdpa]")] = None
     report_to: Annotated[list[str], Option(help="tensorboard, trackio, wandb; repeatable.  [default: none]")] = field(
         default_factory=list
     )
@@ -174,9 +170,7 @@ class RunOptions(DataOptions):
         list[str],
         Option("--eval", help="Tasks of lm-evaluation-harness, at each evaluation and at the end; repeatable."),
     ] = field(default_factory=list)
-    shard: Annotated[
-        int, Option(help="FSDP2: so many devices share weights, gradients and moments; the groups are replicas.")
-    ] = 1
+    shard: Annotated[int, Option(help="FSDP2: so many devices share weights, gradients and moments.")] = 1
     tensor_parallel: Annotated[int, Option(help="So many devices share each layer's matrices and sequences.")] = 1
     push: Annotated[str | None, Option(metavar="REPO", help="Push the finished OUTPUT to this Hub id.")] = None
     resume: Annotated[bool, Option("--resume", help="Go on with a run that was stopped.")] = False
@@ -220,9 +214,7 @@ class ScheduleOptions(_Checked):
         float | None, Option(help="Of the connections.  [default: --learning-rate; of compare --from: 3e-4]")
     ] = None
     warmup: Annotated[float, Option(help="Share of the steps.")] = 0.05
-    schedule: Annotated[
-        str, Option(help="cosine, constant, or wsd: constant, then down to a tenth in the last --decay of the steps.")
-    ] = "cosine"
+    schedule: Annotated[str, Option(help="cosine, constant, or wsd: down in the last --decay of the steps.")] = "cosine"
     decay: Annotated[float, Option(help="Share of the steps, with --schedule wsd.")] = 0.2
     weight_decay: Annotated[float, Option(help="Of matrices; never of connections.")] = 0.1
     evaluations: Annotated[int, Option(help="Evaluations in a run, at even intervals; each saves a checkpoint.")] = 10
@@ -246,9 +238,7 @@ class FinetuneOptions(RunOptions):
     output: Annotated[str, Argument(help="The folder to write; new or empty.")]
     steps: Annotated[int | None, Option(help="Optimizer steps; --streaming needs them.")] = None
     epochs: Annotated[float | None, Option(help="Passes over the data.  [default: 1]")] = None
-    block: Annotated[
-        int | None, Option(help="Tokens per sequence.  [default: 1024, or all of the model's positions]")
-    ] = None
+    block: Annotated[int | None, Option(help="Tokens per sequence.  [default: 1024, or all positions]")] = None
     separate_documents: Annotated[
         bool,
         Option(
@@ -260,9 +250,7 @@ class FinetuneOptions(RunOptions):
     accumulate: Annotated[int, Option(help="Passes per step.")] = 1
     learning_rate: Annotated[float, Option(help="Of the backbone.")] = 5e-5
     connection_learning_rate: Annotated[float, Option(help="Of the cross-layer connections.")] = 3e-4
-    distill: Annotated[
-        str | None, Option(help="Learn from the logits of this checkpoint too, MODEL's source for one.")
-    ] = None
+    distill: Annotated[str | None, Option(help="Learn from this checkpoint's logits, too: MODEL's source.")] = None
     distill_weight: Annotated[float, Option(help="Weight of the teacher's loss, 0 to 1.")] = 0.5
     temperature: Annotated[float, Option(help="Of the teacher's and the model's softmax.")] = 1.0
     distill_hidden: Annotated[float, Option(help="Weight of the teacher's hidden states.")] = 0.0
@@ -346,9 +334,7 @@ class NewOptions(DataOptions):
             "else bpe:4096 up to 10m, bpe:32768 above]"
         ),
     ] = None
-    block: Annotated[
-        int | None, Option(help="Tokens a sequence, and positions.  [default: 512 up to 10m, else 2048]")
-    ] = None
+    block: Annotated[int | None, Option(help="Tokens a sequence.  [default: 512 up to 10m, else 2048]")] = None
     fields: Annotated[
         dict[str, Any], Option("--set", metavar="FIELD=VALUE", help="A field of ResFormerConfig; repeatable.")
     ] = field(default_factory=dict)
@@ -371,9 +357,7 @@ class PretrainOptions(NewOptions, RunOptions, ScheduleOptions):
         int | None,
         Option(parser=count, metavar="TOKENS", help="A step's, on all devices.  [default: follows from the size]"),
     ] = None
-    learning_rate: Annotated[
-        float | None, Option(help="The highest; it ends at a tenth.  [default: follows from the size]")
-    ] = None
+    learning_rate: Annotated[float | None, Option(help="The highest.  [default: follows from the size]")] = None
     held_out: Annotated[float, Option(help="Share of the documents to evaluate on; 0: none.")] = 0.01
 
     def __post_init__(self) -> None:
@@ -389,9 +373,7 @@ class TokenizeOptions(DataOptions):
     output: Annotated[str, Argument(help="The folder to write, or to go on with.")]
     tokenizer: Annotated[str, Option(help="bytes; bpe:N, trained on DATA; folder or Hub id.")]
     workers: Annotated[int, Option(help="Processes.")] = 1
-    shard: Annotated[
-        str, Option(metavar="I/N", help="Only the I-th of N parts of the documents, 1/4 for one; one machine each.")
-    ] = "1/1"
+    shard: Annotated[str, Option(metavar="I/N", help="Only the I-th of N parts; one machine each.")] = "1/1"
     tokens_per_file: Annotated[
         int,
         Option(parser=count, metavar="TOKENS", help="A file ends after so many.  [default: 64M]", show_default=False),
@@ -442,9 +424,7 @@ class StudyOptions(RunSettings, DataOptions):
     methods: Annotated[
         list[str], Option(help="NAME[:FIELD=VALUE...], separated by commas; transformer is always one of them.")
     ] = field(default_factory=lambda: ["resformer,denseformer,svformer"])
-    baseline: Annotated[
-        str | None, Option(help="The one that the others are compared with.  [default: the first plain transformer]")
-    ] = None
+    baseline: Annotated[str | None, Option(help="What is compared with.  [default: the first transformer]")] = None
     start: Annotated[
         str | None,
         Option(
@@ -471,9 +451,7 @@ class StudyOptions(RunSettings, DataOptions):
     block: Annotated[int, Option(help="Tokens per sequence.")] = 512
     learning_rate: Annotated[float | None, Option(help="The highest.  [default: 6e-4, or 5e-5 with --from]")] = None  # type: ignore[assignment]
     held_out: Annotated[float, Option(help="Share of the documents of --data to evaluate on.")] = 0.02
-    held_out_blocks: Annotated[
-        int, Option(help="Evaluate on at most this many blocks during the training; on all at its end.")
-    ] = 128
+    held_out_blocks: Annotated[int, Option(help="The most that is evaluated on before a run's end.")] = 128
     save_models: Annotated[bool, Option("--save-models", help="Keep the models of the first seed.")] = False
 
     def __post_init__(self) -> None:
