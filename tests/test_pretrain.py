@@ -165,11 +165,12 @@ def test_tasks_are_scored_while_it_trains_and_stand_on_the_card(work: Path, monk
     Path("letters.yaml").write_text(
         f"task: letters\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {work}/rows.jsonl}}}}\n"
         "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: '{{choices}}'\n"
-        "doc_to_target: '{{answer}}'\nmetric_list: [{metric: acc}]\nmetadata: {version: 1.0}\n"
+        "doc_to_target: '{{answer}}'\nmetric_list: [{metric: acc}, {metric: brier_score}]\nmetadata: {version: 1.0}\n"
     )
     options = PretrainOptions(output="out", data=["text.txt"], tasks=["letters.yaml"], **{**SMALL, "evaluations": 2})
     _, report = pretraining.pretrain(options)
-    (score,) = report.metrics
+    score, brier = report.metrics  # the second is a NumPy scalar in the harness
+    assert (brier["name"], type(brier["value"])) == ("brier_score", float)
     assert (score["task"], score["name"], score["samples"]) == ("letters", "acc", 4)
     scores = [entry for entry in json.loads(Path("out/log.json").read_text()) if "eval_letters_acc" in entry]
     assert [entry["step"] for entry in scores] == [0, 4, 8]

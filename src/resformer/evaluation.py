@@ -131,7 +131,10 @@ def evaluate_in_training(model: Any, tokenizer: Any, tasks: Sequence[str], batch
             numpy_random_seed=None,
             torch_random_seed=None,
         )
-    return None if results is None else _with_versions(results)
+    if results is None:
+        return None
+    plain: dict[str, Any] = json.loads(results_json(_with_versions(results)))  # some scores are NumPy's
+    return plain
 
 
 def _with_versions(results: dict[str, Any]) -> dict[str, Any]:
