@@ -1,6 +1,6 @@
 # Two commands on a fresh machine with Python's pip and venv: `make demo` and `make test`.
 # `make test` takes some eight minutes on two free cores, `make test-slow` the rest, `make test-all` both;
-# `make test-gpu` needs a GPU and takes under eight minutes; `make test-vllm` runs vLLM on the CPU, in some four minutes.
+# `make test-gpu` needs a GPU; `make test-vllm` runs vLLM on the CPU, in some four minutes.
 #   make demo ARGS="--help"            make test ARGS="-k configuration"          make test PYTHON=python3.12
 PYTHON ?= python3.11
 WORKERS ?= 2
@@ -37,7 +37,7 @@ test-all: .venv/test
 	$(PYTEST) --hypothesis-profile=full $(ARGS)
 
 test-gpu: .venv/test
-	$(BIN)/python -m pytest tests/test_gpu.py $(ARGS)
+	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 test-vllm: .venv-vllm/made
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -n $(WORKERS) --dist worksteal \

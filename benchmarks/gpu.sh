@@ -50,8 +50,8 @@ END
 case $part in
 1)
     grep -qs 'errors="0" failures="0"' "$results/tests.xml" ||
-        RESFORMER_TEST_DEVICE=$device run -m pytest -q tests/test_gpu.py --junit-xml "$results/tests.xml" \
-            ${toy:+-k "growing or qlora"}
+        run -m pytest -q -m gpu tests/test_gpu.py tests/test_modeling_*.py tests/test_growing_cache.py \
+            tests/test_depth_average.py --junit-xml "$results/tests.xml"
     ;;
 2)
     methods="resformer svformer denseformer denseformer-4x5 resformer-denseformer"

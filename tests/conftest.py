@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import Result
 from hub_server import Commands, HubServer
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 from typer.testing import CliRunner
 
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
@@ -123,6 +123,25 @@ def variant(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(
+    scope="session",
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+)
+def device(request: pytest.FixtureRequest) -> str:
+    """The CPU, and a GPU where there is one: `make test-gpu`."""
+    return request.param
+
+
+def moved(batch: Batch, device: str) -> Batch:
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
 @pytest.fixture(scope="session")
 def tiny_config() -> TinyConfig:
     """`tiny_config("svformer", hidden_size=64)`: the configuration of a method or combination, fields on top."""
@@ -170,6 +189,21 @@ def tiny_model(tiny_config: TinyConfig, randomise: Callable[..., PreTrainedModel
     return build
 
 
+def training_arguments(folder: Path, **options: Any) -> TrainingArguments:
+    """SGD, whose steps follow the gradients: AdamW's first steps are signs, which rounding turns over near 0."""
+    fixed: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return TrainingArguments(folder, **{**fixed, **options})
+
+
 def cli(*arguments: object) -> Result:
     """`resformer ARGUMENTS` in this process."""
     return CliRunner().invoke(app, [*map(str, arguments)])
@@ -198,6 +232,12 @@ def assert_one_said(name: str, case: str, said: str) -> None:
     """Compares the message of one case, where each is a test of its own."""
     expected = json.loads((SNAPSHOTS / f"{name}.json").read_text(encoding="utf-8"))
     assert_said(name, {**expected, case: said})
+
+
+def assert_answers(name: str, answer: Callable[[str], str], **places: object) -> None:
+    """Asks every case of `snapshots/NAME.json` again, and compares the answers."""
+    asked = json.loads((SNAPSHOTS / f"{name}.json").read_text(encoding="utf-8"))
+    assert_said(name, {case: answer(case) for case in asked}, **places)
 
 
 @pytest.fixture(scope="session")

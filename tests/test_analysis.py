@@ -8,6 +8,7 @@ from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import numpy as np
@@ -16,7 +17,6 @@ import torch
 from checkpoints import FAMILIES, byte_tokenizer, family_model, save_checkpoint
 from conftest import VARIANTS, Batch, TinyConfig, TinyModel, cli, others_slow
 from matplotlib import image
-from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
@@ -382,24 +382,11 @@ def test_numbers_are_shown_to_three_digits() -> None:
     assert [number(value) for value in (0.012345, 0.0, 12.345, 98765.4, None)] == "0.0123 0 12.3 98,765 -".split()
 
 
-@pytest.mark.slow
 def test_report_is_all_or_nothing(report: tuple[Report, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(plot: figures.Plot) -> bytes:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(figures.Plot, "png", property(fail))
-        with pytest.raises(KeyboardInterrupt):
-            write_report(report[0], tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-    write_report(report[0], tmp_path / "out")
-    (tmp_path / "out" / "mine.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"holds 'mine.txt', which `resformer analyze` did not write"):
-        write_report(report[0], tmp_path / "out", force=True)
-    (tmp_path / "out" / "mine.txt").unlink()
-    with pytest.raises(CheckpointError, match=r"is not empty.*--force"):
+    monkeypatch.setattr(figures.Plot, "png", property(Mock(side_effect=KeyboardInterrupt)))
+    with pytest.raises(KeyboardInterrupt):
         write_report(report[0], tmp_path / "out")
-    write_report(report[0], tmp_path / "out", force=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_missing_matplotlib_is_an_error_with_the_way_out(
@@ -459,34 +446,6 @@ def test_checkpoints_of_one_name_are_told_apart(llama: Path, tmp_path: Path) -> 
     retrofit(llama, tmp_path / "llama", method="resformer")
     done = cli("analyze", llama, tmp_path / "llama", "--text", llama.parent / "notes.txt", "--max-tokens", 8, "--json")
     assert [one["name"] for one in json.loads(done.stdout)["checkpoints"]] == [str(llama), str(tmp_path / "llama")]
-
-
-def test_misuse_has_its_exit_code_and_one_message(llama: Path, tmp_path: Path) -> None:
-    notes = llama.parent / "notes.txt"
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine.txt").touch()
-    family_model("llama").save_pretrained(tmp_path / "mute")
-    save_checkpoint(tmp_path / "torn")
-    weights = tmp_path / "torn" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-8])
-    save_checkpoint(tmp_path / "gap")
-    missing, weights = "model.layers.2.self_attn.q_proj.weight", tmp_path / "gap" / "model.safetensors"
-    save_file({name: t for name, t in load_file(weights).items() if name != missing}, weights, {"format": "pt"})
-    for arguments, code, words in (
-        ((tmp_path / "gap", "--text", notes), 3, f"{missing} is missing"),
-        ((tmp_path / "none", "--text", tmp_path / "none.txt"), 3, "none.txt: cannot be read as text"),  # first
-        ((tmp_path / "none", "--text", notes), 3, "none: cannot be loaded"),
-        ((tmp_path / "torn", "--text", notes), 3, "torn: cannot be loaded"),
-        ((tmp_path / "mute", "--text", notes), 3, "--tokenizer"),
-        ((llama, "--text", notes, "--output", tmp_path / "full"), 3, "is not empty"),
-        ((llama, "--text", notes, "--output", llama, "--force"), 3, "holds the source"),
-        ((llama, "--text", notes, "--dtype", "int8"), 2, "--dtype"),
-        ((llama, "--text", notes, "--texts", "0"), 2, "--texts"),
-    ):
-        done = cli("analyze", *arguments)
-        assert (done.exit_code, done.stdout) == (code, ""), words
-        assert words in done.stderr
-        assert "Traceback" not in done.stderr
 
 
 def test_another_tokenizer_reads_for_all(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pytest
 import torch
 from checkpoints import save_checkpoint, save_notes
-from command_server import Run, resformer, run
+from command_server import Run, resformer
 from conftest import TinyConfig, TinyModel
 from filelock import FileLock
 from scipy import stats
@@ -86,11 +86,6 @@ class Stopping(paired_run._Recorder):
 paired_run._Recorder = Stopping
 main()
 """
-
-
-def stopped(work: Path, number: int, step: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "HF_HOME": str(work / "home")}
-    return run("-c", STOPPED, int(number), step, "compare", *arguments, cwd=work, env=env)
 
 
 class Stop(TrainerCallback):
@@ -165,8 +160,7 @@ def test_methods_of_a_seed_see_the_same_batches(tiny_config: TinyConfig, tmp_pat
     epochs = [expected[start : start + 8] for start in (0, 8, 16)]  # of 10 blocks, those that fill batches
     assert [sorted(epoch) for epoch in epochs] == [list(range(8))] * 3
     assert epochs[0] != epochs[1]
-    for method in ("svformer", "resformer-gated", "denseformer"):
-        assert order(method, 0) == expected
+    assert order("resformer-gated", 0) == expected
     assert order("transformer", 1) != expected
 
 
@@ -182,22 +176,23 @@ def test_the_recipe_is_the_papers(tiny_config: TinyConfig, tmp_path: Path, monke
             made.append(self)
 
     monkeypatch.setattr(paired_run_module, "ConnectionTrainer", Spy)
-    recipe = RunSettings(steps=20, batch=2, warmup=0.1, evaluations=20)
+    recipe = RunSettings(steps=20, batch=2, warmup=0.1, evaluations=20, connection_learning_rate=6e-3)
     model = paired_model(tiny_config("resformer-denseformer"), tiny_config(), 0)
     paired_run(model, random_blocks(), recipe, 0, folder=tmp_path / "u")
     (trainer,) = made
     optimizer = trainer.optimizer.optimizer
     assert isinstance(optimizer, torch.optim.AdamW)
     assert trainer.args.max_grad_norm == 1.0
-    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in trainer.model.named_parameters():
-        assert decay[id(parameter)] == (0.1 if parameter.dim() == 2 and not is_connection(name) else 0.0), name
+        group = groups[id(parameter)]
+        assert group["weight_decay"] == (0.1 if parameter.dim() == 2 and not is_connection(name) else 0.0), name
+        assert group["lr"] == pytest.approx(6e-4 if is_connection(name) else 6e-5), name
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.95)}
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert max(rates) == pytest.approx(6e-4)
     assert rates.index(max(rates)) == 2
     assert all(left > right for left, right in pairwise(rates[2:]))
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(6e-5)
 
 
 @pytest.mark.parametrize(
@@ -297,27 +292,9 @@ def test_operations_are_those_that_torch_counts(tiny_model: TinyModel, variant: 
     averages = 0 if not config.dwa else parts["connections"]
     assert counted * tokens <= counter.get_total_flops() <= (counted + 3 * averages) * tokens
     assert training_flops(config, tokens) == 3 * sum(parts.values())
-
-
-def test_operations_of_connections_and_windows(tiny_config: TinyConfig) -> None:
-    def cost(part: str, variant: str = "transformer", **fields: Any) -> float:
-        return forward_flops(tiny_config(variant, **fields), 16)[part]
-
-    values, width = 2 * 8, 32  # heads x head_dim, hidden_size; 6 layers
-    assert cost("connections") == 0
-    assert cost("connections", "resformer") == 2 * values * 5 * 2
-    # 3 layers of 2 terms, as many scores, a gate, and the sum of 32 numbers of the queries.
-    assert cost("connections", "depth-attention") == 3 * (2 * values * (2 + 2 + 1) + 32)
-    assert cost("connections", "value-embeddings") == 2 * (2 * values + 2 * 12 * 2)  # 2 layers, 2 heads
-    assert cost("connections", "resformer-dense") == 2 * values * (2 + 3 + 4 + 5 + 6)
-    assert cost("connections", "resformer-gated") == 2 * values * 5 * 2 + 2 * width * 2 * 5
-    assert cost("connections", "neutreno") == 3 * width * 5
-    assert cost("connections", "denseformer") == 2 * width * (6 * 9 // 2)
-    assert cost("connections", "attention-residuals") == 4 * width * 2 * (6 + 5 + 4 + 3 + 2 + 1)
-    assert cost("projections") - cost("projections", "svformer") == 2 * width * values * 5
-    assert cost("projections") - cost("projections", "cla2") == 2 * width * values * 6
-    assert cost("attention") == 4 * width * 6 * 17 / 2
-    assert cost("attention", sliding_window=4) == 4 * width * 6 * (1 + 2 + 3 + 13 * 4) / 16
+    # Queries of 32 numbers in 6 layers; a token sees up to 4 keys.
+    config.sliding_window, config.layer_types = 4, ["sliding_attention"] * 6
+    assert forward_flops(config, tokens)["attention"] == 4 * 32 * 6 * (1 + 2 + 3 + 13 * 4) / 16
 
 
 # Statistics.
@@ -361,7 +338,7 @@ def test_each_method_has_its_own_paired_test_with_holms_correction() -> None:
     losses = {
         "a": [4.0, 5.0, 4.4, 4.1],
         "b": [4.1, 5.12, 4.46, 4.2],
-        "c": [4.3, 5.1, 4.5, 4.9],
+        "c": [4.12, 5.14, 4.46, 4.2],
         "d": [3.0, 4.1, 3.3, 3.2],
     }
     runs = [a_run(method, seed, values[seed]) for seed in range(4) for method, values in losses.items()]
@@ -371,8 +348,8 @@ def test_each_method_has_its_own_paired_test_with_holms_correction() -> None:
         assert own[method]["p"] == pytest.approx(test.pvalue)
         assert (own[method]["low"], own[method]["high"]) == pytest.approx(tuple(test.confidence_interval()))
     p = {method: test.pvalue for method, test in tests.items()}
-    assert p["d"] < p["b"] < p["c"]
-    corrected = (3 * p["d"], 2 * p["b"], max(2 * p["b"], p["c"]))
+    assert p["d"] < p["b"] < p["c"] < 2 * p["b"]
+    corrected = (3 * p["d"], 2 * p["b"], 2 * p["b"])  # no p-value is corrected to less than a smaller one
     assert tuple(own[method]["holm"] for method in "dbc") == pytest.approx(corrected)
 
 
@@ -507,7 +484,7 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
 def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable[..., Any]) -> None:
     before = {path: path.read_bytes() for path in (work / "checkpoint").iterdir()}
     common = [*CONTINUED, "--seeds", 2, "--first-seed", 1, "--steps", 4, "--evaluations", 2]
-    methods = ["resformer:connection_learning_rate=1e-2", "denseformer:dwa_period=2", "svformer"]
+    methods = ["resformer:connection_learning_rate=1e-2", "svformer"]
     planned = compare("continued", "--methods", ",".join(methods), *common, "--dry-run", "--json")
     assert [run["method"] for run in json.loads(planned.stdout)["runs"]] == ["transformer", *methods]
     assert not (work / "continued").exists()
@@ -532,10 +509,9 @@ def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable
     with torch.no_grad():
         loss = model(input_ids=ids, labels=ids).loss.item()
     assert starts["transformer", 1] == starts["transformer", 2] == pytest.approx(loss, rel=1e-5)
-    for method in methods[:2]:  # exact, and kept in the pairs
-        assert starts[method, 1] == starts[method, 2] == starts["transformer", 1]
+    assert starts[methods[0], 1] == starts[methods[0], 2] == starts["transformer", 1]  # exact
     assert starts["svformer", 1] != starts["transformer", 1]
-    assert len({run["loss"] for run in runs}) == 8  # the order of the batches is the seed's, the rest the method's
+    assert len({run["loss"] for run in runs}) == 6  # the order of the batches is the seed's, the rest the method's
     (folder,) = (work / "continued" / "models" / "checkpoint").glob("resformer*/1")
     model = ResFormerForCausalLM.from_pretrained(folder)
     model.config.use_cache = False
@@ -550,16 +526,6 @@ def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable
     finally:
         (work / "checkpoint" / "model.safetensors").write_bytes(weights)
     assert (other.exit_code, "holds another study: start_weights was" in other.stderr) == (3, True)
-
-
-def test_a_checkpoint_has_its_own_rates(tiny_config: TinyConfig, tmp_path: Path) -> None:
-    model = paired_model(tiny_config("resformer"), tiny_config(), 0)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    recipe = RunSettings(steps=1, batch=2, warmup=0.0, learning_rate=1e-5, connection_learning_rate=1e-2, bf16=False)
-    paired_run(model, random_blocks(), recipe, 0, folder=tmp_path / "unfinished")
-    for name, parameter in model.named_parameters():  # Adam's first step is as long as the rate
-        rate = 1e-2 if is_connection(name) else 1e-5
-        assert (parameter - before[name]).abs().max().item() == pytest.approx(rate, rel=0.15), name
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(work: Path, compare: Callable[..., Any]) -> None:
@@ -589,61 +555,6 @@ def test_a_dry_run_that_fails_leaves_what_another_process_has_begun(
     assert (work / "begun").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("options", "arguments", "code", "words"),
-    [
-        (SMALL, [], 2, "give --steps or --tokens"),
-        (SMALL, ["--steps", 4, "--tokens", 4], 2, "--steps is 4 and --tokens 4"),
-        (SMALL, ["--steps", 0], 2, "steps is 0; expected an integer of more than 0"),
-        (SMALL, ["--steps", 4, "--methods", "resfomer"], 2, "Unknown method 'resfomer'"),
-        (SMALL, ["--steps", 4, "--methods", "denseformer:dwa_perod=2"], 2, "Did you mean 'dwa_period'?"),
-        (SMALL, ["--steps", 4, "--methods", "transformer:num_key_value_heads=3"], 2, "is not a multiple of"),
-        (SMALL, ["--steps", 4, "--methods", "svformer:learning_rate=fast"], 2, "learning_rate is 'fast'; expected a"),
-        (SMALL, ["--steps", 4, "--baseline", GQA], 2, f"baseline is '{GQA}'; expected one of transformer, resf"),
-        (SMALL, ["--steps", 4, "--sizes", "huge"], 2, "Unknown size 'huge'"),
-        (SMALL, ["--steps", 4, "--block", 1], 2, "block is 1"),
-        (SMALL, ["--steps", 4, "--tokenizer", "bpe:9"], 2, "a number of tokens from 257 up"),
-        (SMALL, ["--steps", 4, "--tokenizer", "./nowhere"], 3, "nowhere: has no tokenizer"),
-        (SMALL, ["--steps", 4, "--data", "missing.txt"], 3, "missing.txt: there is no such file"),
-        (SMALL, ["--steps", 4, "--micro-batch", 3], 2, "micro_batch is 3"),
-        (
-            SMALL,
-            ["--steps", 4, "--schedule", "linear"],
-            2,
-            "schedule is 'linear'; expected one of cosine, constant, wsd",
-        ),
-        (SMALL, ["--steps", 4, "--batch", 4000], 3, "blocks, too few for a batch of 4000"),
-        (SMALL, ["--steps", 4, "--from", "nowhere"], 2, "the size is that of nowhere"),
-        (CONTINUED, ["--steps", 1, "--from", "nowhere"], 3, "nowhere: has no tokenizer"),
-        (CONTINUED, ["--steps", 1, "--from", "nowhere", "--tokenizer", "bytes"], 3, "nowhere"),
-        (CONTINUED, ["--steps", 1, "--methods", "resformer,resfomer"], 2, "Unknown method 'resfomer'"),
-        (CONTINUED, ["--steps", 1, "--methods", GQA], 2, "`num_key_value_heads` is not a field that a retrofit"),
-        (CONTINUED, ["--steps", 1, "--block", 512], 2, "block is 512, but checkpoint has"),
-        (CONTINUED, ["--steps", 1, "--tokenizer", "bpe:900"], 2, "tokens, but checkpoint"),
-    ],
-)
-def test_misuse_is_one_line_with_the_way_out_and_leaves_nothing(
-    work: Path, compare: Callable[..., Any], options: list[str], arguments: list[object], code: int, words: str
-) -> None:
-    result = compare("new", *options, *arguments)
-    assert result.exit_code == code, result.output
-    assert words in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert not (work / "new").exists()
-    (work / "empty").mkdir(exist_ok=True)
-    assert compare("empty", *options, *arguments).exit_code == code
-    assert not list((work / "empty").iterdir())
-
-
-def test_other_files_are_left_alone(work: Path, compare: Callable[..., Any]) -> None:
-    (work / "mine").mkdir()
-    (work / "mine" / "thesis.txt").write_text("years of work")
-    result = compare("mine", *SMALL, "--steps", 4)
-    assert result.exit_code == 3
-    assert "mine: exists and is not a study folder; give another folder." in result.stderr
-    assert [path.name for path in (work / "mine").iterdir()] == ["thesis.txt"]
-
-
 def test_a_missing_matplotlib_is_told_before_the_work(
     work: Path, compare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -655,23 +566,32 @@ def test_a_missing_matplotlib_is_told_before_the_work(
 
 
 @pytest.mark.slow
-def test_a_killed_study_goes_on_where_it_was(work: Path) -> None:
-    arguments = ["--methods", "resformer", "--seeds", 1, *SMALL, "--steps", 60, "--evaluations", 20]
-    whole = compare_in_a_process(work, "whole", *arguments)
-    killed = stopped(work, signal.SIGKILL, 91, "killed", *arguments)  # in the second run, of resformer
-    assert killed.returncode == -signal.SIGKILL
-    (finished,) = (work / "killed" / "runs").rglob("*.json")
+def test_an_interrupted_study_says_how_to_go_on_and_goes_on_where_it_was(
+    work: Path, compare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--methods", "resformer", "--seeds", 1, *SMALL, "--steps", 12, "--evaluations", 4]
+    whole = compare("whole", *arguments)
+    steps = iter(range(12 + 8))  # the second run's, of resformer
+
+    stop = Stop(lambda _: next(steps, None) is None)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["resformer", "compare", "stopped"])
+        patch.setattr(comparison, "paired_run", lambda *given, **more: paired_run(*given, **more, callbacks=[stop]))
+        stopped = compare("stopped", *arguments)
+    assert stopped.exit_code == 130
+    assert "Interrupted. Finished runs are kept. Go on with: resformer compare stopped" in stopped.stderr
+    (finished,) = (work / "stopped" / "runs").rglob("*.json")
     before = finished.read_bytes()
-    resumed = compare_in_a_process(work, "killed", *arguments)
+    resumed = compare("stopped", *arguments)
     assert finished.read_bytes() == before
-    assert resumed.stderr.count("held-out loss") == 1
-    assert whole.stderr.count("held-out loss") == 2
+    assert [done.stderr.count("held-out loss") for done in (whole, resumed)] == [2, 1]
     for path in (work / "whole" / "runs").rglob("*.json"):
-        expected, got = (json.loads((work / name / path.relative_to(work / "whole")).read_text())
-                         for name in ("whole", "killed"))  # fmt: skip
+        expected, got = (
+            json.loads((work / name / path.relative_to(work / "whole")).read_text()) for name in ("whole", "stopped")
+        )
         assert got["curve"] == expected["curve"]
         assert (got["resumed_from"] > 0) == (got["method"] == "resformer")
-    assert not (work / "killed" / "unfinished").exists()
+    assert not (work / "stopped" / "unfinished").exists()
 
 
 @pytest.mark.slow
@@ -715,14 +635,6 @@ def test_a_committed_run_begins_as_its_command_says(
     curve = json.loads((path.with_suffix("") / "runs" / f"{place}.json").read_text())["curve"]
     losses = [entry["eval_loss"] for entry in json.loads(state.read_text())["log_history"] if "eval_loss" in entry]
     assert losses == pytest.approx([point["validation_loss"] for point in curve[:2]], abs=1e-3)
-
-
-@pytest.mark.slow
-def test_an_interrupted_study_says_how_to_go_on(work: Path) -> None:
-    interrupted = stopped(work, signal.SIGINT, 5, "stopped", "--seeds", 1, *SMALL, "--steps", 50)
-    assert interrupted.returncode == 130, interrupted.stderr
-    assert "Interrupted. Finished runs are kept. Go on with: resformer compare stopped" in interrupted.stderr
-    assert "Traceback" not in interrupted.stderr
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import Batch, TinyModel
 from torch.utils.checkpoint import checkpoint
 
 from resformer import ResFormerConfig
@@ -67,8 +66,11 @@ class Blocks:
 
 
 def gradients(output: torch.Tensor, blocks: Blocks, **options: bool) -> list[torch.Tensor]:
-    upstream = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
-    return list(torch.autograd.grad(output, blocks.inputs, upstream, **options))
+    return list(torch.autograd.grad(output, blocks.inputs, upstream_of(output), **options))
+
+
+def upstream_of(output: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).view(output.shape)
 
 
 def assert_equal_up_to_rounding(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -77,8 +79,9 @@ def assert_equal_up_to_rounding(got: list[torch.Tensor], expected: list[torch.Te
 
 
 @pytest.fixture(params=LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
-def blocks(request: pytest.FixtureRequest) -> Blocks:
-    return Blocks(*request.param)
+def blocks(request: pytest.FixtureRequest, device: str) -> Blocks:
+    with torch.device(device):
+        return Blocks(*request.param)
 
 
 # Values and gradients
@@ -114,7 +117,7 @@ def test_checkpoints_of_blocks_or_of_everything_give_the_same_gradients(
         output = checkpoint(lambda _: blocks.output(blocks.start()), blocks.embeddings, use_reentrant=reentrant)
     else:
         output = blocks.states(blocks.start(), block)[1][-1]
-    output.backward(torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape))
+    output.backward(upstream_of(output))
     assert_equal_up_to_rounding([tensor.grad for tensor in blocks.inputs], expected)
 
 
@@ -231,10 +234,10 @@ def test_autocast_rounds_no_average(learning: bool) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("layout", [(5, 1, 1), (5, 2, 1)], ids=str)
-def test_half_precision_is_right_to_its_own_rounding(layout: tuple[int, ...], dtype: torch.dtype) -> None:
-    exact = Blocks(*layout)
+def test_half_precision_is_right_to_its_own_rounding(layout: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    with torch.device(device):
+        exact, half = Blocks(*layout), Blocks(*layout, dtype=torch.float32)
     exact.module.bias.data = exact.module.bias.data.to(dtype).double() / 4
-    half = Blocks(*layout, dtype=torch.float32)
     half.module.bias.data = exact.module.bias.data.float()
     for mine, twin in zip((half.embeddings, *half.mixers), (exact.embeddings, *exact.mixers), strict=True):
         mine.data = twin.data.to(dtype)
@@ -307,20 +310,3 @@ def test_no_gradient_outlives_the_backward_pass(blocks: Blocks) -> None:
     averaged[-1].sum().backward()
     assert len(gone) == len(averaged) - 1
     assert not [reference for reference in gone if reference() is not None]
-
-
-# The model
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("method", ["denseformer", "denseformer-4x5"])
-def test_a_fresh_model_has_plain_llamas_bits_in_training_prefill_and_decoding(
-    tiny_model: TinyModel, method: str, dtype: torch.dtype, ragged: Batch
-) -> None:
-    plain = tiny_model(dtype=dtype)
-    model = tiny_model(method, dtype=dtype)
-    model.load_state_dict(plain.state_dict(), strict=False)
-    model.model.depth_average.reset_parameters()
-    assert torch.equal(model(**ragged).logits, plain(**ragged).logits)
-    with torch.no_grad():
-        assert torch.equal(model(**ragged).logits, plain(**ragged).logits)

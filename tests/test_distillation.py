@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TinyModel
-from transformers import PreTrainedModel, TrainingArguments, default_data_collator
+from conftest import TinyModel, training_arguments
+from transformers import PreTrainedModel, default_data_collator
 
 from resformer.training.distillation import DistillationTrainer, distillation_loss, hidden_state_loss
 
@@ -110,19 +110,13 @@ def _trainer(
         rows.append({"input_ids": ids, "labels": labels})
     return DistillationTrainer(
         model=model,
-        args=TrainingArguments(
+        args=training_arguments(
             folder,
             max_steps=1,
             per_device_train_batch_size=batch,
             gradient_accumulation_steps=accumulate,
             learning_rate=0.5,
-            lr_scheduler_type="constant",
-            optim="sgd",
             max_grad_norm=0.0,
-            use_cpu=True,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
         ),
         train_dataset=rows,
         data_collator=default_data_collator,

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,24 +13,33 @@ import yaml
 from accelerate.commands.config import load_config_from_file
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from checkpoints import save_checkpoint
-from conftest import TinyModel, others_slow
-from transformers import AutoModelForCausalLM, TrainingArguments
+from conftest import QUICK, VARIANTS, TinyModel, training_arguments
+from transformers import AutoModelForCausalLM
 from transformers.integrations import deepspeed
 
 import resformer.training
-from resformer import METHODS, ResFormerForCausalLM, retrofit
+from resformer import ResFormerForCausalLM, retrofit
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 CONFIGS = Path(next(iter(resformer.training.__path__))) / "configs"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
-@pytest.mark.parametrize("kind", others_slow(["ddp", "fsdp", "accelerate", "tp"], ["fsdp"]))
-def test_a_step_on_two_ranks_is_the_step_of_one(kind: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("fsdp", QUICK),
+        *(pytest.param(kind, VARIANTS, marks=pytest.mark.slow) for kind in ("ddp", "fsdp", "accelerate", "tp")),
+    ],
+    ids=lambda each: each if isinstance(each, str) else len(each),
+)
+def test_a_step_on_two_ranks_is_the_step_of_one(
+    kind: str, names: Sequence[str], tiny_model: TinyModel, tmp_path: Path
+) -> None:
     ids = torch.randint(3, 97, (4, 11), generator=torch.Generator().manual_seed(1))
     expected = {}
     fields = {"num_key_value_heads": 2} if kind == "tp" else {}  # each rank needs one
-    for name in [*METHODS, "crossed-sharing", "kitchen-sink", "gated-sink", "depth-sink"]:
+    for name in names:
         model = tiny_model(name, **fields).train()
         model.save_pretrained(tmp_path / name)
         torch.save(ids, tmp_path / name / "batch.pt")
@@ -99,14 +109,7 @@ def test_the_deepspeed_configurations_leave_nothing_open(
     stage: int, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deepspeed, "dep_version_check", lambda package: None)  # reading them takes no DeepSpeed
-    arguments = TrainingArguments(
-        tmp_path,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        bf16=True,
-        use_cpu=True,
-        report_to="none",
-    )
+    arguments = training_arguments(tmp_path, gradient_accumulation_steps=2, bf16=True)
 
     class Reader(deepspeed.HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
         """Without DeepSpeed Transformers' class has lost its base, Accelerate's."""

@@ -122,3 +122,11 @@ def test_results_are_in_generated_tables_and_not_in_sentences() -> None:
         r"<!-- table.*?<!-- end -->|\]\([^)]*\)|`[^`]*`|^    .*$|\[\d{4}\.\d{5}", "", page, flags=re.M | re.S
     )
     assert re.findall(r"\d+\.\d{2,}|\d[\d,]{4,}", prose) == []
+
+
+def test_memory_of_adapters_is_the_committed_one() -> None:
+    page = (ROOT / "docs" / "8b.md").read_text(encoding="utf-8")
+    results = json.loads((ROOT / "benchmarks" / "results" / "adapter_memory.json").read_text(encoding="utf-8"))
+    for run in results["adapters of 8B"]:
+        parts = run["weights"], run["gradients"] + run["optimizer"], run["activations"], run["peak"]
+        assert f"| {run['block']:,} | {' | '.join(f'{part / 1e9:.1f} GB' for part in parts)} |" in page

@@ -3,14 +3,11 @@
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from checkpoints import byte_tokenizer, save_checkpoint, save_notes
-from command_server import resformer, run
-from hub_server import HubServer
+from command_server import resformer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator
 
@@ -38,7 +34,6 @@ from resformer.training.options import FinetuneOptions
 from resformer.training.recipe import finetune_checkpoint
 from resformer.training.report import FinetuneReport
 
-ROOT = Path(__file__).parents[1]
 SMALL = ["--sample-by", "paragraph", "--block", "32", "--batch", "4", "--held-out", "0.1", "--no-bf16"]
 
 
@@ -59,15 +54,6 @@ def environment(work: Path) -> dict[str, str]:
 
 def finetune(work: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     return resformer("finetune", *arguments, cwd=work, launcher=launcher, **environment(work))
-
-
-@contextmanager
-def started(work: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """`resformer finetune ARGUMENTS` in a process whose stderr can be read while it runs."""
-    command = [sys.executable, "-m", "resformer", "finetune", *arguments]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment(work)}
-    with subprocess.Popen(command, cwd=work, env=env, stderr=subprocess.PIPE, text=True) as process:
-        yield process
 
 
 def loss_of(folder: Path, work: Path, blocks: int) -> float:
@@ -127,75 +113,18 @@ HEAL = ["--distill", "source", "--distill-weight", "1", "--distill-hidden", "1",
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [["retrofit", "--distill", "source"], ["shared", *HEAL]], ids=["all", "sharing"])
-def test_a_killed_run_resumes_to_the_bit(work: Path, start: list[str]) -> None:
-    arguments = [*start, "--data", "notes.txt", *SMALL, "--steps", "24", "--learning-rate", "1e-2"]
-    for name in ("whole", "killed"):
-        shutil.rmtree(work / name, ignore_errors=True)
-    whole = finetune(work, arguments[0], "whole", *arguments[1:])
-    assert whole.returncode == 0, whole.stderr
-    with started(work, arguments[0], "killed", *arguments[1:]) as process:
-        for line in process.stderr:
-            if re.match(r"step (9|1\d)/24", line):
-                process.send_signal(signal.SIGKILL)
-                break
-    assert process.returncode == -signal.SIGKILL
-    assert not (work / "killed").exists()
-    # A checkpoint that the kill cut short is passed over.
-    (work / "killed.training" / "checkpoint-23").mkdir()
-    (work / "killed.training" / "checkpoint-23" / "trainer_state.json").write_text('{"global')
-
-    refused = finetune(work, arguments[0], "killed", *arguments[1:])
-    assert refused.returncode == 3
-    assert "holds an unfinished run; go on with --resume, or begin again with --force" in refused.stderr
-    other = finetune(work, arguments[0], "killed", *arguments[1:], "--resume", "--seed", "1")
-    assert other.returncode == 3
-    assert "seed was 0, is 1" in other.stderr
-
-    resumed = finetune(work, arguments[0], "killed", *arguments[1:], "--resume", "--json")
-    assert resumed.returncode == 0, resumed.stderr
-    assert 3 <= json.loads(resumed.stdout)["resumed_from"] < 20
-    expected, got = (load_file(work / name / "model.safetensors") for name in ("whole", "killed"))
-    assert expected.keys() == got.keys()
-    assert not [name for name in expected if not torch.equal(expected[name], got[name])]
-    one, other_metrics = (json.loads((work / name / "metrics.json").read_text()) for name in ("whole", "killed"))
-    for key in ("loss_before", "loss_after", "tokens", "evaluations"):
-        assert one[key] == other_metrics[key], key
-    assert not (work / "killed.training").exists()
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_says_how_to_go_on(work: Path) -> None:
-    with started(work, "source", "stopped", "--data", "notes.txt", *SMALL, "--steps", "500") as process:
-        for line in process.stderr:
-            if line.startswith("step 50/"):
-                process.send_signal(signal.SIGINT)
-                break
-        rest = process.stderr.read()
-    assert process.returncode == 130, rest
-    assert "Go on from the last checkpoint with: resformer finetune source stopped" in rest
-    assert "--resume" in rest
-    assert "Traceback" not in rest
-    assert not (work / "stopped").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", [["retrofit"], ["shared", *HEAL]], ids=["all", "sharing"])
-def test_two_processes_learn_what_one_does_and_one_writes(work: Path, start: list[str]) -> None:
-    source, *teaching = start
-    for name in ("alone", "both"):
-        shutil.rmtree(work / name, ignore_errors=True)
+def test_two_processes_learn_what_one_does_and_one_writes(work: Path) -> None:
     # One step on all the data, in whatever order; --held-out-blocks for whole evaluation batches.
     shared = ["--data", "notes.txt", "--sample-by", "paragraph", "--block", "32", "--held-out", "0.1", "--no-bf16"]
-    shared += ["--held-out-blocks", "40", *teaching]
+    shared += ["--held-out-blocks", "40", *HEAL]
     for setting in ("optim=sgd", "warmup_steps=0", "max_grad_norm=0", "per_device_eval_batch_size=4"):
         shared += ["--set", setting]
     shared += ["--learning-rate", "1e-2", "--connection-learning-rate", "1e-2", "--json"]
-    blocks = json.loads(finetune(work, source, "alone", *shared, "--dry-run").stdout)["training_blocks"] // 2
-    alone = finetune(work, source, "alone", *shared, "--batch", blocks, "--accumulate", "2")
+    blocks = json.loads(finetune(work, "shared", "alone", *shared, "--dry-run").stdout)["training_blocks"] // 2
+    alone = finetune(work, "shared", "alone", *shared, "--batch", blocks, "--accumulate", "2")
     assert alone.returncode == 0, alone.stderr
     launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    both = finetune(work, source, "both", *shared, "--batch", blocks, launcher=launcher)
+    both = finetune(work, "shared", "both", *shared, "--batch", blocks, launcher=launcher)
     assert both.returncode == 0, both.stderr
     metrics, expected = json.loads(both.stdout), json.loads(alone.stdout)  # one report
     assert metrics["steps"] == expected["steps"] == 1
@@ -205,25 +134,6 @@ def test_two_processes_learn_what_one_does_and_one_writes(work: Path, start: lis
     assert abs(learned) > 0.005  # a teacher may raise the cross-entropy
     assert both.stderr.count("held-out loss") == alone.stderr.count("held-out loss")
     assert not (work / "both.training").exists()
-
-
-@pytest.mark.slow
-def test_distillation_brings_a_lossy_conversion_nearer_to_its_source(work: Path) -> None:
-    def divergence(folder: Path) -> float:
-        ids = torch.arange(1, 257).view(8, 32)
-        logits = []
-        for each in (folder, work / "source"):
-            with torch.no_grad():
-                logits.append(AutoModelForCausalLM.from_pretrained(each)(ids).logits.log_softmax(-1))
-        return torch.nn.functional.kl_div(*logits, log_target=True, reduction="sum").item() / 256
-
-    options = ["--data", "notes.txt", *SMALL, "--steps", "40", "--learning-rate", "3e-3"]
-    teacher = ["--distill", "source", "--distill-weight", "1", "--temperature", 2]
-    taught = finetune(work, "shared", "taught", *options, *teacher)
-    untaught = finetune(work, "shared", "untaught", *options)
-    assert (taught.returncode, untaught.returncode) == (0, 0), taught.stderr + untaught.stderr
-    assert divergence(work / "taught") < 0.8 * divergence(work / "shared")
-    assert divergence(work / "taught") < 0.8 * divergence(work / "untaught")
 
 
 def test_a_plan_names_the_held_out_documents_of_each_source_and_writes_nothing(work: Path) -> None:
@@ -259,81 +169,6 @@ def test_a_file_of_options_is_read_and_the_command_line_wins(work: Path) -> None
     assert metrics["arguments"]["trainer"] == {"lr_scheduler_type": "constant", "weight_decay": 0.0}
 
 
-@pytest.fixture(scope="module")
-def broken(work: Path) -> Path:
-    """`work`, with checkpoints and texts that cannot be used."""
-    (work / "tiny.txt").write_text("Hardly any text.\n")
-    (work / "texts").mkdir()
-    (work / "texts" / "a.txt").touch()
-    for name in ("coded", "pickled", "bare"):
-        save_checkpoint(work / name)
-    for name, key in (("config.json", "AutoConfig"), ("tokenizer_config.json", "AutoTokenizer")):
-        values = json.loads((work / "coded" / name).read_text())
-        reference = ["code.Class", None] if key == "AutoTokenizer" else "code.Class"
-        values |= {"auto_map": {key: reference}, "model_type": "strange", "tokenizer_class": "Class"}
-        (work / "coded" / name).write_text(json.dumps(values))
-    weights = work / "pickled" / "model.safetensors"
-    torch.save(load_file(weights), work / "pickled" / "pytorch_model.bin")
-    weights.unlink()
-    for path in (work / "bare").glob("token*"):
-        path.unlink()
-    return work
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["source", "new"], 2, "data is empty"),
-        (["source", "new", "--data", "missing.txt"], 3, "missing.txt: there is no such file"),
-        (["nowhere/model", "new", "--data", "notes.txt"], 3, "nowhere/model: is no checkpoint folder or Hub id"),
-        (["source", "retrofit", "--data", "notes.txt", "--force"], 3, "has no .resformer-files.json of"),
-        (["source", "texts", "--data", "texts/a.txt", "--force"], 3, "holds the source texts/a.txt"),
-        (["source", "source/new", "--data", "notes.txt"], 3, "lies in the source folder"),
-        (["source", "new", "--data", "notes.txt", "--text-column", "body"], 3, "no column 'body' but 'text'"),
-        (["source", "new", "--data", "tiny.txt", "--block", "200"], 3, "too few for one block of 200"),
-        (["coded", "new", "--data", "notes.txt"], 3, "coded: is no checkpoint folder or Hub id that can be loaded"),
-        (["pickled", "new", "--data", "notes.txt", "--sample-by", "line"], 3, "pickled: is no checkpoint folder"),
-        (["source", "new", "--data", "notes.txt", "--tokenizer", "coded"], 3, "coded: has no tokenizer"),
-        (["source", "new", "--data", "notes.txt", "--dtype", "float16"], 2, "save in it with --save-dtype float16"),
-        (["source", "new", "--data", "notes.txt", "--set", "hub_token=x"], 2, "set HF_TOKEN instead"),
-        (["source", "new", "--data", "notes.txt", "--set", "hub_strategy=end"], 2, "only the finished output"),
-        (["source", "new", "--data", "notes.txt", "--push", "you/new"], 3, "source: is no ResFormer model"),
-        (["source", "new", "--data", "notes.txt", "--block", "999"], 2, "model has 256 positions; use --block 256"),
-        (["bare", "new", "--data", "notes.txt"], 3, "has no tokenizer that can be loaded ("),
-        (["source", "new", "--data", "notes.txt", "--set", "weight_decy=1"], 2, "Did you mean 'weight_decay'?"),
-        (["source", "new", "--data", "notes.txt", "--set", "max_steps=1"], 2, "max_steps: is called steps here"),
-        (["source", "new", "--data", "notes.txt", "--set", "lerning_rate=1"], 2, "Did you mean 'learning_rate'?"),
-        (["source", "new", "--data", "notes.txt", "--set", "label_smoothing_factor=0.1"], 2, "would be smoothed"),
-        (["source", "new", "--data", "notes.txt", "--steps", "0"], 2, "steps is 0; expected more than 0"),
-        (["source", "new", "--data", "notes.txt", "--streaming"], 2, "streaming needs steps"),
-        (["source", "new", "--data", "notes.txt", "--held-out", "2"], 2, "held_out is 2.0; expected a share"),
-        (["source", "new", "--data", "notes.txt", "--set", "optim=magic"], 2, "magic"),
-        (["source", "new", "--data", "notes.txt", "--train", "heads"], 2, "expected one of all, sharing, connections"),
-        (["source", "new", "--data", "notes.txt", "--train", "sharing"], 3, "no layer of the model reads another's"),
-        (["shared", "new", "--data", "notes.txt", "--train", "connections"], 3, "have no parameters"),
-        (["shared", "new", "--data", "notes.txt", "--distill-hidden", "1"], 2, "name it with --distill"),
-        (["source", "new", "--data", "notes.txt:1", "--data", "texts"], 2, "a weight above 0 to every source"),
-        (["source", "new", "--config", "missing.yaml"], 2, "missing.yaml: cannot be read"),
-    ],
-)
-def test_misuse_is_one_line_with_the_way_out(
-    broken: Path,
-    invoke: Callable[..., Any],
-    arguments: list[str],
-    code: int,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail(f"asks {prompt}"))
-    before = set(broken.iterdir())
-    result = invoke(broken, "finetune", *arguments)
-    assert result.exit_code == code, result.output
-    assert words in result.stderr
-    assert result.stderr.startswith("Error: ")
-    assert len([line for line in result.stderr.splitlines() if not line.startswith("Try: ")]) == 1
-    assert set(broken.iterdir()) - before <= {broken / "home"}
-
-
 def test_one_process_at_a_time_trains_an_output(work: Path) -> None:
     options = FinetuneOptions(model=str(work / "source"), output=str(work / "busy"), data=[str(work / "notes.txt")])
     with (
@@ -341,19 +176,6 @@ def test_one_process_at_a_time_trains_an_output(work: Path) -> None:
         pytest.raises(OutputError, match="another process is training"),
     ):
         finetune_checkpoint(options)
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"steps": 5, "epochs": 1}, "steps is 5 and epochs 1; give one"),
-        ({"attn_implementation": "flash_attention_2"}, "batch is 8; with FlashAttention, documents"),
-        ({"distill": "c", "distill_hidden": -1}, "distill_hidden is -1; expected a finite number from 0 up"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        FinetuneOptions(model="a", output="b", data=["c"], **values)
 
 
 def tuned(work: Path, output: str, monkeypatch: pytest.MonkeyPatch, **values: Any) -> FinetuneReport:
@@ -411,6 +233,7 @@ def test_only_what_is_named_is_trained(
         "distill": "source",
         "distill_weight": 1.0,
         "distill_hidden": 2.0,
+        "temperature": 3.0,
         "train": train,
         "force": True,
         "gradient_checkpointing": gradient_checkpointing,
@@ -420,12 +243,14 @@ def test_only_what_is_named_is_trained(
     before, after = dict(start.named_parameters()), dict(healed.named_parameters())
     named = set(trained_parameters(start, train))
     assert {name for name in before if not torch.equal(before[name], after[name])} == named < before.keys()
-    ((state,),) = [[trainer.optimizer.optimizer.state] for trainer in trainers]
-    assert sum(len(moments) > 0 for moments in state.values()) == len(named)
+    (trainer,) = trainers
+    assert sum(len(moments) > 0 for moments in trainer.optimizer.optimizer.state.values()) == len(named)
+    assert (trainer.teacher.name_or_path, trainer.weight, trainer.temperature) == ("source", 1.0, 3.0)
+    assert (trainer.hidden_weight, trainer.hidden_layers) == (2.0, [-2])
     assert report.trained_parameters == sum(before[name].numel() for name in named) < report.parameters
     card = (work / "healed" / "README.md").read_text()
     assert f"{report.trained_parameters:,} of {report.parameters:,} parameters were trained: the " in card
-    assert "from `source`, with weight 1.0 on its logits at temperature 1.0 and weight 2.0 on its hidden" in card
+    assert "from `source`, with weight 1.0 on its logits at temperature 3.0 and weight 2.0 on its hidden" in card
     assert str(checkpoint_card(work / "healed").card) == card
 
 
@@ -508,20 +333,35 @@ def stop_at(step: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recipe.RecipeTrainer, "_save_checkpoint", save_and_die)
 
 
+def test_an_interrupted_run_says_how_to_go_on(
+    work: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["resformer", "finetune", "source", "stopped"])
+    monkeypatch.setattr(recipe, "_train", Mock(side_effect=KeyboardInterrupt))
+    done = invoke(work, "finetune", "source", "stopped", "--data", "notes.txt", *SMALL, "--steps", 5)
+    assert done.exit_code == 130
+    assert "Go on from the last checkpoint with: resformer finetune source stopped --resume" in done.stderr
+    assert not (work / "stopped").exists()
+
+
 def test_a_stream_is_resumed_where_it_was(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (work / "one.txt").write_text("\n".join(f"Line {n} is another text." for n in range(2000)))
     monkeypatch.setattr("resformer.training.data._SHUFFLED", 16)
-    model = AutoModelForCausalLM.from_pretrained(work / "retrofit")
+    model = AutoModelForCausalLM.from_pretrained(work / "shared")
     model.config.attention_dropout = 0.1  # random numbers, too, must be those of the uninterrupted run
     model.save_pretrained(work / "dropout")
     byte_tokenizer().save_pretrained(work / "dropout")
     options = {"model": "dropout", "data": ["notes.txt:1", "one.txt:2"], "sample_by": "document", "streaming": True}
     options |= {"steps": 8, "accumulate": 2, "batch": 3, "learning_rate": 1e-2, "save_steps": 1}
+    options |= {"train": "sharing", "distill": "source", "distill_weight": 1.0, "distill_hidden": 1.0}
     whole = tuned(work, "whole-stream", monkeypatch, **options)
     with monkeypatch.context() as patch:
         stop_at(5, patch)
         with pytest.raises(OSError, match="killed"):
             tuned(work, "killed-stream", patch, **options)
+    cut_short = work / "killed-stream.training" / "checkpoint-7"  # and passed over
+    cut_short.mkdir()
+    (cut_short / "trainer_state.json").write_text('{"global')
     resumed = tuned(work, "killed-stream", monkeypatch, **options, resume=True)
     assert resumed.resumed_from == 5
     assert resumed.evaluations == whole.evaluations
@@ -539,10 +379,12 @@ def test_a_run_that_cannot_be_gone_on_with_is_refused(work: Path, monkeypatch: p
         with pytest.raises(OSError, match="killed"):
             tuned(work, "begun", patch, **options)
 
-    def refused(words: str) -> None:
+    def refused(words: str, **more: Any) -> None:
         with pytest.raises(CheckpointError, match=words):
-            tuned(work, "begun", monkeypatch, **options, resume=True)
+            tuned(work, "begun", monkeypatch, **{**options, "resume": True, **more})
 
+    refused("holds an unfinished run; go on with --resume, or begin again with --force", resume=False)
+    refused("seed was 0, is 1", seed=1)
     with monkeypatch.context() as patch:
         patch.setattr("transformers.TrainingArguments.world_size", 2)
         refused("processes was 1, is 2. Go on as it began")
@@ -589,25 +431,3 @@ def test_tensorboard_files_are_in_the_output(work: Path, monkeypatch: pytest.Mon
     events = reader.EventAccumulator(str(folder)).Reload()
     assert [event.step for event in events.Scalars("eval/loss")] == [0, 1, 2]
     check_target(work / "logged", made_by="finetune", force=True)
-
-
-@pytest.mark.slow
-def test_commands_of_the_document_run(work: Path, tmp_path: Path) -> None:
-    code = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "finetuning.md").read_text(), re.MULTILINE | re.DOTALL)
-    commands = [line for block in code for line in block.replace("\\\n", " ").splitlines() if line]
-    assert len(commands) > 4
-    (tmp_path / "notes.txt").write_text((work / "notes.txt").read_text())
-    chats = [json.dumps({"prompt": f"What is {n} plus 1?", "completion": f" It is {n + 1}."}) for n in range(100)]
-    (tmp_path / "chats.jsonl").write_text("\n".join(chats))
-    (tmp_path / "run.yaml").write_text(
-        re.search(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "finetuning.md").read_text(), re.M | re.S)[1]  # type: ignore[index]
-    )
-    with HubServer() as hub:
-        hub.add("HuggingFaceTB/SmolLM2-135M", work / "source")
-        variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
-        for command in commands:
-            words = command.partition("#")[0].split()
-            if words[0] == "accelerate":
-                words = ["accelerate.commands.launch", *words[2:]]
-            done = run("-m", *words, cwd=tmp_path, env={**os.environ, **environment(work), **variables})
-            assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"

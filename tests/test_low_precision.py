@@ -1,4 +1,4 @@
-"""bfloat16 and float16 cost no method more accuracy than they cost Llama, and coefficients learn as in float32."""
+"""bfloat16 and float16 cost no method more accuracy than they cost Llama."""
 
 import copy
 import math
@@ -83,21 +83,3 @@ def test_losses_deviate_by_less_than_a_bit_more_than_llamas(method: str) -> None
     assert len(llama) == 4
     for kind, deviation in deviations(method).items():
         assert 0 < deviation < ONE_BIT * llama[kind], (kind, deviation / llama[kind])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "method", ["resformer", "resformer-plus", "resformer-dense", "resformer-gated", "depth-attention", "denseformer"]
-)
-def test_coefficients_of_a_bfloat16_model_learn_what_they_learn_in_float32(method: str) -> None:
-    model = build(method, 0)
-    start = {name: p.detach().clone() for name, p in model.named_parameters() if is_connection(name)}
-    low = cast(model, torch.bfloat16)
-    moves = []
-    for trained in (model, low):
-        train(trained, 0)
-        moves.append(torch.cat([(trained.get_parameter(name) - p).detach().flatten() for name, p in start.items()]))
-    assert {low.get_parameter(name).dtype for name in start} == {torch.float32}
-    # Measured at four seeds: 0.995 and more for the gates, 0.9987 and more for the rest; norms within 0.044.
-    assert torch.cosine_similarity(*moves, dim=0) > 0.98
-    assert abs(moves[1].norm() / moves[0].norm() - 1) < 0.1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
-from conftest import Batch, TinyModel
+from conftest import Batch, TinyModel, moved
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -25,15 +25,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from resformer import (
-    ResFormerForCausalLM,
     ResFormerForQuestionAnswering,
     ResFormerForSequenceClassification,
     ResFormerForTokenClassification,
     ResFormerModel,
 )
-from resformer.configuration.methods import CONNECTION_FIELDS
-from resformer.modeling.connection import Connection
-from resformer.modeling.modeling_resformer import KINDS
 from resformer.training.optimizer import is_connection
 
 
@@ -51,41 +47,30 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1
 # Outputs
 
 
-def test_attentions_are_one_distribution_per_layer_head_and_token(
+def test_recorded_states_are_attention_weights_embeddings_raw_blocks_and_the_normed_output(
     tiny_model: TinyModel, variant: str, ragged: Batch
 ) -> None:
     model = tiny_model(variant, attention="eager")
-    ids = ragged["input_ids"][:1]
-    with torch.no_grad():
-        attentions = model(ids, output_attentions=True).attentions
-    assert len(attentions) == 6
-    for n, weights in enumerate(attentions):
-        assert weights.shape == (1, model.config.num_attention_heads, 11, 11)
-        torch.testing.assert_close(weights.sum(dim=-1), torch.ones(weights.shape[:-1]))
-        seen = torch.ones(11, 11, dtype=torch.bool).tril()
-        if model.config.layer_types[n] == "sliding_attention":
-            seen = seen.triu(1 - model.config.sliding_window)
-        assert not weights[..., ~seen].any()
-        assert (weights[..., seen] > 0).all()
-    assert model(ids).attentions is None
-
-
-def test_hidden_states_are_the_embeddings_the_raw_blocks_and_the_normed_output(
-    tiny_model: TinyModel, variant: str, ragged: Batch
-) -> None:
-    model = tiny_model(variant)
-    raw = []
+    ids, raw = ragged["input_ids"][:1], []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda _module, _args, output: raw.append(output[0]))
     with torch.no_grad():
-        output = model.model(**ragged, output_hidden_states=True)
-        embeddings = model.model.embed_tokens(ragged["input_ids"])
-    assert len(output.hidden_states) == 7
-    assert torch.equal(output.hidden_states[0], embeddings)
-    for recorded, expected in zip(output.hidden_states[1:-1], raw[:-1], strict=True):
+        output = model.model(ids, output_attentions=True, output_hidden_states=True)
+        plain = model.model(ids)
+    embeddings, *blocks, last = output.hidden_states
+    assert torch.equal(embeddings, model.model.embed_tokens(ids))
+    for recorded, expected in zip(blocks, raw[:5], strict=True):
         assert torch.equal(recorded, expected)
-    assert torch.equal(output.hidden_states[-1], output.last_hidden_state)
-    assert model(**ragged).hidden_states is None
+    assert torch.equal(last, output.last_hidden_state)
+    for weights, kind in zip(output.attentions, model.config.layer_types, strict=True):
+        assert weights.shape == (1, model.config.num_attention_heads, 11, 11)
+        torch.testing.assert_close(weights.sum(dim=-1), torch.ones(weights.shape[:-1]))
+        seen = torch.ones(11, 11, dtype=torch.bool).tril()
+        if kind == "sliding_attention":
+            seen = seen.triu(1 - model.config.sliding_window)
+        assert not weights[..., ~seen].any()
+        assert (weights[..., seen] > 0).all()
+    assert plain.attentions is plain.hidden_states is None
 
 
 def test_embeddings_and_a_choice_of_logits_give_the_same(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
@@ -223,9 +208,9 @@ def loss_and_gradients(model: PreTrainedModel, batch: Batch) -> tuple[torch.Tens
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("trained", ["everything", "added"])
 def test_gradient_checkpointing_changes_no_gradient(
-    tiny_model: TinyModel, variant: str, trained: str, ragged: Batch
+    tiny_model: TinyModel, variant: str, trained: str, ragged: Batch, device: str
 ) -> None:
-    model = tiny_model(variant).train()
+    model, ragged = tiny_model(variant).to(device).train(), moved(ragged, device)
     if trained == "added":
         if not any(is_connection(name) for name, _ in model.named_parameters()):
             pytest.skip("nothing is added")
@@ -266,32 +251,16 @@ def test_autocast_trains_every_mixing_parameter(tiny_model: TinyModel, variant: 
         assert parameter.grad.any(), name
 
 
-def test_mixing_parameters_of_a_bfloat16_model_train_in_bfloat16(
-    tiny_model: TinyModel, variant: str, ragged: Batch
-) -> None:
-    _, exact = loss_and_gradients(tiny_model(variant).train(), ragged)
-    exact = {name: gradient.clone() for name, gradient in exact.items()}
-    model = tiny_model(variant, dtype=torch.bfloat16).train()
-    loss, gradients = loss_and_gradients(model, ragged)
-    assert loss.isfinite()
-    for name, parameter in model.named_parameters():
-        assert parameter.dtype == gradients[name].dtype == torch.bfloat16, name
-        assert gradients[name].isfinite().all(), name
-        assert gradients[name].any(), name
-        if is_connection(name):
-            cosine = torch.cosine_similarity(gradients[name].float().flatten(), exact[name].flatten(), dim=0)
-            assert cosine > 0.9, name
-
-
-@pytest.mark.parametrize("whole", [True, False], ids=["every added parameter", "modules of the model alone"])
-def test_mixing_parameters_may_stay_in_float32_over_a_bfloat16_backbone(
-    tiny_model: TinyModel, variant: str, whole: bool, ragged: Batch
+@pytest.mark.parametrize("kept", ["nothing", "modules of the model alone", "every added parameter"])
+def test_mixing_parameters_of_a_bfloat16_model_train_in_bfloat16_or_in_float32(
+    tiny_model: TinyModel, variant: str, kept: str, ragged: Batch
 ) -> None:
     # PEFT's `modules_to_save` and careful trainers leave the gates within the layers as they are.
+    _, exact = loss_and_gradients(tiny_model(variant).train(), ragged)
     model = tiny_model(variant, dtype=torch.bfloat16).train()
     plain = logits_of(model, **ragged)
     for name, parameter in model.named_parameters():
-        if is_connection(name) and (whole or ".layers." not in name):
+        if is_connection(name) and (kept.startswith("every") or (kept != "nothing" and ".layers." not in name)):
             parameter.data = parameter.data.float()
     got = logits_of(model, **ragged)
     assert got.dtype == torch.bfloat16
@@ -300,7 +269,11 @@ def test_mixing_parameters_may_stay_in_float32_over_a_bfloat16_backbone(
     _, gradients = loss_and_gradients(model, ragged)
     for name, parameter in model.named_parameters():
         assert gradients[name].dtype == parameter.dtype, name
+        assert gradients[name].isfinite().all(), name
         assert gradients[name].any(), name
+        if is_connection(name):
+            cosine = torch.cosine_similarity(gradients[name].float().flatten(), exact[name].flatten(), dim=0)
+            assert cosine > 0.9, name
 
 
 # Sizes, heads, files
@@ -370,12 +343,16 @@ def test_sequence_classification_reads_the_last_real_token(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shard"), [(torch.float32, "5GB"), (torch.bfloat16, "8KB")], ids=["fp32", "bf16-sharded"]
+    ("dtype", "shard"), [(torch.float32, "5GB"), (torch.float16, "5GB"), (torch.bfloat16, "8KB")], ids=str
 )
 def test_saving_and_reloading_keeps_every_bit(
     tiny_model: TinyModel, variant: str, dtype: torch.dtype, shard: str, tmp_path: Path
 ) -> None:
     model = tiny_model(variant, dtype=dtype)
+    coefficients = {name for name, _ in model.named_parameters() if is_connection(name) and "table" not in name}
+    for name in coefficients:  # which stay in float32, and need it
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.float() * 1.001
     model.save_pretrained(tmp_path, max_shard_size=shard)
     assert len(list(tmp_path.glob("*.safetensors"))) == 1 if shard == "5GB" else len(list(tmp_path.iterdir())) > 5
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -384,12 +361,15 @@ def test_saving_and_reloading_keeps_every_bit(
     state = model.state_dict()
     assert again.state_dict().keys() == state.keys()
     for name, tensor in again.state_dict().items():
-        coefficient = is_connection(name) and "table" not in name
-        assert tensor.dtype == (torch.float32 if coefficient else dtype), name
-        assert torch.equal(tensor, state[name].to(tensor.dtype)), name
+        assert tensor.dtype == (torch.float32 if name in coefficients else dtype), name
+        assert torch.equal(tensor, state[name]), name
     base = AutoModel.from_pretrained(tmp_path)
     assert type(base) is ResFormerModel
     assert all(torch.equal(tensor, state[f"model.{name}"]) for name, tensor in base.state_dict().items())
+    # As Transformers' common tests ask.
+    assert not again._keep_in_fp32_modules & again._keep_in_fp32_modules_strict
+    for kept in again._keep_in_fp32_modules | again._keep_in_fp32_modules_strict:
+        assert any(re.search(rf"(?:^|\.){kept}(?:\.|$)", name) for name in state), kept
 
 
 @pytest.mark.filterwarnings("ignore:.*on the meta device")
@@ -418,12 +398,15 @@ COMPILED = ["kitchen-sink", "gated-sink", "depth-sink"]  # all but learnable_plu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", COMPILED, indirect=True)
-def test_compiling_breaks_no_graph_and_changes_no_gradient(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
-    model = tiny_model(variant).train()
+def test_compiling_breaks_no_graph_and_changes_no_gradient(
+    tiny_model: TinyModel, variant: str, ragged: Batch, device: str
+) -> None:
+    model, ragged = tiny_model(variant).to(device).train(), moved(ragged, device)
     loss, expected = loss_and_gradients(model, ragged)
     expected = {name: gradient.clone() for name, gradient in expected.items()}
     torch.compiler.reset()
-    got, gradients = loss_and_gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), ragged)
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    got, gradients = loss_and_gradients(torch.compile(model, fullgraph=True, backend=backend), ragged)
     torch.testing.assert_close(got, loss, rtol=1e-5, atol=1e-5)
     for name, _ in model.named_parameters():
         assert_close(gradients[f"_orig_mod.{name}"], expected[name], 1e-4)
@@ -470,30 +453,3 @@ def test_a_pruned_layer_takes_its_coefficients_along_or_is_missed(
     del model.model.layers[0]
     with pytest.raises(ValueError, match=r"reads the .*values of layer 0, which has been removed or comes later"):
         model(**ragged)
-
-
-def test_names_and_fields_of_connections_are_complete(variant: str, tiny_model: TinyModel) -> None:
-    model = tiny_model(variant)
-    added = {name for name, module in model.named_modules() if isinstance(module, Connection)}
-    assert {name for name, _ in model.named_parameters() if is_connection(name)} == {
-        name for name, _ in model.named_parameters() if name.rpartition(".")[0] in added
-    }
-    assert sorted(name for kind in KINDS for name in kind.fields) == sorted(CONNECTION_FIELDS)
-
-
-# Precision, as Transformers' common tests ask
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_coefficients_are_loaded_in_float32(
-    variant: str, tiny_model: TinyModel, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    tiny_model(variant).save_pretrained(tmp_path)
-    model = ResFormerForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-    assert not model._keep_in_fp32_modules & model._keep_in_fp32_modules_strict
-    names = [name for name, _ in model.named_parameters()]
-    for kept in model._keep_in_fp32_modules | model._keep_in_fp32_modules_strict:
-        assert any(re.search(rf"(?:^|\.){kept}(?:\.|$)", name) for name in names), kept
-    for name, parameter in model.named_parameters():
-        coefficient = is_connection(name) and "bias_table" not in name
-        assert parameter.dtype == (torch.float32 if coefficient else dtype), name

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VARIANTS, Batch, TinyModel, others_slow
+from conftest import VARIANTS, Batch, TinyModel, moved, others_slow
 from transformers import (
     Cache,
     ContinuousBatchingConfig,
@@ -123,8 +123,10 @@ def test_generation_with_a_cache_equals_generation_without(
 
 
 @pytest.mark.parametrize("sizes", [[1] * 11, [4, 4, 3], [1, 9, 1]])
-def test_chunked_prefill_equals_one_pass(tiny_model: TinyModel, variant: str, sizes: list[int], ragged: Batch) -> None:
-    model = tiny_model(variant)
+def test_chunked_prefill_equals_one_pass(
+    tiny_model: TinyModel, variant: str, sizes: list[int], ragged: Batch, device: str
+) -> None:
+    model, ragged = tiny_model(variant).to(device), moved(ragged, device)
     expected = uncached_logits(model, ragged)
     for cache in caches_of(model).values():
         got = logits_in_chunks(model, ragged, sizes, cache)
@@ -189,23 +191,6 @@ def test_drafts_of_the_first_layers_equal_greedy(tiny_model: TinyModel, variant:
     assert torch.equal(got.sequences, generate(model, prompt, use_cache=False).sequences)
 
 
-def test_prompts_given_as_embeddings_generate_as_their_tokens(
-    tiny_model: TinyModel, variant: str, ragged: Batch
-) -> None:
-    model = tiny_model(variant)
-    embeddings = model.get_input_embeddings()(ragged["input_ids"])
-    embedded = {"inputs_embeds": embeddings, "attention_mask": ragged["attention_mask"]}
-    if model.config.value_embeddings:
-        with pytest.raises(ValueError, match="pass `input_ids`"):
-            generate(model, embedded)
-        return
-    got = generate(model, embedded)
-    expected = generate(model, ragged, use_cache=False)
-    assert torch.equal(got.sequences, expected.sequences[:, 11:])
-    for mine, naive in zip(got.logits, expected.logits, strict=True):
-        torch.testing.assert_close(mine, naive, rtol=1e-4, atol=1e-4)
-
-
 # Several turns
 
 
@@ -228,22 +213,6 @@ def test_a_second_turn_on_a_returned_cache_equals_one_pass(
         ids = torch.cat((got.sequences, said), dim=1)
         mask = torch.cat((batch["attention_mask"], torch.ones(3, NEW_TOKENS + 2, dtype=torch.long)), dim=1)
         batch = {"input_ids": ids, "attention_mask": mask}
-
-
-@pytest.mark.parametrize("variant", [*SHARING, "resformer-denseformer", "gated-sink"], indirect=True)
-def test_several_continuations_of_one_cached_prompt_equal_one_pass_each(
-    tiny_model: TinyModel, variant: str, ragged: Batch
-) -> None:
-    model = tiny_model(variant)
-    start = {name: tensor[:, :8] for name, tensor in ragged.items()}
-    prompt = GrowingCache(model.config)
-    logits_in_chunks(model, start, [7, 1], prompt)
-    for shift in (0, 1, 2):
-        whole = {**ragged, "input_ids": ragged["input_ids"].clone()}
-        whole["input_ids"][:, 8:] = ragged["input_ids"][:, 8:].roll(shift, dims=1)
-        got = generate(model, whole, past_key_values=copy.deepcopy(prompt))
-        assert_same_generation(got, generate(model, whole, use_cache=False))
-    assert prompt.get_seq_length() == 8
 
 
 # Windows

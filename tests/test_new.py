@@ -86,26 +86,3 @@ def test_the_budget_follows_the_published_fits() -> None:
     assert batch == pytest.approx(0.292 * 10 ** (20 * 0.3271), rel=1e-6)
     assert rate == pytest.approx(0.3118 * 10**-2.5)
     assert budget(10**6, 6e6, tokens=1000)[::2] == (1000, 2e-3)  # no higher than what was measured
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["new", "a", "--size", "7b", "--tokenizer", "bytes"], 2, "one of tiny, 10m, 82m"),
-        (["new", "a", "--method", "gpt", "--tokenizer", "bytes"], 2, "Unknown method 'gpt'"),
-        (["new", "a", "--tokenizer", "bytes", "--set", "hiden_size=4"], 2, "Did you mean 'hidden_size'?"),
-        (["new", "a", "--tokenizer", "bytes", "--set", "vocab_size=200"], 2, "200, but the tokenizer has 257"),
-        (["new", "a"], 2, "'bpe:4096', which is trained on data; name some with --data"),
-        (["new", "a", "--tokenizer", "bytes", "--block", 1], 2, "2 tokens at least"),
-        (["new", "full", "--tokenizer", "bytes", "--force"], 3, "full: is not empty, and has no"),
-        (["train", "a", "--steps", 3], 2, "`resformer pretrain` trains from scratch"),
-    ],
-)
-def test_refusals_say_what_to_do(
-    arguments: list[Any], code: int, words: str, tmp_path: Path, invoke: Callable[..., Any]
-) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine.txt").touch()
-    done = invoke(tmp_path, *arguments)
-    assert (done.exit_code, words in done.stderr) == (code, True), done.stderr
-    assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["full"]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
+import resformer.trl
 from resformer import ResFormerConfig, ResFormerForCausalLM, ResFormerForSequenceClassification
 from resformer.modeling.value_residual import GateProjection
 from resformer.training.optimizer import FullPrecisionConnections, is_connection
@@ -142,7 +144,8 @@ def sft(tmp_path: Path) -> Callable[..., SFTTrainer]:
     def make(
         model: PreTrainedModel, dataset: dict[str, list[str]], callbacks: Any = None, **options: Any
     ) -> SFTTrainer:
-        config = SFTConfig(tmp_path / "sft", max_steps=2, report_to="none", use_cpu=True, bf16=False, **options)
+        fixed = {"max_steps": 2, "report_to": "none", "use_cpu": True, "bf16": False}
+        config = SFTConfig(tmp_path / "sft", **fixed | options)
         return SFTTrainer(
             model=model,
             args=config,
@@ -190,17 +193,6 @@ def test_sft_trains_a_model_and_an_adapter(method: str, packing: bool, sft: Call
         assert not [name for name, p in trainer.model.named_parameters() if is_connection(name) and id(p) in decayed]
 
 
-def test_only_the_completion_is_learned(sft: Callable[..., SFTTrainer]) -> None:
-    pairs = {"prompt": ["two and two are"] * 4, "completion": [" four", " five", " three", " one"]}
-    trainer = sft(build("resformer-denseformer"), pairs, completion_only_loss=True, per_device_train_batch_size=4)
-    (batch,) = trainer.get_train_dataloader()
-    learned = (batch["labels"] != -100).sum(dim=1)
-    assert sorted(learned.tolist()) == sorted(len(text) + 1 for text in pairs["completion"])  # its bytes and the end
-    assert (batch["labels"][:, : len("two and two are")] == -100).all()
-    trainer.train()
-    assert trainer.state.log_history[-1]["train_loss"] > 0
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of every kind of connection with parameters, which start as plain Llama, and a chat template."""
@@ -216,20 +208,7 @@ PAIRS = {"prompt": ["two and two are"] * 4, "chosen": [" four"] * 4, "rejected":
 COMMON = {"report_to": "none", "use_cpu": True, "bf16": False, "max_steps": 3, "logging_steps": 1}
 
 
-def test_dpo_by_name_prefers_what_was_chosen(checkpoint: Path, tmp_path: Path) -> None:
-    trainer = DPOTrainer(
-        model=str(checkpoint),
-        args=DPOConfig(tmp_path, learning_rate=1e-3, **COMMON),
-        train_dataset=Dataset.from_dict(PAIRS),
-    )
-    assert type(trainer.model) is type(trainer.ref_model) is ResFormerForCausalLM
-    trainer.train()
-    margins = [entry["rewards/margins"] for entry in trainer.state.log_history if "rewards/margins" in entry]
-    assert margins[0] == pytest.approx(0.0, abs=1e-6)
-    assert margins[-1] > margins[1] > 0.0
-
-
-def test_sft_grpo_and_reward_trainers_build_a_model_by_its_name(checkpoint: Path, tmp_path: Path) -> None:
+def test_trainers_build_a_model_by_its_name_and_train_it(checkpoint: Path, tmp_path: Path) -> None:
     lengths = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 2}
     pairs = Dataset.from_dict(PAIRS)
     trainers = [
@@ -241,14 +220,19 @@ def test_sft_grpo_and_reward_trainers_build_a_model_by_its_name(checkpoint: Path
             train_dataset=pairs.select_columns("prompt"),
         ),
         RewardTrainer(str(checkpoint), RewardConfig(tmp_path, **COMMON), train_dataset=pairs),
+        DPOTrainer(str(checkpoint), args=DPOConfig(tmp_path, learning_rate=1e-3, **COMMON), train_dataset=pairs),
     ]
-    expected = [ResFormerForCausalLM, ResFormerForCausalLM, ResFormerForSequenceClassification]
-    for trainer, model_class in zip(trainers, expected, strict=True):
+    assert type(trainers[-1].ref_model) is ResFormerForCausalLM
+    for trainer in trainers:
+        model_class = ResFormerForSequenceClassification if type(trainer) is RewardTrainer else ResFormerForCausalLM
         assert type(trainer.model) is model_class
         gates = [module for module in trainer.model.modules() if isinstance(module, GateProjection)]
         trainer.train()
         assert gates
         assert all(gate.weight.any() for gate in gates)  # they started at 0
+    margins = [entry["rewards/margins"] for entry in trainer.state.log_history if "rewards/margins" in entry]
+    assert margins[0] == pytest.approx(0.0, abs=1e-6)
+    assert margins[-1] > margins[1] > 0.0
 
 
 # The command line
@@ -367,10 +351,13 @@ def test_the_page_on_8b_runs_from_top_to_bottom(hub: HubServer, tmp_path: Path) 
     assert not [name for name in before if is_connection(name) and torch.equal(before[name], after[name])]
 
 
-def test_an_unknown_command_of_trl_is_named_with_those_that_exist(hub: HubServer, tmp_path: Path) -> None:
-    done = run("-m", "resformer.trl", "stf", env={**os.environ, **hub.environment(tmp_path)})
-    assert done.returncode == 2
-    assert re.search("invalid choice: 'stf'.*dpo.*grpo.*reward", done.stderr)
+def test_an_unknown_command_of_trl_is_named_with_those_that_exist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trl.py", "stf"])
+    with pytest.raises(SystemExit):
+        resformer.trl.main()
+    assert re.search("invalid choice: 'stf'.*dpo.*grpo.*reward", capsys.readouterr().err)
 
 
 # Quantisation
@@ -392,15 +379,17 @@ def test_quantisation_leaves_connections_as_they_are(bits: int, checkpoint: Path
 
 
 def test_connections_of_a_quantised_model_keep_every_bit_until_they_learn(
-    checkpoint: Path, tmp_path: Path, sft: Callable[..., SFTTrainer]
+    checkpoint: Path, tmp_path: Path, sft: Callable[..., SFTTrainer], device: str
 ) -> None:
+    four_bits = BitsAndBytesConfig(load_in_4bit=True)
     quantised = AutoModelForCausalLM.from_pretrained(
-        checkpoint, quantization_config=BitsAndBytesConfig(load_in_4bit=True), dtype=torch.float32
+        checkpoint, quantization_config=four_bits, dtype=torch.float32, device_map=device
     )
     with torch.no_grad():
         quantised.model.value_residual.bias_own.fill_(1.2345678)
     model = adapt(quantised, modules_to_save=CONNECTIONS)
-    trainer = sft(model, {"text": TEXTS}, callbacks=[FullPrecisionConnections()], learning_rate=1e-5)
+    options = {"learning_rate": 1e-5, "use_cpu": device == "cpu"}
+    trainer = sft(model, {"text": TEXTS}, callbacks=[FullPrecisionConnections()], **options)
     trained = dict(model.named_parameters())["base_model.model.model.value_residual.modules_to_save.default.bias_own"]
     assert trained.dtype == torch.float32
     assert torch.equal(trained, torch.full_like(trained, 1.2345678))

@@ -141,23 +141,6 @@ def test_a_dry_run_writes_nothing(work: Path, invoke: Callable[..., Any], monkey
     assert not list(work.glob("out*"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "data is empty"),
-        (["--data", "text.txt", "--tokenizer", "bytes", "--batch-tokens", 500], "expected a multiple of 512"),
-        (["--data", "text.txt", "--tokenizer", "bytes", "--schedule", "linear"], "one of cosine, constant, wsd"),
-        (["--data", "text.txt", "--tokens", "many"], "many"),
-        (["--config", "options.yaml"], "Did you mean 'tokens'?"),
-    ],
-)
-def test_what_cannot_be_is_refused(arguments: list[Any], words: str, work: Path, invoke: Callable[..., Any]) -> None:
-    Path("options.yaml").write_text("token: 3k\n")
-    done = invoke(work, "pretrain", "out", *arguments)
-    assert (done.exit_code, words in done.stderr) == (2, True), done.stderr
-    assert not list(work.glob("out*"))
-
-
 def test_tasks_are_scored_while_it_trains_and_stand_on_the_card(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")  # takes the harness seconds
     rows = [{"question": f"layer {n}", "choices": [" a", " bcd"], "answer": n % 2} for n in range(4)]

@@ -1,5 +1,6 @@
 """Every command and every line of code in the README runs, as a reader would run it, against a Hub on loopback."""
 
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ from hub_server import Commands
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 QUICK = [f"docs/{name}.md" for name in ("analysis", "converting", "quickstart", "sharing")]
-PAGES = "analysis comparing converting pretraining quickstart sharing shrinking training".split()
+PAGES = "analysis comparing converting finetuning pretraining quickstart sharing shrinking training".split()
 DOCUMENTS = others_slow(["README.md", *(f"docs/{name}.md" for name in PAGES)], ["README.md", *QUICK])
 BLOCKS = r"^```(\w+)\n(.*?)^```"
 
@@ -31,12 +32,18 @@ def test_documents_run_from_top_to_bottom(document: str, commands: Commands, tmp
     work.mkdir()
     lines = [f"Values of the first layer reach layer {number} of {number + 1}." for number in range(400)]
     (work / "notes.txt").write_text("\n".join(lines))
+    pairs = [
+        json.dumps({"prompt": f"What is {number} plus 1?", "completion": f" {number + 1}."}) for number in range(99)
+    ]
+    (work / "chats.jsonl").write_text("\n".join(pairs))
+    (work / "run.yaml").write_text("".join(code for language, code in blocks if language == "yaml"))
     commands = [line for language, code in blocks if language == "bash" for line in code.splitlines()]
     for command in commands:
         if command.split()[0] in ("make", "pip"):  # the Makefile's own test is below, pip's in test_packaging
             continue
+        command = command.replace("accelerate launch", "accelerate.commands.launch")
         program, *arguments = command.partition("#")[0].split()
-        assert program == "resformer"
+        assert program in ("resformer", "accelerate.commands.launch")
         done = run("-m", program, *arguments, cwd=work, env=environment)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
     script = "\n".join(code for language, code in blocks if language == "python")

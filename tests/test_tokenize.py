@@ -101,12 +101,6 @@ def test_another_text_or_tokenizer_is_refused(text: Path, invoke: Callable[..., 
     tokenizing.tokenize(options(text))
     other = invoke(text, "tokenize", text / "text.txt", "tokens", "--tokenizer", "bpe:300")
     assert (other.exit_code, "tokenizer was 'bytes', is 'bpe:300'" in other.stderr) == (3, True), other.stderr
-    (text / "mine").mkdir()
-    (text / "mine" / "notes.txt").touch()
-    mine = invoke(text, "tokenize", text / "text.txt", "mine", "--tokenizer", "bytes")
-    assert (mine.exit_code, "was not written by" in mine.stderr) == (3, True), mine.stderr
-    part = invoke(text, "tokenize", text / "text.txt", "new", "--tokenizer", "bytes", "--shard", "4/3")
-    assert (part.exit_code, "I from 1 to N" in part.stderr) == (2, True), part.stderr
 
 
 def test_a_file_that_was_cut_is_not_read(text: Path) -> None:

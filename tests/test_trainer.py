@@ -1,15 +1,20 @@
-"""The stock Trainer's options change how a model is trained, never what it learns."""
+"""The stock Trainer's options change how a model is trained, never what it learns; parts of a model learn alone."""
 
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, others_slow
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from conftest import COMBINATIONS, TINY, TinyModel, others_slow, training_arguments
+from transformers import Trainer
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
+from resformer.configuration import key_sources, value_sources
+from resformer.errors import CheckpointError
+from resformer.training.freezing import trained_parameters
+from resformer.training.memory import peak_memory
 from resformer.training.optimizer import ConnectionTrainer, is_connection, set_connection_learning_rate
 
 #: One of every mechanism, and their combination.
@@ -41,22 +46,8 @@ def trainer(tmp_path: Path) -> Build:
         model = ResFormerForCausalLM(ResFormerConfig.for_method(method, **fields))
         of_the_trainer = ("connection_learning_rate", "eval_dataset", "optimizer_cls_and_kwargs")
         rest = {name: options.pop(name) for name in of_the_trainer if name in options}
-        arguments = {
-            "output_dir": tmp_path / "run",
-            "max_steps": 3,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 0.1,
-            "optim": "sgd",  # AdamW's first steps are signs, which rounding turns over where a gradient is near 0
-            "lr_scheduler_type": "constant",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "use_cpu": True,
-        }
-        return ConnectionTrainer(
-            model=model, args=TrainingArguments(**{**arguments, **options}), train_dataset=rows(16), **rest
-        )
+        arguments = training_arguments(tmp_path / "run", **{"max_steps": 3, "learning_rate": 0.1, **options})
+        return ConnectionTrainer(model=model, args=arguments, train_dataset=rows(16), **rest)
 
     return build
 
@@ -95,29 +86,6 @@ def test_accumulation_and_checkpointing_learn_what_the_plain_run_learns(method: 
         {"activation_checkpointing": True},
     ):
         assert_trained_alike(trained(trainer(method, **options)), expected)
-
-
-@pytest.mark.parametrize("method", ["resformer-gated", "resformer-denseformer"])
-def test_bf16_trains_close_to_float32(method: str, trainer: Build) -> None:
-    expected, got = trained(trainer(method)), trained(trainer(method, bf16=True))
-    assert got[0] != expected[0]
-    torch.testing.assert_close(got[0], expected[0], rtol=0.02, atol=0.0)
-    for name, parameter in got[1].items():
-        assert parameter.dtype == torch.float32, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["resformer-gated", "resformer-denseformer"])
-def test_compiled_training_learns_what_the_plain_run_learns(method: str, trainer: Build) -> None:
-    expected = trained(trainer(method, {"num_hidden_layers": 2}))
-    torch.compiler.reset()
-    compiled = trainer(method, {"num_hidden_layers": 2}, torch_compile=True)
-    assert_trained_alike(trained(compiled), expected)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    compiled.save_model()
-    again = AutoModelForCausalLM.from_pretrained(compiled.args.output_dir)
-    for name, parameter in again.named_parameters():
-        torch.testing.assert_close(parameter, expected[1][name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -187,3 +155,40 @@ def test_an_optimizer_that_hides_its_parameters_is_warned_of(trainer: Build) -> 
     hidden = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     with pytest.warns(UserWarning, match="SGD does not hold the connections"):
         set_connection_learning_rate(hidden, run.model, 1e-2)
+
+
+# Which parameters learn
+
+
+@pytest.mark.parametrize("variant", [*COMBINATIONS, "svformer", "cla2"])
+def test_sharing_trains_what_reads_and_what_is_read(variant: str, tiny_model: TinyModel) -> None:
+    model = tiny_model(variant)
+    names = {name for name, _ in model.named_parameters()}
+    expected = {name for name in names if is_connection(name)}
+    for n in range(6):
+        key, value = key_sources(model.config)[n], value_sources(model.config)[n]
+        layer = f"model.layers.{n}."
+        read = {f"{layer}self_attn.k_proj": n in [k for m, k in enumerate(key_sources(model.config)) if m > n],
+                f"{layer}self_attn.v_proj": n in [v for m, v in enumerate(value_sources(model.config)) if m > n],
+                f"{layer}self_attn.q_proj": (key, value) != (n, n), f"{layer}self_attn.o_proj": (key, value) != (n, n),
+                f"{layer}input_layernorm": (key, value) != (n, n)}  # fmt: skip
+        expected |= {f"{module}.{kind}" for module, trained in read.items() for kind in ("weight", "bias") if trained}
+    assert set(trained_parameters(model, "sharing")) == expected & names
+    assert trained_parameters(model, "all") == [name for name, _ in model.named_parameters()]
+    connections = [name for name in names if is_connection(name)]
+    if connections:
+        assert sorted(trained_parameters(model, "connections")) == sorted(connections)
+
+
+@pytest.mark.parametrize(("train", "method"), [("sharing", "resformer"), ("connections", "svformer")])
+def test_nothing_to_train_is_an_error(train: str, method: str, tiny_model: TinyModel) -> None:
+    with pytest.raises(CheckpointError, match=f"train is '{train}', but .* use --train all"):
+        trained_parameters(tiny_model(method), train)
+
+
+def test_peak_memory_sees_an_allocation() -> None:
+    before = peak_memory()
+    with mmap.mmap(-1, before) as fresh:  # not what an allocator has kept
+        for page in range(0, len(fresh), mmap.PAGESIZE):
+            fresh[page] = 1
+    assert peak_memory() > before

@@ -107,33 +107,6 @@ def test_lines_and_whole_files_can_be_documents(tmp_path: Path) -> None:
         assert load_documents([path], **options)[path]["text"][:] == expected
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("missing.jsonl", "missing.jsonl: there is no such file"),
-        ("./missing", "there is no such file or folder"),
-        ("rows.jsonl", "no column 'body' but 'id', 'text'; name one with --text-column"),
-        ("image.png", "expected files of a kind that can be read: txt"),
-        ("broken.jsonl", "broken.jsonl: cannot be read"),
-        ("empty.jsonl", "empty.jsonl: is empty"),
-        ("saved", "no split 'body' but 'test', 'train'; name one with --split"),
-        ("nobody/nothing", "nobody/nothing: cannot be read as a file, a folder or a dataset of the Hub"),
-    ],
-)
-def test_sources_that_cannot_be_read_are_named(
-    source: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    _jsonl(tmp_path / "rows.jsonl", TEXTS)
-    (tmp_path / "image.png").write_bytes(b"\x89PNG")
-    (tmp_path / "broken.jsonl").write_text('{"text": ')
-    (tmp_path / "empty.jsonl").write_text("")
-    _saved(tmp_path / "saved")
-    with pytest.raises(DataError) as error:
-        load_documents([source], text_column="body", split="body")
-    assert words in str(error.value)
-
-
 def packed(texts: list[str], **options: Any) -> Blocks:
     return pack_documents({"texts": Dataset.from_dict({"text": texts})}, byte_tokenizer(), **options)
 

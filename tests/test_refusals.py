@@ -1,0 +1,119 @@
+"""What commands that train, measure and shrink refuse: one line with the way out, the exit code, and nothing written.
+
+The files of `snapshots/refusals` hold the commands, which run in a folder of broken things, and what they answer.
+"""
+
+import json
+import math
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import change_json, save_checkpoint, save_notes
+from conftest import assert_answers
+from datasets import Dataset, DatasetDict
+from safetensors.torch import load_file, save_file
+
+from resformer import retrofit
+
+NOTES = "--data notes.txt --sample-by paragraph"
+SIZES = "--block 32 --batch 4 --held-out 0.1 --held-out-blocks 6 --no-bf16"
+SHAPE = "tiny:hidden_size=32:intermediate_size=48:num_hidden_layers=6:num_attention_heads=4"
+#: What commands have in common.
+COMMON = {
+    "scratch": f"--sizes {SHAPE} {NOTES} --tokenizer bytes {SIZES}",
+    "continued": f"--from source {NOTES} {SIZES}",
+    "texts": "--calibrate notes.txt --sample-by paragraph --tokens 1280 --block 64",
+}
+#: What other libraries say, in our messages.
+THEIRS = re.compile(r"(loaded: |loaded \(|give it: |of the Hub: |select one of ).+?(?=\); |$)")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of three layers, whole and broken, texts, plans and folders with files of somebody else's."""
+    folder = tmp_path_factory.mktemp("refusals")
+    save = partial(save_checkpoint, num_hidden_layers=3)
+    save(folder / "source")
+    retrofit(folder / "source", folder / "retrofit", "resformer-denseformer")
+    retrofit(folder / "source", folder / "shared", "svformer", lossy=True)
+    save(folder / "narrow", vocab_size=200)
+    save(folder / "qwen3", "qwen3")
+    windows = ["full_attention", "sliding_attention", "full_attention"]
+    save(folder / "ministral", "ministral", layer_types=windows)
+    save(folder / "smollm3", "smollm3", no_rope_layers=[1, 0, 1])
+    for name in ("coded", "pickled", "torn", "gap", "nan", "nan-head"):
+        shutil.copytree(folder / "source", folder / name)
+    shutil.copytree(folder / "source", folder / "bare", ignore=shutil.ignore_patterns("*token*"))
+    change_json(folder / "coded" / "config.json", auto_map={"AutoConfig": "code.Class"}, model_type="strange")
+    code = {"AutoTokenizer": ["code.Class", None]}
+    change_json(folder / "coded" / "tokenizer_config.json", auto_map=code, tokenizer_class="Class")
+    weights = load_file(folder / "source" / "model.safetensors")
+    (folder / "pickled" / "model.safetensors").unlink()
+    torch.save(weights, folder / "pickled" / "pytorch_model.bin")
+    torn = folder / "torn" / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-8])
+    missing = "model.layers.2.self_attn.q_proj.weight"
+    whole = {name: tensor for name, tensor in weights.items() if name != missing}
+    save_file(whole, folder / "gap" / "model.safetensors", {"format": "pt"})
+    for name, tensor in (("nan", "model.layers.1.mlp.up_proj.weight"), ("nan-head", "lm_head.weight")):
+        broken = {**weights, tensor: weights[tensor].clone().index_fill_(0, torch.tensor(3), math.nan)}
+        save_file(broken, folder / name / "model.safetensors", {"format": "pt"})
+
+    save_notes(folder)
+    for name, text in {
+        "tiny.txt": "Hardly any text.\n",
+        "texts/a.txt": "",
+        "full/mine.txt": "",
+        "token.yaml": "token: 3k\n",
+        "image.png": "\x89PNG",
+        "broken.jsonl": '{"text": ',
+        "empty.jsonl": "",
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    one = Dataset.from_dict({"text": ["one"]})
+    DatasetDict({"train": one, "test": one}).save_to_disk(folder / "saved")
+    plans = {
+        "short": {"value_sources": [0, 0]},
+        "chain": {"value_sources": [0, 0, 1]},
+        "none": {"fields": {"value_sources": [0, 1, 2]}},
+        "list": {"fields": [0, 0, 2]},
+        "keys": {"key_sources": [0, 0, 2]},
+        "last": {"value_sources": [0, 0, 2]},
+    }
+    for name, plan in plans.items():
+        (folder / f"{name}.json").write_text(json.dumps(plan))
+    return folder
+
+
+@pytest.mark.parametrize("command", ["analyze", "compare", "finetune", "new", "pretrain", "shrink", "tokenize"])
+def test_refusals_are_one_line_with_the_way_out_and_leave_nothing(
+    command: str, folder: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail(f"asks {prompt}"))
+    for steps in ("_SEARCH_STEPS", "_FINAL_STEPS"):
+        monkeypatch.setattr(f"resformer.shrinking.shrink.{steps}", 2)
+
+    def files() -> set[Path]:
+        return {path for path in folder.rglob("*") if (folder / "home") not in (path, *path.parents)}
+
+    def answer(asked: str) -> str:
+        before = files()
+        done = invoke(folder, *shlex.split(Template(asked).substitute(COMMON)))
+        assert done.exit_code in (2, 3), done.output
+        assert done.stdout == "", asked
+        assert files() == before, asked
+        said = re.split(r"(?:^|\s)Error: ", done.stderr)[-1].strip()  # behind a bar
+        assert [line.startswith("Try: ") for line in said.splitlines()] in ([False], [False, True]), done.stderr
+        return f"{done.exit_code} " + THEIRS.sub(r"\1...", said)
+
+    assert_answers(f"refusals/{command}", answer, tmp=folder)
