@@ -148,6 +148,8 @@ def _print_table(names: list[str], reports: list[FinetuneReport]) -> None:
     rows = {
         "perplexity before": [f"{report.perplexity_before:.3f}" for report in reports],
         "perplexity after": [f"{report.perplexity_after:.3f}" for report in reports],
+        "steps": [str(report.steps) for report in reports],
+        "training tokens": [f"{report.tokens:,}" for report in reports],
         "seconds": [f"{report.seconds:.1f}" for report in reports],
         "peak memory, GB": [f"{(report.peak_memory or 0) / 1e9:.2f}" for report in reports],
     }
