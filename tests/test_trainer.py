@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import COMBINATIONS, TINY, TinyModel, others_slow, training_arguments
-from transformers import Trainer
+from conftest import COMBINATIONS, TINY, TinyConfig, TinyModel, others_slow, training_arguments
+from transformers import AutoModelForCausalLM, Trainer
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.configuration import key_sources, value_sources
@@ -88,6 +88,29 @@ def test_accumulation_and_checkpointing_learn_what_the_plain_run_learns(method: 
         assert_trained_alike(trained(trainer(method, **options)), expected)
 
 
+@pytest.mark.parametrize("method", ["resformer-gated", "resformer-denseformer"])
+def test_bf16_trains_close_to_float32(method: str, trainer: Build) -> None:
+    expected, got = trained(trainer(method)), trained(trainer(method, bf16=True))
+    assert got[0] != expected[0]
+    torch.testing.assert_close(got[0], expected[0], rtol=0.02, atol=0.0)
+    for name, parameter in got[1].items():
+        assert parameter.dtype == torch.float32, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["resformer-gated", "resformer-denseformer"])
+def test_compiled_training_learns_what_the_plain_run_learns(method: str, trainer: Build) -> None:
+    expected = trained(trainer(method, {"num_hidden_layers": 2}))
+    torch.compiler.reset()
+    compiled = trainer(method, {"num_hidden_layers": 2}, torch_compile=True)
+    assert_trained_alike(trained(compiled), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    compiled.save_model()
+    again = AutoModelForCausalLM.from_pretrained(compiled.args.output_dir)
+    for name, parameter in again.named_parameters():
+        torch.testing.assert_close(parameter, expected[1][name], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("method", TRAINED)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(method: str, dtype: torch.dtype, trainer: Build) -> None:
@@ -148,6 +171,23 @@ def test_connections_have_their_rate_with_every_optimizer(name: str, trainer: Bu
         first = optimizer.param_groups[0]
         assert first["params"][0] is run.model.get_input_embeddings().weight
         assert [optimizer.get_config(0, index, first)["optim_bits"] for index in (0, 1)] == [32, 8]
+
+
+@pytest.mark.parametrize("rate", [None, 2.0])
+def test_groups_hold_every_parameter_once_and_never_decay_a_connection(
+    method: str, rate: float | None, tiny_config: TinyConfig, tmp_path: Path
+) -> None:
+    model = ResFormerForCausalLM(tiny_config(method))
+    arguments = training_arguments(tmp_path, optim="adamw_torch", learning_rate=1.0, weight_decay=0.1)
+    groups = ConnectionTrainer(model=model, args=arguments, connection_learning_rate=rate).create_optimizer()
+    held = [id(parameter) for group in groups.param_groups for parameter in group["params"]]
+    assert sorted(held) == sorted(id(parameter) for parameter in model.parameters())
+    settings = {id(p): (group["lr"], group["weight_decay"]) for group in groups.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if is_connection(name):
+            assert settings[id(parameter)] == (rate or 1.0, 0.0), name
+        else:
+            assert settings[id(parameter)] == (1.0, 0.1 if parameter.dim() == 2 else 0.0), name
 
 
 def test_an_optimizer_that_hides_its_parameters_is_warned_of(trainer: Build) -> None:
