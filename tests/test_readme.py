@@ -57,8 +57,21 @@ def test_documents_run_from_top_to_bottom(document: str, commands: Commands, tmp
         assert '"baseline": "svformer"' in (work / "study" / "study.json").read_text()
 
 
+def test_the_table_of_make_pretrain_is_that_of_the_committed_runs() -> None:
+    folder = ROOT / "benchmarks" / "results" / "scratch"
+    runs = [json.loads((folder / f"{method}.json").read_text()) for method in ("transformer", "svformer")]
+    for title, (field, form) in {
+        "parameters": ("parameters", ","),
+        "training tokens": ("tokens", ","),
+        "seconds": ("seconds", ",.0f"),
+        "held-out loss before": ("loss_before", ".4f"),
+        "held-out loss after": ("loss_after", ".4f"),
+    }.items():
+        assert f"\n{title:22}" + "".join(f"{run[field]:>14{form}}" for run in runs) + "\n" in README
+
+
 def test_make_targets_do_what_the_readme_says() -> None:
-    for target, command in (("demo", "resformer demo"), ("test", "-m pytest")):
+    for target, command in (("demo", "resformer demo"), ("pretrain", "resformer pretrain"), ("test", "-m pytest")):
         assert f"make {target}" in README
         plan = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         assert command in plan
