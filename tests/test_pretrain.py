@@ -170,7 +170,7 @@ def test_tasks_without_the_harness_are_refused_before_data_is_read(
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     done = invoke(work, *command, "out", "--data", "missing.txt", "--eval", "hellaswag")
-    assert (done.exit_code, "This needs lm_eval: pip install" in done.stderr) == (1, True), done.stderr
+    assert (done.exit_code, "This needs lm_eval: " in done.stderr) == (1, True), done.stderr
     assert not list(work.glob("out*"))
 
 
