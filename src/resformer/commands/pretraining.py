@@ -92,8 +92,9 @@ def pretrain(
         echo(json.dumps(facts, indent=2, default=str))
         return
     row("model", f"{options.size}, {options.method}, {plan.parameters:,} parameters")
-    row("tokens", f"{plan.tokens:,}, {plan.tokens / plan.parameters:,.1f} a parameter, {size(plan.bytes)}")
-    row("steps", f"{plan.steps:,} of {plan.sequences:,} sequences of {plan.block:,} tokens, {plan.accumulate} passes")
+    row("tokens", f"{plan.tokens:,}, {plan.tokens / plan.parameters:,.1f} a parameter, {size(plan.bytes)} of ids")
+    passes = f", in {plan.accumulate} passes" if plan.accumulate > 1 else ""
+    row("steps", f"{plan.steps:,} of {plan.sequences:,} sequences of {plan.block:,} tokens{passes}")
     row("rate", f"{plan.learning_rate:.2g}, {options.schedule}")
     row("operations", f"{plan.flops:.3g}")
     if report is None:
