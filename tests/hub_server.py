@@ -400,7 +400,7 @@ class _Handler(BaseHTTPRequestHandler):
                 files = repository.commits[sha]
                 siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
                 about = {"private": repository.private, "gated": repository.gated}
-                return _json({"id": repo_id, "sha": sha, "siblings": siblings, **about})
+                return _json({"id": repo_id, "sha": sha, "siblings": siblings, "tags": [], **about})
         raise _Answer(404, "Not found")
 
     def _tree(self, repository: Repository, sha: str, folder: str) -> Response:
