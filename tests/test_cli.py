@@ -14,6 +14,7 @@ from conftest import assert_said, cli
 from transformers import BertConfig
 
 from resformer import METHODS
+from resformer.cli import _expanded
 from resformer.commands.terminal import reporting_errors
 from resformer.convert import CheckpointError, OutputError, VerificationError
 from resformer.model_cards.facts import FACTS
@@ -154,6 +155,11 @@ def test_an_encoder_is_not_trained_as_a_causal_model(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("text")
     done = cli("finetune", tmp_path / "bert", tmp_path / "out", "--data", tmp_path / "notes.txt")
     assert (done.exit_code, f"{tmp_path / 'bert'}: is an encoder (bert)" in done.stderr) == (3, True), done.stderr
+
+
+def test_the_home_folder_is_found_after_an_equals_sign() -> None:
+    assert _expanded("--output=~/x") == f"--output={Path.home() / 'x'}"
+    assert _expanded("--methods=a:b=~") == "--methods=a:b=~"
 
 
 def test_methods_lists_every_method() -> None:

@@ -229,8 +229,12 @@ def _load(arguments: dict[str, Any], backend: str, **options: Any) -> Any:
         model_class: Any = partial(HFLM, backend="causal")
     else:
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for results
-        from lm_eval.models.vllm_causallms import VLLM
-
+        try:
+            from lm_eval.models.vllm_causallms import VLLM
+        except ModuleNotFoundError as error:
+            if error.name != "vllm":
+                raise
+            raise ImportError("--backend vllm needs vLLM, which this environment does not have.") from None
         model_class = VLLM
         del options["device"]
     if os.path.isdir(checkpoint):  # the harness would look a relative path up on the Hub
