@@ -4,18 +4,21 @@
 #   budget-rates   half a million parameters, 20 tokens a parameter, three learning rates
 #   budget         the same at the rates chosen there, five seeds; BUDGET=5, 20 or 40 tokens a parameter
 #   context        the same at 20 tokens a parameter and a context of 1,024
-#   starts         plain Llama at 10, 25, 50 and 100 % of 5 million bytes at a constant rate, three seeds
+#   starts         plain Llama of half a million parameters, at 10, 25, 50 and 100 % of 5 million bytes at a constant rate, three seeds
 #   early          each of them, converted and trained to the same end (FROM=10, 25, 50 or 100); also with its values aligned
+#   scratch        the same methods from scratch, with the same schedule
 #   capacity       retrofits with capacity of their own, from the end of `starts`
 #   five-rates     2 million parameters on 5 million bytes, three learning rates
 #   five           the same at the rates chosen there, five seeds
 #   smollm2        SmolLM2-135M (the folder or id in FROM), a million tokens, three rates for the connections, two seeds
 # RATES="transformer:learning_rate=4e-3,..." names the methods of `budget`, `context` and `five` with their chosen rates.
+# RATE is that of `starts`, `early` and `scratch`.
 set -euo pipefail
 script=$(realpath "${BASH_SOURCE[0]}")
 cd "$(dirname "$script")/results/study"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 half=tiny:hidden_size=64:num_hidden_layers=6:num_attention_heads=4:intermediate_size=256:initializer_range=0.079
+middle='value_residual_init=[0.5,0.5]'
 common=(--tokenizer bytes --batch 16 --micro-batch 16 --warmup 0.05 --held-out-blocks 512 --no-bf16)
 compare() { resformer compare "$@" && [ ! -f "$1/study.json" ] || { cp "$1/study.json" "$1.json" && cp "$1/study.png" "$1.png"; }; }
 
@@ -28,9 +31,14 @@ swept() { # METHOD... RATE...: each method at each rate
 case $1 in
 budget-rates)
     methods=$(swept "transformer resformer svformer denseformer" "4e-3 2e-3 8e-3")
-    compare budget20 --methods "$methods" --sizes $half --seeds 1 --steps 2080 --block 256 --learning-rate 4e-3 \
+    compare budget20-rates --methods "$methods" --sizes $half --seeds 1 --steps 2080 --block 256 --learning-rate 4e-3 \
         --save-models "${common[@]}" ;;
 budget)
+    if [ "$BUDGET" = 20 ] && [ ! -e budget20 ]; then # the first seed has been trained
+        mkdir -p "budget20/runs/${half//[:=]/-}"
+        cp -r budget20-rates/{plan.json,tokenizer} budget20
+        for method in ${RATES//,/ }; do cp -r "budget20-rates/runs/${half//[:=]/-}/${method//[:=]/-}" budget20/runs/*; done
+    fi
     compare "budget$BUDGET" --methods "$RATES" --sizes $half --seeds 5 --steps $((104 * BUDGET)) --block 256 \
         --learning-rate 4e-3 --save-models "${common[@]}" ;;
 context)
@@ -39,26 +47,27 @@ context)
 starts)
     for percent in 10 25 50 100; do
         for seed in 0 1 2; do
-            compare "starts/$percent-$seed" --methods transformer --seeds 1 --first-seed $seed --steps $((1221 * percent / 100)) \
-                --block 256 --learning-rate 2e-3 --schedule constant --save-models "${common[@]}"
+            compare "starts/$percent-$seed" --methods transformer --sizes $half --seeds 1 --first-seed $seed \
+                --steps $((1221 * percent / 100)) --block 256 --learning-rate "$RATE" --schedule constant --save-models "${common[@]}"
         done
     done ;;
 early)
-    methods=resformer,denseformer,resformer-gated,value-embeddings,resformer:value_residual_init=[0.5,0.5]
+    methods=resformer,denseformer,resformer-gated,value-embeddings,resformer:$middle
     for seed in 0 1 2; do
-        start=starts/$FROM-$seed/models/tiny/transformer/$seed
-        steps=$((1465 - 1221 * FROM / 100))
-        recipe=(--seeds 1 --first-seed $((seed + 10)) --steps $steps --block 256 --learning-rate 2e-3 --schedule wsd
-            --connection-learning-rate 2e-3 --decay "$(python -c "print(244 / $steps)")" "${common[@]}")
+        start=starts/$FROM-$seed/models/${half//[:=]/-}/transformer/$seed steps=$((1465 - 1221 * FROM / 100))
+        recipe=(--seeds 1 --first-seed $((seed + 10)) --steps $steps --block 256 --learning-rate "$RATE"
+            --connection-learning-rate "$RATE" --schedule wsd --decay "$(python -c "print(244 / $steps)")" "${common[@]}")
         compare "early/$FROM-$seed" --from "$start" --methods "$methods" "${recipe[@]}"
         [ -d "$start-aligned" ] || python ../../align_values.py "$start" "$start-aligned"
-        compare "early/$FROM-$seed-aligned" --from "$start-aligned" --methods "resformer:value_residual_init=[0.5,0.5]" \
-            "${recipe[@]}"
+        compare "early/$FROM-$seed-aligned" --from "$start-aligned" --methods "resformer:$middle" "${recipe[@]}"
     done ;;
+scratch)
+    compare scratch --methods transformer,resformer,denseformer,resformer-gated,value-embeddings --sizes $half --seeds 3 --steps 1465 \
+        --block 256 --learning-rate "$RATE" --schedule wsd --decay "$(python -c "print(244 / 1465)")" "${common[@]}" ;;
 capacity)
     methods=value-embeddings,resformer-gated,attention-residuals,depth-attention
     for seed in 0 1 2; do
-        compare "capacity/$seed" --from "starts/100-$seed/models/tiny/transformer/$seed" --methods "$methods" --seeds 1 \
+        compare "capacity/$seed" --from "starts/100-$seed/models/${half//[:=]/-}/transformer/$seed" --methods "$methods" --seeds 1 \
             --first-seed $((seed + 10)) --steps 1221 --block 256 --learning-rate 1e-3 --connection-learning-rate 2e-3 \
             "${common[@]}"
     done ;;

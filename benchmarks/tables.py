@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import study_figures
+
 from resformer.commands.terminal import size
 from resformer.configuration import METHODS
 from resformer.training.study.table import markdown
@@ -53,6 +55,65 @@ def studies(names: str) -> str:
 def study(name: str) -> str:
     """All methods of a study, without the notes."""
     return "\n".join(line for line in markdown(read(f"study/{name}")).splitlines() if line.startswith("|"))
+
+
+def leads(name: str) -> str:
+    """The lead of each method over plain Llama during its training, at every second evaluation."""
+    methods = study_figures.leads(name)
+    budgets = [budget for budget, _ in next(iter(methods.values()))][1::2]
+    lines = [f"| method | {' | '.join(f'{budget:.1f} tokens a parameter' for budget in budgets)} |"]
+    lines.append(f"|{'---|' * (len(budgets) + 1)}")
+    for method, points in methods.items():
+        lines.append(f"| {method} | {' | '.join(_with_interval(difference) for _, difference in points[1::2])} |")
+    return "\n".join(lines)
+
+
+def moments(name: str) -> str:
+    """The gain of a conversion against its moment, and how far the coefficient that moved most is from its start."""
+    methods = study_figures.moments()
+    columns = {moment: f"at {moment} %" if moment else "from scratch" for moment in study_figures.MOMENTS}
+    lines = [f"| method | {' | '.join(columns.values())} |", f"|{'---|' * (len(columns) + 1)}"]
+    for method, found in methods.items():
+        cells = [
+            f"{_with_interval(found[moment])}; {found[moment]['moved']:.2f}" if moment in found else ""
+            for moment in columns
+        ]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _with_interval(difference: dict[str, Any]) -> str:
+    own = difference["own"]
+    return f"{difference['mean']:+.4f}" + ("" if own is None else f" [{own['low']:+.4f}, {own['high']:+.4f}]")
+
+
+def choices(studies: str) -> str:
+    """Which method for what: what it gained, what it costs, and where that was measured."""
+    lines = ["| for | method | loss minus plain Llama's | FLOPs | cache | measured |", f"|{'---|' * 6}"]
+    for name in studies.split(","):
+        report, plain = read(f"study/{name}"), baseline(name)
+        (rows,) = report["sizes"].values()
+        best: dict[str, dict[str, Any]] = {}  # of several rates, by the text for choices
+        for row in (row for row in rows if row["difference"] and row["architecture"] in METHODS):
+            other = best.get(row["architecture"], row)
+            best[row["architecture"]] = min(other, row, key=lambda each: each["choice_loss"])
+        tokens = report["steps"] * report["batch"] * report["block"] / plain["parameters"]
+        where = f"`{name}`: {len(plain['seeds'])} seeds, {tokens:.1f} tokens a parameter"
+        for method, row in sorted(best.items(), key=lambda item: item[1]["difference"]["mean"]):
+            cells = ["a trained model" if report["start"] else "from scratch", f"`{method}`"]
+            cells += [_with_interval(row["difference"]), f"{row['relative_flops']:.3f}"]
+            cells += [f"{100 * row['cache_bytes_per_token'] / plain['cache_bytes_per_token']:.0f} %", where]
+            lines.append(f"| {' | '.join(cells)} |")
+    for row in read("shrink")["rows"]:
+        what = f"{row['method']}, {row['setting']}"
+        if row["text"] == "WikiText-2" and what in (
+            "int4, stock",
+            "shared, refitted, 83.3 %",
+            "shared, refitted, int4, 83.3 %",
+        ):
+            cells = ["a trained model's cache", what, f"{row['rise']:+.3f}", "", f"{100 * row['cache']:.0f} %"]
+            lines.append(f"| {' | '.join(cells)} | SmolLM2-135M on WikiText-2 |")
+    return "\n".join(lines)
 
 
 def sinks(name: str) -> str:
@@ -222,6 +283,9 @@ def _made_by(report: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[str], str]] = {
     "studies": studies,
     "study": study,
+    "choices": choices,
+    "leads": leads,
+    "moments": moments,
     "sinks": sinks,
     "coefficients": coefficients,
     "passages": passages,

@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["PooledError", "dunnett_critical_value", "losses_of", "markdown", "pooled_error", "rows_of"]
+__all__ = [
+    "PooledError",
+    "dunnett_critical_value",
+    "losses_of",
+    "markdown",
+    "paired_difference",
+    "pooled_error",
+    "rows_of",
+]
 
 Run = Mapping[str, Any]
 
@@ -125,7 +133,7 @@ def rows_of(runs: Sequence[Run], baseline: str, groups: Sequence[str] | None = N
                 "losses": losses[method],
                 "loss": _mean(losses[method]),
                 "choice_loss": _mean([choices for choices, _ in parts[method]]),
-                "difference": None if of_method is base else _difference(losses[method], losses[baseline], error),
+                "difference": None if of_method is base else paired_difference(losses[method], losses[baseline], error),
                 "over_documents": None if of_method is base else _over_documents(of_method, base, groups),
                 "relative_flops": of_method[0]["training_flops"] / base[0]["training_flops"],
                 **{name: of_method[0][name] for name in ("architecture", "parameters", "cache_bytes_per_token")},
@@ -141,9 +149,10 @@ def _mean(losses: Sequence[float | None]) -> float | None:
     return statistics.fmean(finite) if len(finite) == len(losses) else None
 
 
-def _difference(
-    losses: Sequence[float | None], baseline: Sequence[float | None], error: PooledError | None
+def paired_difference(
+    losses: Sequence[float | None], baseline: Sequence[float | None], error: PooledError | None = None
 ) -> dict[str, Any] | None:
+    """`difference` of `rows_of`, of losses of the same seeds; without `error`, `low` and `high` are `None`."""
     pairs = zip(losses, baseline, strict=True)
     values = [loss - base for loss, base in pairs if loss is not None and base is not None]
     if len(values) < len(losses):

@@ -1,0 +1,121 @@
+"""Figures of docs/results.md that studies do not draw themselves: python benchmarks/study_figures.py
+
+results/study/lead.png: the difference from plain Llama against the training tokens a parameter.
+results/study/moment.png: that from a plain Llama that was not converted, against the moment of the conversion.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from resformer.training.study.table import losses_of, paired_difference
+
+STUDIES = Path(__file__).resolve().parent / "results" / "study"
+#: Studies from scratch whose leads are drawn, each in its own panel.
+LEADS = ("budget20", "trend")
+#: Per cent of the training after which a plain model was converted; 0: trained with the connections from the start.
+MOMENTS = (0, 10, 25, 50, 100)
+ALIGNED = ", values aligned"
+
+
+def runs_of(study: str) -> list[dict[str, Any]]:
+    """The runs of a study, those of its report alone."""
+    report = json.loads((STUDIES / f"{study}.json").read_text(encoding="utf-8"))
+    methods = {row["method"] for rows in report["sizes"].values() for row in rows}
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in (STUDIES / study).glob("runs/**/*.json")]
+    return sorted((run for run in runs if run["method"] in methods), key=lambda run: run["seed"])
+
+
+def by_architecture(runs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        found.setdefault(run["architecture"], []).append(run)
+    return found
+
+
+def leads(study: str) -> dict[str, list[tuple[float, dict[str, Any]]]]:
+    """Method -> (tokens a parameter of plain Llama, the paired difference from it) for each evaluation."""
+    methods = by_architecture(runs_of(study))
+    budgets = [point["tokens"] / run["parameters"] for run in methods["transformer"][:1] for point in run["curve"][1:]]
+    curves = {
+        method: list(zip(*([point["validation_loss"] for point in run["curve"][1:]] for run in runs), strict=True))
+        for method, runs in methods.items()
+    }
+    plain = curves.pop("transformer")
+    return {
+        method: list(zip(budgets, map(paired_difference, losses, plain), strict=True))
+        for method, losses in curves.items()
+    }
+
+
+def moments() -> dict[str, dict[int, dict[str, Any]]]:
+    """Method -> per cent of the training before the conversion -> the paired difference at the end, and how far the
+    coefficient that moved most is from its start."""
+    losses: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    for moment, study in _studies():
+        methods = by_architecture(runs_of(study))
+        groups = json.loads((STUDIES / f"{study}.json").read_text(encoding="utf-8"))["held_out_groups"]
+        plain = methods.pop("transformer")
+        for method, runs in methods.items():
+            name = method + ALIGNED * study.endswith("-aligned")
+            for run, base in zip(runs, plain, strict=True):
+                pair = [losses_of(each, groups)[1] for each in (run, base)]
+                losses.setdefault((name, moment), []).append((*pair, moved(run)))  # type: ignore[arg-type]
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for (method, moment), values in losses.items():
+        run_losses, base_losses, moves = zip(*values, strict=True)
+        difference = paired_difference(run_losses, base_losses)
+        found.setdefault(method, {})[moment] = {**difference, "moved": fmean(moves)}
+    return found
+
+
+def _studies() -> Iterator[tuple[int, str]]:
+    for moment in MOMENTS:
+        names = sorted((STUDIES / "early").glob(f"{moment}-*.json")) if moment else [STUDIES / "scratch.json"]
+        yield from ((moment, str(path.relative_to(STUDIES).with_suffix(""))) for path in names if path.is_file())
+
+
+def moved(run: dict[str, Any]) -> float:
+    """How far the coefficient that moved most is from its start; of large parameters the root mean square moves."""
+    start, end = ({**point["coefficients"]} for point in (run["curve"][0], run["curve"][-1]))
+    pairs = ((begin, end[name]) for name, begin in start.items())
+    lists = ((a, b) if isinstance(a, list) else ([a], [b]) for a, b in pairs)
+    return max(abs(x - y) for a, b in lists for x, y in zip(a, b, strict=True))
+
+
+def draw(panels: dict[str, dict[str, list[tuple[float, dict[str, Any]]]]], axis: str, path: Path) -> None:
+    """A panel for each study: method -> points (x, paired difference)."""
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8 * len(panels), 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, methods) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        axes.axhline(0.0, color="black", linewidth=1)
+        for place, (method, points) in enumerate(methods.items()):
+            colour = colormaps["tab10"](place % 10)
+            x = [at for at, _ in points]
+            axes.plot(x, [each["mean"] for _, each in points], marker="o", color=colour, label=method)
+            own = [(at, each["own"]) for at, each in points if each["own"] is not None]
+            low, high = ([interval[end] for _, interval in own] for end in ("low", "high"))
+            axes.fill_between([at for at, _ in own], low, high, color=colour, alpha=0.12)
+        axes.set(title=title, xlabel=axis, ylabel="loss minus plain Llama's, nats a token; below 0 is better")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, format="png", dpi=110)
+
+
+def main() -> None:
+    here = [study for study in LEADS if (STUDIES / f"{study}.json").is_file()]
+    draw({study: leads(study) for study in here}, "training tokens a parameter", STUDIES / "lead.png")
+    if found := moments():
+        panel = {method: sorted(by_moment.items()) for method, by_moment in found.items()}
+        title = "converted within a training of plain Llama; shaded: 95 % of each method's own paired t-test"
+        draw({title: panel}, "per cent of the training before the conversion", STUDIES / "moment.png")
+
+
+if __name__ == "__main__":
+    main()
