@@ -38,7 +38,7 @@ from resformer.convert.to_folder import Options, Report, Verify, carry_out, fold
 from resformer.convert.to_hub import Destination, publish
 from resformer.errors import CheckpointError
 from resformer.files import check_target
-from resformer.model_cards import base_model_of, carried_metadata, retrofit_card
+from resformer.model_cards import base_model_of, carried_metadata, model_card
 from resformer.modeling.modeling_resformer import KINDS
 from resformer.record import RECORD, config_digest
 from resformer.version import __version__
@@ -218,7 +218,7 @@ def write_retrofit(
         }
         repository = target.repo_id if isinstance(target, Destination) else folder_name(report.output)
         tokenizer = source.gguf is not None or source.checkpoint.has_tokenizer
-        card = retrofit_card(record, repository, config=config, tokenizer=tokenizer)
+        card = model_card(record, repository, config=config, tokenizer=tokenizer)
         return {RECORD: json.dumps(record, indent=2, sort_keys=True) + "\n", "README.md": str(card)}
 
     if isinstance(target, Destination):

@@ -33,8 +33,7 @@ from resformer.model_cards import (
     is_as_made,
     method_card,
     metrics_of,
-    retrofit_card,
-    trained_card,
+    model_card,
 )
 from resformer.model_cards.cards import added_parameters
 from resformer.model_cards.facts import FACTS, PAPERS
@@ -132,14 +131,15 @@ def record_of(folder: Path) -> dict[str, Any]:
 
 
 def finetuned(config: ResFormerConfig, **changes: Any) -> ModelCard:
-    given = {**TRAINING, "repository": "you/tuned", "config": config, **changes}
-    return trained_card(**{**given, "metrics": [*metrics_of(given), *harness_metrics(HARNESS)]})
+    metrics = [*metrics_of(TRAINING), *harness_metrics(HARNESS)]
+    return model_card({**TRAINING, **changes}, "you/tuned", config=config, metrics=metrics)
 
 
 @pytest.fixture(scope="module")
 def cards(checkpoints: Path) -> dict[str, str]:
     """A card of each kind."""
     config, record = ResFormerConfig.from_pretrained(checkpoints / "lossy"), record_of(checkpoints / "exact")
+    exact = ResFormerConfig.from_pretrained(checkpoints / "exact")
     on_hub = {
         **record,
         "source": "owner/llama",
@@ -151,17 +151,17 @@ def cards(checkpoints: Path) -> dict[str, str]:
     made = {
         "exact": ModelCard.load(checkpoints / "exact" / "README.md"),
         "lossy": ModelCard.load(checkpoints / "lossy" / "README.md"),
-        "bundle of a source on the Hub": retrofit_card(on_hub, "you/new", bundle=True),
-        "without a licence, of a named source": retrofit_card(
-            {**record, "source_card": {}}, "you/new", base_model="owner/other"
+        "bundle of a source on the Hub": model_card(on_hub, "you/new", config=exact, bundle=True),
+        "without a licence, of a named source": model_card(
+            {**record, "source_card": {}}, "you/new", config=exact, base_model="owner/other"
         ),
-        "fine-tuned": finetuned(config, method="svformer", runs=runs),
-        "from scratch": trained_card(
-            method="svformer", repository="you/new", config=config, parameters=4321, metrics=[METRIC], from_scratch=True
+        "fine-tuned": finetuned(config, runs=runs),
+        "from scratch": model_card(
+            {"parameters": 4321, "from_scratch": True}, "you/new", config=config, metrics=[METRIC]
         ),
     }
     for name in ("kitchen-sink", "gated-sink", "depth-sink"):
-        made[name] = trained_card(method=None, repository="you/new", config=ResFormerConfig(**TINY, **sink(name)))
+        made[name] = model_card({}, "you/new", config=ResFormerConfig(**TINY, **sink(name)))
     return {name: str(card) for name, card in made.items()}
 
 
@@ -195,7 +195,7 @@ def test_front_matter_passes_the_hubs_parsing_and_goes_round(cards: dict[str, st
 
 def test_tags_name_the_method_its_connections_and_its_papers(method: str) -> None:
     config = ResFormerConfig.for_method(method, num_hidden_layers=6)
-    tags = trained_card(method=method, repository="you/new", config=config).data.tags
+    tags = model_card({}, "you/new", config=config).data.tags
     assert len(tags) == len(set(tags))
     assert method in tags
     assert ("value-residual" in tags) == (config.value_residual != "none")
@@ -249,9 +249,9 @@ def test_what_does_not_say_what_it_is_is_refused_by_name(checkpoints: Path) -> N
     for value in (float("nan"), float("inf"), True, "2.5"):
         refused(f"value {value!r}", metrics_of, {"metrics": [{**ENTRY, "value": value}]})
     refused("splits", metrics_of, {"metrics": [{**ENTRY, "splits": "c"}]})
-    record = record_of(checkpoints / "exact")
+    record, config = record_of(checkpoints / "exact"), ResFormerConfig.from_pretrained(checkpoints / "exact")
     del record["parameters"]
-    refused("no parameters", retrofit_card, record, "you/new")
+    refused("no parameters", model_card, record, "you/new", config=config)
     unsplit = {**HARNESS, "configs": {**HARNESS["configs"], "custom": {"dataset_path": "json"}}}
     refused("task without a split", harness_metrics, unsplit)
     refused("no results", harness_metrics, TRAINING)
@@ -578,7 +578,7 @@ def test_what_is_no_record_is_refused_by_the_name_of_the_field(copied: Callable[
 
 
 def test_our_own_mistakes_are_not_called_a_records(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resformer.checkpoint_cards.retrofit_card", lambda *arguments, **options: {}["our own mistake"])
+    monkeypatch.setattr("resformer.checkpoint_cards.model_card", lambda *arguments, **options: {}["our own mistake"])
     with pytest.raises(KeyError, match="our own mistake"):
         checkpoint_card(checkpoints / "exact")
 

@@ -28,7 +28,7 @@ from resformer.errors import OutputError
 from resformer.evaluation import _load
 from resformer.files import replace_text
 from resformer.hub import Push, Pushed
-from resformer.model_cards import retrofit_card, trained_card
+from resformer.model_cards import model_card
 from resformer.record import RECORD
 from resformer.shrinking.shrink import shrink
 from resformer.training.options import FinetuneOptions
@@ -291,11 +291,7 @@ def test_text_of_a_record_is_data_in_a_card(kind: str, good: Path) -> None:
     for holder, key in places(values):
         was, holder[key] = holder[key], HOSTILE
         try:
-            card = (
-                trained_card(**values, repository="m", config=config)
-                if kind == "finetuned"
-                else retrofit_card(values, "m", config=config)
-            )
+            card = model_card(values, "m", config=config)
         except (ValueError, TypeError, UndefinedError, KeyError, AttributeError):  # no number, for one
             continue
         finally:

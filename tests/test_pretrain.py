@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback, TrainerControl
 from resformer import ResFormerConfig
 from resformer.checkpoint_cards import checkpoint_card
 from resformer.errors import CheckpointError
-from resformer.model_cards import TRAINING_FIELDS, trained_card
+from resformer.model_cards import model_card
 from resformer.training import pretraining
 from resformer.training.log import TrainingLog
 from resformer.training.options import FinetuneOptions, PretrainOptions, TokenizeOptions
@@ -188,8 +188,7 @@ def test_a_card_names_the_licences_and_the_tokens_of_the_data(work: Path, monkey
     tokens = {"text.txt": 1, "you/one": 2, "you/many:subset": 3, "you/none": 4000}
     record_origin(options, ResFormerConfig(), report, tokens)
     assert report.datasets == ["you/one", "you/many", "you/none"]
-    described = {name: getattr(report, name) for name in TRAINING_FIELDS}
-    card = str(trained_card(**described, repository="you/new", config=ResFormerConfig.for_method("svformer")))
+    card = str(model_card(vars(report), "you/new", config=ResFormerConfig.for_method("svformer")))
     for row in ("text.txt | unknown | 1", "you/one | odc-by | 2", "you/many:subset | mit, apache-2.0 | 3"):
         assert f"| {row} |" in card
     assert "| you/none | unknown | 4,000 |" in card

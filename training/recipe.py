@@ -43,7 +43,7 @@ from resformer.environment import cpu_has_bf16
 from resformer.errors import CheckpointError, OutputError, ResFormerError, one_line
 from resformer.evaluation import check_tasks, write_results
 from resformer.files import check_apart, check_target, locked, replacing
-from resformer.model_cards import TRAINING_FIELDS, harness_metrics, trained_card
+from resformer.model_cards import harness_metrics, model_card
 from resformer.pushing import HubError
 from resformer.pushing import push as push_checkpoint
 from resformer.record import weight_digests
@@ -254,16 +254,9 @@ def _finetune(
             facts = {**asdict(report), **weight_digests(folder)}
             (folder / "metrics.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
             if isinstance(config, ResFormerConfig):  # cards are for models with cross-layer connections
-                card = trained_card(
-                    **{name: getattr(report, name) for name in TRAINING_FIELDS},
-                    parameters=report.parameters,
-                    dtype=options.save_dtype or options.dtype,
-                    repository=options.push or output.name,
-                    config=config,
-                    source_card=source_card,
-                    from_scratch=report.source is None,
-                    metrics=scores,
-                )
+                facts |= {"dtype": options.save_dtype or options.dtype, "from_scratch": report.source is None}
+                repository = options.push or output.name
+                card = model_card(facts, repository, config=config, source_card=source_card, metrics=scores)
                 CheckpointCard(card, "", scores).write(folder / "README.md", force=True)
     if first:
         shutil.rmtree(options.unfinished)

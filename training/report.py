@@ -50,7 +50,7 @@ class FinetuneReport:
     peak_memory: int | None = None  # bytes, most at once: resident in this process, or allocated on the accelerator
     url: str | None = None  # of the commit that pushed the output
     evaluations: list[dict[str, float]] = field(default_factory=list)
-    #: What `resformer card --metrics` reads, by the names of `trained_card`.
+    #: What `resformer card --metrics` reads, by the names of `model_card`.
     source: str | None = None
     revision: str | None = None
     corpus: str | None = None

@@ -10,13 +10,11 @@ from huggingface_hub import ModelCard
 from huggingface_hub.dataclasses import type_validator
 
 from resformer.configuration import ResFormerConfig
-from resformer.configuration.methods import method_of
 from resformer.convert.safetensors_format import first_bytes
 from resformer.convert.source import OpenedSource, open_source
 from resformer.errors import CheckpointError, first_names, one_line
 from resformer.files import replace_text
 from resformer.model_cards import (
-    TRAINING_FIELDS,
     Metric,
     base_model_of,
     carried_metadata,
@@ -24,8 +22,7 @@ from resformer.model_cards import (
     harness_metrics,
     is_as_made,
     metrics_of,
-    retrofit_card,
-    trained_card,
+    model_card,
     well_formed,
 )
 from resformer.record import RECORD, config_digest, file_digest, read_record
@@ -164,17 +161,17 @@ def checkpoint_card(
     if license is not None:
         source_card = {name: value for name, value in source_card.items() if not name.startswith("license")}
         source_card["license"] = license
+    name = repository or checkpoint.resolve().name
     arguments: dict[str, Any] = {
-        "repository": repository or checkpoint.resolve().name,
         "config": config,
         "source_card": source_card,
         "metrics": of_this,
         "bundle": "auto_map" in opened.raw_config and (checkpoint / "modeling_resformer.py").is_file(),
         "tokenizer": opened.checkpoint.has_tokenizer,
+        "base_model": base_model,
     }
     if record is not None and not training:
-        changed = _changed(opened, record)
-        card = retrofit_card(record, **arguments, base_model=base_model, changed=changed)
+        card = model_card(record, name, changed=_changed(opened, record), **arguments)
         return CheckpointCard(card, "retrofitted", of_this)
     changed = _changed(opened, training) if training else []
     of_this += [] if changed else measured
@@ -182,20 +179,15 @@ def checkpoint_card(
     if training.get("source") is None:
         known = base if record is None else {"name": record["source"], "revision": record["revision"]}
         training |= {"source": known.get("name"), "revision": known.get("revision")}
-    card = trained_card(
-        **arguments,
-        **{name: value for name, value in training.items() if name in TRAINING_FIELDS and name != "method"},
-        method=method_of(config),
-        dtype=str(opened.dtype).removeprefix("torch."),
-        parameters=sum(tensor.elements for tensor in opened.checkpoint.tensors.values()),
-        base_model=base_model,
-        from_scratch=from_scratch,
-        changed=changed,
-    )
-    origin = "fine-tuned" if "runs" in training else "derived"
-    return CheckpointCard(
-        card, origin if training["source"] else "from scratch" if from_scratch else "unknown", of_this
-    )
+    training |= {
+        "parameters": sum(tensor.elements for tensor in opened.checkpoint.tensors.values()),
+        "dtype": str(opened.dtype).removeprefix("torch."),
+        "from_scratch": from_scratch,
+    }
+    origin = "from scratch" if from_scratch else "unknown"
+    if training["source"]:
+        origin = "fine-tuned" if "runs" in training else "derived"
+    return CheckpointCard(model_card(training, name, changed=changed, **arguments), origin, of_this)
 
 
 def read_results(metrics: list[Path], evaluations: list[Path]) -> tuple[dict[str, Any], list[Metric]]:
