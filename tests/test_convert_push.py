@@ -217,6 +217,7 @@ def test_a_commit_in_between_is_not_overwritten(hub: HubServer, commands: Comman
     hub.watch = commit
     said = commands.refused("convert", "them/llama", "--push", "you/new")
     assert "somebody else committed to main meanwhile" in said
+    assert "Nothing was committed." in said
     assert set(target) == {".gitattributes", "notes.txt"}
 
 

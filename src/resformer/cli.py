@@ -3,16 +3,7 @@
 import os
 import sys
 
-from resformer.commands import analysis as analysis
-from resformer.commands import cards as cards
-from resformer.commands import comparison as comparison
-from resformer.commands import conversion as conversion
-from resformer.commands import evaluation as evaluation
-from resformer.commands import general as general
-from resformer.commands import pretraining as pretraining
-from resformer.commands import pushing as pushing
-from resformer.commands import shrinking as shrinking
-from resformer.commands import training as training
+from resformer.commands import conversion, general, measuring, sharing, training  # noqa: F401
 from resformer.commands.terminal import app
 
 

@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Callable
 from importlib import import_module, metadata
 from pathlib import Path
 from types import ModuleType
@@ -27,15 +28,15 @@ def describe_environment() -> dict[str, Any]:
     Versions come from installed metadata; only torch and psutil are imported. Of the environment variables, those of
     Hugging Face, PyTorch and CUDA are included, with the value if it is a number or a switch.
     """
+    devices = _or_error(_torch)
     return {
-        "packages": {name: _version(name) for name in _PACKAGES},
-        "editable": _is_editable(),
-        "commit": _commit() if _is_editable() else None,
+        "packages": {name: _or_error(_version, name) for name in _PACKAGES},
+        "commit": _or_error(_commit),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory": _memory(),
-        **_torch(),
+        "memory": _or_error(lambda: import_module("psutil").virtual_memory().total),  # bytes
+        **(devices if isinstance(devices, dict) else {"torch_error": devices}),
         "variables": {
             name: value if _SHOWN.fullmatch(value) else "***"
             for name, value in sorted(os.environ.items())
@@ -44,68 +45,41 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def _or_error(describe: Callable[..., Any], *arguments: str) -> Any:
     try:
-        return metadata.version(package) or "broken: no version in its metadata"
+        return describe(*arguments)
     except metadata.PackageNotFoundError:
         return None
     except Exception as error:  # damaged installations are reported, not raised
-        return f"broken: {error!r}"
+        return f"broken: {error!r}".replace(os.path.expanduser("~"), "~")
 
 
-def _is_editable() -> bool | None:
-    """Whether the package is an editable install; `None` if that is unknown."""
-    try:
-        text = metadata.distribution("resformer").read_text("direct_url.json")
-        return text is not None and bool(json.loads(text).get("dir_info", {}).get("editable"))
-    except Exception:  # as above
-        return None
+def _version(package: str) -> str:
+    return metadata.version(package) or "broken: no version in its metadata"
 
 
 def _commit() -> str | None:
-    """The commit of the checkout, with `-dirty` if a tracked file differs from it."""
+    """The commit of the checkout that is installed, with `-dirty` if a tracked file differs from it."""
+    origin = json.loads(metadata.distribution("resformer").read_text("direct_url.json") or "{}")
+    if not origin.get("dir_info", {}).get("editable"):
+        return None
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    try:
-        return subprocess.check_output(command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _memory() -> int | None:
-    """Bytes of main memory."""
-    try:
-        import psutil
-
-        return psutil.virtual_memory().total
-    except Exception:  # as above
-        return None
+    return subprocess.check_output(command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL).strip()
 
 
 def _torch() -> dict[str, Any]:
     """The accelerators that torch sees, and whether the processor has bfloat16 instructions."""
-    report: dict[str, Any] = {"cuda": None, "accelerators": None, "bf16_on_cpu": None, "threads": None}
-    try:
-        import torch
+    import torch
 
-        report["cuda"] = torch.version.cuda
-        report["threads"] = torch.get_num_threads()
-        report["bf16_on_cpu"] = cpu_has_bf16()
-        report["accelerators"] = []
-        if torch.cuda.is_available():
-            for index in range(torch.cuda.device_count()):
-                properties = torch.cuda.get_device_properties(index)
-                report["accelerators"].append(
-                    {
-                        "name": properties.name,
-                        "memory": properties.total_memory,
-                        "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
-                    }
-                )
-        elif (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
-            report["accelerators"].append({"name": accelerator.type})
-    except Exception as error:  # as above
-        report["torch_error"] = repr(error).replace(os.path.expanduser("~"), "~")
-    return report
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return {
+        "cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+        "bf16_on_cpu": cpu_has_bf16(),
+        "accelerators": [{"name": each.name, "memory": each.total_memory} for each in devices]
+        or ([] if accelerator is None else [{"name": accelerator.type}]),
+    }
 
 
 def cpu_has_bf16() -> bool:

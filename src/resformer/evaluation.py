@@ -149,11 +149,9 @@ def check_output(path: Path, *, force: bool) -> None:
         raise CheckpointError(f"{path}: there is no folder {path.parent}; create it first.")
     if path.is_dir():
         raise CheckpointError(f"{path}: is a folder; name a file in it.")
-    if not path.exists():
-        return
-    if "results" not in read_json(path):
+    if path.exists() and "results" not in read_json(path):
         raise CheckpointError(f"{path}: exists already, and holds no results; choose another output.")
-    if not force:
+    if path.exists() and not force:
         raise CheckpointError(f"{path}: exists already; replace it with --force, or choose another output.", "--force")
 
 

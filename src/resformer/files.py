@@ -47,20 +47,14 @@ def check_target(target: Path, *inputs: str | Path, made_by: str, force: bool) -
         raise OutputError(f"{folder_above(target)}: cannot be written to.")
     if not os.path.isdir(target) or not any(target.iterdir()):
         return
-    kept = "It is not replaced, with or without --force; choose another output."
     listing = read_json(target / LISTING, MOST_BYTES) if os.path.lexists(target / LISTING) else {}
-    if listing.get("made_by") != made_by or not isinstance(listing.get("files"), dict):
+    known, found = listing.get("files"), _fingerprints(target)
+    if listing.get("made_by") != made_by or not isinstance(known, dict):
+        known = {}
+    if foreign := [name for name in found if found[name] is None or known.get(name) != found[name]]:
         raise CheckpointError(
-            f"{target}: is not empty, and has no {LISTING} of `resformer {made_by}`, as every result of this command. "
-            f"{kept}"
-        )
-    known = listing["files"].items()
-    if foreign := [
-        name for name, found in _fingerprints(target).items() if found is None or (name, found) not in known
-    ]:
-        raise CheckpointError(
-            f"{target}: holds {first_names(foreign)}, which `resformer {made_by}` did not write, or not as it is. "
-            f"{kept}"
+            f"{target}: holds {first_names(foreign)}, which no {LISTING} of `resformer {made_by}` lists as it is. "
+            "It is not replaced, with or without --force; choose another output."
         )
     if not force:
         raise CheckpointError(

@@ -170,7 +170,8 @@ class Push:
             try:
                 return step()
             except HTTPError as error:
-                if pause is None or not _is_transient(error):
+                passing = not isinstance(error, HfHubHTTPError) or error.response.status_code in _TRANSIENT
+                if pause is None or not passing:
                     raise self._error(error) from error
                 time.sleep(pause)
             except FileDuplicationError as error:
@@ -200,7 +201,7 @@ class Push:
                 403: ("this token may not write there", "Use a write token of the owner's."),
                 412: (
                     f"somebody else committed to {self.revision} meanwhile",
-                    "Look at it, and run the command again.",
+                    "Nothing was committed. Look at it, and run the command again.",
                 ),
             }.get(status, (f"the Hub answered {status}", again))
             return HubError(f"{repo_id}: {reason} ({answer}). {way}")
@@ -224,9 +225,3 @@ def repository_files(api: HfApi, repo_id: str, revision: str) -> dict[str, RepoF
 def digest(file: RepoFile) -> str:
     """The SHA-256 that LFS stores a file by, or Git's hash of it."""
     return file.lfs.sha256 if file.lfs is not None else file.blob_id
-
-
-def _is_transient(error: BaseException) -> bool:
-    if isinstance(error, HfHubHTTPError):
-        return error.response.status_code in _TRANSIENT
-    return isinstance(error, HTTPError)

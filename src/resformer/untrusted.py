@@ -5,7 +5,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +17,7 @@ MIB = 2**20
 MOST_BYTES = 256 * MIB
 #: A resolved path is no link; opening a FIFO does not wait for a writer.
 _GUARDS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 #: Files of these suffixes are read by Transformers: tokenizers, templates, settings and weights.
 _READ = (".jinja", ".json", ".model", ".safetensors", ".tiktoken", ".txt")
 #: Sub-folders with chat templates.
@@ -48,7 +49,8 @@ def regular_file(path: Path, folder: Path | None = None, *, within: bool = False
         reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         raise CheckpointError(f"{path}: {reason}.") from error
     if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{path}: expected a regular file, found {_kind(mode)}.")
+        kind = _KINDS.get(stat.S_IFMT(mode), "a device")
+        raise CheckpointError(f"{path}: expected a regular file, found {kind}.")
     followed = not within and path.parent == folder and _OFTEN_LINKED.fullmatch(path.name)
     if not followed and home not in real.parents and real.parent != _blobs(home):
         raise CheckpointError(f"{path}: is a link out of its folder, to {real}; put the file itself there.")
@@ -123,8 +125,16 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
     Raises:
         CheckpointError: the content is something else; the message begins with `where`.
     """
+
+    def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+            raise CheckpointError(f"{where}: holds {quoted(repeated)} twice.")
+        return values
+
     try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique_keys(where))
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=to_dict)
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{where}: is not UTF-8 at byte {error.start}.") from error
     except RecursionError as error:
@@ -156,31 +166,7 @@ def bare_name(name: object, suffix: str, where: str) -> str:
     return name
 
 
-def _unique_keys(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values = dict(pairs)
-        if len(values) != len(pairs):
-            repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-            raise CheckpointError(f"{where}: holds {quoted(repeated)} twice.")
-        return values
-
-    return to_dict
-
-
 def _blobs(folder: Path) -> Path | None:
     """Where the links of a Hub snapshot lead: `snapshots/<commit>/[sub-folder/]x` is a link to `blobs/<hash>`."""
     snapshots = next((parent for parent in folder.parents if parent.name == "snapshots"), None)
     return None if snapshots is None else snapshots.parent / "blobs"
-
-
-def _kind(mode: int) -> str:
-    for test, name in (
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISFIFO, "a FIFO"),
-        (stat.S_ISSOCK, "a socket"),
-        (stat.S_ISBLK, "a block device"),
-        (stat.S_ISCHR, "a character device"),
-    ):
-        if test(mode):
-            return name
-    return "something else"

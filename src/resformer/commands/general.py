@@ -40,7 +40,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON."
             echo(json.dumps(environment, indent=2))
             return
         packages, variables = environment.pop("packages"), environment.pop("variables")
-        if environment["memory"] is not None:
+        if isinstance(environment["memory"], int):
             environment["memory"] = size(environment["memory"])
         for name, value in {**packages, **environment, **variables}.items():
             row(f"{name} ", "-" if value is None or value == [] else value)

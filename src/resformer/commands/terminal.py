@@ -1,19 +1,17 @@
 """The application, errors and exit codes, and output of all commands: data to stdout, messages to stderr."""
 
-import difflib
 import json
 import os
 import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import wraps
 from importlib import metadata
 from inspect import Parameter, Signature, signature
-from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, get_origin, get_type_hints
 
@@ -168,49 +166,6 @@ def takes(
         return command
 
     return decorate
-
-
-def from_file(context: typer.Context, path: Path, settings: Collection[str] = ()) -> Path:
-    """For the callback of an eager option `--config`: the YAML file's values are the defaults of the options.
-
-    Args:
-        settings: names of the file that go to `--set`.
-    """
-    import yaml
-
-    with reporting_errors():
-        try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ValueError(f"{path}: cannot be read: {one_line(error)}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{path}: expected lines of `name: value`.")
-        options = {option.removeprefix("--"): each for each in context.command.params for option in each.opts}
-        given: dict[str, Any] = {}
-        more = values.pop("set", {})
-        more = assignments(more) if isinstance(more, list) else dict(more)
-        for name, value in values.items():
-            option = str(name).replace("_", "-")
-            if option not in options and name not in settings:
-                close = difflib.get_close_matches(option, [*options, *settings], n=1)
-                raise ValueError(
-                    f"{path}: there is no option {name!r}." + (f" Did you mean {close[0]!r}?" * bool(close))
-                )
-            if option not in options:
-                more[name] = value
-                continue
-            several = getattr(options[option], "multiple", False)
-            if isinstance(value, list) and not several:
-                raise ValueError(f"{path}: {name} is {value!r}; expected one value.")
-            entries = [  # no shell expands ~ in a file
-                os.path.expanduser(each) if isinstance(each, str) else each
-                for each in (value if isinstance(value, list) else [value])
-            ]
-            given[options[option].name] = entries if several else entries[0]
-        if more:
-            given[options["set"].name] = [f"{name}={json.dumps(json_or_text(value))}" for name, value in more.items()]
-    context.default_map = given
-    return path
 
 
 def own_command(*more: str, leave_out: str = "") -> str:

@@ -1,5 +1,6 @@
-"""`resformer finetune`."""
+"""`resformer finetune`, `new`, `tokenize`, `pretrain` and `compare`."""
 
+import difflib
 import json
 import os
 from dataclasses import asdict, fields
@@ -8,29 +9,73 @@ from typing import Annotated, Any
 
 import typer
 
-from resformer.commands.terminal import AsJson, app, echo, from_file, row, size, takes
-from resformer.training.options import FinetuneOptions
+from resformer.commands.conversion import DryRun
+from resformer.commands.terminal import (
+    AsJson,
+    app,
+    assignments,
+    echo,
+    json_or_text,
+    own_command,
+    reporting_errors,
+    row,
+    size,
+    takes,
+)
+from resformer.errors import one_line
+from resformer.training.options import FinetuneOptions, NewOptions, PretrainOptions, StudyOptions, TokenizeOptions
 
 
 def _from_file(context: typer.Context, path: Path | None) -> Path | None:
-    """Fields of `TrainingArguments` go to --set."""
+    """Makes values of a YAML file the options' defaults; fields of `TrainingArguments` go to finetune's --set."""
     if path is None:
         return None
+    import yaml
     from transformers import TrainingArguments
 
-    return from_file(context, path, {each.name for each in fields(TrainingArguments) if each.init})
+    with reporting_errors():
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ValueError(f"{path}: cannot be read: {one_line(error)}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: expected lines of `name: value`.")
+        options = {option.removeprefix("--"): each for each in context.command.params for option in each.opts}
+        settings = {each.name for each in fields(TrainingArguments) if each.init and context.info_name == "finetune"}
+        more = values.pop("set", {})
+        more = assignments(more) if isinstance(more, list) else dict(more)
+        given: dict[str, Any] = {}
+        for name, value in values.items():
+            option = options.get(str(name).replace("_", "-"))
+            if option is None and name in settings:
+                more[name] = value
+                continue
+            if option is None:
+                close = difflib.get_close_matches(str(name).replace("_", "-"), [*options, *settings], n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise ValueError(f"{path}: there is no option {name!r}.{hint}")
+            several = getattr(option, "multiple", False)
+            if isinstance(value, list) and not several:
+                raise ValueError(f"{path}: {name} is {value!r}; expected one value.")
+            entries = value if isinstance(value, list) else [value]
+            # As a shell expands the home folder.
+            entries = [os.path.expanduser(each) if isinstance(each, str) else each for each in entries]
+            given[option.name] = entries if several else entries[0]
+        if more:
+            given[options["set"].name] = [f"{name}={json.dumps(json_or_text(value))}" for name, value in more.items()]
+    context.default_map = given
+    return path
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(callback=_from_file, is_eager=True, help="YAML file of these options; the command line wins."),
+]
 
 
 @app.command()
 @takes(FinetuneOptions, "Go on from the last checkpoint with: {command} --resume")
-def finetune(
-    options: FinetuneOptions,
-    config: Annotated[
-        Path | None,
-        typer.Option(callback=_from_file, is_eager=True, help="YAML file of these options; the command line wins."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def finetune(options: FinetuneOptions, config: Config = None, as_json: AsJson = False) -> None:
     """Fine-tune a checkpoint with the stock Trainer: a trained checkpoint, metrics.json and a card.
 
     All weights are trained, in float32: 16 bytes a parameter with AdamW, and
@@ -74,3 +119,130 @@ def print_result(report: Any, output: str) -> None:
     row("wrote", output)
     if report.url is not None:
         row("pushed", report.url)
+
+
+@app.command()
+@takes(NewOptions)
+def new(
+    options: NewOptions,
+    weights: Annotated[bool, typer.Option("--weights/--no-weights", help="Whether to write random weights.")] = True,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write an untrained checkpoint, from which any engine trains: configuration, tokenizer, random weights."""
+    from resformer.training.untrained import new_checkpoint, parameter_count
+
+    config = new_checkpoint(options, weights=weights, dry_run=dry_run)
+    if as_json:
+        echo(json.dumps({**config.to_dict(), "parameters": parameter_count(config)}, indent=2, sort_keys=True))
+        return
+    row("model", f"{options.size}, {options.method}, {parameter_count(config):,} parameters")
+    row("shape", f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads, width {config.hidden_size}")
+    row("tokenizer", f"{config.vocab_size:,} tokens")
+    row("would write" if dry_run else "wrote", options.output)
+
+
+@app.command()
+@takes(TokenizeOptions, "Give the command again to go on.")
+def tokenize(options: TokenizeOptions, as_json: AsJson = False) -> None:
+    """Write documents as parquet files of token ids, which `pretrain` and `finetune` read as --data.
+
+    A run that was stopped goes on when the command is given again.
+    """
+    from resformer.training.tokenizing import tokenize as run
+
+    index = run(options)
+    if index is None:
+        row("wrote", f"part {options.shard} of {options.output}; other parts are not done")
+    elif as_json:
+        echo(json.dumps(index, indent=2))
+    else:
+        for side in ("train", "validation"):
+            sums = index[side]
+            row(side, f"{sums['tokens']:,} tokens of {sums['documents']:,} documents, {size(sums['bytes'])}")
+        row("wrote", options.output)
+
+
+@app.command()
+@takes(PretrainOptions, "Go on from the last checkpoint with: {command} --resume")
+def pretrain(
+    options: PretrainOptions,
+    config: Config = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, with a speed that is measured here; write nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model from scratch: the size decides shape, tokens, batch and learning rate.
+
+    All of it can be set. Writes what `finetune` writes, and log.json.
+    """
+    from resformer.training.pretraining import plan_pretraining
+    from resformer.training.pretraining import pretrain as run
+
+    first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun or accelerate has started
+    if dry_run:
+        plan, report = plan_pretraining(options), None
+    else:
+        plan, report = run(options)
+    if not first:
+        return
+    if as_json:
+        facts = {"plan": asdict(plan), **({} if report is None else asdict(report))}
+        echo(json.dumps(facts, indent=2, default=str))
+        return
+    row("model", f"{options.size}, {options.method}, {plan.parameters:,} parameters")
+    row("tokens", f"{plan.tokens:,}, {plan.tokens / plan.parameters:,.1f} a parameter, {size(plan.bytes)} of ids")
+    passes = f", in {plan.accumulate} passes" if plan.accumulate > 1 else ""
+    row("steps", f"{plan.steps:,} of {plan.sequences:,} sequences of {plan.block:,} tokens{passes}")
+    row("rate", f"{plan.learning_rate:.2g}, {options.schedule}")
+    row("operations", f"{plan.flops:.3g}")
+    if report is None:
+        row("speed", f"{plan.tokens_per_second:,.0f} tokens/s: {plan.hours:,.1f} hours")
+        row("memory", f"{size(plan.memory or 0)} on this device, with the whole model")
+        row("would write", options.output)
+        return
+    print_result(report, options.output)
+
+
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def train() -> None:
+    """What other packages call `train` has three names here."""
+    with reporting_errors():
+        raise ValueError(
+            "There is no `resformer train`: `resformer pretrain` trains from scratch, `resformer finetune` a "
+            "checkpoint, `resformer compare` several methods under one budget."
+        )
+
+
+@app.command()
+@takes(StudyOptions, "Finished runs are kept. Go on with: {command}")
+def compare(
+    options: StudyOptions,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its time; write nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train methods under one budget, paired by seed, and compare their held-out losses.
+
+    A study that was stopped goes on when the command is given again.
+    """
+    from resformer.training.study.comparison import plan_study, run_study
+    from resformer.training.study.table import markdown
+
+    if not dry_run:
+        report = run_study(options, own_command())
+        if report is not None:  # else another process writes it
+            echo(json.dumps(report, indent=2) if as_json else markdown(report))
+        return
+    plan = plan_study(options)
+    if as_json:
+        echo(json.dumps(plan, indent=2))
+        return
+    for each in plan["runs"]:
+        row(each["size"], f"{each['method']}, {each['parameters']:,} parameters, runs to do: {each['to_do']}")
+    data = plan["data"]
+    row("data", f"{data['name']}, {data['training_tokens']:,} tokens to train on")
+    row("held out", f"{data['held_out_tokens']:,} tokens of {data['held_out_documents']:,} documents")
+    row("budget", f"{plan['steps']:,} steps, {plan['tokens']:,} tokens, {plan['epochs']:.2f} epochs a run")
+    row("time", f"{plan['seconds'] / 60:,.1f} min at the speed of the first steps of {plan['runs'][0]['method']}")
+    row("would write", options.output)
