@@ -20,8 +20,6 @@ from typer.testing import CliRunner
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.cli import app
 
-TinyConfig = Callable[..., ResFormerConfig]
-TinyModel = Callable[..., PreTrainedModel]
 Batch = dict[str, torch.Tensor]
 
 #: One model small enough for a core and a second: 6 layers, 4 query and 2 key/value heads of width 8.
@@ -142,51 +140,48 @@ def moved(batch: Batch, device: str) -> Batch:
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-@pytest.fixture(scope="session")
-def tiny_config() -> TinyConfig:
-    """`tiny_config("svformer", hidden_size=64)`: the configuration of a method or combination, fields on top."""
-
-    def build(variant: str = "transformer", **fields: Any) -> ResFormerConfig:
-        if variant in COMBINATIONS:
-            return ResFormerConfig(**{**TINY, **COMBINATIONS[variant], **fields})
-        return ResFormerConfig.for_method(variant, **{**TINY, **fields})
-
-    return build
+def tiny_config(variant: str = "transformer", **fields: Any) -> ResFormerConfig:
+    """The configuration of a method or combination, with fields on top."""
+    if variant in COMBINATIONS:
+        return ResFormerConfig(**{**TINY, **COMBINATIONS[variant], **fields})
+    return ResFormerConfig.for_method(variant, **{**TINY, **fields})
 
 
-@pytest.fixture(scope="session")
-def randomise() -> Callable[..., PreTrainedModel]:
+def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     """Draws every parameter anew, the mixing ones too, from numbers that float32 holds exactly."""
-
-    def draw(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in model.named_parameters():
-            mixing = any(part in name for part in ("value_residual", "value_embedding", "depth_average"))
-            noise = torch.randn(parameter.shape, generator=generator) * (0.5 if mixing else 0.3)
-            parameter.data.copy_(noise + 1.0 if "norm" in name else noise)
-        return model
-
-    return draw
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        mixing = any(part in name for part in ("value_residual", "value_embedding", "depth_average"))
+        noise = torch.randn(parameter.shape, generator=generator) * (0.5 if mixing else 0.3)
+        parameter.data.copy_(noise + 1.0 if "norm" in name else noise)
+    return model
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tiny_config: TinyConfig, randomise: Callable[..., PreTrainedModel]) -> TinyModel:
-    """`tiny_model("svformer", dtype=torch.float64)`: a model of a variant with random parameters, in eval mode."""
+def tiny_model(
+    variant: str = "transformer",
+    *,
+    model_class: type[PreTrainedModel] = ResFormerForCausalLM,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+    seed: int = 0,
+    **fields: Any,
+) -> PreTrainedModel:
+    """A model of a variant with random parameters, in eval mode."""
+    config = tiny_config(variant, **fields)
+    config._attn_implementation = attention
+    return randomise(model_class(config), seed).to(dtype).eval()
 
-    def build(
-        variant: str = "transformer",
-        *,
-        model_class: type[PreTrainedModel] = ResFormerForCausalLM,
-        dtype: torch.dtype = torch.float32,
-        attention: str = "sdpa",
-        seed: int = 0,
-        **fields: Any,
-    ) -> PreTrainedModel:
-        config = tiny_config(variant, **fields)
-        config._attn_implementation = attention
-        return randomise(model_class(config), seed).to(dtype).eval()
 
-    return build
+def three_prompts() -> Batch:
+    mask = torch.ones(3, 11, dtype=torch.long)
+    mask[1, :5] = 0
+    mask[2, :3] = 0
+    ids = torch.randint(3, 97, (3, 11), generator=torch.Generator().manual_seed(1)) * mask
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+#: Prompts of 11, 6 and 8 tokens, padded on the left.
+RAGGED = three_prompts()
 
 
 def training_arguments(folder: Path, **options: Any) -> TrainingArguments:
@@ -268,13 +263,3 @@ def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
         return result
 
     return run
-
-
-@pytest.fixture
-def ragged() -> dict[str, torch.Tensor]:
-    """Three prompts of 11, 6 and 8 tokens, padded on the left."""
-    mask = torch.ones(3, 11, dtype=torch.long)
-    mask[1, :5] = 0
-    mask[2, :3] = 0
-    ids = torch.randint(3, 97, (3, 11), generator=torch.Generator().manual_seed(1)) * mask
-    return {"input_ids": ids, "attention_mask": mask}

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, byte_tokenizer, family_model, save_checkpoint
-from conftest import VARIANTS, Batch, TinyConfig, TinyModel, cli, others_slow
+from conftest import RAGGED, VARIANTS, cli, others_slow, tiny_config, tiny_model
 from matplotlib import image
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -112,7 +112,7 @@ def attended_values(model: PreTrainedModel, raw: dict[int, torch.Tensor], output
 
 
 @pytest.fixture(params=[*others_slow(VARIANTS), *FAMILIES])
-def any_model(request: pytest.FixtureRequest, tiny_model: TinyModel) -> PreTrainedModel:
+def any_model(request: pytest.FixtureRequest) -> PreTrainedModel:
     """A model of every variant, and one of every family of Transformers, in float64."""
     if request.param in FAMILIES:
         return family_model(request.param).double()
@@ -133,7 +133,7 @@ def test_quantities_are_those_of_plain_loops(any_model: PreTrainedModel) -> None
 
 
 @pytest.mark.usefixtures("few_queries_at_a_time")
-def test_importance_by_position_is_the_mean_over_the_texts_that_are_so_long(tiny_model: TinyModel) -> None:
+def test_importance_by_position_is_the_mean_over_the_texts_that_are_so_long() -> None:
     model = tiny_model("resformer", attention="eager", dtype=torch.float64)
     both, first, last = (analyze(model, texts) for texts in (TEXTS[::2], TEXTS[:1], TEXTS[2:]))
     for n in range(6):
@@ -145,7 +145,7 @@ def test_importance_by_position_is_the_mean_over_the_texts_that_are_so_long(tiny
 
 
 @pytest.mark.usefixtures("few_queries_at_a_time")
-def test_uniform_reference_is_what_a_model_without_queries_has(tiny_model: TinyModel) -> None:
+def test_uniform_reference_is_what_a_model_without_queries_has() -> None:
     model = tiny_model("transformer", dtype=torch.float64)
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.data.zero_()
@@ -155,7 +155,7 @@ def test_uniform_reference_is_what_a_model_without_queries_has(tiny_model: TinyM
     assert analysis.uniform.keys() == {"entropy", "first_importance", "importance_ratio"}
 
 
-def test_matrices_are_the_models(tiny_model: TinyModel) -> None:
+def test_matrices_are_the_models() -> None:
     model = tiny_model("resformer-denseformer")
     analysis = analyze(model, TEXTS)
     assert analysis.value_mixing_matrix == model.model.value_mixing_matrix().tolist()
@@ -175,17 +175,17 @@ def test_matrices_are_the_models(tiny_model: TinyModel) -> None:
 )
 @pytest.mark.usefixtures("few_queries_at_a_time")
 def test_logits_are_those_of_other_attention(
-    any_model: PreTrainedModel, implementation: str, dtype: torch.dtype, tolerance: float, ragged: Batch
+    any_model: PreTrainedModel, implementation: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     outputs = []
     for chosen in (implementation, IMPLEMENTATION):
         any_model.to(dtype).set_attn_implementation(chosen)
         with torch.no_grad():
-            outputs.append(any_model(**ragged, use_cache=False).logits[ragged["attention_mask"].bool()])
+            outputs.append(any_model(**RAGGED, use_cache=False).logits[RAGGED["attention_mask"].bool()])
     torch.testing.assert_close(outputs[1], outputs[0], rtol=tolerance, atol=tolerance)
 
 
-def test_model_is_as_it_was(tiny_model: TinyModel) -> None:
+def test_model_is_as_it_was() -> None:
     model = tiny_model("resformer").train()
     analyze(model, TEXTS)
     assert model.config._attn_implementation == "sdpa"
@@ -211,9 +211,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("variant", ["resformer", "kitchen-sink"], indirect=True)
-def test_nothing_as_large_as_tokens_times_tokens_is_made(
-    variant: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_as_large_as_tokens_times_tokens_is_made(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = 400
     monkeypatch.setattr(attention, "_MOST_WEIGHTS", 4 * tokens * 10)
     model = tiny_model(variant, max_position_embeddings=tokens)
@@ -226,7 +224,7 @@ def test_nothing_as_large_as_tokens_times_tokens_is_made(
     assert largest.elements >= tokens * tokens
 
 
-def test_one_text_is_read_at_a_time(tiny_model: TinyModel) -> None:
+def test_one_text_is_read_at_a_time() -> None:
     done: list[int] = []
 
     def texts() -> Iterator[list[int]]:
@@ -243,7 +241,7 @@ def test_one_text_is_read_at_a_time(tiny_model: TinyModel) -> None:
 # What it refuses
 
 
-def test_texts_are_truncated_and_short_ones_counted(tiny_model: TinyModel) -> None:
+def test_texts_are_truncated_and_short_ones_counted() -> None:
     model = tiny_model()
     analysis = analyze(model, [[5], *TEXTS], max_tokens=4)
     assert (analysis.texts, analysis.tokens, analysis.skipped) == (3, 10, 1)
@@ -255,7 +253,7 @@ def test_texts_are_truncated_and_short_ones_counted(tiny_model: TinyModel) -> No
         analyze(model, ["a string"])
 
 
-def test_broken_weights_are_named(tiny_model: TinyModel) -> None:
+def test_broken_weights_are_named() -> None:
     model = tiny_model()
     model.model.layers[3].mlp.down_proj.weight.data.fill_(torch.nan)
     with pytest.raises(CheckpointError, match=r"first_hidden_norm of layer 3 is nan on text 0"):
@@ -463,11 +461,11 @@ def test_another_tokenizer_reads_for_all(tmp_path: Path) -> None:
         analyze(tmp_path / "mute", ["four"], tokenizer=tmp_path / "tokenizer")
 
 
-def test_texts_end_at_the_models_positions(tiny_model: TinyModel) -> None:
+def test_texts_end_at_the_models_positions() -> None:
     model = tiny_model("resformer", max_position_embeddings=8)
     assert analyze(model, [list(range(1, 30))]).tokens == 8
 
 
-def test_the_base_of_a_classifier_is_analysed(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_the_base_of_a_classifier_is_analysed(tmp_path: Path) -> None:
     ResFormerForSequenceClassification(tiny_config("resformer")).save_pretrained(tmp_path / "judge")
     assert analyze(tmp_path / "judge", TEXTS[:1]).method == "resformer"

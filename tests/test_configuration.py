@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from checkpoints import change_json
-from conftest import COMBINATIONS, TINY, TinyConfig, assert_answers
+from conftest import COMBINATIONS, TINY, assert_answers, tiny_config
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,7 +89,7 @@ def test_method_fits_every_depth(method: str) -> None:
 
 
 @pytest.mark.parametrize("use_diff", [True, False], ids=["differences", "everything"])
-def test_every_field_survives_json(use_diff: bool, tiny_config: TinyConfig) -> None:
+def test_every_field_survives_json(use_diff: bool) -> None:
     config = tiny_config(
         "kitchen-sink",
         hidden_act="gelu",
@@ -134,7 +134,7 @@ def test_mixing_layers(config_fields: dict[str, Any], expected: list[int]) -> No
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_combination_is_accepted_without_a_warning(name: str, tiny_config: TinyConfig, warned: list[str]) -> None:
+def test_combination_is_accepted_without_a_warning(name: str, warned: list[str]) -> None:
     ResFormerForCausalLM(tiny_config(name))
     assert warned == []
 

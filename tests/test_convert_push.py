@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import save_checkpoint, sparse_checkpoint
-from conftest import TinyModel, assert_said
+from conftest import assert_said, tiny_model
 from hub_server import Commands, HubServer, Repository, Sparse
 from safetensors.torch import load_file, save_file
 from test_convert_fp8 import save_fp8
@@ -176,9 +176,7 @@ def test_what_cannot_be_pushed_is_refused_in_one_line_and_nothing_moves(
     assert hub.repositories["you/x"].messages == ["initial commit"]
 
 
-def test_headers_on_the_hub_say_what_a_folder_says(
-    hub: HubServer, commands: Commands, tiny_model: TinyModel, tmp_path: Path
-) -> None:
+def test_headers_on_the_hub_say_what_a_folder_says(hub: HubServer, commands: Commands, tmp_path: Path) -> None:
     """Coefficients that were trained are read too."""
     tiny_model("resformer-denseformer").save_pretrained(tmp_path / "trained", max_shard_size="20KB")
     hub.add("you/trained", tmp_path / "trained")

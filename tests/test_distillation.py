@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TinyModel, training_arguments
+from conftest import tiny_model, training_arguments
 from transformers import PreTrainedModel, default_data_collator
 
 from resformer.training.distillation import DistillationTrainer, distillation_loss, hidden_state_loss
@@ -129,7 +129,7 @@ def _trainer(
 
 @pytest.mark.parametrize(("batch", "accumulate", "hidden"), [(4, 1, 0.0), (1, 4, 3.0), (2, 2, 3.0)])
 def test_a_step_follows_the_gradient_of_the_whole_batch(
-    tiny_model: TinyModel, tmp_path: Path, batch: int, accumulate: int, hidden: float
+    tmp_path: Path, batch: int, accumulate: int, hidden: float
 ) -> None:
     teacher, model = tiny_model("transformer"), tiny_model("svformer", seed=1)
     options = {"hidden_weight": hidden, "hidden_layers": [-2, 3]}
@@ -154,7 +154,7 @@ def test_a_step_follows_the_gradient_of_the_whole_batch(
     assert not teacher.training
 
 
-def test_evaluation_is_the_plain_cross_entropy(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_evaluation_is_the_plain_cross_entropy(tmp_path: Path) -> None:
     model = tiny_model("svformer", seed=1)
     trainer = _trainer(model, tiny_model("transformer"), tmp_path, batch=4, accumulate=1)
     trainer.args.per_device_eval_batch_size = 4
@@ -173,7 +173,7 @@ def test_evaluation_is_the_plain_cross_entropy(tiny_model: TinyModel, tmp_path: 
     ],
 )
 def test_a_teacher_of_another_shape_is_refused(
-    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, int], hidden_layers: list[int], words: str
+    tmp_path: Path, fields: dict[str, int], hidden_layers: list[int], words: str
 ) -> None:
     options = {"batch": 1, "accumulate": 1, "hidden_weight": 1.0, "hidden_layers": hidden_layers}
     with pytest.raises(ValueError, match=words):

@@ -13,7 +13,7 @@ import yaml
 from accelerate.commands.config import load_config_from_file
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from checkpoints import save_checkpoint
-from conftest import QUICK, VARIANTS, TinyModel, training_arguments
+from conftest import QUICK, VARIANTS, tiny_model, training_arguments
 from transformers import AutoModelForCausalLM
 from transformers.integrations import deepspeed
 
@@ -33,9 +33,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
     ],
     ids=lambda each: each if isinstance(each, str) else len(each),
 )
-def test_a_step_on_two_ranks_is_the_step_of_one(
-    kind: str, names: Sequence[str], tiny_model: TinyModel, tmp_path: Path
-) -> None:
+def test_a_step_on_two_ranks_is_the_step_of_one(kind: str, names: Sequence[str], tmp_path: Path) -> None:
     ids = torch.randint(3, 97, (4, 11), generator=torch.Generator().manual_seed(1))
     expected = {}
     fields = {"num_key_value_heads": 2} if kind == "tp" else {}  # each rank needs one
@@ -106,7 +104,7 @@ def test_the_fsdp2_configuration_is_read_by_accelerate() -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_deepspeed_configurations_leave_nothing_open(
-    stage: int, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deepspeed, "dep_version_check", lambda package: None)  # reading them takes no DeepSpeed
     arguments = training_arguments(tmp_path, gradient_accumulation_steps=2, bf16=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import TinyModel
+from conftest import tiny_model
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
@@ -53,20 +53,15 @@ def _versions(record_testsuite_property: Callable[[str, object], None]) -> None:
     record_testsuite_property("versions", f"torch {torch.__version__}, transformers {transformers.__version__}")
 
 
-@pytest.fixture
-def model_of(tiny_model: TinyModel) -> TinyModel:
-    """`model_of("svformer", torch.bfloat16, "cpu")`: connections in float32, as they are loaded. Matrices keep the size
-    of their input, so that no layer magnifies the errors of those before it, and are exact in bfloat16."""
-
-    def build(method: str, dtype: torch.dtype = torch.float32, device: str = "cuda", **options: Any) -> PreTrainedModel:
-        model = tiny_model(method, **SHAPE, **options)
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                parameter.data /= 0.3 * math.sqrt(parameter.shape[1])
-            parameter.data = parameter.data.bfloat16().to(torch.float32 if is_connection(name) else dtype)
-        return model.to(device)
-
-    return build
+def model_of(method: str, dtype: torch.dtype = torch.float32, device: str = "cuda", **options: Any) -> PreTrainedModel:
+    """Connections in float32, as they are loaded. Matrices keep the size of their input, so that no layer magnifies the
+    errors of those before it, and are exact in bfloat16."""
+    model = tiny_model(method, **SHAPE, **options)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            parameter.data /= 0.3 * math.sqrt(parameter.shape[1])
+        parameter.data = parameter.data.bfloat16().to(torch.float32 if is_connection(name) else dtype)
+    return model.to(device)
 
 
 def ids_and_mask() -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +84,7 @@ def step(model: PreTrainedModel) -> Tensors:
 @pytest.mark.parametrize(
     "kind", ["sdpa float32", "sdpa bfloat16", "flash_attention_2 bfloat16", "flex_attention bfloat16"]
 )
-def test_logits_and_gradients_are_those_of_a_cpu_in_float32(method: str, kind: str, model_of: TinyModel) -> None:
+def test_logits_and_gradients_are_those_of_a_cpu_in_float32(method: str, kind: str) -> None:
     attention, dtype = kind.split()[0], getattr(torch, kind.split()[1])
     if attention == "flash_attention_2" and not is_flash_attn_2_available():
         pytest.skip("flash_attn is not installed")
@@ -97,7 +92,7 @@ def test_logits_and_gradients_are_those_of_a_cpu_in_float32(method: str, kind: s
     assert_close(step(model_of(method, dtype, attention=attention)), expected, tolerance(dtype))
 
 
-def test_an_offloaded_cache_gives_the_uncached_logits(method: str, model_of: TinyModel) -> None:
+def test_an_offloaded_cache_gives_the_uncached_logits(method: str) -> None:
     model = model_of(method)
     ids = ids_and_mask()[0][:1].cuda()
     cache = GrowingCache(model.config, offloading=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import family_model
-from conftest import Batch, TinyModel
+from conftest import RAGGED, tiny_model
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -205,18 +205,18 @@ def test_rejected_guesses_do_not_have_everything_copied() -> None:
 # Who uses it
 
 
-def test_plain_calls_use_it_unless_they_want_none(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+def test_plain_calls_use_it_unless_they_want_none(variant: str) -> None:
     model = tiny_model(variant)
-    assert type(model(**ragged).past_key_values) is GrowingCache
-    assert type(model.model(**ragged).past_key_values) is GrowingCache
-    assert model(**ragged, use_cache=False).past_key_values is None
+    assert type(model(**RAGGED).past_key_values) is GrowingCache
+    assert type(model.model(**RAGGED).past_key_values) is GrowingCache
+    assert model(**RAGGED, use_cache=False).past_key_values is None
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sample", "beam", "assisted", "lookup"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-def test_other_llama_style_models_generate_with_it_as_with_their_own(family: str, mode: str, ragged: Batch) -> None:
+def test_other_llama_style_models_generate_with_it_as_with_their_own(family: str, mode: str) -> None:
     model = family_model(family, eos_token_id=None)
-    prompt = {name: tensor[:1] for name, tensor in ragged.items()} if mode in ("assisted", "lookup") else ragged
+    prompt = {name: tensor[:1] for name, tensor in RAGGED.items()} if mode in ("assisted", "lookup") else RAGGED
     options: dict[str, Any] = {
         "greedy": {},
         "sample": {"do_sample": True, "top_k": 20},
@@ -263,9 +263,9 @@ def test_layers_follow_the_configuration_and_come_as_they_are_needed_without_one
 
 
 @pytest.mark.parametrize("variant", ["resformer", "svformer", "crossed-sharing", "kitchen-sink"], indirect=True)
-def test_gradients_flow_through_the_cache(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+def test_gradients_flow_through_the_cache(variant: str) -> None:
     model = tiny_model(variant, dtype=torch.float64).train()
-    ids = ragged["input_ids"][:1]
+    ids = RAGGED["input_ids"][:1]
     gradients = []
     for cache in (None, GrowingCache(model.config), DynamicCache(config=model.config)):
         model.zero_grad()
@@ -281,12 +281,12 @@ def test_gradients_flow_through_the_cache(tiny_model: TinyModel, variant: str, r
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
-def test_gradients_of_a_step_outlive_later_steps_without_gradients(tiny_model: TinyModel, ragged: Batch) -> None:
+def test_gradients_of_a_step_outlive_later_steps_without_gradients() -> None:
     # Writing in place to what autograd has saved would raise, or give a wrong gradient.
     model = tiny_model("resformer", dtype=torch.float64)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("q_proj" in name)  # keys and values of layer 0 need no gradient, its queries do
-    ids = ragged["input_ids"][:1]
+    ids = RAGGED["input_ids"][:1]
     results = []
     for new_cache in (lambda: GrowingCache(model.config), lambda: DynamicCache(config=model.config)):
         cache = new_cache()
@@ -308,10 +308,10 @@ def test_gradients_of_a_step_outlive_later_steps_without_gradients(tiny_model: T
 @pytest.mark.parametrize("inside", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("outside", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_a_cache_made_in_one_mode_is_continued_in_another(
-    tiny_model: TinyModel, inside: Callable[[], Any], outside: Callable[[], Any], ragged: Batch
+    inside: Callable[[], Any], outside: Callable[[], Any]
 ) -> None:
     model = tiny_model("svformer").requires_grad_(False)
-    ids = ragged["input_ids"][:1]
+    ids = RAGGED["input_ids"][:1]
     expected = model(ids, use_cache=False).logits
     cache = GrowingCache(model.config)
     with inside():
@@ -329,14 +329,14 @@ def test_a_cache_made_in_one_mode_is_continued_in_another(
 
 
 @pytest.mark.parametrize("variant", ["resformer", "svformer", "crossed-sharing", "kitchen-sink"], indirect=True)
-def test_it_has_the_leaves_of_a_dynamic_cache(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+def test_it_has_the_leaves_of_a_dynamic_cache(variant: str) -> None:
     # Exporters and pytrees must find the cached tokens, and not the free memory behind them.
     model = tiny_model(variant)
     caches = GrowingCache(model.config), DynamicCache(config=model.config)
     with torch.no_grad():
         for cache in caches:
-            model(ragged["input_ids"][:, :8], past_key_values=cache)
-            model(ragged["input_ids"][:, 8:9], past_key_values=cache)
+            model(RAGGED["input_ids"][:, :8], past_key_values=cache)
+            model(RAGGED["input_ids"][:, 8:9], past_key_values=cache)
     mine, naive = map(get_leaf_tensors, caches)
     assert mine.keys() == naive.keys()
     for name, tensor in naive.items():

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import TinyConfig, TinyModel
+from conftest import tiny_config, tiny_model
 from transformers import Cache, DynamicCache, LlamaConfig, StaticCache
 
 from resformer import METHODS, GrowingCache, ResFormerConfig
@@ -15,7 +15,7 @@ from resformer.configuration import cache_bytes, cache_bytes_by_method, cache_by
 @pytest.mark.parametrize("new_cache", [DynamicCache, GrowingCache, partial(StaticCache, max_cache_len=11)])
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 4)], ids=str)
 def test_report_is_what_a_cache_holds(
-    tiny_model: TinyModel, variant: str, dtype: torch.dtype, window: int | None, new_cache: Callable[..., Cache]
+    variant: str, dtype: torch.dtype, window: int | None, new_cache: Callable[..., Cache]
 ) -> None:
     model = tiny_model(variant, dtype=dtype, **({} if window is None else {"sliding_window": 4, "layer_types": None}))
     cache = new_cache(config=model.config)
@@ -35,7 +35,7 @@ def test_report_is_what_a_cache_holds(
     )
 
 
-def test_report_of_the_methods_is_the_report_of_each(tiny_config: TinyConfig) -> None:
+def test_report_of_the_methods_is_the_report_of_each() -> None:
     report = cache_bytes_by_method(tiny_config("cla2"))
     assert list(report) == list(METHODS)
     for method, number in report.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import COMBINATIONS, Batch, TinyModel, moved, others_slow
+from conftest import COMBINATIONS, RAGGED, Batch, moved, others_slow, tiny_model
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 from transformers.exporters.utils import decompose_prefill_decode, get_leaf_tensors
@@ -23,7 +23,7 @@ EVERY_MECHANISM = others_slow(
 
 
 @pytest.fixture
-def small(tiny_model: TinyModel, request: pytest.FixtureRequest) -> PreTrainedModel:
+def small(request: pytest.FixtureRequest) -> PreTrainedModel:
     """A model of the test's `variant` or `method`; three layers do for a named method, compilers take long enough."""
     name = request.getfixturevalue("method" if "method" in request.fixturenames else "variant")
     return tiny_model(name) if name in COMBINATIONS else tiny_model(name, num_hidden_layers=5 if "4x5" in name else 3)
@@ -35,20 +35,20 @@ def decoded(model: PreTrainedModel, batch: Batch, **options: Any) -> Any:
 
 @pytest.mark.parametrize("variant", EVERY_MECHANISM, indirect=True)
 def test_generate_with_a_static_cache_compiles_one_whole_graph(
-    small: PreTrainedModel, variant: str, ragged: Batch, device: str
+    small: PreTrainedModel, variant: str, device: str
 ) -> None:
-    model, ragged, graphs = small.to(device), moved(ragged, device), []
+    model, batch, graphs = small.to(device), moved(RAGGED, device), []
 
     def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., Any]:
         graphs.append(graph)
         return graph.forward
 
-    expected = decoded(model, ragged, max_new_tokens=6, use_cache=False)
+    expected = decoded(model, batch, max_new_tokens=6, use_cache=False)
     torch.compiler.reset()
     compilation = CompileConfig(fullgraph=True, backend=backend, mode=None)
     compilation._compile_all_devices = True  # generate compiles on accelerators only, unless told
     options = {"cache_implementation": "static", "compile_config": compilation}
-    got = decoded(model, ragged, max_new_tokens=6, **options)
+    got = decoded(model, batch, max_new_tokens=6, **options)
     assert torch.equal(got.sequences, expected.sequences)
     for mine, naive in zip(got.logits, expected.logits, strict=True):
         torch.testing.assert_close(mine, naive, rtol=1e-4, atol=1e-4)
@@ -57,23 +57,21 @@ def test_generate_with_a_static_cache_compiles_one_whole_graph(
     once = 2 if "sliding_attention" in model.config.layer_types else 1
     assert len(graphs) == once
     # A shorter prompt and fewer tokens: the same graph.
-    start = {name: tensor[:, 2:] for name, tensor in ragged.items()}
+    start = {name: tensor[:, 2:] for name, tensor in batch.items()}
     again = decoded(model, start, max_new_tokens=4, **options)
     assert torch.equal(again.sequences, decoded(model, start, max_new_tokens=4, use_cache=False).sequences)
     assert len(graphs) == once
 
 
 @pytest.mark.parametrize("variant", EVERY_MECHANISM, indirect=True)
-def test_exporting_every_method_with_dynamic_batch_and_length(
-    tiny_model: TinyModel, variant: str, ragged: Batch
-) -> None:
+def test_exporting_every_method_with_dynamic_batch_and_length(variant: str) -> None:
     model = tiny_model(variant, use_cache=False)
     shape = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     with torch.no_grad():
         program = torch.export.export(
             model,
             (),
-            kwargs={**ragged, "use_cache": False},
+            kwargs={**RAGGED, "use_cache": False},
             dynamic_shapes={"input_ids": shape, "attention_mask": shape, "use_cache": None},
         ).module()
         for rows, columns in ((3, 11), (2, 8), (2, 9), (5, 17)):
@@ -92,10 +90,10 @@ GRAPHS = {
 
 
 @pytest.mark.parametrize("method", others_slow(METHODS, ["resformer", "cla2", "resformer-dense"]))
-def test_layers_of_a_kind_share_one_graph(tiny_model: TinyModel, method: str, ragged: Batch) -> None:
+def test_layers_of_a_kind_share_one_graph(method: str) -> None:
     # As with Accelerate's `compile_regions` and FSDP2: each layer is compiled by itself.
     model = tiny_model(method, num_hidden_layers=12).train()
-    inputs = {**ragged, "labels": ragged["input_ids"], "use_cache": False}
+    inputs = {**RAGGED, "labels": RAGGED["input_ids"], "use_cache": False}
     expected = model(**inputs).loss
     graphs = []
 
@@ -113,10 +111,10 @@ def test_layers_of_a_kind_share_one_graph(tiny_model: TinyModel, method: str, ra
 
 
 @pytest.mark.slow
-def test_a_compiled_model_takes_a_growing_cache(tiny_model: TinyModel, ragged: Batch) -> None:
+def test_a_compiled_model_takes_a_growing_cache() -> None:
     # Within torch.compile it concatenates, as a DynamicCache does: growing in place breaks graphs.
     model = tiny_model("svformer", num_hidden_layers=2)
-    ids = ragged["input_ids"][:1]
+    ids = RAGGED["input_ids"][:1]
     expected = model(ids, use_cache=False).logits
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", dynamic=True)
@@ -130,11 +128,9 @@ def test_a_compiled_model_takes_a_growing_cache(tiny_model: TinyModel, ragged: B
 
 
 @pytest.mark.parametrize("method", ["svformer"], indirect=True)
-def test_a_compiled_call_without_a_cache_makes_one_that_is_continued(
-    tiny_model: TinyModel, method: str, ragged: Batch
-) -> None:
+def test_a_compiled_call_without_a_cache_makes_one_that_is_continued(method: str) -> None:
     model = tiny_model(method, num_hidden_layers=2)
-    ids = ragged["input_ids"][:1]
+    ids = RAGGED["input_ids"][:1]
     expected = model(ids, use_cache=False).logits
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager")
@@ -146,7 +142,7 @@ def test_a_compiled_call_without_a_cache_makes_one_that_is_continued(
 
 
 @pytest.mark.parametrize("method", others_slow(METHODS, ["resformer-gated", "cla2"]))
-def test_exported_decoding_step_with_a_static_cache_equals_uncached(tiny_model: TinyModel, method: str) -> None:
+def test_exported_decoding_step_with_a_static_cache_equals_uncached(method: str) -> None:
     model = tiny_model(method)
     cache = {"batch_size": 1, "max_cache_len": 16}
     model.generation_config = GenerationConfig(use_cache=True, cache_implementation="static", cache_config=cache)
@@ -161,9 +157,9 @@ def test_exported_decoding_step_with_a_static_cache_equals_uncached(tiny_model: 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["resformer", "svformer", "crossed-sharing", "denseformer-4x5"], indirect=True)
 def test_exported_prefill_and_decoding_step_return_the_models_logits_and_cache(
-    small: PreTrainedModel, variant: str, ragged: Batch
+    small: PreTrainedModel, variant: str
 ) -> None:
-    for model, inputs in decompose_prefill_decode(small, ragged).values():
+    for model, inputs in decompose_prefill_decode(small, RAGGED).values():
         inputs = {name: value for name, value in inputs.items() if name not in ("use_cache", "return_dict")}
         program = DynamoExporter().export(model, copy.deepcopy(inputs), config=DynamoConfig(dynamic=True))
         with torch.no_grad():

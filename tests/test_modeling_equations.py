@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Batch, TinyConfig, TinyModel, moved
+from conftest import RAGGED, moved, tiny_config, tiny_model
 from naive_twin import naive_logits
 from torch import nn
 from transformers import PreTrainedModel
@@ -74,13 +74,11 @@ def assert_logits_equal_the_twin(
         assert (real.double() - naive).abs().max() < tolerance * naive.abs().max()
 
 
-def test_logits_equal_the_twin(
-    tiny_model: TinyModel, variant: str, ragged: Batch, float64_throughout: None, device: str
-) -> None:
+def test_logits_equal_the_twin(variant: str, float64_throughout: None, device: str) -> None:
     model = tiny_model(variant, dtype=torch.float64).to(device)
-    assert_logits_equal_the_twin(model, ragged["input_ids"][:2, 5:], None, 1e-10)
-    assert_logits_equal_the_twin(model, **ragged, tolerance=1e-10)
-    assert_logits_equal_the_twin(model, ragged["input_ids"].flip(1), ragged["attention_mask"].flip(1), 1e-10)
+    assert_logits_equal_the_twin(model, RAGGED["input_ids"][:2, 5:], None, 1e-10)
+    assert_logits_equal_the_twin(model, **RAGGED, tolerance=1e-10)
+    assert_logits_equal_the_twin(model, RAGGED["input_ids"].flip(1), RAGGED["attention_mask"].flip(1), 1e-10)
 
 
 def random_fields(seed: int) -> dict[str, Any]:
@@ -138,11 +136,9 @@ def random_fields(seed: int) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:.*do(es)? nothing")
 @pytest.mark.parametrize("seed", range(48))
-def test_random_combinations_equal_the_twin(
-    tiny_model: TinyModel, seed: int, ragged: Batch, float64_throughout: None
-) -> None:
+def test_random_combinations_equal_the_twin(seed: int, float64_throughout: None) -> None:
     model = tiny_model(dtype=torch.float64, seed=seed, **random_fields(seed))
-    assert_logits_equal_the_twin(model, **ragged, tolerance=1e-10)
+    assert_logits_equal_the_twin(model, **RAGGED, tolerance=1e-10)
 
 
 def loss_of(logits: list[torch.Tensor], labels: list[torch.Tensor]) -> torch.Tensor:
@@ -165,20 +161,18 @@ def is_mixing(name: str) -> bool:
     return name.startswith(("model.value_residual", "model.depth_average")) and not name.endswith("bias_gate")
 
 
-def test_gradients_equal_the_twin(
-    tiny_model: TinyModel, variant: str, ragged: Batch, float64_throughout: None, device: str
-) -> None:
+def test_gradients_equal_the_twin(variant: str, float64_throughout: None, device: str) -> None:
     model = tiny_model(variant, dtype=torch.float64).to(device).train()
-    model_loss(model, **moved(ragged, device)).backward()
+    model_loss(model, **moved(RAGGED, device)).backward()
     model.cpu()  # its gradients too
 
     weights = {
         name: parameter.detach().clone().requires_grad_(not is_mixing(name))
         for name, parameter in model.named_parameters()
     }
-    logits = naive_logits(model.config, weights, *exact_matrices(model), **ragged)
-    real = ragged["attention_mask"].bool()
-    loss_of(logits, [row[mask] for row, mask in zip(ragged["input_ids"], real, strict=True)]).backward()
+    logits = naive_logits(model.config, weights, *exact_matrices(model), **RAGGED)
+    real = RAGGED["attention_mask"].bool()
+    loss_of(logits, [row[mask] for row, mask in zip(RAGGED["input_ids"], real, strict=True)]).backward()
 
     for name, parameter in model.named_parameters():
         if is_mixing(name):
@@ -189,14 +183,12 @@ def test_gradients_equal_the_twin(
         assert parameter.grad.abs().max() > 1e-6, f"{name} gets no gradient to compare"
 
 
-def test_mixing_gradients_equal_finite_differences(
-    tiny_model: TinyModel, variant: str, ragged: Batch, float64_throughout: None
-) -> None:
+def test_mixing_gradients_equal_finite_differences(variant: str, float64_throughout: None) -> None:
     model = tiny_model(variant, dtype=torch.float64)
     mixing = [parameter for name, parameter in model.named_parameters() if is_connection(name)]
     if not mixing:
         pytest.skip("nothing is learned")
-    model_loss(model, **ragged).backward()
+    model_loss(model, **RAGGED).backward()
     step = 1e-6
     with torch.no_grad():
         for parameter in mixing:
@@ -206,8 +198,8 @@ def test_mixing_gradients_equal_finite_differences(
                 directions = torch.randn(3, parameter.numel(), dtype=torch.float64)
             for direction in directions:
                 change = step * direction.view_as(parameter)
-                above = (parameter.add_(change), model_loss(model, **ragged))[1]
-                below = (parameter.sub_(2 * change), model_loss(model, **ragged))[1]
+                above = (parameter.add_(change), model_loss(model, **RAGGED))[1]
+                below = (parameter.sub_(2 * change), model_loss(model, **RAGGED))[1]
                 parameter.add_(change)
                 expected = (above - below) / (2 * step)
                 torch.testing.assert_close((parameter.grad.flatten() @ direction), expected, rtol=1e-5, atol=1e-6)
@@ -218,7 +210,7 @@ def test_mixing_gradients_equal_finite_differences(
 
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=str)
 def test_matrices_are_copies_in_float32_on_the_cpu_with_nan_where_a_gate_decides(
-    tiny_model: TinyModel, variant: str, default: torch.dtype
+    variant: str, default: torch.dtype
 ) -> None:
     model = tiny_model(variant, dtype=default)
     sources = value_sources(model.config)
@@ -253,9 +245,7 @@ def test_matrices_are_copies_in_float32_on_the_cpu_with_nan_where_a_gate_decides
 @pytest.mark.filterwarnings("ignore:.*does nothing")
 @pytest.mark.parametrize("period", [1, 2, 5, 7])
 @pytest.mark.parametrize("dilation", [1, 2, 4])
-def test_depth_mixing_reads_every_kth_state_after_every_pth_block(
-    tiny_model: TinyModel, dilation: int, period: int
-) -> None:
+def test_depth_mixing_reads_every_kth_state_after_every_pth_block(dilation: int, period: int) -> None:
     model = tiny_model(dwa=True, dwa_dilation=dilation, dwa_period=period)
     matrix = model.model.depth_mixing_matrix()
     for n in range(6):
@@ -269,9 +259,7 @@ def test_depth_mixing_reads_every_kth_state_after_every_pth_block(
 @pytest.mark.parametrize("layers", [None, [1], [2, 5]])
 @pytest.mark.parametrize("sources", [None, [0, 1, 1, 1, 4, 5]])
 @pytest.mark.parametrize("mode", ["identity", "constant", "learnable", "learnable_plus", "dense", "gated"])
-def test_value_mixing_reads_what_the_mode_says(
-    tiny_model: TinyModel, mode: str, layers: list[int] | None, sources: list[int] | None
-) -> None:
+def test_value_mixing_reads_what_the_mode_says(mode: str, layers: list[int] | None, sources: list[int] | None) -> None:
     owners = set(range(6)) if sources is None else set(sources)
     mixing = owners - {0} if layers is None else owners & set(layers)
     if layers is not None and not owners >= set(layers):
@@ -288,7 +276,7 @@ def test_value_mixing_reads_what_the_mode_says(
 
 @pytest.mark.parametrize("start", [[0.0, 1.0], [0.25, 0.75], [-2.0, 3.0]])
 @pytest.mark.parametrize("mode", ["identity", "constant", "learnable", "learnable_plus", "dense", "gated"])
-def test_value_residuals_start_as_stated(tiny_config: TinyConfig, mode: str, start: list[float]) -> None:
+def test_value_residuals_start_as_stated(mode: str, start: list[float]) -> None:
     a, b = (0.5, 0.5) if mode == "identity" else start
     model = ResFormerForCausalLM(tiny_config(value_residual=mode, value_residual_init=start))
     expected = torch.eye(6)
@@ -301,7 +289,7 @@ def test_value_residuals_start_as_stated(tiny_config: TinyConfig, mode: str, sta
 
 
 @pytest.mark.parametrize("start", [0.0, 0.25, 1.0])
-def test_gates_start_as_stated(tiny_config: TinyConfig, start: float) -> None:
+def test_gates_start_as_stated(start: float) -> None:
     model = ResFormerForCausalLM(tiny_config("depth-attention", depth_attention_init=start))
     assert torch.equal(model.model.value_residual.bias_gate, torch.full((2, 3), start))
     module = ResFormerForCausalLM(
@@ -311,7 +299,7 @@ def test_gates_start_as_stated(tiny_config: TinyConfig, start: float) -> None:
     assert not module.bias_query.any()
 
 
-def test_attention_residuals_has_no_effect_at_gates_of_zero_unless_its_queries_are_nan(tiny_model: TinyModel) -> None:
+def test_attention_residuals_has_no_effect_at_gates_of_zero_unless_its_queries_are_nan() -> None:
     module = tiny_model("attention-residuals").model.attention_residuals
     nn.init.zeros_(module.bias_gate)
     assert not any(distance for distance, _ in module.deviations())
@@ -319,19 +307,17 @@ def test_attention_residuals_has_no_effect_at_gates_of_zero_unless_its_queries_a
     assert [place for distance, place in module.deviations() if distance] == [".bias_query"]
 
 
-def test_scores_of_learnable_plus_learn_from_a_start_at_zero_once_the_scale_has(
-    tiny_model: TinyModel, ragged: Batch
-) -> None:
+def test_scores_of_learnable_plus_learn_from_a_start_at_zero_once_the_scale_has() -> None:
     model = tiny_model("resformer-plus")
     residual = model.model.value_residual
     with torch.no_grad():
         residual.bias_scale.zero_()
-    model(**ragged, labels=ragged["input_ids"]).loss.backward()
+    model(**RAGGED, labels=RAGGED["input_ids"]).loss.backward()
     assert residual.bias_scale.grad.abs().min() > 0
     assert not residual.bias_score.grad.any()
 
 
-def test_added_parameters_lie_in_their_modules_and_are_no_scalars(tiny_model: TinyModel, variant: str) -> None:
+def test_added_parameters_lie_in_their_modules_and_are_no_scalars(variant: str) -> None:
     model = tiny_model(variant)
     fields = "head_dim num_key_value_heads qk_norm attention_bias attention_out_bias mlp_bias tie_word_embeddings"
     plain = tiny_model(**{field: getattr(model.config, field) for field in fields.split()})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
-from conftest import Batch, TinyModel, moved
+from conftest import RAGGED, Batch, moved, tiny_model
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -47,11 +47,9 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1
 # Outputs
 
 
-def test_recorded_states_are_attention_weights_embeddings_raw_blocks_and_the_normed_output(
-    tiny_model: TinyModel, variant: str, ragged: Batch
-) -> None:
+def test_recorded_states_are_attention_weights_embeddings_raw_blocks_and_the_normed_output(variant: str) -> None:
     model = tiny_model(variant, attention="eager")
-    ids, raw = ragged["input_ids"][:1], []
+    ids, raw = RAGGED["input_ids"][:1], []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda _module, _args, output: raw.append(output[0]))
     with torch.no_grad():
@@ -73,20 +71,20 @@ def test_recorded_states_are_attention_weights_embeddings_raw_blocks_and_the_nor
     assert plain.attentions is plain.hidden_states is None
 
 
-def test_embeddings_and_a_choice_of_logits_give_the_same(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+def test_embeddings_and_a_choice_of_logits_give_the_same(variant: str) -> None:
     model = tiny_model(variant)
-    expected = logits_of(model, **ragged)
-    embeddings = model.get_input_embeddings()(ragged["input_ids"])
-    embedded = {"inputs_embeds": embeddings, "attention_mask": ragged["attention_mask"]}
+    expected = logits_of(model, **RAGGED)
+    embeddings = model.get_input_embeddings()(RAGGED["input_ids"])
+    embedded = {"inputs_embeds": embeddings, "attention_mask": RAGGED["attention_mask"]}
     if model.config.value_embeddings:
         with pytest.raises(ValueError, match=r"`value_embeddings`=.* pass `input_ids`"):
             model(**embedded)
     else:
         assert torch.equal(logits_of(model, **embedded), expected)
     chosen = torch.tensor([7, 10])
-    assert_close(logits_of(model, **ragged, logits_to_keep=3), expected[:, -3:], 1e-6)
-    assert_close(logits_of(model, **ragged, logits_to_keep=chosen), expected[:, chosen], 1e-6)
-    for wrong in ({}, {"input_ids": ragged["input_ids"], "inputs_embeds": embeddings}):
+    assert_close(logits_of(model, **RAGGED, logits_to_keep=3), expected[:, -3:], 1e-6)
+    assert_close(logits_of(model, **RAGGED, logits_to_keep=chosen), expected[:, chosen], 1e-6)
+    for wrong in ({}, {"input_ids": RAGGED["input_ids"], "inputs_embeds": embeddings}):
         with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
             model(**wrong)
 
@@ -94,9 +92,9 @@ def test_embeddings_and_a_choice_of_logits_give_the_same(tiny_model: TinyModel, 
 # Padding and packing
 
 
-def padded_on(side: str, ragged: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def padded_on(side: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens, mask) of the batch, padded on the left or the right."""
-    ids, mask = ragged["input_ids"], ragged["attention_mask"]
+    ids, mask = RAGGED["input_ids"], RAGGED["attention_mask"]
     if side == "left":
         return ids, mask
     return torch.stack([row.roll(int(real.sum())) for row, real in zip(ids, mask, strict=True)]), mask.flip(1)
@@ -108,11 +106,9 @@ def labels_of(batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_batches_equal_their_sequences(
-    tiny_model: TinyModel, variant: str, side: str, attention: str, ragged: Batch
-) -> None:
+def test_padded_batches_equal_their_sequences(variant: str, side: str, attention: str) -> None:
     model = tiny_model(variant, attention=attention)
-    ids, mask = padded_on(side, ragged)
+    ids, mask = padded_on(side)
     padded = logits_of(model, ids, attention_mask=mask)
     explicit = logits_of(model, ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
     for row in range(3):
@@ -125,12 +121,10 @@ def test_padded_batches_equal_their_sequences(
 
 
 @pytest.mark.parametrize("use_cache", [None, True, False], ids=["default", "cache", "no-cache"])
-def test_packed_sequences_equal_separate_ones(
-    tiny_model: TinyModel, variant: str, use_cache: bool | None, ragged: Batch
-) -> None:
+def test_packed_sequences_equal_separate_ones(variant: str, use_cache: bool | None) -> None:
     for attention in ("sdpa", "eager"):
         model = tiny_model(variant, attention=attention)
-        sequences = [ids[mask.bool()] for ids, mask in zip(*ragged.values(), strict=True)]
+        sequences = [ids[mask.bool()] for ids, mask in zip(*RAGGED.values(), strict=True)]
         packed = torch.cat(sequences)[None]
         positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None]
         options = {} if use_cache is None else {"use_cache": use_cache}
@@ -150,12 +144,12 @@ def test_packed_sequences_equal_separate_ones(
     ["svformer", "cla2", "crossed-sharing", "resformer-neutreno", "kitchen-sink", "gated-sink"],
     indirect=True,
 )
-def test_flex_attention_equals_sdpa(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+def test_flex_attention_equals_sdpa(variant: str) -> None:
     model = tiny_model(variant, head_dim=16)
-    sdpa = logits_of(model, **ragged)
+    sdpa = logits_of(model, **RAGGED)
     model.set_attn_implementation("flex_attention")
-    real = ragged["attention_mask"].bool()
-    assert_close(logits_of(model, **ragged)[real], sdpa[real])
+    real = RAGGED["attention_mask"].bool()
+    assert_close(logits_of(model, **RAGGED)[real], sdpa[real])
 
 
 @pytest.fixture
@@ -175,14 +169,14 @@ def spied_attention() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def test_attention_functions_get_their_arguments(
-    tiny_model: TinyModel, variant: str, ragged: Batch, spied_attention: tuple[str, list[dict[str, Any]]]
+    variant: str, spied_attention: tuple[str, list[dict[str, Any]]]
 ) -> None:
     # FlashAttention reads the window from here, and serving engines hand down arguments of their own.
     name, calls = spied_attention
     model = tiny_model(variant, attention_dropout=0.25, sliding_window=4)
-    expected = logits_of(model, **ragged)
+    expected = logits_of(model, **RAGGED)
     model.set_attn_implementation(name)
-    assert torch.equal(logits_of(model, **ragged, some_engine_argument="kept"), expected)
+    assert torch.equal(logits_of(model, **RAGGED, some_engine_argument="kept"), expected)
     assert [call["layer"] for call in calls] == list(range(6))
     for call, kind in zip(calls, model.config.layer_types, strict=True):
         assert call["sliding_window"] == (4 if kind == "sliding_attention" else None)
@@ -191,7 +185,7 @@ def test_attention_functions_get_their_arguments(
         assert call["some_engine_argument"] == "kept"
         assert call["dropout"] == 0.0
     calls.clear()
-    logits_of(model.train(), **ragged)
+    logits_of(model.train(), **RAGGED)
     assert [call["dropout"] for call in calls] == [0.25] * 6
 
 
@@ -207,16 +201,14 @@ def loss_and_gradients(model: PreTrainedModel, batch: Batch) -> tuple[torch.Tens
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("trained", ["everything", "added"])
-def test_gradient_checkpointing_changes_no_gradient(
-    tiny_model: TinyModel, variant: str, trained: str, ragged: Batch, device: str
-) -> None:
-    model, ragged = tiny_model(variant).to(device).train(), moved(ragged, device)
+def test_gradient_checkpointing_changes_no_gradient(variant: str, trained: str, device: str) -> None:
+    model, batch = tiny_model(variant).to(device).train(), moved(RAGGED, device)
     if trained == "added":
         if not any(is_connection(name) for name, _ in model.named_parameters()):
             pytest.skip("nothing is added")
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_connection(name))
-    loss, expected = loss_and_gradients(model, ragged)
+    loss, expected = loss_and_gradients(model, batch)
     for name, gradient in expected.items():
         assert trained == "added" or (gradient is not None and gradient.any() and gradient.isfinite().all()), name
 
@@ -225,7 +217,7 @@ def test_gradient_checkpointing_changes_no_gradient(
     model.gradient_checkpointing_enable()
     if trained == "added":
         model.enable_input_require_grads()
-    checkpointed, gradients = loss_and_gradients(model, ragged)
+    checkpointed, gradients = loss_and_gradients(model, batch)
     assert len(calls) == 2  # forwards, and again when going backwards
     assert torch.equal(checkpointed, loss)
     assert gradients.keys() == expected.keys()
@@ -236,12 +228,12 @@ def test_gradient_checkpointing_changes_no_gradient(
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_autocast_trains_every_mixing_parameter(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+def test_autocast_trains_every_mixing_parameter(variant: str) -> None:
     model = tiny_model(variant).train()
-    full, _ = loss_and_gradients(model, ragged)
+    full, _ = loss_and_gradients(model, RAGGED)
     model.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(**ragged, labels=labels_of(ragged)).loss
+        loss = model(**RAGGED, labels=labels_of(RAGGED)).loss
     loss.backward()
     assert loss.isfinite()
     torch.testing.assert_close(loss.detach(), full, rtol=0.1, atol=0.1, check_dtype=False)
@@ -252,21 +244,19 @@ def test_autocast_trains_every_mixing_parameter(tiny_model: TinyModel, variant: 
 
 
 @pytest.mark.parametrize("kept", ["nothing", "modules of the model alone", "every added parameter"])
-def test_mixing_parameters_of_a_bfloat16_model_train_in_bfloat16_or_in_float32(
-    tiny_model: TinyModel, variant: str, kept: str, ragged: Batch
-) -> None:
+def test_mixing_parameters_of_a_bfloat16_model_train_in_bfloat16_or_in_float32(variant: str, kept: str) -> None:
     # PEFT's `modules_to_save` and careful trainers leave the gates within the layers as they are.
-    _, exact = loss_and_gradients(tiny_model(variant).train(), ragged)
+    _, exact = loss_and_gradients(tiny_model(variant).train(), RAGGED)
     model = tiny_model(variant, dtype=torch.bfloat16).train()
-    plain = logits_of(model, **ragged)
+    plain = logits_of(model, **RAGGED)
     for name, parameter in model.named_parameters():
         if is_connection(name) and (kept.startswith("every") or (kept != "nothing" and ".layers." not in name)):
             parameter.data = parameter.data.float()
-    got = logits_of(model, **ragged)
+    got = logits_of(model, **RAGGED)
     assert got.dtype == torch.bfloat16
     # learnable_plus works its products out in the parameters' dtype; the rest is the same to the bit.
     assert_close(got, plain, 0.1 if model.config.value_residual == "learnable_plus" else 0.0)
-    _, gradients = loss_and_gradients(model, ragged)
+    _, gradients = loss_and_gradients(model, RAGGED)
     for name, parameter in model.named_parameters():
         assert gradients[name].dtype == parameter.dtype, name
         assert gradients[name].isfinite().all(), name
@@ -280,18 +270,18 @@ def test_mixing_parameters_of_a_bfloat16_model_train_in_bfloat16_or_in_float32(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_resized_embeddings_keep_the_old_tokens(tiny_model: TinyModel, variant: str, tied: bool, ragged: Batch) -> None:
+def test_resized_embeddings_keep_the_old_tokens(variant: str, tied: bool) -> None:
     model = tiny_model(variant, tie_word_embeddings=tied)
-    expected = logits_of(model, **ragged)
+    expected = logits_of(model, **RAGGED)
     model.resize_token_embeddings(105)
     assert model.config.vocab_size == model.vocab_size == 105
-    got = logits_of(model, **ragged)
+    got = logits_of(model, **RAGGED)
     assert got.shape[-1] == 105
     assert_close(got[..., :97], expected, 1e-6)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert model(torch.tensor([[100, 104]]), labels=torch.tensor([[100, 104]])).loss.isfinite()
     model.resize_token_embeddings(97)
-    assert_close(logits_of(model, **ragged), expected, 1e-6)
+    assert_close(logits_of(model, **RAGGED), expected, 1e-6)
 
 
 HEADS = {
@@ -303,9 +293,7 @@ HEADS = {
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("variant", ["resformer", "svformer", "resformer-denseformer", "kitchen-sink"], indirect=True)
-def test_task_heads_train_and_reload(
-    tiny_model: TinyModel, variant: str, head: str, ragged: Batch, tmp_path: Path
-) -> None:
+def test_task_heads_train_and_reload(variant: str, head: str, tmp_path: Path) -> None:
     model_class, auto_class = HEADS[head]
     model = tiny_model(variant, model_class=model_class, num_labels=5 if head != "question" else 2)
     labels: dict[str, Any] = {
@@ -313,7 +301,7 @@ def test_task_heads_train_and_reload(
         "token": {"labels": torch.randint(0, 5, (3, 11))},
         "question": {"start_positions": torch.tensor([5, 6, 7]), "end_positions": torch.tensor([8, 9, 10])},
     }[head]
-    output = model.train()(**ragged, **labels)
+    output = model.train()(**RAGGED, **labels)
     output.loss.backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
 
@@ -322,7 +310,7 @@ def test_task_heads_train_and_reload(
     assert type(again) is model_class
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
-        expected, got = model.eval()(**ragged), again.eval()(**ragged)
+        expected, got = model.eval()(**RAGGED), again.eval()(**RAGGED)
     shapes = {"sequence": [(3, 5)], "token": [(3, 11, 5)], "question": [(3, 11), (3, 11)]}[head]
     names = ["start_logits", "end_logits"] if head == "question" else ["logits"]
     for name, shape in zip(names, shapes, strict=True):
@@ -331,11 +319,9 @@ def test_task_heads_train_and_reload(
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_sequence_classification_reads_the_last_real_token(
-    tiny_model: TinyModel, variant: str, side: str, ragged: Batch
-) -> None:
+def test_sequence_classification_reads_the_last_real_token(variant: str, side: str) -> None:
     model = tiny_model(variant, model_class=ResFormerForSequenceClassification, num_labels=3)
-    ids, mask = padded_on(side, ragged)
+    ids, mask = padded_on(side)
     together = logits_of(model, ids, attention_mask=mask)
     for row in range(3):
         assert_close(together[row], logits_of(model, ids[row][mask[row].bool()][None])[0])
@@ -345,9 +331,7 @@ def test_sequence_classification_reads_the_last_real_token(
 @pytest.mark.parametrize(
     ("dtype", "shard"), [(torch.float32, "5GB"), (torch.float16, "5GB"), (torch.bfloat16, "8KB")], ids=str
 )
-def test_saving_and_reloading_keeps_every_bit(
-    tiny_model: TinyModel, variant: str, dtype: torch.dtype, shard: str, tmp_path: Path
-) -> None:
+def test_saving_and_reloading_keeps_every_bit(variant: str, dtype: torch.dtype, shard: str, tmp_path: Path) -> None:
     model = tiny_model(variant, dtype=dtype)
     coefficients = {name for name, _ in model.named_parameters() if is_connection(name) and "table" not in name}
     for name in coefficients:  # which stay in float32, and need it
@@ -373,17 +357,15 @@ def test_saving_and_reloading_keeps_every_bit(
 
 
 @pytest.mark.filterwarnings("ignore:.*on the meta device")
-def test_layers_offloaded_by_accelerate_give_the_same_logits(
-    tiny_model: TinyModel, variant: str, ragged: Batch
-) -> None:
+def test_layers_offloaded_by_accelerate_give_the_same_logits(variant: str) -> None:
     model = tiny_model(variant)
-    expected = logits_of(model, **ragged)
+    expected = logits_of(model, **RAGGED)
     matrices = model.model.value_mixing_matrix(), model.model.depth_mixing_matrix()
-    tokens = model.generate(**ragged, max_new_tokens=4, do_sample=False)
+    tokens = model.generate(**RAGGED, max_new_tokens=4, do_sample=False)
     offloaded = cpu_offload(model, execution_device=torch.device("cpu"))
     assert all(parameter.device.type == "meta" for parameter in offloaded.parameters())
-    assert_close(logits_of(offloaded, **ragged), expected, 1e-6)
-    assert torch.equal(offloaded.generate(**ragged, max_new_tokens=4, do_sample=False), tokens)
+    assert_close(logits_of(offloaded, **RAGGED), expected, 1e-6)
+    assert torch.equal(offloaded.generate(**RAGGED, max_new_tokens=4, do_sample=False), tokens)
     for got, matrix in zip(
         (offloaded.model.value_mixing_matrix(), offloaded.model.depth_mixing_matrix()), matrices, strict=True
     ):
@@ -398,15 +380,13 @@ COMPILED = ["kitchen-sink", "gated-sink", "depth-sink"]  # all but learnable_plu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", COMPILED, indirect=True)
-def test_compiling_breaks_no_graph_and_changes_no_gradient(
-    tiny_model: TinyModel, variant: str, ragged: Batch, device: str
-) -> None:
-    model, ragged = tiny_model(variant).to(device).train(), moved(ragged, device)
-    loss, expected = loss_and_gradients(model, ragged)
+def test_compiling_breaks_no_graph_and_changes_no_gradient(variant: str, device: str) -> None:
+    model, batch = tiny_model(variant).to(device).train(), moved(RAGGED, device)
+    loss, expected = loss_and_gradients(model, batch)
     expected = {name: gradient.clone() for name, gradient in expected.items()}
     torch.compiler.reset()
     backend = "aot_eager" if device == "cpu" else "inductor"
-    got, gradients = loss_and_gradients(torch.compile(model, fullgraph=True, backend=backend), ragged)
+    got, gradients = loss_and_gradients(torch.compile(model, fullgraph=True, backend=backend), batch)
     torch.testing.assert_close(got, loss, rtol=1e-5, atol=1e-5)
     for name, _ in model.named_parameters():
         assert_close(gradients[f"_orig_mod.{name}"], expected[name], 1e-4)
@@ -416,18 +396,18 @@ def test_compiling_breaks_no_graph_and_changes_no_gradient(
 
 
 @pytest.mark.parametrize("variant", ["resformer", "svformer", "denseformer", "transformer"], indirect=True)
-def test_pipeline_stages_are_refused_by_name(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+def test_pipeline_stages_are_refused_by_name(variant: str) -> None:
     # What transformers.distributed makes of the layers that live in another stage.
     model = tiny_model(variant)
     for n in (3, 4, 5):
         model.model.layers[n] = PipelineIdentityLayer()
     with pytest.raises((ValueError, NotImplementedError), match=r"(?i)pipeline"):
-        model(**ragged)
+        model(**RAGGED)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("options", [{"use_reentrant": True}, {"preserve_rng_state": False}], ids=str)
-def test_reentrant_checkpointing_is_refused(tiny_model: TinyModel, options: dict[str, bool]) -> None:
+def test_reentrant_checkpointing_is_refused(options: dict[str, bool]) -> None:
     with pytest.raises(ValueError, match=r"Reentrant gradient checkpointing.*\{'use_reentrant': False\}"):
         tiny_model("resformer").gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
@@ -436,20 +416,18 @@ def test_reentrant_checkpointing_is_refused(tiny_model: TinyModel, options: dict
 
 
 @pytest.mark.parametrize("variant", ["resformer", "resformer-dense", "denseformer", "svformer"], indirect=True)
-def test_a_pruned_layer_takes_its_coefficients_along_or_is_missed(
-    tiny_model: TinyModel, variant: str, ragged: Batch
-) -> None:
+def test_a_pruned_layer_takes_its_coefficients_along_or_is_missed(variant: str) -> None:
     model, naive = tiny_model(variant), tiny_model(variant)
     del model.model.layers[3]
     if variant in ("denseformer", "resformer-dense"):
         missed = "cannot be removed or moved" if variant == "denseformer" else "Layer 4 reads the raw_values of layer 3"
         with pytest.raises(ValueError, match=missed):
-            model(**ragged)
+            model(**RAGGED)
         return
     # The same function: a layer 3 that adds nothing to the stream.
     for part in (naive.model.layers[3].self_attn.o_proj, naive.model.layers[3].mlp.down_proj):
         part.weight.data.zero_()
-    torch.testing.assert_close(logits_of(model, **ragged), logits_of(naive, **ragged))
+    torch.testing.assert_close(logits_of(model, **RAGGED), logits_of(naive, **RAGGED))
     del model.model.layers[0]
     with pytest.raises(ValueError, match=r"reads the .*values of layer 0, which has been removed or comes later"):
-        model(**ragged)
+        model(**RAGGED)

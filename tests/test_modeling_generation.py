@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VARIANTS, Batch, TinyModel, moved, others_slow
+from conftest import RAGGED, VARIANTS, Batch, moved, others_slow, tiny_model
 from transformers import (
     Cache,
     ContinuousBatchingConfig,
@@ -23,6 +23,8 @@ from resformer import GrowingCache
 from resformer.configuration import key_sources, value_sources
 
 NEW_TOKENS = 8
+#: The first prompt, which has no padding.
+FIRST = {name: tensor[:1] for name, tensor in RAGGED.items()}
 
 #: Every way to share, with full attention, a window that both prompts and continuations overrun, and a mix of the two.
 SHARING = ["svformer", "svformer-anchors", "shared-keys", "crossed-sharing", "cla2", "fusedkv-lite", "kitchen-sink"]
@@ -105,15 +107,13 @@ CACHES = {None: GrowingCache, "dynamic": DynamicCache, "static": StaticCache}
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_generation_with_a_cache_equals_generation_without(
-    tiny_model: TinyModel, variant: str, mode: str, ragged: Batch
-) -> None:
+def test_generation_with_a_cache_equals_generation_without(variant: str, mode: str) -> None:
     options = dict(MODES[mode])
     model = tiny_model(variant, attention=options.pop("attention", "sdpa"))
     of_caches = ("cache_implementation", "prefill_chunk_size", "disable_compile")
     without = {name: value for name, value in options.items() if name not in of_caches}
-    expected = generate(tiny_model(variant), ragged, use_cache=False, **without)
-    got = generate(model, ragged, **options)
+    expected = generate(tiny_model(variant), RAGGED, use_cache=False, **without)
+    got = generate(model, RAGGED, **options)
     assert expected.past_key_values is None
     assert type(got.past_key_values) is CACHES[options.get("cache_implementation")]
     assert_same_generation(got, expected)
@@ -123,14 +123,12 @@ def test_generation_with_a_cache_equals_generation_without(
 
 
 @pytest.mark.parametrize("sizes", [[1] * 11, [4, 4, 3], [1, 9, 1]])
-def test_chunked_prefill_equals_one_pass(
-    tiny_model: TinyModel, variant: str, sizes: list[int], ragged: Batch, device: str
-) -> None:
-    model, ragged = tiny_model(variant).to(device), moved(ragged, device)
-    expected = uncached_logits(model, ragged)
+def test_chunked_prefill_equals_one_pass(variant: str, sizes: list[int], device: str) -> None:
+    model, batch = tiny_model(variant).to(device), moved(RAGGED, device)
+    expected = uncached_logits(model, batch)
     for cache in caches_of(model).values():
-        got = logits_in_chunks(model, ragged, sizes, cache)
-        assert_same_on_real_tokens(got, expected, ragged["attention_mask"])
+        got = logits_in_chunks(model, batch, sizes, cache)
+        assert_same_on_real_tokens(got, expected, batch["attention_mask"])
 
 
 def tokens_per_pass(model: PreTrainedModel, run: Callable[[], object]) -> list[int]:
@@ -143,15 +141,14 @@ def tokens_per_pass(model: PreTrainedModel, run: Callable[[], object]) -> list[i
 
 
 @pytest.mark.parametrize("assistant", ["itself", "alike", "small"])
-def test_assisted_generation_equals_greedy(tiny_model: TinyModel, variant: str, assistant: str, ragged: Batch) -> None:
+def test_assisted_generation_equals_greedy(variant: str, assistant: str) -> None:
     model = tiny_model(variant)
     helper = {
         "itself": model,
         "alike": copy.deepcopy(model),
         "small": tiny_model("resformer", num_hidden_layers=2, seed=4),
     }[assistant]
-    prompt = {name: tensor[:1] for name, tensor in ragged.items()}
-    expected = generate(model, prompt, use_cache=False)
+    expected = generate(model, FIRST, use_cache=False)
     if assistant == "alike":  # never guesses the third token, so that some guesses are kept and the rest is cropped
         third = expected.sequences[0, 13].item()
         helper.lm_head.register_forward_hook(
@@ -161,14 +158,14 @@ def test_assisted_generation_equals_greedy(tiny_model: TinyModel, variant: str, 
         helper.generation_config.num_assistant_tokens = 4
         helper.generation_config.num_assistant_tokens_schedule = "constant"
     got: list[Any] = []
-    passes = tokens_per_pass(model, lambda: got.append(generate(model, prompt, assistant_model=helper)))
+    passes = tokens_per_pass(model, lambda: got.append(generate(model, FIRST, assistant_model=helper)))
     assert_same_generation(got[0], expected)
     if assistant == "alike":
         assert len(passes) < NEW_TOKENS  # some guesses were right
         assert sum(passes) > 11 + NEW_TOKENS - 1  # some were wrong
 
 
-def test_prompt_lookup_equals_greedy(tiny_model: TinyModel, variant: str) -> None:
+def test_prompt_lookup_equals_greedy(variant: str) -> None:
     model = tiny_model(variant)
     ids = torch.randperm(97)[None]  # every token, so that whatever comes is found there
     prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -179,28 +176,25 @@ def test_prompt_lookup_equals_greedy(tiny_model: TinyModel, variant: str) -> Non
     assert sum(passes) > 97 + NEW_TOKENS  # tokens were looked up, and cropped where they were wrong
 
 
-def test_drafts_of_the_first_layers_equal_greedy(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+def test_drafts_of_the_first_layers_equal_greedy(variant: str) -> None:
     model = tiny_model(variant)
-    prompt = {name: tensor[:1] for name, tensor in ragged.items()}
     passes = []
     hook = model.model.layers[1].register_forward_hook(lambda *_: passes.append(1))
     model.model.layers[-1].register_forward_hook(lambda *_: passes.append(-1))
-    got = generate(model, prompt, assistant_early_exit=2)
+    got = generate(model, FIRST, assistant_early_exit=2)
     hook.remove()
     assert sum(passes) > 0, "no pass ended early"
-    assert torch.equal(got.sequences, generate(model, prompt, use_cache=False).sequences)
+    assert torch.equal(got.sequences, generate(model, FIRST, use_cache=False).sequences)
 
 
 # Several turns
 
 
 @pytest.mark.parametrize("kind", ["default", "growing", "dynamic", "static"])
-def test_a_second_turn_on_a_returned_cache_equals_one_pass(
-    tiny_model: TinyModel, variant: str, kind: str, ragged: Batch
-) -> None:
+def test_a_second_turn_on_a_returned_cache_equals_one_pass(variant: str, kind: str) -> None:
     model = tiny_model(variant)
     generator = torch.Generator().manual_seed(7)
-    batch, past = ragged, None if kind == "default" else caches_of(model, 40)[kind]
+    batch, past = RAGGED, None if kind == "default" else caches_of(model, 40)[kind]
     for turn in range(3):
         expected = generate(model, batch, use_cache=False)
         got = generate(model, batch, **({} if past is None else {"past_key_values": past}))
@@ -226,52 +220,45 @@ MIXED_SOURCES: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_every_mode_equals_uncached(model: PreTrainedModel, ragged: Batch) -> None:
-    expected = generate(model, ragged, use_cache=False)
+def assert_every_mode_equals_uncached(model: PreTrainedModel) -> None:
+    expected = generate(model, RAGGED, use_cache=False)
     for cache in (None, "dynamic", "static"):
-        assert_same_generation(generate(model, ragged, cache_implementation=cache), expected)
-    beams = generate(model, ragged, num_beams=3, use_cache=False)
-    assert_same_generation(generate(model, ragged, num_beams=3), beams)
+        assert_same_generation(generate(model, RAGGED, cache_implementation=cache), expected)
+    beams = generate(model, RAGGED, num_beams=3, use_cache=False)
+    assert_same_generation(generate(model, RAGGED, num_beams=3), beams)
 
-    one_pass = uncached_logits(model, ragged)
+    one_pass = uncached_logits(model, RAGGED)
     for sizes in ([1] * 11, [4, 4, 3], [1, 9, 1]):
         for cache in caches_of(model).values():
-            got = logits_in_chunks(model, ragged, sizes, cache)
-            assert_same_on_real_tokens(got, one_pass, ragged["attention_mask"])
+            got = logits_in_chunks(model, RAGGED, sizes, cache)
+            assert_same_on_real_tokens(got, one_pass, RAGGED["attention_mask"])
 
-    prompt = {name: tensor[:1] for name, tensor in ragged.items()}
-    greedy = generate(model, prompt, use_cache=False).sequences
-    assert torch.equal(generate(model, prompt, assistant_model=model).sequences, greedy)
-    assert torch.equal(generate(model, prompt, prompt_lookup_num_tokens=2).sequences, greedy)
+    greedy = generate(model, FIRST, use_cache=False).sequences
+    assert torch.equal(generate(model, FIRST, assistant_model=model).sequences, greedy)
+    assert torch.equal(generate(model, FIRST, prompt_lookup_num_tokens=2).sequences, greedy)
 
 
 @pytest.mark.parametrize("window", [4, 13])
 @pytest.mark.parametrize("variant", SHARING, indirect=True)
-def test_sliding_windows_with_shared_keys_and_values_generate_as_uncached(
-    tiny_model: TinyModel, variant: str, window: int, ragged: Batch
-) -> None:
+def test_sliding_windows_with_shared_keys_and_values_generate_as_uncached(variant: str, window: int) -> None:
     model = tiny_model(variant, sliding_window=window, layer_types=None)
     assert set(model.config.layer_types) == {"sliding_attention"}
     full = tiny_model(variant, sliding_window=None, layer_types=None)
-    assert not torch.allclose(generate(full, ragged).logits[-1], generate(model, ragged).logits[-1], atol=1e-2)
-    assert_every_mode_equals_uncached(model, ragged)
+    assert not torch.allclose(generate(full, RAGGED).logits[-1], generate(model, RAGGED).logits[-1], atol=1e-2)
+    assert_every_mode_equals_uncached(model)
 
 
 @pytest.mark.parametrize("more", [{}, {"value_residual": "learnable", "neutreno_lambda": 0.3, "dwa": True}])
 @pytest.mark.parametrize("sources", MIXED_SOURCES)
-def test_mixed_windows_with_shared_keys_and_values_generate_as_uncached(
-    tiny_model: TinyModel, sources: str, more: dict[str, Any], ragged: Batch
-) -> None:
+def test_mixed_windows_with_shared_keys_and_values_generate_as_uncached(sources: str, more: dict[str, Any]) -> None:
     window = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"] * 3}
-    assert_every_mode_equals_uncached(tiny_model(**window, **MIXED_SOURCES[sources], **more), ragged)
+    assert_every_mode_equals_uncached(tiny_model(**window, **MIXED_SOURCES[sources], **more))
 
 
-def test_a_custom_loop_that_tries_candidates_equals_uncached(
-    tiny_model: TinyModel, variant: str, ragged: Batch
-) -> None:
+def test_a_custom_loop_that_tries_candidates_equals_uncached(variant: str) -> None:
     # Contrastive search and its like: several candidates a step in a wider batch, one kept, or taken back altogether.
     model = tiny_model(variant, sliding_window=None, layer_types=None)
-    ids, cache = ragged["input_ids"][:1], GrowingCache(model.config)
+    ids, cache = RAGGED["input_ids"][:1], GrowingCache(model.config)
     with torch.no_grad():
         last = model(ids, past_key_values=cache).logits[:, -1]
         for step in range(5):
@@ -293,27 +280,25 @@ def test_a_custom_loop_that_tries_candidates_equals_uncached(
 
 
 @pytest.mark.parametrize("variant", SHARING, indirect=True)
-def test_a_reset_cache_starts_anew(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+def test_a_reset_cache_starts_anew(variant: str) -> None:
     model = tiny_model(variant)
     for cache in caches_of(model).values():
-        flipped = {**ragged, "input_ids": ragged["input_ids"].flip(0).clamp(min=1)}
+        flipped = {**RAGGED, "input_ids": RAGGED["input_ids"].flip(0).clamp(min=1)}
         logits_in_chunks(model, flipped, [11], cache)
         cache.reset()
-        got = logits_in_chunks(model, ragged, [6, 5], cache)
-        assert_same_on_real_tokens(got, uncached_logits(model, ragged), ragged["attention_mask"])
+        got = logits_in_chunks(model, RAGGED, [6, 5], cache)
+        assert_same_on_real_tokens(got, uncached_logits(model, RAGGED), RAGGED["attention_mask"])
 
 
-def test_quantized_caches_hold_what_layers_make_and_refuse_windows(
-    tiny_model: TinyModel, variant: str, ragged: Batch
-) -> None:
+def test_quantized_caches_hold_what_layers_make_and_refuse_windows(variant: str) -> None:
     model = tiny_model(variant)
     options = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
     if model.config.sliding_window is not None:
         with pytest.raises(ValueError, match=r"(?i)quantized.*sliding"):
-            generate(model, ragged, **options)
+            generate(model, RAGGED, **options)
         return
-    got = generate(model, ragged, **options)
-    expected = generate(model, ragged, use_cache=False)
+    got = generate(model, RAGGED, **options)
+    expected = generate(model, RAGGED, use_cache=False)
     torch.testing.assert_close(got.logits[0], expected.logits[0])
     assert torch.cosine_similarity(got.logits[1], expected.logits[1]).median() > 0.95
     sources = key_sources(model.config), value_sources(model.config)
@@ -335,20 +320,18 @@ class LosslessLayer(QuantizedLayer):
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("variant", ["crossed-sharing", "svformer"], indirect=True)
-def test_group_wise_quantized_caches_take_layers_that_store_one_tensor(
-    tiny_model: TinyModel, variant: str, ragged: Batch, beams: int
-) -> None:
+def test_group_wise_quantized_caches_take_layers_that_store_one_tensor(variant: str, beams: int) -> None:
     model = tiny_model(variant)
     cache = QuantizedCache("fp8", config=LlamaConfig(num_hidden_layers=model.config.num_hidden_layers))
     cache.layers = [LosslessLayer(residual_length=3) for _ in cache.layers]
-    got = generate(model, ragged, past_key_values=cache, num_beams=beams)
-    assert_same_generation(got, generate(model, ragged, use_cache=False, num_beams=beams))
+    got = generate(model, RAGGED, past_key_values=cache, num_beams=beams)
+    assert_same_generation(got, generate(model, RAGGED, use_cache=False, num_beams=beams))
 
 
 @pytest.mark.parametrize("variant", others_slow(VARIANTS, ["svformer", "kitchen-sink"]), indirect=True)
-def test_continuous_batching_gives_the_tokens_of_generate(tiny_model: TinyModel, variant: str, ragged: Batch) -> None:
+def test_continuous_batching_gives_the_tokens_of_generate(variant: str) -> None:
     model = tiny_model(variant)
-    prompts = [ids[mask.bool()] for ids, mask in zip(ragged["input_ids"], ragged["attention_mask"], strict=True)]
+    prompts = [ids[mask.bool()] for ids, mask in zip(RAGGED["input_ids"], RAGGED["attention_mask"], strict=True)]
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     alone = [model.generate(prompt[None], **options)[0, len(prompt) :].tolist() for prompt in prompts]
     finished = model.generate_batch(

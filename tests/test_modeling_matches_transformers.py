@@ -1,6 +1,6 @@
 """Plain configurations are Transformers' own models, bit for bit, and their checkpoints load with no logit changed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import EXACT, FAMILIES
-from conftest import TINY, Batch
+from conftest import RAGGED, TINY, Batch, randomise
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.convert.families import backbone_config
 from resformer.training.optimizer import is_connection
-
-Randomise = Callable[..., PreTrainedModel]
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500.0},
@@ -41,27 +39,22 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def twins(randomise: Randomise) -> Callable[..., tuple[Any, Any]]:
-    """`twins("qwen3", dtype, attention)`: the original and the ResFormer with its weights, both in eval mode."""
-
-    def build(
-        family: str, dtype: torch.dtype = torch.float32, attention: str = "sdpa", **fields: Any
-    ) -> tuple[PreTrainedModel, PreTrainedModel]:
-        config_class, model_class, family_fields = FAMILIES[family]
-        config = config_class(**{**TINY, "rope_parameters": ROPES["default"], **family_fields, **fields})
-        original = randomise(model_class(config)).to(dtype).eval()
-        model = ResFormerForCausalLM(backbone_config(config)).to(dtype).eval()
-        model.load_state_dict(original.state_dict(), strict=True)
-        for each in (original, model):
-            each.set_attn_implementation(attention)
-        return original, model
-
-    return build
+def twins(
+    family: str, dtype: torch.dtype = torch.float32, attention: str = "sdpa", **fields: Any
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The original and the ResFormer with its weights, both in eval mode."""
+    config_class, model_class, family_fields = FAMILIES[family]
+    config = config_class(**{**TINY, "rope_parameters": ROPES["default"], **family_fields, **fields})
+    original = randomise(model_class(config)).to(dtype).eval()
+    model = ResFormerForCausalLM(backbone_config(config)).to(dtype).eval()
+    model.load_state_dict(original.state_dict(), strict=True)
+    for each in (original, model):
+        each.set_attn_implementation(attention)
+    return original, model
 
 
-def assert_same_logits(original: PreTrainedModel, model: PreTrainedModel, ragged: Batch) -> None:
-    ids, mask = ragged["input_ids"], ragged["attention_mask"]
+def assert_same_logits(original: PreTrainedModel, model: PreTrainedModel, batch: Batch = RAGGED) -> None:
+    ids, mask = batch["input_ids"], batch["attention_mask"]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     for inputs in (
         {"input_ids": ids},
@@ -80,35 +73,29 @@ def assert_same_logits(original: PreTrainedModel, model: PreTrainedModel, ragged
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_the_originals_bit_for_bit(
-    twins: Callable[..., Any], family: str, attention: str, dtype: torch.dtype, ragged: Batch
-) -> None:
-    assert_same_logits(*twins(family, dtype, attention), ragged)
+def test_logits_are_the_originals_bit_for_bit(family: str, attention: str, dtype: torch.dtype) -> None:
+    assert_same_logits(*twins(family, dtype, attention))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("rope", ROPES)
-def test_every_rope_type_gives_llamas_logits_bit_for_bit(
-    twins: Callable[..., Any], rope: str, attention: str, dtype: torch.dtype, ragged: Batch
-) -> None:
+def test_every_rope_type_gives_llamas_logits_bit_for_bit(rope: str, attention: str, dtype: torch.dtype) -> None:
     # 11 tokens are more than "dynamic" and "longrope" expect, so that both of their branches run.
     pair = twins("llama", dtype, attention, rope_parameters=dict(ROPES[rope]), max_position_embeddings=8)
     assert pair[1].model.rotary_emb.rope_type == rope
-    assert_same_logits(*pair, ragged)
-    assert_same_logits(*pair, {name: tensor[:, 5:] for name, tensor in ragged.items()})
+    assert_same_logits(*pair)
+    assert_same_logits(*pair, {name: tensor[:, 5:] for name, tensor in RAGGED.items()})
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_are_the_originals_bit_for_bit(
-    twins: Callable[..., Any], family: str, attention: str, ragged: Batch
-) -> None:
-    labels = ragged["input_ids"].masked_fill(ragged["attention_mask"] == 0, -100)
+def test_loss_and_gradients_are_the_originals_bit_for_bit(family: str, attention: str) -> None:
+    labels = RAGGED["input_ids"].masked_fill(RAGGED["attention_mask"] == 0, -100)
     losses, gradients = [], []
     for model in twins(family, attention=attention):
         # Seed-OSS drops residuals in training, which is left behind.
-        loss = model.train(not family.startswith("seed_oss"))(**ragged, labels=labels).loss
+        loss = model.train(not family.startswith("seed_oss"))(**RAGGED, labels=labels).loss
         loss.backward()
         losses.append(loss.detach())
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
@@ -121,13 +108,11 @@ def test_loss_and_gradients_are_the_originals_bit_for_bit(
 
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generation_gives_the_originals_logits_bit_for_bit(
-    twins: Callable[..., Any], family: str, cache: str | None, ragged: Batch
-) -> None:
+def test_generation_gives_the_originals_logits_bit_for_bit(family: str, cache: str | None) -> None:
     # Weights as large as real models', for which PyTorch has other kernels than for tiny ones.
     expected, got = (
         model.generate(
-            **ragged,
+            **RAGGED,
             max_new_tokens=6,
             do_sample=False,
             cache_implementation=cache,
@@ -145,7 +130,7 @@ def test_generation_gives_the_originals_logits_bit_for_bit(
 
 
 @pytest.fixture
-def plain_checkpoint(randomise: Randomise, tmp_path: Path) -> Path:
+def plain_checkpoint(tmp_path: Path) -> Path:
     randomise(LlamaForCausalLM(LlamaConfig(**TINY))).save_pretrained(tmp_path / "llama")
     return tmp_path / "llama"
 
@@ -193,7 +178,7 @@ def assert_starts_as_plain_llama(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", EXACT)
 def test_plain_checkpoints_load_with_added_parameters_at_their_start(
-    plain_checkpoint: Path, name: str, dtype: torch.dtype, ragged: Batch
+    plain_checkpoint: Path, name: str, dtype: torch.dtype
 ) -> None:
     model, info = load(plain_checkpoint, name, dtype=dtype)
     assert not info["unexpected_keys"]
@@ -206,4 +191,4 @@ def test_plain_checkpoints_load_with_added_parameters_at_their_start(
         assert tensor.dtype == (torch.float32 if key in added and "table" not in key else dtype), key
 
     original = LlamaForCausalLM.from_pretrained(plain_checkpoint, dtype=dtype)
-    assert_same_logits(original.eval(), model.eval(), ragged)
+    assert_same_logits(original.eval(), model.eval())

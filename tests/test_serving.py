@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import SIZES, byte_tokenizer
-from conftest import TinyModel
+from conftest import tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.import_utils import is_serve_available
@@ -119,7 +119,7 @@ def test_the_pages_servers_answer_the_pages_client(start: int, options: str, che
             assert scores == pytest.approx([each.log_softmax(-1).max().item() for each in wanted], abs=1e-3)
 
 
-def test_the_tensor_parallel_plan_names_what_the_model_has(tiny_model: TinyModel, variant: str) -> None:
+def test_the_tensor_parallel_plan_names_what_the_model_has(variant: str) -> None:
     model = tiny_model(variant)
     names = {re.sub(r"\d+", "*", name.rpartition(".")[0]) for name in model.state_dict()}
     assert model.tp_plan.keys() <= names | {re.sub(r"\d+", "*", name) for name in model.state_dict()}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import COMBINATIONS, TINY, TinyConfig, TinyModel, others_slow, training_arguments
+from conftest import COMBINATIONS, TINY, others_slow, tiny_config, tiny_model, training_arguments
 from transformers import AutoModelForCausalLM, Trainer
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
@@ -175,7 +175,7 @@ def test_connections_have_their_rate_with_every_optimizer(name: str, trainer: Bu
 
 @pytest.mark.parametrize("rate", [None, 2.0])
 def test_groups_hold_every_parameter_once_and_never_decay_a_connection(
-    method: str, rate: float | None, tiny_config: TinyConfig, tmp_path: Path
+    method: str, rate: float | None, tmp_path: Path
 ) -> None:
     model = ResFormerForCausalLM(tiny_config(method))
     arguments = training_arguments(tmp_path, optim="adamw_torch", learning_rate=1.0, weight_decay=0.1)
@@ -201,7 +201,7 @@ def test_an_optimizer_that_hides_its_parameters_is_warned_of(trainer: Build) -> 
 
 
 @pytest.mark.parametrize("variant", [*COMBINATIONS, "svformer", "cla2"])
-def test_sharing_trains_what_reads_and_what_is_read(variant: str, tiny_model: TinyModel) -> None:
+def test_sharing_trains_what_reads_and_what_is_read(variant: str) -> None:
     model = tiny_model(variant)
     names = {name for name, _ in model.named_parameters()}
     expected = {name for name in names if is_connection(name)}
@@ -221,7 +221,7 @@ def test_sharing_trains_what_reads_and_what_is_read(variant: str, tiny_model: Ti
 
 
 @pytest.mark.parametrize(("train", "method"), [("sharing", "resformer"), ("connections", "svformer")])
-def test_nothing_to_train_is_an_error(train: str, method: str, tiny_model: TinyModel) -> None:
+def test_nothing_to_train_is_an_error(train: str, method: str) -> None:
     with pytest.raises(CheckpointError, match=f"train is '{train}', but .* use --train all"):
         trained_parameters(tiny_model(method), train)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import COMBINATIONS, TinyModel
+from conftest import COMBINATIONS, tiny_model
 
 from resformer import METHODS, ResFormerConfig, ResFormerModel
 from resformer.configuration import key_sources, value_sources
@@ -92,7 +92,7 @@ def unrounded(model: torch.nn.Module) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def references(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
     made = {}
     for variant in (*METHODS, *PLANS):
         folder = tmp_path_factory.mktemp(variant)
