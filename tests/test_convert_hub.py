@@ -63,6 +63,8 @@ def test_the_files_that_the_index_names_are_fetched_and_no_others(
 ) -> None:
     hub, indexed = commands.hub, tmp_path / "indexed"
     model = save_checkpoint(indexed, shards=True)
+    (indexed / "additional_chat_templates").mkdir()
+    (indexed / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     index = json.loads((indexed / "model.safetensors.index.json").read_text())
     for file in sorted(indexed.glob("*.safetensors")):  # names of their own, and a stale series
         file.with_name(file.name.replace("model-", "part[1]-")).write_bytes(file.read_bytes())
@@ -83,6 +85,9 @@ def test_the_files_that_the_index_names_are_fetched_and_no_others(
         done = commands("convert", f"you/{name}", f"{name}-out", "--verify", "headers", *option)
         assert done.exit_code == 0, done.stderr
         assert weights_asked(hub) == expected
+    # Of the cache, whose files are links to its blobs.
+    assert Path("indexed-out/additional_chat_templates/tools.jinja").read_text() == "{{ tools }}"
+    assert not any(path.is_symlink() for path in Path("indexed-out").rglob("*"))
 
 
 def test_small_files_are_fetched_up_to_a_number_and_a_size_and_weights_if_the_coefficients_allow_it(
