@@ -50,7 +50,7 @@ END
 case $part in
 1)
     grep -qs 'errors="0" failures="0"' "$results/tests.xml" ||
-        run -m pytest -q -m gpu tests/test_gpu.py tests/test_modeling_*.py tests/test_growing_cache.py \
+        run -m pytest -q -m gpu tests/test_modeling_*.py tests/test_growing_cache.py \
             tests/test_depth_average.py --junit-xml "$results/tests.xml"
     ;;
 2)

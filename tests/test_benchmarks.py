@@ -77,16 +77,6 @@ def test_smaller_caches_are_compared_and_nothing_is_measured_twice(tmp_path: Pat
     assert (again.stdout, json.loads(output.read_text())["rows"]) == ("", first["rows"])
     assert output.with_suffix(".png").stat().st_size
 
-    (tmp_path / "plan.json").write_text(json.dumps({"fields": {"value_sources": [0, 0, 2, 2, 4, 4]}}))
-    command[-5:] = ["--parts", "passages", "--plans", str(tmp_path / "plan.json"), "--passages", "6"]
-    subprocess.run(command, check=True, capture_output=True)
-    passages = json.loads(output.read_text())["passages"]
-    assert {name: len(row["nats"]) for name, row in passages.items()} == dict.fromkeys(
-        ("source", "source, from the last 24 tokens alone", "plan"), 6
-    )
-    assert passages["source"]["rise"] == 0 != passages["plan"]["rise"]
-    assert passages["plan"]["cache"] == 0.75
-
     rows = {(row["method"], row["setting"]): row for row in first["rows"]}
     cache = {name: row["cache"] for name, row in rows.items()}
     assert cache["shared", "0.75"] == 0.75

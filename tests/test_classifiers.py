@@ -1,7 +1,6 @@
 """Models with other heads are inspected, compared, described and pushed as language models are, and not converted."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,8 @@ from resformer import (
     ResFormerForQuestionAnswering,
     ResFormerForSequenceClassification,
     ResFormerForTokenClassification,
-    bundle,
     inspect,
     push,
-    retrofit,
-    revert,
     verify,
 )
 from resformer.checkpoint_cards import checkpoint_card
@@ -80,16 +76,6 @@ def test_a_card_says_what_it_is_of_and_runs(
     exec("".join(re.findall(r"^```python\n(.*?)^```", card.text, flags=re.MULTILINE | re.DOTALL)), names)
     assert isinstance(names["model"], head)
     assert "model.safetensors" in push("model", "you/model", dry_run=True).files
-
-
-@pytest.mark.parametrize("convert", [retrofit, revert, bundle])
-def test_conversions_refuse_it_by_name(convert: Callable[..., object], classifier: Path) -> None:
-    with pytest.raises(
-        CheckpointError,
-        match=r"is a ResFormerForSequenceClassification|Classification'\]; only ResFormerForCausalLM can",
-    ):
-        convert(classifier, "out")
-    assert not Path("out").exists()
 
 
 def test_labels_that_are_not_the_heads_are_refused(classifier: Path) -> None:

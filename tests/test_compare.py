@@ -21,7 +21,7 @@ import pytest
 import torch
 from checkpoints import save_checkpoint, save_notes
 from command_server import Run, resformer
-from conftest import TinyConfig, TinyModel
+from conftest import tiny_config, tiny_model
 from filelock import FileLock
 from scipy import stats
 from torch.utils.flop_counter import FlopCounterMode
@@ -46,7 +46,9 @@ OPTIONS = ["--block", "32", "--batch", "4", "--held-out", "0.1", "--held-out-blo
 SMALL = ["--sizes", SHAPE, *TEXT, *OPTIONS]
 CONTINUED = ["--from", "checkpoint", *TEXT[:4], *OPTIONS]
 GQA = "transformer:num_key_value_heads=2"
-STUDIES = sorted((Path(__file__).parents[1] / "benchmarks" / "results" / "study").glob("*.json"))
+STUDIES = (Path(__file__).parents[1] / "benchmarks" / "results" / "study").glob("*.json")
+#: Those whose text and checkpoint are in the repository; that of `trend` takes minutes.
+REPEATED = [path for path in STUDIES if path.stem != "trend" and not re.search(" --(data|from) ", path.read_text())]
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +123,7 @@ def random_blocks(count: int = 10, block: int = 8, vocabulary: int = 97, most: i
 # Pairs.
 
 
-def test_models_of_a_seed_start_from_one_backbone_and_their_own_connections(
-    tiny_config: TinyConfig, method: str
-) -> None:
+def test_models_of_a_seed_start_from_one_backbone_and_their_own_connections(method: str) -> None:
     backbone = tiny_config()
     llama = paired_model(backbone, backbone, 3).state_dict()
     model = paired_model(tiny_config(method), backbone, 3)
@@ -138,7 +138,7 @@ def test_models_of_a_seed_start_from_one_backbone_and_their_own_connections(
     assert not torch.equal(other.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
-def test_fewer_key_value_heads_are_the_first_ones(tiny_config: TinyConfig) -> None:
+def test_fewer_key_value_heads_are_the_first_ones() -> None:
     backbone = tiny_config(num_key_value_heads=4)
     full, half = (paired_model(tiny_config(num_key_value_heads=heads), backbone, 0) for heads in (4, 2))
     for name, parameter in half.named_parameters():
@@ -147,7 +147,7 @@ def test_fewer_key_value_heads_are_the_first_ones(tiny_config: TinyConfig) -> No
         assert (len(parameter) < len(whole)) == (".k_proj" in name or ".v_proj" in name)
 
 
-def test_methods_of_a_seed_see_the_same_batches(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_methods_of_a_seed_see_the_same_batches(tmp_path: Path) -> None:
     def order(method: str, seed: int) -> list[int]:
         blocks = random_blocks()
         assert isinstance(blocks.train, Recorded)
@@ -167,7 +167,7 @@ def test_methods_of_a_seed_see_the_same_batches(tiny_config: TinyConfig, tmp_pat
 # The recipe.
 
 
-def test_the_recipe_is_the_papers(tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_is_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[ConnectionTrainer] = []
 
     class Spy(ConnectionTrainer):
@@ -213,22 +213,7 @@ def test_the_rate_is_constant_or_falls_at_the_end(tmp_path: Path, schedule: str,
     assert (arguments.warmup_steps, found) == (2, pytest.approx(rates))
 
 
-def test_micro_batches_make_the_same_step(tiny_config: TinyConfig, tmp_path: Path) -> None:
-    losses = [
-        paired_run(
-            paired_model(tiny_config(), tiny_config(), 0), random_blocks(),
-            RunSettings(steps=5, batch=4, micro_batch=micro, bf16=False), 0, folder=tmp_path / "unfinished",
-        )["loss"]
-        for micro in (None, 2)
-    ]  # fmt: skip
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    with pytest.raises(ValueError, match="micro_batch is 3; expected a divisor of the 4 sequences"):
-        run_arguments(RunSettings(steps=5, batch=4, micro_batch=3), tmp_path, 0)
-
-
-def test_the_last_loss_is_that_of_all_held_out_documents_and_the_curve_has_the_intervals(
-    tiny_config: TinyConfig, tmp_path: Path
-) -> None:
+def test_the_last_loss_is_that_of_all_held_out_documents_and_the_curve_has_the_intervals(tmp_path: Path) -> None:
     blocks = random_blocks(most=2)
     result = paired_run(
         paired_model(tiny_config("resformer"), tiny_config(), 0), blocks,
@@ -255,7 +240,7 @@ def test_the_last_loss_is_that_of_all_held_out_documents_and_the_curve_has_the_i
     assert not (tmp_path / "unfinished").exists()
 
 
-def test_a_stopped_run_goes_on_to_the_same_bits(tiny_config: TinyConfig, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     def run(*callbacks: TrainerCallback) -> dict[str, Any]:
         recipe = RunSettings(steps=12, batch=4, evaluations=4, learning_rate=1e-2)
         model = paired_model(tiny_config("resformer-denseformer"), tiny_config(), 0)
@@ -275,7 +260,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(tiny_config: TinyConfig, tmp_pat
 
 
 @pytest.mark.parametrize("variant", [*METHODS, "crossed-sharing"])
-def test_operations_are_those_that_torch_counts(tiny_model: TinyModel, variant: str) -> None:
+def test_operations_are_those_that_torch_counts(variant: str) -> None:
     tokens = 16
     model = tiny_model(variant, attention="eager")
     config = model.config
@@ -539,22 +524,6 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(work: Path, compare: Calla
     assert set(work.iterdir()) - before <= {work / "home"}
 
 
-def test_a_dry_run_that_fails_leaves_what_another_process_has_begun(
-    work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def begun(*given: Any) -> None:
-        (work / "begun").mkdir()
-        raise KeyboardInterrupt
-
-    monkeypatch.chdir(work)
-    monkeypatch.setattr(comparison, "_runs_from_scratch", begun)
-    data = {"data": ["notes.txt"], "sample_by": "paragraph", "held_out": 0.1, "block": 32}
-    options = StudyOptions(output="begun", steps=4, tokenizer="bytes", **data)
-    with pytest.raises(KeyboardInterrupt):
-        comparison.plan_study(options)
-    assert (work / "begun").is_dir()
-
-
 def test_a_missing_matplotlib_is_told_before_the_work(
     work: Path, compare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -563,35 +532,6 @@ def test_a_missing_matplotlib_is_told_before_the_work(
     assert result.exit_code == 1
     assert "pip install '.[study]'" in result.stderr
     assert not (work / "unplotted").exists()
-
-
-@pytest.mark.slow
-def test_an_interrupted_study_says_how_to_go_on_and_goes_on_where_it_was(
-    work: Path, compare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ["--methods", "resformer", "--seeds", 1, *SMALL, "--steps", 12, "--evaluations", 4]
-    whole = compare("whole", *arguments)
-    steps = iter(range(12 + 8))  # the second run's, of resformer
-
-    stop = Stop(lambda _: next(steps, None) is None)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "argv", ["resformer", "compare", "stopped"])
-        patch.setattr(comparison, "paired_run", lambda *given, **more: paired_run(*given, **more, callbacks=[stop]))
-        stopped = compare("stopped", *arguments)
-    assert stopped.exit_code == 130
-    assert "Interrupted. Finished runs are kept. Go on with: resformer compare stopped" in stopped.stderr
-    (finished,) = (work / "stopped" / "runs").rglob("*.json")
-    before = finished.read_bytes()
-    resumed = compare("stopped", *arguments)
-    assert finished.read_bytes() == before
-    assert [done.stderr.count("held-out loss") for done in (whole, resumed)] == [2, 1]
-    for path in (work / "whole" / "runs").rglob("*.json"):
-        expected, got = (
-            json.loads((work / name / path.relative_to(work / "whole")).read_text()) for name in ("whole", "stopped")
-        )
-        assert got["curve"] == expected["curve"]
-        assert (got["resumed_from"] > 0) == (got["method"] == "resformer")
-    assert not (work / "stopped" / "unfinished").exists()
 
 
 @pytest.mark.slow
@@ -613,14 +553,12 @@ def test_processes_share_the_runs_of_a_study_and_those_of_a_killed_one(work: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in STUDIES if path.stem != "trend"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", REPEATED, ids=lambda path: path.stem)
 def test_a_committed_run_begins_as_its_command_says(
     path: Path, tmp_path: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first run, until its first evaluation. That of `trend` takes minutes."""
+    """The first run, until its first evaluation."""
     study = json.loads(path.read_text())
-    if {"--data", "--from"} & set(shlex.split(study["command"])):
-        pytest.skip("its text or its checkpoint is not in the repository")
     plan, unfinished = tmp_path / "again" / "plan.json", tmp_path / "again" / "unfinished"
 
     def begin(*args: Any, **options: Any) -> dict[str, Any]:

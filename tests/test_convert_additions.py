@@ -84,30 +84,6 @@ def test_all_takes_out_every_connection(tmp_path: Path) -> None:
     assert stored(tmp_path / "plain") == stored(tmp_path / "qwen")
 
 
-@pytest.mark.filterwarnings("ignore:.*does nothing")  # value residuals where values are shared
-@pytest.mark.parametrize(
-    ("first", "second", "words"),
-    [
-        ("resformer-dense", "resformer", "`value_residual` is 'dense' in the source and 'learnable' in the result"),
-        ("denseformer", "denseformer-4x5", "`dwa_dilation` is 1 in the source and 4 in the result"),
-        (
-            "resformer",
-            "svformer",
-            r"model\.value_residual\.bias of the source has shape \[10\], and the result has no place",
-        ),
-        ("resformer", "resformer", "has these connections already"),
-        ("resformer", "neutreno", "--lossy"),
-    ],
-)
-def test_what_would_change_the_sources_connections_is_refused(
-    first: str, second: str, words: str, tmp_path: Path
-) -> None:
-    source = trained(tmp_path, first)
-    with pytest.raises(CheckpointError, match=words):
-        retrofit(source, tmp_path / "out", second, lossy=second == "svformer")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_change_of_dtype_leaves_trained_coefficients_alone(tmp_path: Path) -> None:
     source = trained(tmp_path, "resformer")
     retrofit(source, tmp_path / "out", "denseformer", dtype="bfloat16")

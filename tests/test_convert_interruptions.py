@@ -209,47 +209,45 @@ class BrokenSource(io.FileIO):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-@pytest.mark.parametrize("side", ["reading", "writing"])
 @pytest.mark.parametrize("at", [1, 7])
 def test_a_copy_that_fails_leaves_nothing_and_names_the_file_at_fault(
-    side: str, at: int, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: int, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel's own copy does not say which of the two files failed."""
     monkeypatch.setattr(os, "copy_file_range", failing(os.copy_file_range, errno.EIO, at))
-    if side == "reading":
-        monkeypatch.setattr(writing, "open_regular", BrokenSource)
-        expected = rf"^{small.parent}.*: cannot be read: {os.strerror(errno.EIO)}"
-    else:
-        monkeypatch.setattr(writing, "_write_all", failing(writing._write_all, errno.ENOSPC, 1))
-        expected = rf"^{tmp_path}.*: cannot be written: {os.strerror(errno.ENOSPC)}"
-    with pytest.raises(CheckpointError, match=expected) as caught:
+    monkeypatch.setattr(writing, "open_regular", BrokenSource)
+    with pytest.raises(
+        CheckpointError, match=rf"^{small.parent}.*: cannot be read: {os.strerror(errno.EIO)}"
+    ) as caught:
         retrofit(small, tmp_path / "a" / "b" / "out", verify="headers")
-    assert isinstance(caught.value, OutputError) == (side == "writing")
+    assert not isinstance(caught.value, OutputError)
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("force", [False, True], ids=["new", "force"])
-def test_a_flush_that_fails_leaves_what_was_there(
-    force: bool, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "force"), [("fsync", False), ("fsync", True), ("rename", True)])
+def test_a_call_that_fails_leaves_what_was_there(
+    name: str, force: bool, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever of them fails, the last ones too."""
-    out, calls = tmp_path / "place" / "out", [0]
+    out, calls, old = tmp_path / "place" / "out", [0], OLD if force else {}
+    owner: Any = os if name == "fsync" else Path
 
     def convert(at: int) -> None:
         shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
-        if force:
-            write_old(out)
+        write_old(out, old)
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", failing(os.fsync, errno.EIO, at, calls))
+            patch.setattr(owner, name, failing(getattr(owner, name), errno.EIO, at, calls))
             retrofit(small, out, verify="headers", force=force, durable=True)
 
     convert(10**6)
     last = calls[0]
-    for at in [1, 2, last - 1, last]:
+    for at in {1, 2, last - 1, last} & {*range(1, last + 1)}:
         with pytest.raises(OutputError, match=os.strerror(errno.EIO)):
             convert(at)
-        assert contents(out) == (OLD if force else {}), f"call {at} of {last}"
+        if not out.exists():  # the old output lies beside it, and the next run brings it back, and replaces nothing
+            with pytest.raises(OutputError):
+                retrofit(small, out, verify="headers")
+        assert contents(out) == old, f"call {at} of {last}"
         assert names(out.parent) == ["out"]
 
 
@@ -263,39 +261,6 @@ def test_a_copy_or_link_that_the_kernel_does_not_make_is_a_plain_copy(
     assert ["--link" in warning for warning in report.warnings] == [True] * (function == "link")
     linked = sorted(small.glob("*.safetensors"))[: at - 1] if function == "link" else []
     assert report.transfer.linked == sum(path.stat().st_size for path in linked)
-
-
-@pytest.mark.parametrize("at", [1, 2])
-def test_a_rename_that_fails_leaves_what_was_there(
-    at: int, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "place" / "out"
-    write_old(out)
-    monkeypatch.setattr(Path, "rename", failing(Path.rename, errno.EIO, at))
-    with pytest.raises(OutputError):
-        retrofit(small, out, verify="headers", force=True)
-    monkeypatch.undo()
-    if not out.exists():  # the old output lies beside it, and the next run brings it back
-        with pytest.raises(CheckpointError):
-            retrofit(small, out, verify="headers")
-    assert contents(out) == OLD
-    assert names(out.parent) == ["out"]
-
-
-def test_what_a_kill_between_two_renames_has_left_is_put_right(
-    small: Path, small_result: dict[str, bytes], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    write_old(beside(out, "old"))
-    beside(out, "partial").mkdir()
-    beside(out, "lock").touch()
-    with pytest.raises(OutputError):  # what comes back is not replaced unless asked for
-        retrofit(small, out, verify="headers")
-    assert contents(out) == OLD
-    assert names(tmp_path) == ["out"]
-    retrofit(small, out, verify="headers", force=True)
-    assert contents(out) == small_result
-    assert names(tmp_path) == ["out"]
 
 
 def test_a_disk_with_no_room_is_refused_before_anything_is_written(
@@ -442,21 +407,6 @@ def test_a_tokenizer_that_vanishes_after_it_was_seen_is_named(source: Path, befo
     assert names(source.parent) == ["llama"]
 
 
-@pytest.mark.parametrize("link", [False, True], ids=["copied", "linked"])
-def test_a_shard_that_is_rewritten_after_it_was_read_gives_one_state_of_it(
-    link: bool, source: Path, before: Before
-) -> None:
-    shard, out = sorted(source.glob("*.safetensors"))[1], source.parent / "out"
-    content = shard.read_bytes()[:-200] + bytes(200)
-    before(retrofitting, "carry_out", lambda: shard.write_bytes(content))
-    with suppress(CheckpointError):
-        retrofit(source, out, verify="hashes", link=link)
-    if out.exists():
-        assert content in contents(out).values()
-    else:
-        assert names(source.parent) == ["llama"]
-
-
 # Two at once.
 
 
@@ -480,27 +430,6 @@ def test_a_second_conversion_to_the_same_output_is_refused_and_does_no_harm(
     assert names(out.parent) == ["out"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("force", [(), ("--force",)], ids=["new", "force"])
-def test_of_many_that_start_at_once_one_wins_and_nothing_is_mixed(
-    force: tuple[str, ...], small: Path, tmp_path: Path
-) -> None:
-    place, results = tmp_path / "place", []
-    for method in ("resformer", "denseformer"):
-        retrofit(small, tmp_path / method / "out", method, verify="headers")
-        results.append(contents(tmp_path / method / "out"))
-    logs = [tmp_path / f"log-{number}" for number in range(6)]
-    command = ("-m", "resformer", "convert", small, place / "out", "--verify", "headers", *force)
-    runs = [Run(*command, "--method", ("resformer", "denseformer")[n % 2], log=log) for n, log in enumerate(logs)]
-    codes = {run.wait(): log.read_text() for run, log in zip(runs, logs, strict=True)}
-    assert 0 in codes, codes
-    for code, text in codes.items():
-        assert code in (0, 1, 3), text
-        assert code == 0 or "another process" in text or "not empty" in text
-    assert names(place) == ["out"]
-    assert contents(place / "out") in results
-
-
 # What lies where the writer wants to write.
 
 
@@ -521,23 +450,6 @@ def test_a_link_in_the_place_of_what_lies_beside_the_output_is_not_followed(
         retrofit(small, out, verify="headers", force=force)
     assert contents(tmp_path / "precious") == OLD
     assert not out.is_symlink()
-
-
-def test_links_that_a_killed_run_has_left_are_cleared_and_the_source_is_not(
-    source: Path, small_result: dict[str, bytes]
-) -> None:
-    before = contents(source)
-    partial = beside(source.parent / "out", "partial")
-    (partial / "sub" / "sub").mkdir(parents=True)
-    (partial / "sub" / "link").symlink_to(source)
-    (partial / "link").symlink_to(source)
-    for path in source.glob("*.safetensors"):
-        os.link(path, partial / path.name)
-        os.link(path, partial / "sub" / path.name)
-    retrofit(source, source.parent / "out", verify="headers")
-    assert contents(source) == before
-    assert contents(source.parent / "out") == small_result
-    assert names(source.parent) == ["llama", "out"]
 
 
 @pytest.mark.parametrize("kind", ["file", "fifo", "link-to-nothing"])

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import EXACT, FAMILIES, byte_tokenizer, change_json, family_model, save_checkpoint
-from conftest import assert_said
+from checkpoints import EXACT, FAMILIES, byte_tokenizer, family_model, save_checkpoint
 from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -219,52 +218,6 @@ def test_comparison_measures_kl_and_agreement() -> None:
     assert not comparison.identical
     assert comparison.mean_kl > 0.01
     assert comparison.top1_agreement < 0.5
-
-
-#: Source -> fields of its config.json; `empty` and `gguf` have none, and `absent` is not there.
-REFUSED: dict[str, dict[str, Any]] = {
-    "gpt2": {"model_type": "gpt2"},
-    "phi3": {"model_type": "phi3"},
-    "internlm2": {"model_type": "internlm2"},
-    "iquestcoder": {"model_type": "iquestcoder", "clip_qkv": 8.0},
-    "empty": {},
-    "gguf": {},
-    "llama/model.safetensors": {},
-    "./absent": {},
-    "nobody/nothing": {},
-}
-#: Case -> arguments that do not fit.
-MISUSE: dict[str, dict[str, Any]] = {
-    **{f"size {value!r}": {"max_shard_size": value} for value in (0, -1, "0GB", "5 GiB", "G", "1e9")},
-    **{f"dtype {value}": {"dtype": value} for value in ("int8", "nonsense", torch.int64)},
-    "verify": {"verify": "all"},
-    "method": {"method": "svformr"},
-    "field": {"hidden_size": 4},
-    "revision": {"revision": "main"},
-    "svformer": {"method": "svformer"},
-}
-
-
-def test_other_sources_and_arguments_are_refused_with_the_way_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "gguf").mkdir()
-    (tmp_path / "gguf" / "x.gguf").touch()
-    save_checkpoint(tmp_path / "llama")
-    for source, fields in REFUSED.items():
-        if fields:
-            save_checkpoint(tmp_path / source)
-            change_json(tmp_path / source / "config.json", **fields)
-    before, said = sorted(tmp_path.rglob("*")), {}
-    for case, arguments in {**{name: {"source": name} for name in REFUSED}, **MISUSE}.items():
-        with pytest.raises((CheckpointError, ValueError)) as caught:
-            retrofit(**{"source": "llama", "output": "out", **arguments})
-        said[case] = str(caught.value)
-    assert_said("convert", said)
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_gguf_files_are_dequantised_and_what_lies_beside_them_is_not_used(

@@ -90,14 +90,6 @@ def test_hidden_loss_and_gradient_are_the_naive_twins(dtype: torch.dtype, layers
     torch.testing.assert_close(sum(shares), loss)
 
 
-def test_a_student_equal_to_its_teacher_has_nothing_to_learn_from_it() -> None:
-    logits = torch.randn(2, 5, 9, requires_grad=True)
-    loss = distillation_loss(logits, logits, torch.zeros(2, 5, dtype=torch.long), weight=1.0, temperature=3.0)
-    loss.backward()
-    assert abs(loss.item()) < 1e-6
-    assert logits.grad.abs().max() < 1e-7
-
-
 def _trainer(
     model: PreTrainedModel, teacher: PreTrainedModel, folder: Path, *, batch: int, accumulate: int, **options: Any
 ) -> DistillationTrainer:

@@ -181,24 +181,9 @@ def test_command_writes_the_harnesses_results_with_versions(
     assert wrote == f"wrote         {output}"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["--tasks", "leters"], 2, "did you mean letters?"),
-        (["--tasks", "letters", "--batch-size", "0"], 2, "expected auto, or a number"),
-        (["--tasks", "letters", "--device", "abacus"], 2, "'abacus' cannot be used"),
-        (["--tasks", "letters", "--backend", "gguf"], 2, "expected hf or vllm"),
-        (["--tasks", "letters", "--backend", "vllm", "--device", "cpu"], 2, "vLLM chooses its device itself"),
-        (["--tasks", "letters", "--dtype", "int3"], 2, "expected one of auto, float32"),
-        (["--tasks", "letters", "--output", "nowhere/results.json"], 3, "there is no folder nowhere"),
-        (["--tasks", "letters", "--include-path", "nowhere"], 2, "nowhere is not a folder"),
-    ],
-)
-def test_misuse_is_one_message(arguments: list[str], code: int, words: str, folder: Path, only_our_tasks: None) -> None:
-    command = ["eval", str(folder / "llama"), "--include-path", str(folder / "tasks"), *arguments]
-    done = cli(*command)
-    assert (done.exit_code, done.stdout) == (code, "")
-    assert words in done.stderr
+def test_a_misspelt_task_is_pointed_out(folder: Path, only_our_tasks: None) -> None:
+    done = cli("eval", folder / "llama", "--include-path", folder / "tasks", "--tasks", "leters")
+    assert (done.exit_code, done.stdout, "did you mean letters?" in done.stderr) == (2, "", True), done.stderr
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_named_and_pickles_are_not_read(folder: Path, tmp_path: Path) -> None:

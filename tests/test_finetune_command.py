@@ -6,8 +6,6 @@ import math
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,13 +186,6 @@ def tuned(work: Path, output: str, monkeypatch: pytest.MonkeyPatch, **values: An
     return finetune_checkpoint(FinetuneOptions(**known, trainer={"disable_tqdm": True, **options}))
 
 
-def test_defaults_are_those_of_fine_tuning() -> None:
-    options = FinetuneOptions(model="a", output="b", data=["c"])
-    arguments = recipe._training_arguments(options)
-    assert (arguments.weight_decay, arguments.adam_beta1, arguments.adam_beta2) == (0.0, 0.9, 0.999)
-    assert (options.sample_by, options.separate_documents, options.dtype) == ("document", True, "float32")
-
-
 @pytest.mark.parametrize("bf16", [False, True])
 def test_dtypes_and_attention_are_those_that_were_asked_for(
     work: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool
@@ -331,17 +322,6 @@ def stop_at(step: int, patch: pytest.MonkeyPatch) -> None:
             raise OSError("killed")
 
     patch.setattr(recipe.RecipeTrainer, "_save_checkpoint", save_and_die)
-
-
-def test_an_interrupted_run_says_how_to_go_on(
-    work: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["resformer", "finetune", "source", "stopped"])
-    monkeypatch.setattr(recipe, "_train", Mock(side_effect=KeyboardInterrupt))
-    done = invoke(work, "finetune", "source", "stopped", "--data", "notes.txt", *SMALL, "--steps", 5)
-    assert done.exit_code == 130
-    assert "Go on from the last checkpoint with: resformer finetune source stopped --resume" in done.stderr
-    assert not (work / "stopped").exists()
 
 
 def test_a_stream_is_resumed_where_it_was(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_flash_attn_2_available
 
 from resformer import (
     ResFormerForQuestionAnswering,
@@ -144,12 +145,17 @@ def test_packed_sequences_equal_separate_ones(variant: str, use_cache: bool | No
     ["svformer", "cla2", "crossed-sharing", "resformer-neutreno", "kitchen-sink", "gated-sink"],
     indirect=True,
 )
-def test_flex_attention_equals_sdpa(variant: str) -> None:
-    model = tiny_model(variant, head_dim=16)
-    sdpa = logits_of(model, **RAGGED)
-    model.set_attn_implementation("flex_attention")
-    real = RAGGED["attention_mask"].bool()
-    assert_close(logits_of(model, **RAGGED)[real], sdpa[real])
+@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
+def test_other_kernels_equal_sdpa(variant: str, attention: str, device: str) -> None:
+    flash = attention == "flash_attention_2"
+    if flash and (device == "cpu" or not is_flash_attn_2_available()):
+        pytest.skip("flash_attn needs a GPU")
+    model = tiny_model(variant, head_dim=32, dtype=torch.bfloat16 if flash else torch.float32).to(device)
+    batch = moved(RAGGED, device)
+    sdpa = logits_of(model, **batch)
+    model.set_attn_implementation(attention)
+    real = batch["attention_mask"].bool()
+    assert_close(logits_of(model, **batch)[real], sdpa[real], 0.1 if flash else 1e-5)
 
 
 @pytest.fixture

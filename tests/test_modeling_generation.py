@@ -84,6 +84,8 @@ def caches_of(model: PreTrainedModel, length: int = 20) -> dict[str, Cache]:
         "dynamic": DynamicCache(config=model.config),
         "static": StaticCache(config=model.config, max_cache_len=length),
     }
+    if model.device.type == "cuda":
+        caches["offloaded"] = GrowingCache(model.config, offloading=True)
     if model.config.sliding_window is None:  # or it holds more than Transformers' masks expect
         caches["dynamic without a configuration"] = DynamicCache()
     return caches
@@ -253,27 +255,6 @@ def test_sliding_windows_with_shared_keys_and_values_generate_as_uncached(varian
 def test_mixed_windows_with_shared_keys_and_values_generate_as_uncached(sources: str, more: dict[str, Any]) -> None:
     window = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"] * 3}
     assert_every_mode_equals_uncached(tiny_model(**window, **MIXED_SOURCES[sources], **more))
-
-
-def test_a_custom_loop_that_tries_candidates_equals_uncached(variant: str) -> None:
-    # Contrastive search and its like: several candidates a step in a wider batch, one kept, or taken back altogether.
-    model = tiny_model(variant, sliding_window=None, layer_types=None)
-    ids, cache = RAGGED["input_ids"][:1], GrowingCache(model.config)
-    with torch.no_grad():
-        last = model(ids, past_key_values=cache).logits[:, -1]
-        for step in range(5):
-            candidates = last.topk(3).indices.T
-            cache.batch_repeat_interleave(3)
-            tried = model(candidates, past_key_values=cache).logits[:, -1]
-            expected = model(torch.cat((ids.expand(3, -1), candidates), dim=1), use_cache=False).logits[:, -1]
-            torch.testing.assert_close(tried, expected, rtol=1e-4, atol=1e-4)
-            chosen = [int(tried.amax(dim=-1).argmin())]
-            cache.batch_select_indices(torch.tensor(chosen))
-            if step % 2:  # takes the last token back and feeds it again
-                cache.crop(-1)
-                tried[chosen] = model(candidates[chosen], past_key_values=cache).logits[:, -1]
-            ids, last = torch.cat((ids, candidates[chosen]), dim=1), tried[chosen]
-    assert cache.get_seq_length() == ids.shape[1] == 16
 
 
 # What callers do to a cache

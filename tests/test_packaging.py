@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from configparser import ConfigParser
@@ -155,22 +154,18 @@ def test_wheel_of_a_checkout_without_links_is_the_wheel_of_the_sdist(wheel: Path
     }
 
 
-def test_wheel_says_what_it_is_and_has_types_templates_and_commands(wheel: Path) -> None:
+def test_wheel_says_what_it_is_and_has_its_commands(wheel: Path) -> None:
     files = contents(wheel)
     metadata = Parser().parsestr(files[f"{DIST_INFO}/METADATA"].decode())
     assert (metadata["Name"], metadata["Version"]) == ("resformer", resformer.__version__)
-    assert wheel.name == f"resformer-{resformer.__version__}-py3-none-any.whl"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert files[f"{DIST_INFO}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
     assert metadata.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip() != ""
-    assert files[f"{DIST_INFO}/top_level.txt"].split() == [b"resformer"]
     assert {name.partition("/")[0] for name in files} == {"resformer", DIST_INFO}
-    assert "resformer/py.typed" in files
-    assert [name for name in files if re.fullmatch(r"resformer/model_cards/[^/]+\.md\.jinja", name)]
-    commands = files[f"{DIST_INFO}/entry_points.txt"].decode().split("\n")
-    assert {"resformer = resformer.cli:main", "hf-resformer = resformer.cli:main"} <= set(commands)
-    plugin = commands.index("[vllm.general_plugins]")
-    assert commands[plugin + 1] == "resformer = resformer.vllm:register"
+    commands = files[f"{DIST_INFO}/entry_points.txt"].decode()
+    for line in ("resformer = resformer.cli:main", "hf-resformer = resformer.cli:main"):
+        assert f"\n{line}\n" in commands
+    assert "[vllm.general_plugins]\nresformer = resformer.vllm:register\n" in commands
 
 
 def test_sdist_holds_the_project(built: Path) -> None:
@@ -250,10 +245,6 @@ def run(*command: str, cwd: Path, **added: str) -> str:
     return done.stdout
 
 
-def jinja_templates() -> str:
-    return str(sorted(path.name for path in (ROOT / "model_cards").glob("*.jinja")))
-
-
 @pytest.mark.slow
 def test_installed_wheel_works_from_any_folder(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
@@ -263,28 +254,7 @@ def test_installed_wheel_works_from_any_folder(wheel: Path, tmp_path: Path) -> N
         sys.executable, "-c", _LOOK, " ".join(PACKAGES), cwd=tmp_path, PYTHONPATH=str(target)
     ).splitlines()
     assert files == [str(target / package.replace(".", "/") / "__init__.py") for package in PACKAGES]
-    assert templates == jinja_templates() != "[]"
+    assert templates == str(sorted(path.name for path in (ROOT / "model_cards").glob("*.jinja"))) != "[]"
     for command in ("resformer", "hf-resformer"):
         said = run(str(target / "bin" / command), "--version", cwd=tmp_path, PYTHONPATH=str(target))
         assert said.strip() == resformer.__version__
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("links", [True, False], ids=["links", "links as text"])
-def test_editable_installation_reads_the_checkout(links: bool, tmp_path: Path) -> None:
-    project = copy_project(tmp_path / "project")
-    if not links:
-        without_links(project)
-    hook = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
-    run(sys.executable, "-c", hook, str(tmp_path), cwd=project)
-    with zipfile.ZipFile(the_wheel(tmp_path)) as archive:
-        archive.extractall(tmp_path / "site")
-    # As pip does, with this environment's packages behind it: without its own installation of resformer, if it has one.
-    adopt = (
-        f"import site, sys; site.addsitedir({str(tmp_path / 'site')!r}); sys.meta_path.insert(0, sys.meta_path.pop()); "
-        f"sys.path.append({sysconfig.get_path('purelib')!r})"
-    )
-    look = f"{adopt}\n{_LOOK}"
-    *files, templates = run(sys.executable, "-S", "-c", look, " ".join(PACKAGES), cwd=tmp_path).splitlines()
-    assert [Path(file).resolve() for file in files] == [project / FOLDERS[name] / "__init__.py" for name in PACKAGES]
-    assert templates == jinja_templates()

@@ -245,16 +245,14 @@ def hub(checkpoint: Path) -> Iterator[HubServer]:
         yield hub
 
 
-def trl(
-    hub: HubServer, folder: Path, command: str, rows: list[dict[str, Any]], *options: str, launcher: str = ""
-) -> Path:
+def trl(hub: HubServer, folder: Path, command: str, rows: list[dict[str, Any]], *options: str) -> Path:
     """Runs three steps of `python -m resformer.trl COMMAND` on the checkpoint of the Hub; returns what it wrote."""
     (folder / "data").mkdir()
     (folder / "data" / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     fixed = "--model_name_or_path you/gated --dataset_name data --output_dir out --use_cpu --bf16 false --max_steps 3"
     environment = {**os.environ, **hub.environment(folder / "home")}
     more = ["--report_to", "none", "--learning_rate", "1e-3", *options]
-    words = [*launcher.split(), "-m", "resformer.trl", command, *fixed.split(), *more]
+    words = ["-m", "resformer.trl", command, *fixed.split(), *more]
     done = run(*words, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "out"
@@ -307,13 +305,6 @@ def test_other_commands_train_an_adapter(command: str, hub: HubServer, tmp_path:
     rows = [{"prompt": [{"role": "user", "content": "two"}]}] * 4 if command == "grpo" else pairs
     out = trl(hub, tmp_path, command, rows, *LORA, *options.get(command, []))
     assert "base_model.model.model.value_residual.bias_own" in load_file(out / "adapter_model.safetensors")
-
-
-@pytest.mark.slow
-def test_accelerate_launches_the_command_line(hub: HubServer, tmp_path: Path) -> None:
-    launcher = "-m accelerate.commands.launch --num_processes 2 --cpu"
-    out = trl(hub, tmp_path, "sft", CHATS, "--per_device_train_batch_size", "2", launcher=launcher)
-    assert type(AutoModelForCausalLM.from_pretrained(out)) is ResFormerForCausalLM
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What commands that train, measure and shrink refuse: one line with the way out, the exit code, and nothing written.
+"""What commands refuse: one line with the way out, the exit code, and nothing written.
 
 The files of `snapshots/refusals` hold the commands, which run in a folder of broken things, and what they answer.
 """
@@ -16,24 +16,37 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import change_json, save_checkpoint, save_notes
-from conftest import assert_answers
+from checkpoints import SIZES, byte_tokenizer, change_json, save_checkpoint, save_notes
+from conftest import SNAPSHOTS, assert_answers
 from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file, save_file
+from transformers import BertConfig
 
-from resformer import retrofit
+from resformer import ResFormerConfig, ResFormerForCausalLM, ResFormerForSequenceClassification, retrofit
 
 NOTES = "--data notes.txt --sample-by paragraph"
-SIZES = "--block 32 --batch 4 --held-out 0.1 --held-out-blocks 6 --no-bf16"
+TEXT = "--block 32 --batch 4 --held-out 0.1 --held-out-blocks 6 --no-bf16"
 SHAPE = "tiny:hidden_size=32:intermediate_size=48:num_hidden_layers=6:num_attention_heads=4"
 #: What commands have in common.
 COMMON = {
-    "scratch": f"--sizes {SHAPE} {NOTES} --tokenizer bytes {SIZES}",
-    "continued": f"--from source {NOTES} {SIZES}",
+    "scratch": f"--sizes {SHAPE} {NOTES} --tokenizer bytes {TEXT}",
+    "continued": f"--from source {NOTES} {TEXT}",
     "texts": "--calibrate notes.txt --sample-by paragraph --tokens 1280 --block 64",
 }
+#: Method -> a field that keeps a retrofit of it from being exact.
+LOSSY: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("neutreno", "resformer-identity", "resformer-constant")},
+    "resformer-gated": {"value_residual_init": [0.5, 1.0]},
+    "depth-attention": {"depth_attention_init": 0.5},
+}
+#: Chat templates that do not fit.
+TEMPLATES = {
+    "mute": None,
+    "stubborn": "{{ raise_exception('no') }}",
+    "growing": "{{ messages | length }}{{ messages }}",
+}
 #: What other libraries say, in our messages.
-THEIRS = re.compile(r"(loaded: |loaded \(|give it: |of the Hub: |select one of ).+?(?=\); |$)")
+THEIRS = re.compile(r"(loaded: |loaded \(|give it: |of the Hub: |be used: |template: |select one of ).+?(?=\); |$)")
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +62,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     windows = ["full_attention", "sliding_attention", "full_attention"]
     save(folder / "ministral", "ministral", layer_types=windows)
     save(folder / "smollm3", "smollm3", no_rope_layers=[1, 0, 1])
+    sizes = {**SIZES, "num_hidden_layers": 3}
+    ResFormerForCausalLM(ResFormerConfig(**sizes, qk_norm=True, mlp_bias=True)).save_pretrained(folder / "strange")
+    ResFormerForSequenceClassification(ResFormerConfig(**sizes, num_labels=3)).save_pretrained(folder / "classifier")
+    BertConfig(**sizes).save_pretrained(folder / "bert")
+    for name in ("gpt2", "phi3", "internlm2", "iquestcoder"):
+        shutil.copytree(folder / "source", folder / name)
+        change_json(folder / name / "config.json", model_type=name, clip_qkv=8.0)
+    for method, field in LOSSY.items():
+        retrofit(folder / "source", folder / method, method, lossy=True, verify="headers", **field)
     for name in ("coded", "pickled", "torn", "gap", "nan", "nan-head"):
         shutil.copytree(folder / "source", folder / name)
     shutil.copytree(folder / "source", folder / "bare", ignore=shutil.ignore_patterns("*token*"))
@@ -76,9 +98,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "image.png": "\x89PNG",
         "broken.jsonl": '{"text": ',
         "empty.jsonl": "",
+        "rows.jsonl": '{"id": 0, "text": "one"}\n' * 200,
+        "chats.jsonl": '{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}\n' * 40,
+        "half.json": '{"runs": []}',
+        "gguf/x.gguf": "",
     }.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
+    for name, template in TEMPLATES.items():
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder / name)
     one = Dataset.from_dict({"text": ["one"]})
     DatasetDict({"train": one, "test": one}).save_to_disk(folder / "saved")
     plans = {
@@ -94,7 +124,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["analyze", "compare", "finetune", "new", "pretrain", "shrink", "tokenize"])
+@pytest.mark.parametrize("command", sorted(path.stem for path in (SNAPSHOTS / "refusals").iterdir()))
 def test_refusals_are_one_line_with_the_way_out_and_leave_nothing(
     command: str, folder: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,8 +137,9 @@ def test_refusals_are_one_line_with_the_way_out_and_leave_nothing(
         return {path for path in folder.rglob("*") if (folder / "home") not in (path, *path.parents)}
 
     def answer(asked: str) -> str:
-        before = files()
-        done = invoke(folder, *shlex.split(Template(asked).substitute(COMMON)))
+        before, words = files(), shlex.split(Template(asked).substitute(COMMON))
+        monkeypatch.setattr("sys.argv", ["resformer", *words])
+        done = invoke(folder, *words)
         assert done.exit_code in (2, 3), done.output
         assert done.stdout == "", asked
         assert files() == before, asked

@@ -2,11 +2,9 @@
 
 import itertools
 import json
-import math
 import os
 import random
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -19,7 +17,7 @@ import torch
 from checkpoints import byte_tokenizer, contents, save_checkpoint
 from command_server import run
 from conftest import TINY
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -322,20 +320,9 @@ def test_rounding_does_not_decide_which_source_an_exact_share_has(rounding: floa
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Checkpoints of 3 layers, and text."""
+    """A checkpoint of 3 layers, and text."""
     folder = tmp_path_factory.mktemp("shrink")
-    save = partial(save_checkpoint, num_hidden_layers=3)
-    save(folder / "llama")
-    save(folder / "narrow", vocab_size=200)
-    save(folder / "qwen3", "qwen3")
-    save(folder / "ministral", "ministral", layer_types=WINDOWS["layer_types"][:3])
-    save(folder / "smollm3", "smollm3", no_rope_layers=[1, 0, 1])
-    for name, tensor in (("nan", "model.layers.1.mlp.up_proj.weight"), ("nan-head", "lm_head.weight")):
-        shutil.copytree(folder / "llama", folder / name)
-        weights = load_file(folder / name / "model.safetensors")
-        weights[tensor][3, 3] = math.nan
-        save_file(weights, folder / name / "model.safetensors", {"format": "pt"})
-    shutil.copytree(folder / "llama", folder / "bare", ignore=shutil.ignore_patterns("*token*"))
+    save_checkpoint(folder / "llama", num_hidden_layers=3)
     words = random.Random(0).choices("the cat sat on a mat and saw seven dogs in fields of green .".split(), k=4000)
     (folder / "text.txt").write_text("\n\n".join(" ".join(words[i : i + 50]) for i in range(0, len(words), 50)))
     with pytest.MonkeyPatch.context() as patch:

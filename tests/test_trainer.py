@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.configuration import key_sources, value_sources
-from resformer.errors import CheckpointError
 from resformer.training.freezing import trained_parameters
 from resformer.training.memory import peak_memory
 from resformer.training.optimizer import ConnectionTrainer, is_connection, set_connection_learning_rate
@@ -93,8 +92,6 @@ def test_bf16_trains_close_to_float32(method: str, trainer: Build) -> None:
     expected, got = trained(trainer(method)), trained(trainer(method, bf16=True))
     assert got[0] != expected[0]
     torch.testing.assert_close(got[0], expected[0], rtol=0.02, atol=0.0)
-    for name, parameter in got[1].items():
-        assert parameter.dtype == torch.float32, name
 
 
 @pytest.mark.slow
@@ -218,12 +215,6 @@ def test_sharing_trains_what_reads_and_what_is_read(variant: str) -> None:
     connections = [name for name in names if is_connection(name)]
     if connections:
         assert sorted(trained_parameters(model, "connections")) == sorted(connections)
-
-
-@pytest.mark.parametrize(("train", "method"), [("sharing", "resformer"), ("connections", "svformer")])
-def test_nothing_to_train_is_an_error(train: str, method: str) -> None:
-    with pytest.raises(CheckpointError, match=f"train is '{train}', but .* use --train all"):
-        trained_parameters(tiny_model(method), train)
 
 
 def test_peak_memory_sees_an_allocation() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -44,44 +45,34 @@ def _jsonl(path: Path, texts: list[str], column: str = "text") -> Path:
     return path
 
 
-def _saved(folder: Path) -> Path:
-    DatasetDict({"train": Dataset.from_dict({"text": TEXTS}), "test": Dataset.from_dict({"text": ["x"]})}).save_to_disk(
-        folder
-    )
-    return folder
+def _folder(path: Path) -> None:
+    (path / "below").mkdir(parents=True)
+    _jsonl(path / "a.jsonl", TEXTS[:30])
+    Dataset.from_dict({"text": TEXTS[30:40]}).to_csv(path / "b.csv")
+    Dataset.from_dict({"text": TEXTS[40:50]}).to_csv(path / "b.tsv", sep="\t")
+    (path / "below" / "b.txt").write_text("\n\n".join(TEXTS[50:]))
+    (path / "readme.rst").write_text("not data")
 
 
-def _source(kind: str, folder: Path) -> Path:
-    rows = Dataset.from_dict({"text": TEXTS})
-    path = folder / f"data.{kind}"
-    if kind == "txt":
-        path.write_text("\n\n".join(TEXTS))
-    elif kind == "jsonl":
-        _jsonl(path, TEXTS)
-    elif kind == "json":
-        path.write_text(json.dumps([{"text": text} for text in TEXTS]))
-    elif kind == "csv":
-        rows.to_csv(path)
-    elif kind == "tsv":
-        rows.to_csv(path, sep="\t")
-    elif kind == "parquet":
-        rows.to_parquet(path)
-    elif kind == "folder":
-        (path / "below").mkdir(parents=True)
-        _jsonl(path / "a.jsonl", TEXTS[:30])
-        Dataset.from_dict({"text": TEXTS[30:40]}).to_csv(path / "b.csv")
-        Dataset.from_dict({"text": TEXTS[40:50]}).to_csv(path / "b.tsv", sep="\t")
-        (path / "below" / "b.txt").write_text("\n\n".join(TEXTS[50:]))
-        (path / "readme.rst").write_text("not data")
-    else:
-        _saved(path)
-    return path
+ROWS = Dataset.from_dict({"text": TEXTS})
+#: Kind of a source -> writes it.
+SOURCES: dict[str, Callable[[Path], object]] = {
+    "txt": lambda path: path.write_text("\n\n".join(TEXTS)),
+    "jsonl": lambda path: _jsonl(path, TEXTS),
+    "json": lambda path: path.write_text(json.dumps([{"text": text} for text in TEXTS])),
+    "csv": ROWS.to_csv,
+    "tsv": lambda path: ROWS.to_csv(path, sep="\t"),
+    "parquet": ROWS.to_parquet,
+    "folder": _folder,
+    "saved": lambda path: DatasetDict({"train": ROWS, "test": ROWS.select([0])}).save_to_disk(path),
+}
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "json", "csv", "tsv", "parquet", "folder", "saved"])
+@pytest.mark.parametrize("kind", SOURCES)
 def test_every_kind_of_source_gives_the_same_documents(kind: str, streaming: bool, tmp_path: Path) -> None:
-    source = str(_source(kind, tmp_path))
+    source = str(tmp_path / f"data.{kind}")
+    SOURCES[kind](Path(source))
     (documents,) = load_documents([source], sample_by="paragraph", streaming=streaming).values()
     assert [row["text"] for row in documents] == TEXTS
 
@@ -346,14 +337,6 @@ def test_an_empty_cell_is_left_out() -> None:
     assert len(blocks.train) == len(packed(TEXTS, block=8, held_out=0.1, held_out_blocks=4).train)
 
 
-def test_a_column_of_numbers_is_refused(tmp_path: Path) -> None:
-    documents = load_documents([str(_jsonl(tmp_path / "rows.jsonl", TEXTS))], text_column="id")
-    with pytest.raises(DataError, match="holds 0; expected text; name"):
-        pack_documents(documents, byte_tokenizer(), block=8, held_out=0.1, held_out_blocks=4)
-    with pytest.raises(DataError, match="holds 0; expected text; name"):
-        next(training_texts(documents, 0.1))  # that a tokenizer is trained on
-
-
 CHATML = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -363,7 +346,7 @@ TURNS = [
     for role, text in (("user", "hi 0"), ("assistant", "yes 0"), ("user", "so?"), ("assistant", "no 0"))
 ]
 #: A row of number 0, and its text with what is learned in brackets.
-ROWS: dict[str, tuple[dict[str, Any], str]] = {
+LEARNED: dict[str, tuple[dict[str, Any], str]] = {
     "chat": ({"messages": TURNS}, "<user>hi 0</s>\n<assistant>[yes 0</s>\n]<user>so?</s>\n<assistant>[no 0</s>\n]"),
     "answer": (
         {"prompt": TURNS[:3], "completion": TURNS[3:]},
@@ -374,9 +357,9 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("kind", LEARNED)
 def test_answers_and_completions_alone_are_learned(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row, marked = (json.dumps(part) for part in ROWS[kind])
+    row, marked = (json.dumps(part) for part in LEARNED[kind])
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(row.replace("0", f"{n:02}") for n in range(60)))
     tokenizer = byte_tokenizer()
@@ -405,23 +388,6 @@ def test_answers_and_completions_alone_are_learned(kind: str, tmp_path: Path, mo
     assert sorted(row["labels"].tolist() for row in islice(streamed.train, len(blocks.train))) == sorted(
         blocks.train[n]["labels"].tolist() for n in range(len(blocks.train))
     )
-
-
-def test_chats_that_do_not_fit_the_template_are_refused(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
-    options = {"block": 8, "held_out": 0.1, "held_out_blocks": 4}
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": TURNS}) for _ in range(40)))
-    for template, words in (
-        (None, "does not fit the tokenizer's chat template"),
-        ("{{ raise_exception('no') }}", "does not fit the tokenizer's chat template: no"),
-        ("{{ messages | length }}{{ messages[-1].content }}", "use rows of `prompt` and `completion`"),
-    ):
-        tokenizer.chat_template = template
-        with pytest.raises(DataError, match=words):
-            pack_documents(load_documents([str(path)], chats=True), tokenizer, **options)
-    with pytest.raises(DataError, match="has no column 'text' but 'messages'"):
-        load_documents([str(path)])
 
 
 @pytest.mark.parametrize("streaming", [False, True])
