@@ -94,6 +94,10 @@ def test_after_an_interrupt_a_command_says_what_it_leaves(
     assert words.format(" ".join(["resformer", *command])) in done.stderr
 
 
+#: Memory, rounding, and the size of a tokenizer differ between versions of libraries.
+VARIES = re.compile(r"(?<=^memory        ).*$|\S+e-\d+|\S+ \wB(?= copied)", re.MULTILINE)
+
+
 def test_commands_print_what_they_did(
     llama: Path, invoke: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +106,7 @@ def test_commands_print_what_they_did(
     def answer(asked: str) -> str:
         monkeypatch.setattr("sys.argv", asked.split())
         done = invoke(llama.parent, *asked.split()[1:])
-        return f"{done.exit_code}\n" + re.sub(r"(memory +)\S.*", r"\1...", done.stdout)
+        return f"{done.exit_code}\n" + VARIES.sub("...", done.stdout)
 
     assert_answers("transcript", answer)
     assert (llama.parent / "back" / "model.safetensors").read_bytes() == (llama / "model.safetensors").read_bytes()

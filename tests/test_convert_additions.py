@@ -100,19 +100,3 @@ def test_what_was_added_and_has_learned_is_not_taken_out(tmp_path: Path) -> None
         revert(tmp_path / "again", tmp_path / "back")
     with pytest.raises(CheckpointError, match="from plain Llama"):
         revert(tmp_path / "both", tmp_path / "back", all=True)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"value_residual": "x"}, f"{RECORD}: source_fields are not valid"),
-        ({"value_residual": "dense"}, "`value_residual` is 'dense' in the source and 'learnable' in the result"),
-        ({"vocab_size": 7, "dwa": True}, "`dwa` is True in the source and False in the result"),
-    ],
-)
-def test_a_record_that_does_not_fit_is_refused(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "llama")
-    retrofit(tmp_path / "llama", tmp_path / "out", verify="headers")
-    (tmp_path / "out" / RECORD).write_text(json.dumps({"source_fields": fields}))
-    with pytest.raises(CheckpointError, match=words):
-        revert(tmp_path / "out", tmp_path / "back")

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import save_checkpoint, sparse_checkpoint
-from conftest import assert_said, tiny_model
+from conftest import assert_answers, tiny_model
 from hub_server import Commands, HubServer, Repository, Sparse
 from safetensors.torch import load_file, save_file
 from test_convert_fp8 import save_fp8
@@ -155,23 +156,16 @@ def test_what_cannot_be_pushed_is_refused_in_one_line_and_nothing_moves(
     hub.add("them/fp8", tmp_path / "fp8")
     forecast = json.loads(commands("convert", "them/fp8", "out", "--dry-run", "--json").stdout)["transfer"]
     assert forecast["downloaded"] == (tmp_path / "fp8" / "model.safetensors").stat().st_size
-    before, said = hub.commit_id("them/llama"), {}
-    push = ["them/llama", "--push", "you/x", "--verify", "headers"]
-    for hub.copies in ("region", "server", "no xet"):
-        said[hub.copies] = commands.refused("convert", *push)
-    hub.copies = "made"
-    said["projections dropped"] = commands.refused("convert", *push, "--method", "svformer", "--lossy")
-    said["logits"] = commands.refused("convert", *push, "--verify", "logits")
-    said["of another"] = commands.refused("convert", "them/llama", "--push", "other/x")
-    said["no token"] = commands.refused("convert", "them/llama", "--push", "you/x", token=None)
-    said["no owner"] = commands.refused("convert", "them/llama", "--push", "x")
-    said["no name"] = commands.refused("convert", "them/llama", "--push", "you/a b", "--dry-run")
-    said["fp8"] = commands.refused("convert", "them/fp8", "--push", "you/x")
-    said["the source"] = commands.refused("convert", "them/llama", "--push", "them/llama")
-    said["two outputs"] = commands.refused("convert", "them/llama", "out", "--push", "you/x")
-    said["no output"] = commands.refused("convert", "them/llama")
-    said["a folder"] = commands.refused("convert", llama, "--push", "you/x")
-    assert_said("convert-push", said, llama=llama, sha=before)
+    before = hub.commit_id("them/llama")
+    (tmp_path / "local").symlink_to(llama)
+
+    def answer(asked: str) -> str:
+        """What storage does, or that there is no token, is said before a colon."""
+        how, _, words = asked.rpartition(": ")
+        hub.copies = how or "made"  # type: ignore[assignment]
+        return commands.refused(*shlex.split(words), token=None if how == "no token" else "hf_test")
+
+    assert_answers("convert-push", answer, sha=before)
     assert hub.commit_id("them/llama") == before
     assert hub.repositories["you/x"].messages == ["initial commit"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import EXACT, FAMILIES, save_checkpoint, stored
-from conftest import others_slow
+from conftest import SNAPSHOTS, assert_one_said, others_slow
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from resformer import retrofit
@@ -65,53 +65,30 @@ def test_a_model_saved_by_transformers_can_be_reverted(tmp_path: Path) -> None:
     assert stored(tmp_path / "source") == stored(tmp_path / "back")
 
 
-@pytest.mark.parametrize(
-    ("method", "parameter", "where"),
-    [
-        ("resformer", "model.value_residual.bias", r"value_residual\[1, 0\]"),
-        ("resformer-plus", "model.value_residual.bias_own", r"value_residual\[1, 1\]"),
-        ("resformer-dense", "model.value_residual.bias", r"value_residual\[1, 0\]"),
-        ("resformer-gated", "model.value_residual.bias_own", r"value_residual\[1, 1\]"),
-        ("resformer-gated", "model.layers.2.self_attn.value_residual.bias_gate.weight", r"layers\.2.*gate\.weight"),
-        ("depth-attention", "model.value_residual.bias_gate", r"value_residual\[3\]"),
-        (
-            "value-embeddings",
-            "model.layers.5.self_attn.value_embedding.bias_table.weight",
-            r"layers\.5.*bias_table\.weight",
-        ),
-        ("denseformer", "model.depth_average.bias", r"depth_average\[0, 0\]"),
-        ("attention-residuals", "model.attention_residuals.bias_gate", r"attention_residuals\.bias_gate\[0\]"),
-    ],
-)
-@pytest.mark.parametrize("amount", [2**-10, float("nan")])
-def test_what_was_learned_is_refused_and_measured(
-    method: str, parameter: str, where: str, amount: float, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("case", json.loads((SNAPSHOTS / "learned.json").read_text(encoding="utf-8")))
+def test_what_was_learned_is_refused_and_measured(case: str, tmp_path: Path) -> None:
+    """A method, the parameter whose first number moved, and how far: `snapshots/learned.json`."""
+    method, parameter, amount = case.split()
     save_checkpoint(tmp_path / "source")
     retrofit(tmp_path / "source", tmp_path / "out", method, verify="headers")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
-        model.get_parameter(parameter).view(-1)[0] += amount
+        model.get_parameter(parameter).view(-1)[0] += float(amount)
     model.save_pretrained(tmp_path / "trained")
-    size = "0.000977" if amount == amount else "inf"
-    with pytest.raises(CheckpointError, match=f"{where} is {size} from plain Llama"):
+    with pytest.raises(CheckpointError) as caught:
         revert(tmp_path / "trained", tmp_path / "back")
+    assert_one_said("learned", case, str(caught.value).replace(str(tmp_path), "<tmp>"))
     assert not (tmp_path / "back").exists()
 
 
-def test_dry_run_reports_and_writes_nothing(tmp_path: Path) -> None:
+def test_dry_run_writes_nothing_and_links_lead_back_to_the_first_file(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "source")
-    retrofit(tmp_path / "source", tmp_path / "out", verify="headers")
+    arguments: dict[str, Any] = {"link": True, "verify": "headers"}
+    retrofit(tmp_path / "source", tmp_path / "out", **arguments)
     report = revert(tmp_path / "out", tmp_path / "back", dry_run=True)
     assert (report.carried_files, report.written_files, report.verified) == (1, 0, "")
     assert report.removed == ["model.value_residual.bias"]
     assert json.dumps(report.as_dict())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
-
-
-def test_links_lead_back_to_the_first_file(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "source")
-    arguments: dict[str, Any] = {"link": True, "verify": "headers"}
-    retrofit(tmp_path / "source", tmp_path / "out", **arguments)
     revert(tmp_path / "out", tmp_path / "back", **arguments)
     assert (tmp_path / "back" / "model.safetensors").samefile(tmp_path / "source" / "model.safetensors")

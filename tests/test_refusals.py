@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig
 
 from resformer import ResFormerConfig, ResFormerForCausalLM, ResFormerForSequenceClassification, retrofit
+from resformer.record import RECORD
 
 NOTES = "--data notes.txt --sample-by paragraph"
 TEXT = "--block 32 --batch 4 --held-out 0.1 --held-out-blocks 6 --no-bf16"
@@ -38,6 +39,12 @@ LOSSY: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("neutreno", "resformer-identity", "resformer-constant")},
     "resformer-gated": {"value_residual_init": [0.5, 1.0]},
     "depth-attention": {"depth_attention_init": 0.5},
+}
+#: What records say of the source's own connections.
+RECORDS = {
+    "no-record": {"value_residual": "x"},
+    "other-record": {"value_residual": "dense"},
+    "more-record": {"vocab_size": 7, "neutreno_lambda": 0.5},
 }
 #: Chat templates that do not fit.
 TEMPLATES = {
@@ -69,6 +76,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("gpt2", "phi3", "internlm2", "iquestcoder"):
         shutil.copytree(folder / "source", folder / name)
         change_json(folder / name / "config.json", model_type=name, clip_qkv=8.0)
+    for name, fields in RECORDS.items():
+        shutil.copytree(folder / "retrofit", folder / name)
+        (folder / name / RECORD).write_text(json.dumps({"source_fields": fields}))
     for method, field in LOSSY.items():
         retrofit(folder / "source", folder / method, method, lossy=True, verify="headers", **field)
     for name in ("coded", "pickled", "torn", "gap", "nan", "nan-head"):
