@@ -15,7 +15,11 @@ import study_figures
 
 from resformer.commands.terminal import size
 from resformer.configuration import METHODS
+from resformer.training.options import PretrainOptions
+from resformer.training.pretraining import _plan
+from resformer.training.sizes import SIZES, scratch_config
 from resformer.training.study.table import markdown
+from resformer.training.tokenizers import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -275,6 +279,44 @@ def serving_speed(name: str) -> str:
     return "\n".join([*lines, "", f"{rounds} {'round' if rounds == 1 else 'rounds'} of {_made_by(report)}"])
 
 
+def adapters(name: str) -> str:
+    """What training an adapter of an 8B model takes."""
+    lines = [
+        "| tokens | weights, the adapter's among them | gradients and AdamW | activations | peak |",
+        f"|{'---|' * 5}",
+    ]
+    for run in read(name)["adapters of 8B"]:
+        parts = run["weights"], run["gradients"] + run["optimizer"], run["activations"], run["peak"]
+        lines.append(f"| {run['block']:,} | {' | '.join(f'{part / 1e9:.1f} GB' for part in parts)} |")
+    return "\n".join(lines)
+
+
+def sizes(source: str) -> str:
+    """Shapes and budgets of the sizes that a model is trained from scratch in."""
+    if source != "code":
+        raise ValueError(f"sizes {source}: they are taken from the code")
+    lines = [
+        "| size | layers | heads | width | MLP | parameters | tokens | a step | rate | steps |",
+        f"|{'---|' * 10}",
+    ]
+    tokenizer = make_tokenizer("bytes", {}, 0.0)
+    for name, shape in SIZES.items():
+        vocabulary = 50_277 if shape.hidden_size >= 512 else 4096
+        config = scratch_config("transformer", name, tokenizer, vocab_size=vocabulary)
+        plan = _plan(PretrainOptions(output="", data=["text"]), config)
+        cells = [f"`{name}`", config.num_hidden_layers, config.num_attention_heads, config.hidden_size]
+        cells += [config.intermediate_size, f"{plan.parameters / 1e6:.0f}M", f"{plan.tokens / 1e9:.2f}B"]
+        cells += [
+            f"{plan.sequences * plan.block:,}",
+            f"{plan.learning_rate:.1e}".replace("e-0", "e-"),
+            f"{plan.steps:,}",
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(
+        [*lines, "| ResFormer's paper, 468M | 24 | 16 | 1024 | 3584 | 468M | 20B | 2,097,152 | 6e-4 | 10,000 |"]
+    )
+
+
 def _made_by(report: dict[str, Any]) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in report["versions"].items())
     return f"`{report['command']}`, with {versions}."
@@ -297,6 +339,8 @@ TABLES: dict[str, Callable[[str], str]] = {
     "plans": plans,
     "conversions": conversions,
     "moved": moved,
+    "adapters": adapters,
+    "sizes": sizes,
 }
 
 

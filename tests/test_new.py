@@ -11,9 +11,7 @@ from checkpoints import byte_tokenizer, save_notes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from resformer import METHODS, ResFormerConfig
-from resformer.training.options import PretrainOptions
-from resformer.training.pretraining import _plan
-from resformer.training.sizes import SIZES, budget, scratch_config
+from resformer.training.sizes import budget, scratch_config
 from resformer.training.untrained import parameter_count
 
 NARROW = ["--tokenizer", "bytes", "--set", "hidden_size=32", "--set", "num_hidden_layers=3", "--set", "vocab_size=320"]
@@ -57,20 +55,6 @@ def test_sizes_have_the_parameters_of_their_names(size: str, millions: int) -> N
     assert parameter_count(config) == pytest.approx(millions * 1e6, rel=0.01)
     assert config.head_dim == 64
     assert config.intermediate_size == 3.5 * config.hidden_size
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_table_of_sizes_is_the_code(size: str) -> None:
-    table = (Path(__file__).parents[1] / "docs" / "pretraining.md").read_text(encoding="utf-8")
-    cells = next(line for line in table.splitlines() if line.startswith(f"| `{size}` |"))
-    vocabulary = 50_277 if SIZES[size].hidden_size >= 512 else 4096
-    config = scratch_config("transformer", size, byte_tokenizer(), vocab_size=vocabulary)
-    options = PretrainOptions(output="", data=["text"])
-    plan = _plan(options, config)
-    shape = [config.num_hidden_layers, config.num_attention_heads, config.hidden_size, config.intermediate_size]
-    counts = [f"{plan.parameters / 1e6:.0f}M", f"{plan.tokens / 1e9:.2f}B", f"{plan.sequences * plan.block:,}"]
-    rate = f"{plan.learning_rate:.1e}".replace("e-0", "e-")
-    assert cells.split(" | ")[1:] == [*map(str, shape), *counts, rate, f"{plan.steps:,} |"]
 
 
 @pytest.mark.parametrize("method", METHODS)
