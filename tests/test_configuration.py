@@ -65,10 +65,6 @@ def test_every_field_is_documented() -> None:
     assert [name for name in sorted(own) if name not in (ResFormerConfig.__doc__ or "")] == []
 
 
-def test_sliding_window_alone_means_sliding_everywhere() -> None:
-    assert small(sliding_window=16).layer_types == ["sliding_attention"] * 8
-
-
 # The named methods
 
 
@@ -184,10 +180,6 @@ def test_field_misspelt_in_a_file_or_an_override_is_pointed_out(tmp_path: Path, 
     assert "`value_source`; did you mean `value_sources`" in warned[-1]
 
 
-def test_a_switched_off_window_is_none() -> None:
-    assert set(small(sliding_window=16, use_sliding_window=False).layer_types) == {"full_attention"}
-
-
 # Arguments, files and overrides
 
 
@@ -211,11 +203,12 @@ def test_callers_arguments_are_left_alone(tmp_path: Path) -> None:
     assert small().value_residual_init == [0.5, 0.5]
 
 
-def test_tuples_and_whole_numbers_are_welcome() -> None:
-    config = small(value_residual="constant", value_residual_init=(2, 1), neutreno_lambda=1)
-    assert config.value_residual_init == [2.0, 1.0]
-    assert config.neutreno_lambda == 1.0
+def test_values_are_normalised() -> None:
+    config = small(value_residual="constant", value_residual_init=(2, 1), neutreno_lambda=1, sliding_window=16)
+    assert (config.value_residual_init, config.neutreno_lambda) == ([2.0, 1.0], 1.0)
     assert isinstance(config.neutreno_lambda, float)
+    assert config.layer_types == ["sliding_attention"] * 8
+    assert set(small(sliding_window=16, use_sliding_window=False).layer_types) == {"full_attention"}
 
 
 def test_llama_checkpoint_read_as_resformer_is_a_resformer(tmp_path: Path) -> None:

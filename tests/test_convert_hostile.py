@@ -10,7 +10,7 @@ import shutil
 import struct
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_planted_folders import KINDS
+from test_planted_folders import KINDS, places
 from transformers import AutoModelForCausalLM
 
 from resformer import retrofit
@@ -685,14 +685,6 @@ VALUES_OF_JSON = st.recursive(
 )
 
 
-def places(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value, but the value itself."""
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, child in children:
-        yield (*path, key)
-        yield from places(child, (*path, key))
-
-
 @st.composite
 def mutated(draw: Any, value: dict[str, Any], most: int = 3) -> dict[str, Any]:
     """A JSON object with values replaced, nudged or removed in up to `most` places."""
@@ -701,17 +693,14 @@ def mutated(draw: Any, value: dict[str, Any], most: int = 3) -> dict[str, Any]:
         every = list(places(value))
         if not every:
             break
-        *way, last = draw(st.sampled_from(every))
-        holder: Any = value
-        for key in way:
-            holder = holder[key]
+        holder, key = every[draw(st.integers(0, len(every) - 1))]
         what = draw(st.sampled_from(["replace", "nudge", "remove"]))
         if what == "replace":
-            holder[last] = draw(VALUES_OF_JSON)
-        elif what == "nudge" and type(holder[last]) is int:
-            holder[last] += draw(st.sampled_from([-128, -4, -1, 1, 4, 128]))
+            holder[key] = draw(VALUES_OF_JSON)
+        elif what == "nudge" and type(holder[key]) is int:
+            holder[key] += draw(st.sampled_from([-128, -4, -1, 1, 4, 128]))
         elif what == "remove":
-            del holder[last]
+            del holder[key]
     return value
 
 

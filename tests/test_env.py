@@ -26,26 +26,15 @@ def test_env_tells_the_versions_that_are_installed() -> None:
     assert f"transformers  {metadata.version('transformers')}" in text
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "shown"),
-    [
-        ("HF_TOKEN", "hf_abcdefgh", "***"),
-        ("HUGGING_FACE_HUB_TOKEN", "anything", "***"),
-        ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1", "1"),
-        ("HF_HOME", "/home/someone/hf", "***"),
-        ("HF_ENDPOINT", "https://me:word@example.org/x?sig=abc&who=me", "***"),
-        ("TRANSFORMERS_NOTE", "hf_abcdefgh", "***"),
-        ("OMP_NUM_THREADS", "3", "3"),
-        ("CUDA_VISIBLE_DEVICES", "0,1", "0,1"),
-    ],
-)
-def test_variables_are_shown_without_secrets(
-    name: str, value: str, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MY_DATABASE", "x")
-    assert "MY_DATABASE" not in describe_environment()["variables"]
-    assert describe_environment()["variables"][name] == shown
+def test_variables_are_shown_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = {"HF_TOKEN": "hf_abcdefgh", "HUGGING_FACE_HUB_TOKEN": "anything", "TRANSFORMERS_NOTE": "hf_abcdefgh"}
+    hidden |= {"HF_HOME": "/home/someone/hf", "HF_ENDPOINT": "https://me:word@example.org/x?sig=abc&who=me"}
+    shown = {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "0,1"}
+    for name, value in {**hidden, **shown, "MY_DATABASE": "x"}.items():
+        monkeypatch.setenv(name, value)
+    told = describe_environment()["variables"]
+    assert told.items() >= {**dict.fromkeys(hidden, "***"), **shown}.items()
+    assert "MY_DATABASE" not in told
 
 
 def test_broken_and_missing_packages_are_told(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from resformer.model_cards.metrics import architecture_digest
 from resformer.record import weight_digests
 
 ROOT = Path(__file__).parents[1]
+DATA = Path(__file__).parent / "data"
 
 STATED = """---
 license: other
@@ -50,62 +51,8 @@ datasets: [owner/corpus]
 ---
 # A source
 """
-TRAINING: dict[str, Any] = {
-    "source": "owner/llama",
-    "revision": "0123abcd",
-    "method": "resformer",
-    "corpus": "the collected minutes",
-    "evaluation_tokens": 8192,
-    "datasets": ["owner/minutes"],
-    "runs": [
-        {
-            "name": name,
-            "perplexity_before": 10.5551,
-            "perplexity_after": after,
-            "steps": steps,
-            "training_tokens": tokens,
-        }
-        for name, after, steps, tokens in (("Llama", 9.8222, 1200, 12288), ("resformer", 9.7943, 1201, 12289))
-    ],
-    "recipe": {
-        "train": "sharing",
-        "trained": 8123,
-        "parameters": 94567,
-        "teacher": "owner/llama",
-        "weight": 0.91,
-        "temperature": 2.5,
-        "hidden_weight": 0.73,
-        "hidden_layers": [-2, 13],
-    },
-    "metrics": [{"name": "loss", "value": 2.28171, "dataset": "WikiText-2", "split": "test"}],
-}
-HARNESS: dict[str, Any] = {
-    "results": {
-        "arc": {"alias": "arc", "acc,none": 0.41},
-        "arc_easy": {
-            "alias": "arc_easy",
-            "sample_len": 2376,
-            "acc,none": 0.4321,
-            "acc_stderr,none": 0.0102,
-            "acc_norm,none": 0.3943,
-            "acc_norm_stderr,none": "N/A",
-        },
-        "arc_hard": {"alias": "arc_hard", "acc,none": 0.25, "acc_stderr,none": 0.04},
-        "custom": {"alias": "custom", "exact_match,strict": 0.5},
-    },
-    "configs": {
-        "arc_easy": {"dataset_path": "allenai/ai2_arc", "dataset_name": "ARC-Easy", "test_split": "test"},
-        "arc_hard": {"dataset_path": "allenai/ai2_arc", "dataset_name": "ARC-Hard", "test_split": "test"},
-        "custom": {"dataset_path": "json", "validation_split": "validation"},
-    },
-    "n-shot": {"arc_easy": 5, "arc_hard": 0, "custom": 0},
-    "n-samples": {
-        "arc_easy": {"original": 2376, "effective": 2376},
-        "arc_hard": {"original": 1172, "effective": 100},
-        "custom": {"original": 12, "effective": 12},
-    },
-    "lm_eval_version": "0.4.13",
-}
+#: What a training and the evaluation harness have written.
+TRAINING, HARNESS = (json.loads((DATA / f"{name}.json").read_text(encoding="utf-8")) for name in ("metrics", "harness"))
 
 
 @pytest.fixture(scope="module")

@@ -131,19 +131,7 @@ SHRUNK = {
     | {"greedy_prompts": 1, "greedy_limit": 2, "greedy_median": 1.0, "last_words": 0, "passkey": []},
     "shares": [{"layer": 1, "keys_of": 0, "values_of": 0, "output_error": 0.1}],
 }
-TRAINING = {
-    "source": "them/model",
-    "revision": "1",
-    "method": "resformer",
-    "corpus": "text",
-    "evaluation_tokens": 10,
-    "datasets": ["them/data"],
-    "runs": [
-        {"name": "resformer", "perplexity_before": 2.0, "perplexity_after": 1.0, "training_tokens": 1, "steps": 1}
-    ],
-    "recipe": {"train": "all", "trained": 1, "parameters": 2, "teacher": "t", "weight": 1, "temperature": 1}
-    | {"hidden_weight": 1, "hidden_layers": [1]},
-}
+TRAINING = json.loads((Path(__file__).parent / "data" / "metrics.json").read_text(encoding="utf-8"))
 #: One of each kind and of each file: the others are marked slow.
 QUICK = [
     *(f"{name}-link-out" for name in (*LOADED, *DESCRIBING, *OTHER)),
@@ -279,12 +267,12 @@ HOSTILE = f"x`\n\n# {CANARY}\n---\n{CANARY}: 1\n---\n```\n<{CANARY}> [{CANARY}](
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """(holder, key) of every text, number and `None` in a record; of its files, whose text no card states, none."""
+    """(holder, key) of everything in a JSON value, but of a record's files, whose text no card states."""
     for key, child in list(value.items() if isinstance(value, dict) else enumerate(value)):
-        if isinstance(child, (dict, list)) and key != "files":
-            yield from places(child)
-        elif key != "files":
+        if key != "files":
             yield value, key
+            if isinstance(child, (dict, list)):
+                yield from places(child)
 
 
 @pytest.mark.parametrize("kind", ["retrofit", "exact", "shrunk", "finetuned"])

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import random
 import re
 import sys
@@ -15,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from checkpoints import byte_tokenizer, contents, save_checkpoint
-from command_server import run
 from conftest import TINY
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -401,22 +399,6 @@ def test_chats_calibrate_and_a_layer_that_puts_nothing_out_reads_another(work: P
     report = shrink(tmp_path, tmp_path / "out", source="silent", **given)
     assert report.fields == {name: plan[name] for name in ("key_sources", "value_sources")}
     assert report.shares[0]["output_error"] == 0
-
-
-@pytest.mark.slow
-def test_the_command_plans_and_follows_a_plan(work: Path, tmp_path: Path) -> None:
-    texts = ("--calibrate", work / "text.txt", "--sample-by", "paragraph", "--tokens", 1280, "--block", 64)
-    environment = {**os.environ, "HF_HOME": str(work / "home")}
-    command = partial(run, "-m", "resformer", "shrink", work / "llama", "out", *texts, env=environment, cwd=tmp_path)
-    planned = json.loads(command("--cache", 0.84, "--share", "values", "--dry-run", "--json").stdout)
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "plan.json").write_text(json.dumps({"value_sources": planned["fields"]["value_sources"]}))
-    printed = command("--plan", "plan.json").stdout
-    record = json.loads((tmp_path / "out" / RECORD).read_text())
-    assert (record["fields"], record["cost"]) == (planned["fields"], planned["cost"])
-    assert list(record["fields"]) == ["value_sources"]
-    assert f"cache         {5 / 6:.1%} of the source's" in printed
-    assert f"{record['cost']['kl_mean']:.4f} nats" in printed
 
 
 def test_a_named_method_is_calibrated(work: Path, tmp_path: Path) -> None:
