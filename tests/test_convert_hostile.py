@@ -40,7 +40,7 @@ if sys.platform == "win32":
     pytest.skip("needs links, FIFOs and sockets in the file system", allow_module_level=True)
 
 CONFIG = "config.json"
-EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+HEAD, NORM = "lm_head.weight", "model.norm.weight"
 Q, V = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.v_proj.weight"
 VALUES, DEPTH = "model.value_residual.bias", "model.depth_average.bias"
 #: Clears the screen, renames the window, rings, turns the text around; and a character that UTF-8 does not have.

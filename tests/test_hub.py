@@ -1,11 +1,12 @@
 """Pushing a folder to a Hub, over HTTP, in one commit, or not at all."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from checkpoints import save_checkpoint
-from conftest import assert_said
+from conftest import assert_answers
 from hub_server import Commands
 
 from resformer import push
@@ -103,29 +104,24 @@ def test_push_tries_again_and_never_commits_twice(checkpoint: Path, commands: Co
 
 
 def test_push_says_in_one_line_what_to_do(checkpoint: Path, tmp_path: Path, commands: Commands) -> None:
-    card = checkpoint / "README.md"
-    torn = tmp_path / "torn"
-    torn.mkdir()
-    (torn / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    cards = {
+        "broken": "---\na: [\n---\n",
+        "licensed": "---\nlicense: nobody's\n---\nyou/x\n",
+        "cardless": None,
+        "torn": None,
+    }
+    for name, text in cards.items():
+        shutil.copytree(checkpoint, name, ignore=shutil.ignore_patterns("*.safetensors*" if name == "torn" else ""))
+        Path(name, "README.md").unlink() if text is None else Path(name, "README.md").write_text(text)
     public = commands.hub.add("you/public", tmp_path / "llama")
     public.tags["v1"] = public.branches["main"]
-    before, said = dict(public), {}
-    said["no token"] = commands.refused("push", checkpoint, "you/x", token=None)
-    said["wrong token"] = commands.refused("push", checkpoint, "you/x", token="hf_wrong")
-    said["of another"] = commands.refused("push", checkpoint, "other/x")
-    said["public"] = commands.refused("push", checkpoint, "you/public", "--private")
-    said["tag"] = commands.refused("push", checkpoint, "you/public", "--tag", "v1")
-    said["name"] = commands.refused("push", checkpoint, "a/b/c")
-    said["contradiction"] = commands.refused("push", checkpoint, "you/x", "--create-pr", "--tag", "v1")
-    said["no folder"] = commands.refused("push", tmp_path / "nothing", "you/x")
-    said["no weights"] = commands.refused("push", torn, "you/x")
-    card.write_text("---\na: [\n---\n")
-    said["broken card"] = commands.refused("push", checkpoint, "you/x")
-    card.write_text("---\nlicense: nobody's\n---\nyou/x\n")
-    said["licence"] = commands.refused("push", checkpoint, "you/x")
-    card.unlink()
-    said["no card"] = commands.refused("push", checkpoint, "you/x")
-    assert_said("push", said, tmp=tmp_path, hub=commands.hub.url)
+    before = dict(public)
+
+    def answer(asked: str) -> str:
+        how, _, words = asked.rpartition(": ")
+        return commands.refused(*words.split(), token={"no token": None, "wrong token": "hf_wrong"}.get(how, "hf_test"))
+
+    assert_answers("push", answer, hub=commands.hub.url)
     assert dict(public) == before
     assert not commands.hub.asked("commit")
 

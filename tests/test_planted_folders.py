@@ -284,6 +284,8 @@ def test_text_of_a_record_is_data_in_a_card(kind: str, good: Path) -> None:
     values: dict[str, Any] = TRAINING if kind == "finetuned" else record
     config, cards = ResFormerConfig.from_pretrained(good / "ours"), 0
     for holder, key in places(values):
+        if isinstance(holder[key], (dict, list)):
+            continue
         was, holder[key] = holder[key], HOSTILE
         try:
             card = model_card(values, "m", config=config)
