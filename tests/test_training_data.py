@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 from checkpoints import byte_tokenizer, family_model
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Value
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -74,7 +74,7 @@ def test_every_kind_of_source_gives_the_same_documents(kind: str, streaming: boo
     source = str(tmp_path / f"data.{kind}")
     SOURCES[kind](Path(source))
     (documents,) = load_documents([source], sample_by="paragraph", streaming=streaming).values()
-    assert [row["text"] for row in documents] == TEXTS
+    assert [text for batch in documents.iter(batch_size=64) for text in batch["text"]] == TEXTS
 
 
 def test_sources_are_kept_apart_and_columns_are_renamed(tmp_path: Path) -> None:
@@ -316,6 +316,11 @@ def test_many_documents_and_short_ones_are_not_cut(tmp_path: Path) -> None:
     assert documents[str(many)].column_names == ["text"]
     assert documents[str(short)]["text"][:] == TEXTS[:10]
     assert documents[str(short)]["held_out"][:] == [True] * 2 + [False] * 8
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "a.txt").write_text(TEXTS[0])
+    (tmp_path / "mixed" / "b.jsonl").write_text(json.dumps({"messages": TURNS}))
+    (mixed,) = load_documents([str(tmp_path / "mixed")], chats=True, held_out=0.1).values()
+    assert mixed["messages"][:] == [None, TURNS]
 
 
 def test_nothing_is_held_out_where_the_share_is_zero() -> None:
@@ -335,6 +340,28 @@ def test_an_empty_cell_is_left_out() -> None:
     given = {"notes": Dataset.from_dict({"text": [*TEXTS, None]})}
     blocks = pack_documents(given, byte_tokenizer(), block=8, held_out=0.1, held_out_blocks=4)
     assert len(blocks.train) == len(packed(TEXTS, block=8, held_out=0.1, held_out_blocks=4).train)
+    given = {"notes": Dataset.from_dict({"prompt": [None], "completion": ["no prompt"]})}
+    blocks = pack_documents(given, byte_tokenizer(), block=8, held_out=0, held_out_blocks=4)
+    assert blocks.training_tokens["notes"] == len("no prompt") + 1
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint16"])
+@pytest.mark.parametrize("held_out", [{}, {"held_out": [True] * 4 + [False] * 36}], ids=["", "held_out"])
+def test_any_column_of_token_ids_is_read(dtype: str, held_out: dict[str, list[bool]], tmp_path: Path) -> None:
+    ids = [[*range(n, n + 16)] for n in range(40)]
+    features = {"input_ids": List(Value(dtype)), **{name: Value("bool") for name in held_out}}
+    Dataset.from_dict({"input_ids": ids, **held_out}, features=Features(features)).save_to_disk(tmp_path / "ids")
+    documents = load_documents([str(tmp_path / "ids")], held_out=0.1)
+    options = {"block": 16, "held_out": 0.1, "held_out_blocks": 99}
+    blocks = pack_documents(documents, byte_tokenizer(), **options)
+    both = [block["input_ids"].tolist() for side in (blocks.held_out, blocks.train) for block in side]
+    assert both == ids if held_out else sorted(both) == ids
+
+
+def test_tokens_of_another_tokenizer_are_refused() -> None:
+    given = {"ids": Dataset.from_dict({"input_ids": [[5, 257]] * 8})}
+    with pytest.raises(DataError, match="the token 257, and the tokenizer 257 tokens; name the one that made them"):
+        pack_documents(given, byte_tokenizer(), block=8, held_out=0, held_out_blocks=4)
 
 
 CHATML = (
@@ -361,7 +388,8 @@ LEARNED: dict[str, tuple[dict[str, Any], str]] = {
 def test_answers_and_completions_alone_are_learned(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row, marked = (json.dumps(part) for part in LEARNED[kind])
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(row.replace("0", f"{n:02}") for n in range(60)))
+    rows = [row.replace("0", f"{n:02}") for n in range(60)]
+    path.write_text("\n".join([*rows, json.dumps(dict.fromkeys(ROWS[kind][0]))]))  # the last has empty cells
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHATML
     options = {"block": 16, "held_out": 0.3, "held_out_blocks": 9999}
@@ -419,6 +447,13 @@ def test_sources_are_mixed_by_tokens(streaming: bool, tmp_path: Path, monkeypatc
     assert set(counts[20:75]) == {0}
     assert counts[-10:] == [20] * 10
     assert blocks.train.tokens(3993)[names[0]] == 7 * sum("a" in text for text in texts[:3993])
+
+
+def test_a_share_of_a_single_document_is_a_part_of_it() -> None:
+    given = {"one": Dataset.from_dict({"text": ["a" * 9000]}), "many": Dataset.from_dict({"text": TEXTS})}
+    options = {"block": 8, "held_out": 0, "held_out_blocks": 1, "weights": [0.25, 0.75]}
+    counts = pack_documents(given, byte_tokenizer(), **options).training_tokens
+    assert counts["one"] == round(counts["many"] / 3) > 0
 
 
 @pytest.mark.parametrize("weights", [None, [0.7, 0.3]])

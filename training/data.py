@@ -409,7 +409,7 @@ def load_documents(
                 continue
             part = part.select_columns([text_column])
             parts.append(part if text_column == "text" else part.rename_column(text_column, "text"))
-        documents[source] = concatenate_datasets(list(map(_as_string, parts))) if len(parts) > 1 else parts[0]
+        documents[source] = concatenate_datasets(list(map(_joinable, parts))) if len(parts) > 1 else parts[0]
         if held_out:
             documents[source], note = _cut_if_few(documents[source], held_out)
             name = Path(source).name if Path(source).exists() else source  # reports are public
@@ -423,10 +423,12 @@ def _cut_if_few(documents: Dataset | IterableDataset, share: float) -> tuple[Dat
     enough, count, characters = math.ceil(_FEW / min(share, 1 - share)), 0, 0
     for row in documents:
         count, characters = count + 1, characters + len(_checked_text(row))
-        if count == enough or "text" not in row or "group" in row:
+        if count == enough or "input_ids" in row or "group" in row or not _is_text(row):
             return documents, None
         if streaming and characters >= _READ_AHEAD:
             break
+    if not characters:
+        return documents, None
     stretches = min(max(characters * share // _STRETCH, 1), _STRETCHES)
     settings = {"documents": documents, "period": characters / stretches, "share": share, "version": __version__}
     features = Features({"text": Value("string"), "held_out": Value("bool")})
@@ -459,10 +461,15 @@ def _cut(
                 stretch, held_out = stretch + (not held_out), not held_out
 
 
-def _as_string(part: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """`datasets` reads the texts of a CSV file as large_string, and joins them with no other string."""
-    large = (part.features or {}).get("text") == Value("large_string")
-    return part.cast_column("text", Value("string")) if large else part
+def _joinable(part: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """`datasets` reads the texts of a CSV file as large_string, and joins them with no other string.
+
+    Nor does it join streams whose Arrow tables differ at all: `map` makes rows of them.
+    """
+    features = part.features or Features()
+    if features.get("text") == Value("large_string"):
+        features = Features({"text": Value("string")})
+    return part.map(dict, features=features or None) if isinstance(part, IterableDataset) else part.cast(features)
 
 
 def training_texts(documents: Mapping[str, Dataset | IterableDataset], held_out: float) -> Iterator[str]:
@@ -669,7 +676,13 @@ def tokenise(
     rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
     chosen = [row for row in rows if (text := _text(row, tokenizer)) and _is_held_out(row, text, share) == wanted]
     if "input_ids" in batch:
-        return {"input_ids": [row["input_ids"] for row in chosen]}
+        ids = [row["input_ids"] for row in chosen]
+        if (largest := max(map(max, ids), default=0)) >= len(tokenizer):
+            raise DataError(
+                f"The data have the token {largest:,}, and the tokenizer {len(tokenizer):,} tokens; name the one that "
+                "made them with --tokenizer."
+            )
+        return {"input_ids": ids}
     plain = [row["text"] for row in chosen if _is_text(row)]
     encoded = iter(tokenizer(plain, add_special_tokens=False, verbose=False)["input_ids"] if plain else [])
     return {
@@ -696,7 +709,9 @@ def _text(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
     if _is_text(row):
         return _checked_text(row)
     if isinstance(row.get("completion"), str):
-        return str(row["prompt"]) + row["completion"]
+        return (row["prompt"] or "") + row["completion"]
+    if not row.get("messages") and row.get("completion") is None:  # an empty cell
+        return ""
     return _apply_template(tokenizer, _messages(row), tokenize=False)
 
 
@@ -715,7 +730,7 @@ def _answers(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, begin: 
     A prompt is tokenised by itself, and so is each part of a chat up to a message, as TRL does.
     """
     if isinstance(row.get("completion"), str):
-        prompt, completion = tokenizer([row["prompt"], row["completion"]], add_special_tokens=False)["input_ids"]
+        prompt, completion = tokenizer([row["prompt"] or "", row["completion"]], add_special_tokens=False)["input_ids"]
         return [-1 - token for token in begin + prompt] + completion + end
     messages = _messages(row)
     ids = _apply_template(tokenizer, messages)
@@ -752,7 +767,8 @@ def _token_table(documents: Dataset, options: dict[str, Any], *, wanted: bool) -
         table = documents.data.table
         held_out = pc.sum(table["held_out"]).as_py() or 0
         if pc.sum(table["held_out"].slice(0, held_out)).as_py() in (held_out, None):
-            return (table.slice(0, held_out) if wanted else table.slice(held_out)).select(["input_ids"])
+            side = table.slice(0, held_out) if wanted else table.slice(held_out)
+            return side.select(["input_ids"]).cast(_TOKENS.arrow_schema)
     tokens = documents.map(
         tokenise,
         fn_kwargs={**options, "wanted": wanted, "version": __version__},
@@ -765,15 +781,23 @@ def _token_table(documents: Dataset, options: dict[str, Any], *, wanted: bool) -
 
 
 def _shares(tables: Sequence[pa.Table], weights: Sequence[float] | None) -> Sequence[pa.Table]:
-    """The first documents of each table, as many as have its weight of the tokens of all; one table is used up."""
+    """The first tokens of each table, as many as are its weight of the tokens of all; one table is used up."""
     if weights is None:
         return tables
     ends = [pc.list_value_length(table["input_ids"]).to_numpy().cumsum() for table in tables]
     total = min(end[-1] / weight if len(end) else 0 for end, weight in zip(ends, weights, strict=True))
-    return [
-        table.slice(0, np.searchsorted(end, round(total * weight), "right"))
-        for table, end, weight in zip(tables, ends, weights, strict=True)
-    ]
+    parts = zip(tables, ends, weights, strict=True)
+    return [_first_tokens(table, end, round(total * weight)) for table, end, weight in parts]
+
+
+def _first_tokens(table: pa.Table, ends: np.ndarray, most: int) -> pa.Table:
+    """The last document is cut: it may be all there is of a source."""
+    whole = int(np.searchsorted(ends, most, "right"))
+    left = most - (int(ends[whole - 1]) if whole else 0)
+    if whole == len(ends) or not left:
+        return table.slice(0, whole)
+    part = pc.list_slice(table["input_ids"].slice(whole, 1), 0, left)
+    return pa.concat_tables([table.slice(0, whole), pa.table([part], schema=table.schema)])
 
 
 def _read_ahead(documents: IterableDataset, characters: int, enough: int, options: dict[str, Any]) -> pa.Table:
