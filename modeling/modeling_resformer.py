@@ -5,6 +5,7 @@ read. `crossings` says which they are; `model.model.layers[7].reads` shows what 
 """
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -304,12 +305,13 @@ class ResFormerPreTrainedModel(LlamaPreTrainedModel):
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **kwargs: Any
     ) -> None:
-        options = getattr(gradient_checkpointing_func, "keywords", {})
-        if enable and options.get("use_reentrant") is not False:  # `checkpoint` itself takes None for True
+        if enable and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
             raise ValueError(
                 "Reentrant gradient checkpointing loses the gradients of tensors that cross layers: leave "
                 "`gradient_checkpointing_kwargs` out, or set {'use_reentrant': False} in it."
             )
+        # `checkpoint` takes None for True, and PEFT's `prepare_model_for_kbit_training` leaves it out.
+        gradient_checkpointing_func = functools.partial(gradient_checkpointing_func, use_reentrant=False)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
 
     @torch.no_grad()

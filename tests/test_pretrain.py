@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainerControl
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerControl
 
 from resformer import ResFormerConfig
 from resformer.checkpoint_cards import checkpoint_card
@@ -80,9 +80,12 @@ def test_a_stopped_run_ends_with_the_same_weights(source: str, streaming: bool, 
         tokenize(TokenizeOptions(data=["text.txt"], output=source, tokenizer="bytes", held_out=0.1, sample_by="line"))
     options = {"data": [source], "streaming": streaming, **SMALL}
     pretraining.pretrain(PretrainOptions(output="whole", **options))
+    Path("stopped.training/.start.resformer-partial").mkdir(parents=True)  # of a run that was killed as it began
     for step in (1, 5):  # before the first checkpoint, and between two
         with pytest.raises(KeyboardInterrupt):
-            pretraining.pretrain(PretrainOptions(output="stopped", resume=step > 1, **options), callbacks=[_Stop(step)])
+            pretraining.pretrain(PretrainOptions(output="stopped", resume=True, **options), callbacks=[_Stop(step)])
+    with pytest.raises(CheckpointError, match="method was 'resformer', is 'svformer'"):
+        pretraining.pretrain(PretrainOptions(output="stopped", resume=True, method="svformer", **options))
     _, report = pretraining.pretrain(PretrainOptions(output="stopped", resume=True, **options))
     assert report.resumed_from == 4
     whole, resumed = (load_file(Path(name, "model.safetensors")) for name in ("whole", "stopped"))
@@ -159,6 +162,7 @@ def test_tasks_are_scored_while_it_trains_and_stand_on_the_card(work: Path, monk
     assert [entry["step"] for entry in scores] == [0, 4, 8]
     assert scores[-1]["eval_letters_acc"] == score["value"]
     assert json.loads(Path("out/eval.json").read_text())["results"]["letters"]["acc,none"] == score["value"]
+    assert AutoTokenizer.from_pretrained("out").pad_token is None  # the harness sets one
     card = Path("out/README.md").read_text()
     assert f"| acc | letters | test | 0 | 4 samples | {score['value']:.4g}" in card
     assert str(checkpoint_card("out").card) == card

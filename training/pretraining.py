@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import compile_regions
@@ -27,6 +28,16 @@ __all__ = ["PretrainPlan", "plan_pretraining", "pretrain"]
 
 _PASS = 16_384  # tokens that a device takes at a time, unless more is said
 _TIMED = 20.0  # seconds for the speed of a plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run(FinetuneOptions):
+    """With what the model was made of, so that no other one is gone on with."""
+
+    size: str
+    method: str
+    fields: dict[str, Any]
+    new_tokenizer: str | None
 
 
 @dataclass(frozen=True)
@@ -128,10 +139,14 @@ def _plan(options: PretrainOptions, config: ResFormerConfig) -> PretrainPlan:
     )
 
 
-def _run(options: PretrainOptions, plan: PretrainPlan) -> FinetuneOptions:
+def _run(options: PretrainOptions, plan: PretrainPlan) -> _Run:
     interval = math.ceil(plan.steps / options.evaluations)
     shared = {each.name: getattr(options, each.name) for each in fields(RunOptions)}
-    return FinetuneOptions(
+    return _Run(
+        size=options.size,
+        method=options.method,
+        fields=options.fields,
+        new_tokenizer=options.tokenizer,
         model=str(Path(f"{options.output}.training", START)),
         output=options.output,
         **shared,

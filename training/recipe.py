@@ -386,7 +386,8 @@ def _weights(name: str) -> str:
 def _check_unfinished(options: FinetuneOptions, now: dict[str, Any]) -> None:
     """Refuses to lose an unfinished run, or to go on with one that had begun otherwise than `now`."""
     folder = options.unfinished
-    if not folder.exists() or not any(path.name != START for path in folder.iterdir()):
+    # `START` may be unfinished, too, under the name that `replacing` gives it.
+    if not folder.exists() or all(START in path.name.split(".") for path in folder.iterdir()):
         return
     if options.resume:
         check_same(folder / "arguments.json", now, "run", "Go on as it began, or use --force alone.")

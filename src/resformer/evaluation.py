@@ -3,6 +3,7 @@
 `python -m resformer.evaluation` is `lm_eval` with resformer imported: the harness has no option that imports a package.
 """
 
+import copy
 import difflib
 import json
 import os
@@ -122,7 +123,8 @@ def evaluate_in_training(model: Any, tokenizer: Any, tasks: Sequence[str], batch
     with redirect_stdout(sys.stderr):
         manager, task_names = _find_tasks(tasks, None, {})
         results = lm_eval.simple_evaluate(
-            HFLM(model, backend="causal", tokenizer=tokenizer, batch_size=batch_size),
+            # A copy: the harness gives it a padding token, which the output would have, too.
+            HFLM(model, backend="causal", tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size),
             tasks=task_names,
             task_manager=manager,
             batch_size=batch_size,
