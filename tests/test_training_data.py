@@ -334,6 +334,9 @@ def test_a_block_without_a_label_is_left_out() -> None:
     tokens, starts = pa.chunked_array([pa.array(ids, pa.int32())]), np.array([0, 7])
     assert len(PackedBlocks(tokens, starts, 8, masked=True)) == 1
     assert len(PackedBlocks(tokens, starts, 8, masked=True, separate=True)) == 0
+    given = {"questions": Dataset.from_dict({"messages": [TURNS[:1]] * 9})}
+    with pytest.raises(DataError, match="documents have 36 tokens, and no answer or completion to learn"):
+        pack_documents(given, byte_tokenizer(), block=8, held_out=0, held_out_blocks=1)
 
 
 def test_an_empty_cell_is_left_out() -> None:

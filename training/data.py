@@ -821,6 +821,8 @@ def _packed(
     starts = lengths.cumsum() - lengths
     tokens = pa.chunked_array([chunk.flatten() for chunk in whole.column("input_ids").chunks], pa.int32())
     blocks = PackedBlocks(tokens, starts, block, **options)
+    if not len(blocks) and len(tokens) >= block:
+        raise DataError(f"The {side} documents have {len(tokens):,} tokens, and no answer or completion to learn.")
     if not len(blocks):
         remedies = ", ".join(filter(None, ("more text", remedy, "a smaller --block")))
         raise DataError(

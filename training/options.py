@@ -228,6 +228,8 @@ class ScheduleOptions(_Checked):
         )
         self._expect("a share of the steps from 0 to less than 1", lambda share: 0 <= share < 1, "warmup", "decay")
         self._one_of(SCHEDULES, "schedule")
+        if self.schedule == "wsd" and self.warmup + self.decay > 1:
+            raise ValueError(f"warmup is {self.warmup} and decay {self.decay}; expected at most all steps together.")
 
 
 @dataclass(frozen=True, kw_only=True)
