@@ -3,7 +3,7 @@
 A checkpoint goes through five rooms, in this order:
 
 open    source: a folder, a GGUF file or the Hub; first the configuration, then the weights' headers
-        (reading, safetensors_format, hub_headers, gguf_format, pickle_format, quantisation, loading)
+        (reading, safetensors_format, hub_headers, other_formats)
 decide  retrofitting, reverting, bundling: from the source and the options to one `deciding.Decision`
         (families: configurations of other families; connections: the added parameters)
 plan    planning: which files are carried whole, which are written anew

@@ -1,6 +1,6 @@
 """Two checkpoints side by side: what their configurations build, tensors byte for byte, logits on the same tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -267,14 +267,12 @@ def _distance(one: Tensor, other: Tensor) -> float | None:
     """The largest absolute difference; NaN if there is one."""
     if one.shape != other.shape:
         return None
-    largest = torch.zeros(())
-    for a, b in zip(_floats(one), _floats(other), strict=True):
-        largest = torch.maximum(largest, (a - b).abs().max().float())
-    return largest.item()
+    distances = [(a - b).abs().max() for a, b in zip(_floats(one), _floats(other), strict=True)]
+    return torch.stack(distances).max().item()
 
 
-def _floats(tensor: Tensor) -> Any:
+def _floats(tensor: Tensor) -> Iterator[torch.Tensor]:
     """The numbers, some at a time: as many for every dtype."""
     dtype = getattr(torch, FLOATING[tensor.dtype])
-    for piece in tensor.pieces(2**20 * dtype.itemsize):
+    for piece in tensor.pieces(MIB * dtype.itemsize):
         yield torch.frombuffer(piece, dtype=dtype).double()

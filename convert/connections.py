@@ -40,10 +40,13 @@ def _meta_model(text: str) -> ResFormerPreTrainedModel:
         return HEADS.get(head_of(config) or "", ResFormerForCausalLM)(config)
 
 
-def connection_modules(config: ResFormerConfig) -> dict[str, Connection]:
-    """Name in the model -> the module, on the meta device, for each that holds added parameters."""
-    model = _meta_model(config.to_json_string())
-    return {name: module for name, module in model.named_modules() if isinstance(module, Connection)}
+def connection_modules(config: ResFormerConfig, *, tables: bool = True) -> dict[str, Connection]:
+    """Name in the model -> the module, on the meta device, for each that holds added parameters.
+
+    Value-embedding tables, which are large and not needed for mixing matrices, are among them with `tables`.
+    """
+    modules = _meta_model(config.to_json_string()).named_modules()
+    return {name: each for name, each in modules if isinstance(each, Connection) and (tables or not each.is_table)}
 
 
 def expected_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
@@ -55,14 +58,10 @@ def expected_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
         raise CheckpointError(f"config.json makes no model: {one_line(error)}") from error
 
 
-def added_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
+def added_shapes(config: ResFormerConfig, *, tables: bool = True) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every added parameter."""
-    return _shapes(connection_modules(config))
-
-
-def coefficient_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
-    """`added_shapes` without value-embedding tables, which are large and not needed for mixing matrices."""
-    return _shapes({name: module for name, module in connection_modules(config).items() if not module.is_table})
+    parameters = _parameters(connection_modules(config, tables=tables))
+    return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
 
 def initial_connections(config: ResFormerConfig, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -76,15 +75,8 @@ def initial_connections(config: ResFormerConfig, dtype: torch.dtype) -> dict[str
 def read_connections(
     config: ResFormerConfig, tensors: Mapping[str, Tensor], *, tables: bool = True
 ) -> dict[str, Connection]:
-    """Name in the model -> a module with the checkpoint's parameters, for each that holds added ones.
-
-    Args:
-        tensors: name -> tensor. `check_tensors` has checked that the added parameters are there, in their shapes.
-        tables: also tables.
-    """
-    modules = {
-        name: _on_cpu(module) for name, module in connection_modules(config).items() if tables or not module.is_table
-    }
+    """`connection_modules` with the checkpoint's parameters, which `check_tensors` has found in their shapes."""
+    modules = {name: _on_cpu(module) for name, module in connection_modules(config, tables=tables).items()}
     with torch.no_grad():
         for name, parameter in _parameters(modules).items():
             parameter.copy_(to_torch(tensors[name]))
@@ -94,10 +86,6 @@ def read_connections(
 def _on_cpu(module: Connection, table_dtype: torch.dtype | None = None) -> Connection:
     """A copy without values, on the CPU."""
     return copy.deepcopy(module).to(table_dtype if module.is_table else None).to_empty(device="cpu")
-
-
-def _shapes(modules: Mapping[str, Connection]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(parameter.shape) for name, parameter in _parameters(modules).items()}
 
 
 def _parameters(modules: Mapping[str, Connection]) -> dict[str, torch.nn.Parameter]:

@@ -79,13 +79,9 @@ def recorded_family(source: Source) -> str:
 
 
 def check_tensors(source: OpenedSource, expected: Mapping[str, tuple[int, ...]]) -> tuple[bool, list[str]]:
-    """Compares the tensors of the source with those that its configuration asks for.
+    """Compares the source's tensors with the shapes that its configuration asks for, both ends of a tie among them.
 
-    Args:
-        expected: name -> shape of every tensor, both ends of a tie among them.
-
-    Returns:
-        whether the head is tied to the embeddings (what the file holds decides, as in Transformers), and notes.
+    Returns whether the head is tied to the embeddings (what the file holds decides, as in Transformers), and notes.
     """
     folder, tensors = source.folder, source.checkpoint.tensors
     tied, notes = bool(source.config.tie_word_embeddings), []

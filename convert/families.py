@@ -55,21 +55,17 @@ _REASONS = {
     "gemma2": "it soft-caps its logits, and has norms after its blocks",
     "gemma3_text": "it norms after the blocks",
     "olmo": "its norms have no weights",
-    "olmo2": "it norms after attention and MLP, and over all heads' queries at once",
-    "olmo3": "it norms after attention and MLP, and over all heads' queries at once",
     "granite": "it scales embeddings, residuals, attention and logits",
-    "phi": "its blocks run attention and MLP side by side",
     "phi3": f"it fuses q, k and v, and gate and up; for Phi-4, {_LLAMAFIED}, such as unsloth/phi-4",
-    "arcee": "its MLP has no gate",
-    "nemotron": "its MLP has no gate",
-    "cohere": "its blocks run attention and MLP side by side",
-    "cohere2": "its blocks run attention and MLP side by side",
     "stablelm": "its norms are LayerNorms and its rotary embedding is partial",
     "glm4": "it norms after attention and MLP, and its rotary embedding is partial",
     "exaone4": "it norms after attention and MLP",
     "ministral3": "its attention scales queries by position",
     "gpt_oss": "it is a mixture of experts with attention sinks",
     "gpt2": "its positions are learned embeddings",
+    **dict.fromkeys(("arcee", "nemotron"), "its MLP has no gate"),
+    **dict.fromkeys(("phi", "cohere", "cohere2"), "its blocks run attention and MLP side by side"),
+    **dict.fromkeys(("olmo2", "olmo3"), "it norms after attention and MLP, and over all heads' queries at once"),
     **dict.fromkeys("baichuan exaone internlm internlm2 qwen".split(), f"it needs code of its own; {_LLAMAFIED}"),
     **dict.fromkeys(
         "mixtral qwen2_moe qwen3_moe granitemoe olmoe phimoe deepseek_v2 deepseek_v3 dots1 mellum".split(),
@@ -116,11 +112,7 @@ def supported(model_type: object) -> str:
 
 
 def family_config(config: ResFormerConfig, preferred: str | None = None) -> PreTrainedConfig:
-    """The configuration of a family that means what `config` does without its connections.
-
-    Args:
-        preferred: the family to try first, where several fit.
-    """
+    """The configuration of a family, if one fits the `preferred`, that means what `config` does without connections."""
     backbone = without_connections(config)
     wanted = backbone_fields(backbone)
     for model_type in sorted(FAMILIES, key=lambda name: name != preferred):

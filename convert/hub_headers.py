@@ -27,13 +27,9 @@ class HubFiles:
     sizes: Mapping[str, int]  # name -> bytes
 
     def read_shard(self, path: Path) -> Shard:
-        """Reads and checks a header, as `safetensors_format.read_shard` does.
+        """Reads and checks a header, as `safetensors_format.read_shard` does; `path` is where the file would be here.
 
-        `HfApi.parse_safetensors_file_metadata` checks neither offsets nor the file's size, and reads all that a server
-        sends.
-
-        Args:
-            path: where the file would be in the snapshot's folder.
+        `HfApi.parse_safetensors_file_metadata` checks no offsets, no sizes, and reads all that a server sends.
         """
         name, size = path.name, self.sizes[path.name]
         first = self.read(name, 0, min(size, _FIRST))
@@ -46,11 +42,8 @@ class HubFiles:
 
     def read_shards(self, paths: Iterable[Path]) -> Iterator[Shard]:
         """The headers, in this order, some at a time; those of files that are on this disk from there."""
-        pool = ThreadPoolExecutor(8)
-        try:
+        with ThreadPoolExecutor(8) as pool:
             yield from pool.map(lambda path: read_shard(path) if path.exists() else self.read_shard(path), paths)
-        finally:
-            pool.shutdown(cancel_futures=True)
 
     def with_bytes(self, shards: Collection[Shard], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Shard, ...]:
         """The shards with the tensors of these names and shapes in memory, which `MOST_BYTES` bounds."""
@@ -68,26 +61,18 @@ class HubFiles:
             return tuple(replace(shard, tensors=tuple(pool.map(fetched, shard.tensors))) for shard in shards)
 
     def read(self, name: str, start: int, length: int) -> bytes:
-        """Some bytes of a file.
-
-        Only the Hub gets the token: the HTTP client drops it where it is redirected to another host.
-        """
+        """Some bytes of a file. Only the Hub gets the token: the HTTP client drops it where another host answers."""
         if not length:
             return b""
         url = hf_hub_url(self.repo_id, name, revision=self.revision)
-        stop = start + length
-        headers = {**build_hf_headers(), "range": f"bytes={start}-{stop - 1}", "accept-encoding": "identity"}
+        wanted = f"bytes {start}-{start + length - 1}"
+        headers = {**build_hf_headers(), "range": wanted.replace(" ", "="), "accept-encoding": "identity"}
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         content = bytearray()
         try:
             with http_stream_backoff("GET", url, max_retries=3, headers=headers, timeout=timeout) as response:
                 hf_raise_for_status(response)
-                sent = response.headers.get("content-range", "")
-                if sent.rpartition("/")[0] != f"bytes {start}-{stop - 1}":
-                    raise CheckpointError(
-                        f"{self.repo_id}: asked for the bytes {start:,} to {stop:,} of {name}, the server answers "
-                        f"{response.status_code} with {sent or 'no range'}. Download the repository and use its folder."
-                    )
+                sent = response.headers.get("content-range", "no range")
                 with suppress(HTTPError):  # connection lost: the length is checked below
                     for piece in response.iter_bytes():
                         content += piece
@@ -98,9 +83,10 @@ class HubFiles:
         except HTTPError as error:  # of the connection, to the Hub or to the storage that it names
             where = error.request.url.host
             raise CheckpointError(f"{self.repo_id}: {name} cannot be read from {where}: {one_line(error)}.") from error
-        if len(content) != length:
+        if len(content) != length or sent.rpartition("/")[0] != wanted:
             raise CheckpointError(
-                f"{self.repo_id}: asked for {length:,} bytes of {name} from byte {start:,} on, the server sent "
-                f"{len(content):,}. Run the command again; if it stays, download the repository and use its folder."
+                f"{self.repo_id}: asked for {length:,} bytes of {name} ({wanted}), the server sent "
+                f"{len(content):,} ({one_line(sent)}). Run the command again; if it stays, download the repository and "
+                "use its folder."
             )
         return bytes(content)

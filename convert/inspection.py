@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token, value_sources
+from resformer.configuration import ResFormerConfig, cache_bytes_per_token, value_sources
 from resformer.configuration.methods import connections_of, method_of, without_connections
 from resformer.convert.connections import expected_shapes, head_of, read_connections
 from resformer.convert.deciding import HEAD, check_tensors
@@ -44,7 +44,6 @@ class Inspection(AsDict):
     tied: bool
     cache_bytes_per_token: int  # in the dtype of most weights
     cache_share: float  # of a model without sharing
-    cache_bytes_per_token_by_method: dict[str, int]  # of models of this shape
     value_mixing_matrix: list[list[float]] | None  # (N, N); NaN where a gate decides. None if it is the identity
     depth_mixing_matrix: list[list[float]] | None  # (N, N + 1). None if it is plain Llama's
     warnings: list[str]
@@ -97,7 +96,6 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         tied=tied,
         cache_bytes_per_token=per_token,
         cache_share=per_token / cache_bytes_per_token(plain, dtype),
-        cache_bytes_per_token_by_method=cache_bytes_by_method(backbone, dtype),
         value_mixing_matrix=_unless_plain(values),
         depth_mixing_matrix=_unless_plain(depth),
         warnings=[*opened.checkpoint.notes, *notes],

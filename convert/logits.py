@@ -1,15 +1,14 @@
 """The logits of two models on the same tokens, and how much memory they take."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 from transformers import PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from resformer.convert.reading import Checkpoint
 from resformer.convert.safetensors_format import FLOATING, Tensor
@@ -72,17 +71,14 @@ def compare_logits(
 
     Args:
         source, converted: models, or functions that load one; then no more than one is in memory at a time.
-        tokens: at which logits are compared; at least 16.
-        row: tokens of a row; at least, and by default, half of `tokens`.
+        tokens: at which logits are compared, at least 16, in rows of at least, and by default, half of it.
         text: token ids, at least two rows of them; default: random ones, from a fixed seed.
         window: the longest sliding window of both.
-        device: where the models run; default: where they are.
     """
     row = row or tokens // 2
-    with _no_bars():
-        (expected, first), (actual, second) = (
-            _logits(model, tokens // 2, row, text, device) for model in (source, converted)
-        )
+    (expected, first), (actual, second) = (
+        _logits(model, tokens // 2, row, text, device) for model in (source, converted)
+    )
     pairs = list(zip(expected.split(128), actual.split(128), strict=True))  # float64 takes memory
     kl = agreement = 0.0
     for one, other in pairs:
@@ -148,18 +144,6 @@ def _logits(
     return torch.cat([plain[0], plain[1], cached[0, of_padding:], cached[1]]), difference
 
 
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Hides the bars that Transformers shows while it loads a model: they would break the bar of the conversion."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
-
-
 def model_bytes(checkpoint: Checkpoint, dtype: torch.dtype, added: Iterable[Tensor] = ()) -> int:
     """Bytes of memory that a model takes, with the tensors `added` to those of the checkpoint."""
     return sum(tensor.elements for tensor in (*checkpoint.tensors.values(), *added)) * dtype.itemsize
@@ -171,11 +155,7 @@ def memory_for_logits(checkpoint: Checkpoint, dtype: torch.dtype, added: Iterabl
 
 
 def free_memory(system: Path = Path("/")) -> int:
-    """Bytes that this process can still take: of the machine, or of a control group that it is in, whichever is less.
-
-    Args:
-        system: the root of the file system, for tests.
-    """
+    """Bytes that this process can still take: of the machine, or of a control group that it is in, if that is less."""
     free = psutil.virtual_memory().available
     with suppress(OSError, IndexError):  # no control groups of version 2
         own = (system / "proc/self/cgroup").read_text().partition("0::")[2].splitlines()[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 from resformer.convert.reading import SideFile
 from resformer.convert.safetensors_format import FLOATING, Shard, Tensor, header_bytes
 
+_Pair = tuple[Tensor, Tensor]  # a tensor of the source, and as it will be stored
 #: What Transformers writes at most into one file.
 MAX_SHARD_SIZE = 50 * 10**9
 
@@ -24,36 +25,17 @@ class CarriedShard:
 
 
 @dataclass(frozen=True)
-class Rewrite:
-    """A tensor of a written shard: `origin`, converted to `dtype`."""
-
-    origin: Tensor
-    dtype: str
-
-    @property
-    def result(self) -> Tensor:
-        return replace(self.origin, dtype=self.dtype)
-
-
-@dataclass(frozen=True)
 class WrittenShard:
-    """A new file, tensor after tensor."""
+    """A new file, tensor after tensor: `origins`, converted to the dtypes of `tensors`."""
 
     name: str
-    rewrites: tuple[Rewrite, ...]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(rewrite.result for rewrite in self.rewrites)
+    origins: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
 
     @property
     def size(self) -> int:
-        """Bytes of the tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
-    def file_size(self) -> int:
-        return self.size + len(header_bytes(self.tensors))
+        """Bytes of the file."""
+        return sum(tensor.nbytes for tensor in self.tensors) + len(header_bytes(self.tensors))
 
 
 @dataclass(frozen=True)
@@ -100,35 +82,33 @@ def plan_shards(
     dtype: str | None = None,
     max_shard_size: int | None = None,
 ) -> tuple[CarriedShard | WrittenShard, ...]:
-    """Keeps every shard that holds no byte to change, and writes the others anew.
+    """Keeps every shard of the source that holds no byte to change, and writes the others anew.
 
     Args:
-        shards: the source's.
-        dropped: names of tensors to leave out.
         added: new tensors. They go into a file of their own, or to the end of the last one if that is written anyway.
         dtype: a code of `FLOATING` that floating tensors of the source are converted to.
         max_shard_size: split what is larger, in bytes. Default: written files at Transformers' own limit, no others.
     """
     most = max_shard_size or MAX_SHARD_SIZE
-    planned: list[CarriedShard | tuple[Rewrite, ...]] = []
+    planned: list[CarriedShard | list[_Pair]] = []
     for shard in shards:
-        rewrites = tuple(
-            Rewrite(tensor, dtype if dtype and tensor.dtype in FLOATING else tensor.dtype)
+        pairs = [
+            (tensor, replace(tensor, dtype=dtype) if dtype and tensor.dtype in FLOATING else tensor)
             for tensor in shard.tensors
             if tensor.name not in dropped
-        )
-        unchanged = len(rewrites) == len(shard.tensors) and all(item.dtype == item.origin.dtype for item in rewrites)
+        ]
+        unchanged = len(pairs) == len(shard.tensors) and all(one.dtype == other.dtype for one, other in pairs)
         if shard.path is not None and unchanged and (max_shard_size is None or shard.size <= max_shard_size):
             planned.append(CarriedShard(shard.name, shard.name, shard.path, shard.size, shard.tensors))
         else:
-            planned += _split(rewrites, most)
-    new = tuple(Rewrite(tensor, tensor.dtype) for tensor in added)
-    if planned and isinstance(last := planned[-1], tuple):
+            planned += _split(pairs, most)
+    new = [(tensor, tensor) for tensor in added]
+    if planned and isinstance(last := planned[-1], list):
         new = last + new
         planned.pop()
     planned += _split(new, most)
     return tuple(
-        replace(part, name=name) if isinstance(part, CarriedShard) else WrittenShard(name, part)
+        replace(part, name=name) if isinstance(part, CarriedShard) else WrittenShard(name, *zip(*part, strict=True))
         for name, part in zip(standard_names(len(planned)), planned, strict=True)
     )
 
@@ -140,14 +120,14 @@ def standard_names(count: int) -> list[str]:
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
-def _split(rewrites: tuple[Rewrite, ...], most: int) -> list[tuple[Rewrite, ...]]:
+def _split(pairs: list[_Pair], most: int) -> list[list[_Pair]]:
     """Parts of at most `most` bytes each, or of one tensor."""
-    parts: list[list[Rewrite]] = []
+    parts: list[list[_Pair]] = []
     size = 0
-    for rewrite in rewrites:
-        size += rewrite.result.nbytes
+    for origin, tensor in pairs:
+        size += tensor.nbytes
         if not parts or size > most:
             parts.append([])
-            size = rewrite.result.nbytes
-        parts[-1].append(rewrite)
-    return [tuple(part) for part in parts]
+            size = tensor.nbytes
+        parts[-1].append((origin, tensor))
+    return parts

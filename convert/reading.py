@@ -72,11 +72,7 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path, hub: HubFiles | None = None) -> Checkpoint:
-    """Reads every header and the list of side files of a Transformers checkpoint.
-
-    Args:
-        hub: the repository of which `folder` is a snapshot. What is not in the folder is read there: only headers.
-    """
+    """Reads every header and the list of side files; headers that are not in `folder`, a snapshot of `hub`, there."""
     shards, notes = _shards(folder, hub)
     side_files, left_behind, more_notes = read_side_files(folder, hub)
     read = {"config.json", INDEX, *(shard.name for shard in shards)}
@@ -95,32 +91,25 @@ def _shards(folder: Path, hub: HubFiles | None) -> tuple[list[Shard], list[str]]
     return _unindexed_shards(folder)
 
 
-def indexed_names(index: Path) -> list[str]:
-    """The weight files that an index names: files beside it, with names that differ by more than case."""
-    return sorted(set(_weight_map(index).values()))
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> file."""
+def read_index(index: Path) -> dict[str, str]:
+    """Tensor -> the file beside the index that holds it; the names of files differ by more than case."""
     weight_map = read_json(index, 4 * MIB).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map from tensor names to files.")
-    if len(weight_map) > MOST_TENSORS:
-        raise CheckpointError(f"{index}: names {len(weight_map):,} tensors; at most {MOST_TENSORS:,} are read.")
-    names = sorted({bare_name(name, ".safetensors", str(index)) for name in weight_map.values()})
-    if len(names) > _MOST_SHARDS:
-        raise CheckpointError(f"{index}: names {len(names):,} files; at most {_MOST_SHARDS:,} are read.")
-    folded = {name.casefold(): name for name in names}
-    if len(folded) != len(names):
-        alike = next(name for name in names if folded[name.casefold()] != name)
+    names = {bare_name(name, ".safetensors", str(index)) for name in weight_map.values()}
+    for what, count, most in (("tensors", len(weight_map), MOST_TENSORS), ("files", len(names), _MOST_SHARDS)):
+        if count > most:
+            raise CheckpointError(f"{index}: names {count:,} {what}; at most {most:,} are read.")
+    folded = {name.casefold(): name for name in sorted(names)}
+    if alike := [name for name in sorted(names) if folded[name.casefold()] != name]:
         raise CheckpointError(
-            f"{index}: the files {quoted(alike)} and {quoted(folded[alike.casefold()])} differ only by case."
+            f"{index}: the files {quoted(alike[0])} and {quoted(folded[alike[0].casefold()])} differ only by case."
         )
     return weight_map
 
 
 def _indexed_shards(folder: Path, index: Path, hub: HubFiles | None) -> list[Shard]:
-    weight_map = _weight_map(index)
+    weight_map = read_index(index)
     names = sorted(set(weight_map.values()))
     absent = {name for name in names if not (folder / name).exists() and (hub is None or name not in hub.sizes)}
     if absent:
@@ -129,53 +118,50 @@ def _indexed_shards(folder: Path, index: Path, hub: HubFiles | None) -> list[Sha
     for name, shard in zip(names, shards, strict=True):
         stored = {tensor.name for tensor in shard.tensors}
         expected = {tensor for tensor, file in weight_map.items() if file == name}
-        if missing := expected - stored:
-            raise CheckpointError(f"{folder / name}: lacks tensors that the index puts there: {first_names(missing)}.")
-        if surplus := stored - expected:
-            raise CheckpointError(
-                f"{folder / name}: holds tensors that the index does not put there: {first_names(surplus)}."
-            )
+        for what, tensors in (
+            ("lacks tensors that the index puts", expected - stored),
+            ("holds tensors that the index does not put", stored - expected),
+        ):
+            if tensors:
+                raise CheckpointError(f"{folder / name}: {what} there: {first_names(tensors)}.")
     return shards
 
 
 def _unindexed_shards(folder: Path) -> tuple[list[Shard], list[str]]:
     """Shards that have lost their index: all of one `model-00001-of-00003` series."""
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
-    numbered = {
-        bare_name(name, ".safetensors", str(folder)): match
-        for name in files
-        if (match := re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.safetensors", name))
-    }
-    series = {(match[1], match[3]) for match in numbered.values()}
+    names = sorted(path.name for path in folder.iterdir())
+    files = [name for name in names if name.endswith(".safetensors")]
     if not files:
+        raise CheckpointError(f"{folder}: has no *.safetensors file.{hint(names)}")
+    pattern = re.compile(r"([\w-][\w.-]*)-\d{5}-of-(\d{5})\.safetensors")
+    numbered = [match for name in files if (match := pattern.fullmatch(name))]
+    first = numbered[0] if numbered else None
+    count = min(int(first[2]), _MOST_SHARDS) if first else 0
+    series = [f"{first[1]}-{number:05}-of-{first[2]}.safetensors" for number in range(1, count + 1)] if first else []
+    if not numbered or [match[0] for match in numbered] != series:
+        missing = f", and not {first_names(absent)}" if (absent := set(series) - set(files)) else ""
         raise CheckpointError(
-            f"{folder}: has no *.safetensors file.{why_none([path.name for path in folder.iterdir()])}"
+            f"{folder}: expected {SINGLE}, or {INDEX}, or one whole series model-00001-of-0000N.safetensors; found "
+            f"{first_names(files)}{missing}."
         )
-    if len(series) != 1:
-        found = f"found {first_names(set(files))}"
-        raise CheckpointError(
-            f"{folder}: expected {SINGLE}, or {INDEX}, or one series model-00001-of-0000N.safetensors; {found}."
-        )
-    ((_, count),) = series
-    if missing := set(range(1, min(int(count), 1000) + 1)) - {int(match[2]) for match in numbered.values()}:
-        raise CheckpointError(
-            f"{folder}: has no {INDEX}, and of {int(count)} shards these numbers are missing: "
-            f"{first_names({f'{number:05}' for number in missing})}."
-        )
-    shards = _read_all([folder / name for name in sorted(numbered)])
-    return shards, [f"{folder}: has no {INDEX}; the headers of its {len(shards)} shards were read instead."]
+    shards = _read_all([folder / name for name in series])
+    return shards, [f"{folder}: has no {INDEX}; the headers of its {count} shards were read instead."]
 
 
-def why_none(names: Iterable[str]) -> str:
-    """A hint for a folder or repository of these files that has no safetensors."""
+def hint(names: Iterable[str]) -> str:
+    """What to do about a folder or repository of these files that has no config.json, or no safetensors."""
     names = sorted(names)
+    if ggufs := [name for name in names if name.endswith(".gguf")]:
+        return f" It holds {first_names(ggufs)}: name that file."
+    if "adapter_config.json" in names:
+        return " It is a PEFT adapter: merge it into its model and save that (`merge_and_unload`)."
     if pickles := [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]:
         return (
             f" {one_line(pickles[0])} would have to be unpickled: `resformer convert` does it, restricted to tensors, "
             "with --allow-pickle (allow_pickle=True)."
         )
-    if ggufs := [name for name in names if name.endswith(".gguf")]:
-        return f" It holds {first_names(ggufs)}: name that file."
+    if "params.json" in names:
+        return " It has Meta's own format: use the repository's Transformers files."
     return ""
 
 
@@ -188,9 +174,7 @@ def _read_all(paths: list[Path], hub: HubFiles | None = None) -> list[Shard]:
                 raise CheckpointError(f"{path}: tensor {quoted(tensor.name)} is in {seen[tensor.name].name} too.")
             seen[tensor.name] = path
         if len(seen) > MOST_TENSORS:
-            raise CheckpointError(
-                f"{path.parent}: its shards hold more than {MOST_TENSORS:,} tensors, the most that are read."
-            )
+            raise CheckpointError(f"{path.parent}: holds more than {MOST_TENSORS:,} tensors, the most that are read.")
         shards.append(shard)
     return shards
 

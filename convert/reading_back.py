@@ -42,15 +42,9 @@ def check_bytes(
     linked: Collection[str] = (),
     progress: Callable[[int], object] = lambda read: None,
 ) -> dict[str, str]:
-    """Reads back what was written: copies against their source, the rest against SHA-256 digests.
+    """Reads back what was written: copies against their source, the rest against SHA-256 `digests` of tensors.
 
-    Args:
-        expected: name -> the tensor at its source.
-        digests: name -> digest, of the tensors whose bytes were computed here.
-        linked: files that are hard links to the source's, where there is nothing to compare.
-
-    Returns:
-        file -> SHA-256 of the whole file, for each that was read.
+    Returns file -> SHA-256 of the whole file, of all but `linked` ones, where there is nothing to compare.
     """
 
     def check(shard: Shard) -> str:

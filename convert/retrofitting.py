@@ -20,7 +20,7 @@ from resformer.configuration.methods import (
     method_of,
     without_connections,
 )
-from resformer.convert.connections import coefficient_shapes, expected_shapes, initial_connections
+from resformer.convert.connections import added_shapes, expected_shapes, initial_connections
 from resformer.convert.deciding import (
     HEAD,
     Decision,
@@ -147,7 +147,9 @@ def retrofit(
         progress=progress,
     )
     target_dtype = _dtype(dtype)
-    _check_fields(fields)
+    for field in sorted(fields.keys() - set(CONNECTION_FIELDS)):
+        known = ", ".join(CONNECTION_FIELDS)
+        raise ValueError(f"`{field}` is not a field that a retrofit sets: expected one of {known}.")
     method_fields(method, 1)  # an unknown method is refused before anything is read or fetched
     target: Path | Destination
     if output is not None and push_to is None:
@@ -183,12 +185,12 @@ def write_retrofit(
     """Decides on the result, and plans, writes and verifies it, its card and its record.
 
     Args:
-        dtype: that weights are converted to; default: each keeps its own.
         changed: tensors that take the place of the source's.
         facts: further fields of the report.
     """
     before = resformer_config(source.config)
-    source_card = _source_card(source)
+    # Beside a GGUF file, a README.md may be of something else.
+    source_card = carried_metadata(source.folder / "README.md") if source.gguf is None else {}
     config.base_model = _base_model(source, source_card)
     decision, shapes = _decide(source, config, before, dtype, changed)
     tied = {HEAD} if config.tie_word_embeddings else set()
@@ -249,11 +251,7 @@ def _decide(
     target_dtype: torch.dtype | None,
     changed: Mapping[str, torch.Tensor],
 ) -> tuple[Decision, dict[str, tuple[int, ...]]]:
-    """(what the result is to be, the shapes of its tensors).
-
-    Args:
-        before: the source's configuration.
-    """
+    """(what the result is to be, the shapes of its tensors); `before` is the source's configuration."""
     expected, shapes = expected_shapes(before), expected_shapes(config)
     config.tie_word_embeddings, warnings = check_tensors(source, expected)
     source = source.with_coefficients()
@@ -262,7 +260,7 @@ def _decide(
     tensors = source.checkpoint.tensors
     replaced = {name: to_tensor(name, changed[name]) for name in sorted(changed)}
     if target_dtype is not None:  # coefficients keep their dtype: a conversion would round what they have learned
-        replaced |= {name: tensors[name] for name in coefficient_shapes(config) if name in tensors}
+        replaced |= {name: tensors[name] for name in added_shapes(config, tables=False) if name in tensors}
     if source.gguf is None and not source.checkpoint.has_tokenizer:
         warnings.append(f"{source.name} has no tokenizer that can be read: save one beside the result.")
     stated = str(source.raw_config.get("dtype") or source.raw_config.get("torch_dtype") or "").removeprefix("torch.")
@@ -285,12 +283,6 @@ def _decide(
     return decision, shapes
 
 
-def _source_card(source: Source) -> dict[str, Any]:
-    """Metadata of the source's card that go into the result's card."""
-    # Beside a GGUF file, a README.md may be of something else.
-    return carried_metadata(source.folder / "README.md") if source.gguf is None else {}
-
-
 def _base_model(source: Source, source_card: Mapping[str, Any]) -> dict[str, Any]:
     """What config.json says of the origin: a model that is trained and saved elsewhere keeps it, without a record.
 
@@ -310,14 +302,6 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
         names = ", ".join(str(known).removeprefix("torch.") for known in CODES)
         raise ValueError(f"dtype={dtype!r}: expected auto, {names}.")
     return resolved
-
-
-def _check_fields(fields: Mapping[str, Any]) -> None:
-    for name in fields:
-        if name not in CONNECTION_FIELDS:
-            raise ValueError(
-                f"`{name}` is not a field that a retrofit sets: expected one of {', '.join(CONNECTION_FIELDS)}."
-            )
 
 
 def _connections(method: str, before: ResFormerConfig, fields: dict[str, Any]) -> dict[str, Any]:

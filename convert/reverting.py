@@ -97,11 +97,7 @@ def revert(
 def _decide(
     source: OpenedSource, config: ResFormerConfig, before: ResFormerConfig, reverted: PreTrainedConfig
 ) -> Decision:
-    """The source without the connections that it has beyond those of `before`, which must have no effect.
-
-    Args:
-        reverted: the result's configuration: `before`, or that of its family.
-    """
+    """The source without the connections that it has beyond those of `before`, which must have no effect."""
     expected = expected_shapes(config)
     reverted.tie_word_embeddings, warnings = check_tensors(source, expected)
     removed = sorted(expected.keys() - expected_shapes(before).keys())

@@ -24,27 +24,35 @@ from huggingface_hub.hf_api import RepoFile
 from transformers import CONFIG_MAPPING, FineGrainedFP8Config, PreTrainedConfig, PreTrainedModel
 
 from resformer.configuration import ResFormerConfig
-from resformer.convert.connections import HEADS, coefficient_shapes, head_of
+from resformer.convert.connections import HEADS, added_shapes, head_of
 from resformer.convert.families import FAMILIES, supported
-from resformer.convert.gguf_format import dequantise, gguf_config, gguf_headers
 from resformer.convert.hub_headers import HubFiles
-from resformer.convert.loading import load_model
-from resformer.convert.pickle_format import PICKLE_INDEX, pickle_names, read_pickles
-from resformer.convert.quantisation import check_quantisation, fp8_weights, with_dequantised
+from resformer.convert.other_formats import (
+    PICKLE_INDEX,
+    check_quantisation,
+    dequantise,
+    fp8_weights,
+    gguf_config,
+    gguf_headers,
+    load_model,
+    pickle_names,
+    read_pickles,
+    with_dequantised,
+)
 from resformer.convert.reading import (
     INDEX,
     SETTINGS,
     SIDE_FILES,
     SINGLE,
     Checkpoint,
-    indexed_names,
+    hint,
     read_checkpoint,
+    read_index,
     read_side_files,
-    why_none,
 )
 from resformer.convert.safetensors_format import MOST_TENSORS, Shard
 from resformer.convert.tensors import dominant_dtype, to_tensor, to_torch
-from resformer.errors import CheckpointError, first_names, one_line, quoted
+from resformer.errors import CheckpointError, one_line, quoted
 from resformer.files import EVAL_RESULTS
 from resformer.record import RECORD
 from resformer.untrusted import MIB, MOST_BYTES, read_json
@@ -105,10 +113,7 @@ class Source:
     def fetch(self, *, allow_pickle: bool = False, headers_only: bool = False) -> "OpenedSource":
         """Downloads the weights, if they are on the Hub, and reads their headers.
 
-        Args:
-            allow_pickle: read `pytorch_model*.bin` where there are no safetensors, restricted to tensors.
-            headers_only: of weights on the Hub read only the headers; dequantise nothing. Tensors have names and
-                shapes, but no bytes.
+        With `headers_only`, reads only the headers of weights on the Hub, and dequantises nothing: no tensor has bytes.
         """
         model = None
         if self.gguf is not None:
@@ -151,7 +156,7 @@ class OpenedSource(Source):
         if not isinstance(self.config, ResFormerConfig) or self.on_this_disk or (hub := _hub_files(self)) is None:
             return self
         with asking_hub(self.name):
-            shards = hub.with_bytes(self.checkpoint.shards, coefficient_shapes(self.config))
+            shards = hub.with_bytes(self.checkpoint.shards, added_shapes(self.config, tables=False))
         return replace(self, checkpoint=replace(self.checkpoint, shards=shards))
 
     @property
@@ -180,12 +185,23 @@ def open_source(
     """Finds the checkpoint and reads its configuration; of a Hub repository nothing but small files is fetched.
 
     Args:
-        source: a folder, a `.gguf` file, `owner/name` or `owner/name/file.gguf` on the Hub. A GGUF file holds its
-            configuration itself, so it is fetched.
+        source: a folder, a `.gguf` file, `owner/name` or `owner/name/file.gguf` on the Hub, which is fetched.
         resformer: take ResFormer checkpoints too, not only those that can become one.
-        heads: of those, take sequence and token classifiers and models that answer questions too.
+        heads: of those, take models with other heads too.
     """
-    opened = _open(source, revision, resformer=resformer)
+    name, path = str(source), Path(source).expanduser()
+    here = os.path.exists(path)
+    if here and not path.is_dir() and path.suffix != ".gguf":
+        raise CheckpointError(f"{path}: expected a checkpoint folder, a .gguf file or a Hub id.")
+    if (path.is_absolute() or name.startswith(".")) and not os.path.lexists(path):
+        raise CheckpointError(f"{one_line(name)}: there is no such file or folder.")
+    if revision is not None and here:
+        raise CheckpointError(f"{path}: --revision {revision} is for Hub ids, this is local.")
+    if here:
+        opened = _open_folder(name, path, resformer=resformer) if path.is_dir() else _open_gguf(name, path)
+    else:
+        with asking_hub(name):
+            opened = _open_hub(name, revision, resformer=resformer)
     if not heads and (head := head_of(opened.config)):
         raise CheckpointError(
             f"{opened.name}: is a {head}, and this command takes only language models. `inspect`, `verify`, `push` and "
@@ -194,45 +210,28 @@ def open_source(
     return opened
 
 
-def _open(source: str | Path, revision: str | None, *, resformer: bool) -> Source:
-    name = str(source)
-    path = Path(source).expanduser()
-    if os.path.exists(path) and not path.is_dir() and path.suffix != ".gguf":
-        raise CheckpointError(f"{path}: expected a checkpoint folder, a .gguf file or a Hub id.")
-    if (path.is_absolute() or name.startswith(".")) and not os.path.lexists(path):
-        raise CheckpointError(f"{one_line(name)}: there is no such file or folder.")
-    if revision is not None and os.path.exists(path):
-        raise CheckpointError(f"{path}: --revision {revision} is for Hub ids, this is local.")
-    if os.path.isfile(path):
-        return _open_gguf(name, path)
-    if not os.path.isdir(path):
-        with asking_hub(name):
-            return _open_hub(name, revision, resformer=resformer)
-    return _open_folder(name, path, resformer=resformer)
-
-
 def _open_gguf(name: str, path: Path, **hub: Any) -> Source:
     return Source(name=name, folder=path.parent, config=gguf_config(path), raw_config={}, gguf=path, **hub)
 
 
 def _open_folder(name: str, folder: Path, *, resformer: bool, **hub: Any) -> Source:
-    raw = read_json(_config_file(folder, [path.name for path in folder.iterdir()]), MIB)
+    _check_config_file(folder, [path.name for path in folder.iterdir()])
+    raw = read_json(folder / "config.json", MIB)
     config, dropped = _clean_config(folder / "config.json", raw, resformer=resformer)
     return Source(name=name, folder=folder, config=config, raw_config=raw, dropped_config=dropped, **hub)
 
 
 def _open_hub(name: str, revision: str | None, *, resformer: bool) -> Source:
-    repo_id = name
     if name.endswith(".gguf") and name.count("/") >= 2:
         owner, repo, file = name.split("/", 2)
         path = Path(hf_hub_download(f"{owner}/{repo}", file, revision=revision))
         commit = next((part.name for part in path.parents if part.parent.name == "snapshots"), revision)
         return _open_gguf(name, path, revision=commit, repo_id=f"{owner}/{repo}")
-    folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=_CONFIG_FILES))
+    folder = Path(snapshot_download(name, revision=revision, allow_patterns=_CONFIG_FILES))
     commit = folder.name  # a snapshot's folder is named by its commit
     if not (folder / "config.json").exists():
-        _config_file(folder, list_repo_files(repo_id, revision=commit))
-    return _open_folder(name, folder, resformer=resformer, revision=commit, repo_id=repo_id)
+        _check_config_file(folder, list_repo_files(name, revision=commit))
+    return _open_folder(name, folder, resformer=resformer, revision=commit, repo_id=name)
 
 
 def _hub_files(source: Source) -> HubFiles | None:
@@ -277,11 +276,11 @@ def _fetch_from_hub(source: Source, *, allow_pickle: bool) -> bool:
         if (folder / SINGLE).exists():
             return False
         if (folder / INDEX).exists():
-            download(indexed_names(folder / INDEX))
+            download(set(read_index(folder / INDEX).values()))
             return False
         names = list_repo_files(source.repo_id, revision=source.revision)
         if not allow_pickle or not any(name.endswith(".bin") for name in names):
-            raise CheckpointError(f"{source.name}: has neither {SINGLE} nor {INDEX}.{why_none(names)}")
+            raise CheckpointError(f"{source.name}: has neither {SINGLE} nor {INDEX}.{hint(names)}")
         download(pickle_names(folder))
         return True
 
@@ -298,18 +297,9 @@ def asking_hub(name: str) -> Iterator[None]:
         ) from error
 
 
-def _config_file(folder: Path, names: Collection[str]) -> Path:
-    """config.json in `folder`; `names` are the files there, which tell why there is none."""
-    if "config.json" in names:
-        return folder / "config.json"
-    hint = ""
-    if ggufs := [name for name in names if name.endswith(".gguf")]:
-        hint = f" It holds {first_names(ggufs)}: name that file."
-    elif "adapter_config.json" in names:
-        hint = " It is a PEFT adapter: merge it into its model and save that (`merge_and_unload`)."
-    elif "params.json" in names:
-        hint = " It has Meta's own format: use the repository's Transformers files."
-    raise CheckpointError(f"{folder}: has no config.json, so it is not a Transformers checkpoint.{hint}")
+def _check_config_file(folder: Path, names: Collection[str]) -> None:
+    if "config.json" not in names:
+        raise CheckpointError(f"{folder}: has no config.json, so it is not a Transformers checkpoint.{hint(names)}")
 
 
 def _clean_config(where: Path, raw: Mapping[str, Any], *, resformer: bool) -> tuple[PreTrainedConfig, tuple[str, ...]]:

@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 
 from resformer.convert.reading import Checkpoint
@@ -54,12 +52,7 @@ class Rounding:
 
 
 def converted(tensor: Tensor, dtype: str, rounding: Rounding) -> Iterator[memoryview]:
-    """The bytes of `tensor` in another dtype.
-
-    Args:
-        dtype: a code of `FLOATING`.
-        rounding: counts are added to it.
-    """
+    """The bytes of `tensor` in another dtype, a code of `FLOATING`; counts are added to `rounding`."""
     for piece in tensor.pieces(_PIECE * DTYPE_BITS[tensor.dtype] // 8):
         yield _convert(piece, tensor.dtype, dtype, rounding)
 
@@ -68,22 +61,8 @@ def _convert(piece: memoryview, old: str, new: str, rounding: Rounding) -> memor
     before = torch.frombuffer(piece, dtype=getattr(torch, FLOATING[old]))
     after = before.to(getattr(torch, FLOATING[new]))
     if DTYPE_BITS[new] <= DTYPE_BITS[old]:  # a wider dtype takes every number as it is
-        _count(before, after, rounding)
+        kept, nan = after.to(before.dtype).eq(before).count_nonzero(), before.ne(before).count_nonzero()
+        rounding.changed += len(before) - int(kept + nan)
+        rounding.overflowed += int(after.isinf().count_nonzero() - before.isinf().count_nonzero())
+        rounding.flushed += int(before.count_nonzero() - after.count_nonzero())
     return after.view(torch.uint8).numpy().data
-
-
-def _count(before: torch.Tensor, after: torch.Tensor, rounding: Rounding) -> None:
-    # On the bits without their sign: ten times faster than comparing floats. 0 is 0, the infinite and NaN come last.
-    old, new = _magnitudes(before), _magnitudes(after)
-    unlike, nan = after.to(before.dtype).ne(before), before.ne(before)
-    rounding.changed += int(np.count_nonzero(unlike.numpy()) - np.count_nonzero(nan.numpy()))
-    rounding.flushed += int(np.count_nonzero(old) - np.count_nonzero(new))
-    if new.max() >= _magnitudes(torch.tensor([torch.inf], dtype=after.dtype))[0]:
-        rounding.overflowed += int((after.isinf() & before.isfinite()).sum())
-
-
-def _magnitudes(numbers: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Integers in the order of the numbers' magnitudes."""
-    width = numbers.element_size()
-    bits = numbers.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[width]).numpy()
-    return bits.view(f"u{width}") << 1

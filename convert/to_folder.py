@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeVar, get_args
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from resformer.convert.deciding import Decision
-from resformer.convert.gguf_format import save_gguf_extras
 from resformer.convert.logits import (
     LogitsComparison,
     compare_logits,
@@ -20,13 +19,14 @@ from resformer.convert.logits import (
     model_bytes,
     not_finite,
 )
-from resformer.convert.planning import CarriedShard, Plan, plan_shards
+from resformer.convert.other_formats import save_gguf_extras
+from resformer.convert.planning import Plan, plan_shards
 from resformer.convert.reading import Checkpoint
 from resformer.convert.reading_back import check_bytes, check_headers, check_side_files
 from resformer.convert.safetensors_format import first_bytes
 from resformer.convert.source import Source
 from resformer.convert.tensors import Rounding
-from resformer.convert.writing import Transfer, check_space, expected_transfer, flush, write_plan
+from resformer.convert.writing import Transfer, can_be_linked, check_space, flush, transfer_of, write_plan
 from resformer.errors import CheckpointError, OutputError, VerificationError, first_names, one_line
 from resformer.files import AsDict, replacing, write_text
 from resformer.progress import progress_bar
@@ -105,21 +105,14 @@ Finish = Callable[[R, Mapping[str, Any]], Mapping[str, str]]
 
 def check_verify(verify: str) -> None:
     """Raises `ValueError` for what is no `Verify`."""
-    *others, last = get_args(Verify)
-    if verify not in (*others, last):
-        raise ValueError(f"verify={verify!r}: expected {', '.join(others)} or {last}.")
+    if verify not in get_args(Verify):
+        raise ValueError(f"verify={verify!r}: expected one of {', '.join(get_args(Verify))}.")
 
 
 def carry_out(decision: Decision, output: Path, options: Options, report_of: Callable[..., R], finish: Finish[R]) -> R:
-    """Writes the result beside the output, verifies it, and puts it in place.
-
-    Args:
-        report_of: makes the report, from the fields of `Report`.
-        finish: called when the result has been verified, to write about it. Its report says what the options imply
-            and no more: whether `"auto"` compared the logits depends on the memory that was free.
-    """
+    """Writes the result beside the output, verifies it, has `finish` describe it, and puts it in place."""
     plan = make_plan(decision, options)
-    forecast = expected_transfer(plan, output, link=options.link)
+    forecast = transfer_of(plan, can_be_linked(plan, output) if options.link else ())
     report = make_report(decision, output, plan, forecast, report_of)
     verify, warnings = _choose(decision, options)
     if options.dry_run:
@@ -149,13 +142,14 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         warnings += [*written.notes, *generation_warnings(stored), *_gguf_extras(decision, partial)]
         report = replace(
             report,
-            transfer=written.transfer,
+            transfer=transfer_of(plan, written.linked),
             verified=verify,
             logits=logits,
             rounding=written.rounding,
             warnings=[*report.warnings, *warnings],
         )
         files = weight_files(plan, first_bytes(stored.tensors.values()), digests, decision.source.sha256_on_hub())
+        # Whether "auto" compared the logits depends on the memory that was free, and no file is to tell that.
         implied = replace(report, verified="hashes", logits=None) if options.verify == "auto" else report
         for name, text in finish(implied, files).items():
             write_text(partial / name, text)
@@ -183,7 +177,7 @@ def make_plan(decision: Decision, options: Options) -> Plan:
 def make_report(
     decision: Decision, output: Path | str, plan: Plan, transfer: Transfer, report_of: Callable[..., R]
 ) -> R:
-    """The report of what is to be done; `report_of` makes it from the fields of `Report`."""
+    """The report of what is to be done."""
     source = decision.source
     along = {file.name for file in plan.side_files}
     return report_of(
@@ -270,15 +264,12 @@ def weight_files(
 ) -> dict[str, dict[str, Any]]:
     """For the record: each weight file, where it is from, its SHA-256 if that is known, and the tensors in it.
 
-    Args:
-        starts: tensor -> SHA-256 of its first bytes, of those that are on this disk.
-        digests: file of the result -> SHA-256, of those that were read.
-        source_digests: file of the source -> SHA-256, as the Hub states it.
+    `starts` are of the first bytes of tensors, `digests` of files of the result, `source_digests` of the source's.
     """
     origins = {shard.name: shard.origin for shard in plan.carried}
     return {
         shard.name: {
-            "bytes": shard.size if isinstance(shard, CarriedShard) else shard.file_size,
+            "bytes": shard.size,
             "carried_from": origins.get(shard.name),
             "sha256": digests.get(shard.name) or source_digests.get(origins.get(shard.name, "")),
             "tensors": {

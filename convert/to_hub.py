@@ -49,12 +49,7 @@ class Destination:
 def publish(
     decision: Decision, destination: Destination, options: Options, report_of: Callable[..., R], finish: Finish[R]
 ) -> R:
-    """Makes the result on the Hub: one commit with copies of the source's files and with what is new.
-
-    Args:
-        report_of: makes the report, from the fields of `Report`.
-        finish: called before the commit, for the files that describe the result.
-    """
+    """Makes the result on the Hub: one commit with copies of the source's files and with what is new."""
     source, repo_id = decision.source, destination.repo_id
     if source.repo_id is None or source.revision is None or any(not s.name for s in source.checkpoint.shards):
         raise CheckpointError(
@@ -76,12 +71,21 @@ def publish(
         report = replace(report, terms=terms, warnings=warnings, verified="" if options.dry_run else "copies")
         if options.dry_run:
             return report
-        added = [rewrite.origin for shard in plan.written for rewrite in shard.rewrites]
+        added = [tensor for shard in plan.written for tensor in shard.tensors]
         written = {s.name: hashlib.sha256(contents[s.name]).hexdigest() for s in plan.written}  # type: ignore[arg-type]
         known = {name: file.lfs.sha256 for name, file in files.items() if file.lfs is not None}
         described = finish(report, weight_files(plan, first_bytes(added), written, known))
         contents |= {name: text.encode() for name, text in described.items()}
-        pushed = _push(contents, decision, destination, options, terms)
+        pushed = Push(
+            repo_id=repo_id,
+            contents=contents,
+            message=f"Retrofit of {source.repo_id} at {source.revision[:7]}",
+            superseded=lambda name: name != ".gitattributes",
+            source=source.name,
+            private=destination.private,
+            gated=terms.get("gated"),  # type: ignore[arg-type]
+            replace=options.force,
+        ).run()
     except CopyError as error:
         size = sum(shard.size for shard in source.checkpoint.shards)
         raise CopyError(
@@ -142,10 +146,10 @@ def _contents(decision: Decision, plan: Plan, files: Mapping[str, RepoFile], opt
 def _in_memory(shard: WrittenShard) -> bytes:
     """The file's bytes, if no tensor of the source is in it."""
     content = header_bytes(shard.tensors)
-    for rewrite in shard.rewrites:
-        if not isinstance(rewrite.origin.data, memoryview) or rewrite.dtype != rewrite.origin.dtype:
+    for origin, tensor in zip(shard.origins, shard.tensors, strict=True):
+        if not isinstance(origin.data, memoryview) or tensor.dtype != origin.dtype:
             raise CopyError(f"{shard.name} has to be written anew from the source's weights")
-        content += bytes(rewrite.origin.data)
+        content += bytes(origin.data)
     return content
 
 
@@ -161,25 +165,6 @@ def _transfer(contents: Mapping[str, Content]) -> Transfer:
             transfer.downloaded += content.file.size
             transfer.uploaded += content.file.size
     return transfer
-
-
-def _push(
-    contents: Mapping[str, Content],
-    decision: Decision,
-    destination: Destination,
-    options: Options,
-    terms: Mapping[str, str],
-) -> Pushed:
-    return Push(
-        repo_id=destination.repo_id,
-        contents=contents,
-        message=f"Retrofit of {decision.source.repo_id} at {str(decision.source.revision)[:7]}",
-        superseded=lambda name: name != ".gitattributes",
-        source=decision.source.name,
-        private=destination.private,
-        gated=terms.get("gated"),  # type: ignore[arg-type]
-        replace=options.force,
-    ).run()
 
 
 def _check(pushed: Pushed, contents: Mapping[str, Content], plan: Plan) -> None:

@@ -9,14 +9,13 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from resformer.convert.planning import CarriedShard, Plan, Rewrite, WrittenShard
+from resformer.convert.planning import CarriedShard, Plan, WrittenShard
 from resformer.convert.safetensors_format import header_bytes
 from resformer.convert.tensors import Rounding, converted
 from resformer.errors import CheckpointError, OutputError
@@ -49,31 +48,31 @@ class Transfer:
 class Written:
     """The result of `write_plan`."""
 
-    transfer: Transfer = field(default_factory=Transfer)
     linked: set[str] = field(default_factory=set)  # files that are hard links to the source's
     digests: dict[str, str] = field(default_factory=dict)  # tensor -> SHA-256 of the bytes this process made
     rounding: Rounding = field(default_factory=Rounding)
     notes: list[str] = field(default_factory=list)
 
 
-def expected_transfer(plan: Plan, target: Path, *, link: bool) -> Transfer:
-    """Predicts the bytes of `write_plan`; leaves nothing on the disk."""
-    folder = folder_above(target)
-    transfer = Transfer(
-        copied=sum(file.size for file in plan.side_files),
-        written=sum(shard.file_size for shard in plan.written),
+def transfer_of(plan: Plan, linked: Collection[str]) -> Transfer:
+    """The bytes of `write_plan`, where it hard-links the files `linked`."""
+    return Transfer(
+        linked=sum(shard.size for shard in plan.carried if shard.name in linked),
+        copied=sum(shard.size for shard in plan.carried if shard.name not in linked)
+        + sum(file.size for file in plan.side_files),
+        written=sum(shard.size for shard in plan.written),
     )
-    for shard in plan.carried:
-        here = shard.path.exists()
-        if link and (shard.path if here else shard.path.parent).stat().st_dev == folder.stat().st_dev:
-            transfer.linked += shard.size
-        else:
-            transfer.copied += shard.size
-    return transfer
+
+
+def can_be_linked(plan: Plan, target: Path) -> set[str]:
+    """The files that `write_plan` can hard-link: those on the disk of `target`."""
+    disk = folder_above(target).stat().st_dev
+    places = {shard.name: shard.path if shard.path.exists() else shard.path.parent for shard in plan.carried}
+    return {name for name, place in places.items() if place.stat().st_dev == disk}
 
 
 def check_space(transfer: Transfer, target: Path) -> None:
-    """Raises `OutputError` if the disk has no room for what `expected_transfer` said."""
+    """Raises `OutputError` if the disk has no room for it."""
     folder = folder_above(target)
     free, needed = shutil.disk_usage(folder).free, transfer.moved + 64 * MIB
     if needed > free:
@@ -86,13 +85,7 @@ def check_space(transfer: Transfer, target: Path) -> None:
 def write_plan(
     plan: Plan, folder: Path, *, link: bool = False, digests: bool = True, progress: Progress = lambda moved: None
 ) -> Written:
-    """Writes everything in `plan` into `folder`, index and configuration last.
-
-    Args:
-        link: hard-link whole shards where the file system allows it.
-        digests: take SHA-256 of the bytes that this process makes.
-        progress: called with the number of bytes that have just been carried or written.
-    """
+    """Writes everything in `plan` into `folder`, index and configuration last; `progress` gets numbers of bytes."""
     done = Written()
     for shard in plan.shards:
         with writing(folder / shard.name):
@@ -108,7 +101,6 @@ def write_plan(
                     _copy_range(source, file.path, 0, file.size, output, progress)
                 else:
                     _write_all(output, memoryview(file.content))
-        done.transfer.copied += file.size
     for name, text in (("model.safetensors.index.json", plan.index), ("config.json", plan.config)):
         if text is not None:
             write_text(folder / name, text)
@@ -137,49 +129,36 @@ def _carry(shard: CarriedShard, target: Path, done: Written, *, link: bool, prog
             linked = target.lstat()
             if not stat.S_ISREG(linked.st_mode) or linked.st_size != shard.size:
                 raise CheckpointError(f"{source}: changed since it was read; run the conversion again.")
-            done.transfer.linked += shard.size
             done.linked.add(target.name)
             progress(shard.size)
             return
     with open_regular(source) as reader, target.open("xb", buffering=0) as output:
         before = os.fstat(reader.fileno())
         _copy_range(reader, source, 0, shard.size, output, progress)
-        done.transfer.copied += shard.size
         after = os.fstat(reader.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or after.st_size != shard.size:
         raise CheckpointError(f"{source}: changed while it was read; run the conversion again.")
 
 
 def _write(shard: WrittenShard, target: Path, done: Written, *, digests: bool, progress: Progress) -> None:
-    header = header_bytes(shard.tensors)
     with target.open("xb", buffering=0) as output:
-        _write_all(output, memoryview(header))
-        for rewrite in shard.rewrites:
-            origin = rewrite.origin
-            if isinstance(origin.data, tuple) and rewrite.dtype == origin.dtype:
+        _write_all(output, memoryview(header_bytes(shard.tensors)))
+        for origin, tensor in zip(shard.origins, shard.tensors, strict=True):
+            if isinstance(origin.data, tuple) and tensor.dtype == origin.dtype:
                 path, start = origin.data
                 with open_regular(path) as source:
                     _copy_range(source, path, start, origin.nbytes, output, progress)
                 continue
-            digest = hashlib.sha256()
-            for piece in _pieces(rewrite, done.rounding):
+            digest, pieces = hashlib.sha256(), origin.pieces()
+            if tensor.dtype != origin.dtype:
+                pieces = converted(origin, tensor.dtype, done.rounding)
+            for piece in pieces:
                 if digests:
                     digest.update(piece)
                 _write_all(output, piece)
                 progress(len(piece))
             if digests:
                 done.digests[origin.name] = digest.hexdigest()
-    done.transfer.written += shard.size + len(header)
-
-
-def _pieces(rewrite: Rewrite, rounding: Rounding) -> Iterator[memoryview]:
-    """The bytes of a tensor that changes its dtype, or comes from memory."""
-    data = rewrite.origin.data
-    if rewrite.dtype != rewrite.origin.dtype:
-        with reading(data[0]) if isinstance(data, tuple) else nullcontext():
-            yield from converted(rewrite.origin, rewrite.dtype, rounding)
-    else:
-        yield from rewrite.origin.pieces()
 
 
 def _copy_range(source: BinaryIO, path: Path, start: int, length: int, output: BinaryIO, progress: Progress) -> None:

@@ -73,7 +73,7 @@ def model_card(
     Raises:
         jinja2.UndefinedError: a record lacks a value that the card states.
     """
-    converted = "added" in report
+    converted = "added" in report and "runs" not in report
     values = {name: report.get(name, default) for name, default in _UNKNOWN.items()}
     source, revision, corpus = values["source"], values["revision"], values["corpus"]
     method = report["method"] if converted else method_of(config)

@@ -157,7 +157,8 @@ def eval_result_files(metrics: Iterable[Metric]) -> dict[str, str]:
     for metric in metrics:
         if metric.dataset_id is None or metric.task is None or metric.of_samples not in (None, metric.samples):
             continue
-        notes = [metric.note, metric.name, None if metric.shots is None else f"{metric.shots}-shot", samples_of(metric)]
+        shots = [] if metric.shots is None else [f"{metric.shots}-shot"]
+        notes = [metric.note, metric.name, *shots, samples_of(metric)]
         entry = EvalResultEntry(
             dataset_id=metric.dataset_id,
             task_id=metric.task,
@@ -165,12 +166,7 @@ def eval_result_files(metrics: Iterable[Metric]) -> dict[str, str]:
             dataset_revision=metric.revision,
             notes=", ".join(filter(None, notes)),
         )
-        parts = [
-            metric.dataset_id,
-            metric.task,
-            metric.name,
-            *([] if metric.shots is None else [f"{metric.shots}-shot"]),
-        ]
+        parts = [metric.dataset_id, metric.task, metric.name, *shots]
         name = re.sub(r"[^\w.-]+", "-", "_".join(parts)).strip("-.")
         files[f"{EVAL_RESULTS}/{name}.yaml"] = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
     return files
@@ -180,9 +176,8 @@ def samples_of(metric: Metric) -> str:
     """The number of samples, and of how many if not all were used."""
     if metric.samples is None:
         return ""
-    if metric.of_samples in (None, metric.samples):
-        return f"{metric.samples:,} samples"
-    return f"{metric.samples:,} of {metric.of_samples:,} samples"
+    of = "" if metric.of_samples in (None, metric.samples) else f" of {metric.of_samples:,}"
+    return f"{metric.samples:,}{of} samples"
 
 
 def table_rows(metrics: Sequence[Metric]) -> list[dict[str, str]]:

@@ -263,7 +263,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "index": ("names 10,000 files; at most 1,000 are read", ""),
     "absent": ("the index names files that are missing: 'model-00002-of-00004.safetensors'", ""),
     "short": ("asked for 16,384 bytes of model-0", "GET /objects/"),
-    "whole": ("the server answers 200 with no range", "GET /objects/"),
+    "whole": ("(no range). Run the command again", "GET /objects/"),
     "away": ("model-00002-of-00004.safetensors cannot be read from 127.0.0.1", "GET .*model-00002-of-00004"),
     "status": ("503", "GET .*model-00002-of-00004"),
 }

@@ -6,6 +6,7 @@ import math
 import random
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
@@ -200,7 +201,8 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
         self._start: dict[str, Any] | None = None
         digest = hashlib.sha256()
         for source, stream in zip(streams, self._streams, strict=True):
-            first = next(iter(stream), None)
+            with reading_source(source):
+                first = next(iter(stream), None)
             if first is None:
                 raise DataError(
                     f"{source}: its training documents have {stream.tail:,} tokens and do not fill a block of "
@@ -267,7 +269,9 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
                 (number for number, ended in enumerate(self._ended) if not ended),
                 key=lambda number: self._blocks[number] / weights[number],
             )
-            if (block := next(iterators[number], None)) is not None:
+            with reading_source(self._sources[number]):
+                block = next(iterators[number], None)
+            if block is not None:
                 self._blocks[number] += 1
                 yield number, block
                 continue
@@ -390,30 +394,31 @@ def load_documents(
                 else Dataset.from_list([*standard_library()])
             )
             continue
-        parts = []
-        for part in _load(source, split=split, sample_by=sample_by, streaming=streaming):
-            columns = part.column_names or list(next(iter(part), {}))
-            if not columns:
-                raise DataError(f"{source}: is empty.")
-            if "input_ids" in columns:
-                parts.append(part.select_columns([name for name in ("input_ids", "held_out") if name in columns]))
-                continue
-            if text_column not in columns:
-                chat = next((names for names in _CHAT_COLUMNS if chats and set(names) <= set(columns)), None)
-                if chat is None:
-                    raise DataError(
-                        f"{source}: has no column {text_column!r} but {first_names(columns)}; name one with "
-                        "--text-column."
-                    )
-                parts.append(part.select_columns(chat))
-                continue
-            part = part.select_columns([text_column])
-            parts.append(part if text_column == "text" else part.rename_column(text_column, "text"))
-        documents[source] = concatenate_datasets(list(map(_joinable, parts))) if len(parts) > 1 else parts[0]
-        if held_out:
-            documents[source], note = _cut_if_few(documents[source], held_out)
-            name = Path(source).name if Path(source).exists() else source  # reports are public
-            documents.notes += [f"{name}: {note}"] if note else []
+        with reading_source(source):
+            parts = []
+            for part in _load(source, split=split, sample_by=sample_by, streaming=streaming):
+                columns = part.column_names or list(next(iter(part), {}))
+                if not columns:
+                    raise DataError(f"{source}: is empty.")
+                if "input_ids" in columns:
+                    parts.append(part.select_columns([name for name in ("input_ids", "held_out") if name in columns]))
+                    continue
+                if text_column not in columns:
+                    chat = next((names for names in _CHAT_COLUMNS if chats and set(names) <= set(columns)), None)
+                    if chat is None:
+                        raise DataError(
+                            f"{source}: has no column {text_column!r} but {first_names(columns)}; name one with "
+                            "--text-column."
+                        )
+                    parts.append(part.select_columns(chat))
+                    continue
+                part = part.select_columns([text_column])
+                parts.append(part if text_column == "text" else part.rename_column(text_column, "text"))
+            documents[source] = concatenate_datasets(list(map(_joinable, parts))) if len(parts) > 1 else parts[0]
+            if held_out:
+                documents[source], note = _cut_if_few(documents[source], held_out)
+                name = Path(source).name if Path(source).exists() else source  # reports are public
+                documents.notes += [f"{name}: {note}"] if note else []
     return documents
 
 
@@ -474,10 +479,11 @@ def _joinable(part: Dataset | IterableDataset) -> Dataset | IterableDataset:
 
 def training_texts(documents: Mapping[str, Dataset | IterableDataset], held_out: float) -> Iterator[str]:
     """The texts that `pack_documents` does not hold out."""
-    for part in documents.values():
-        for row in part:
-            if (text := _checked_text(row)) and not _is_held_out(row, text, held_out):
-                yield text
+    for source, part in documents.items():
+        with reading_source(source):
+            for row in part:
+                if (text := _checked_text(row)) and not _is_held_out(row, text, held_out):
+                    yield text
 
 
 def _is_held_out(row: Mapping[str, Any], text: str, share: float) -> bool:
@@ -493,33 +499,37 @@ def held_out_groups(documents: Mapping[str, Dataset], held_out: float) -> list[s
     return [row["group"] for row in rows if is_held_out(row["group"], held_out)]
 
 
-def _load(source: str, *, split: str, sample_by: str, streaming: bool) -> Iterator[Dataset | IterableDataset]:
-    path = Path(source).expanduser()
+@contextmanager
+def reading_source(source: str) -> Iterator[None]:
+    """Turns what its reader raises, also long after a stream was opened, into a `DataError` that names the source."""
     try:
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            saved = load_from_disk(str(path))
-            if isinstance(saved, DatasetDict):
-                if split not in saved:
-                    raise DataError(
-                        f"{source}: has no split {split!r} but {first_names(saved)}; name one with --split."
-                    )
-                saved = saved[split]
-            yield saved.to_iterable_dataset() if streaming else saved
-        elif (path / INDEX).is_file():
-            yield load_dataset("parquet", data_files=_token_files(path), split="train", streaming=streaming)
-        elif path.exists():
-            for builder, files in _files(path).items():
-                options = {"text": {"sample_by": sample_by}, "tsv": {"sep": "\t"}}.get(builder, {})
-                builder = "csv" if builder == "tsv" else builder
-                yield load_dataset(builder, data_files=files, split="train", streaming=streaming, **options)
-        elif path.is_absolute() or source.startswith(".") or _builder(path) is not None or source.count("/") > 1:
-            raise DataError(f"{source}: there is no such file or folder.")
-        else:
-            name, _, configuration = source.partition(":")
-            yield load_dataset(name, configuration or None, split=split, streaming=streaming)
+        yield
     except (DatasetsError, HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         detail = one_line(error.__cause__ or error)
         raise DataError(f"{source}: cannot be read as a file, a folder or a dataset of the Hub: {detail}") from error
+
+
+def _load(source: str, *, split: str, sample_by: str, streaming: bool) -> Iterator[Dataset | IterableDataset]:
+    path = Path(source).expanduser()
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        saved = load_from_disk(str(path))
+        if isinstance(saved, DatasetDict):
+            if split not in saved:
+                raise DataError(f"{source}: has no split {split!r} but {first_names(saved)}; name one with --split.")
+            saved = saved[split]
+        yield saved.to_iterable_dataset() if streaming else saved
+    elif (path / INDEX).is_file():
+        yield load_dataset("parquet", data_files=_token_files(path), split="train", streaming=streaming)
+    elif path.exists():
+        for builder, files in _files(path).items():
+            options = {"text": {"sample_by": sample_by}, "tsv": {"sep": "\t"}}.get(builder, {})
+            builder = "csv" if builder == "tsv" else builder
+            yield load_dataset(builder, data_files=files, split="train", streaming=streaming, **options)
+    elif path.is_absolute() or source.startswith(".") or _builder(path) is not None or source.count("/") > 1:
+        raise DataError(f"{source}: there is no such file or folder.")
+    else:
+        name, _, configuration = source.partition(":")
+        yield load_dataset(name, configuration or None, split=split, streaming=streaming)
 
 
 def _token_files(folder: Path) -> list[str]:
@@ -627,7 +637,10 @@ def pack_documents(
         return Blocks(train, nothing, dict.fromkeys(documents, 0), counts, notes)
     if streams:
         enough = -(-held_out_blocks * block // len(streams))
-        parts = [_read_ahead(part, _READ_AHEAD // len(streams), enough, options) for part in streams.values()]
+        parts = []
+        for source, part in streams.items():
+            with reading_source(source):
+                parts.append(_read_ahead(part, _READ_AHEAD // len(streams), enough, options))
     else:
         parts = [_token_table(part, options, wanted=True) for part in documents.values()]
     held = _packed(parts, block, "held-out", remedy, most=held_out_blocks, separate=separate, masked=True)

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from resformer.errors import CheckpointError, OutputError
 from resformer.files import check_apart, locked, replace_text, replacing, writing
-from resformer.training.data import INDEX, document_ends, load_documents, load_tokenizer, tokenise
+from resformer.training.data import INDEX, document_ends, load_documents, load_tokenizer, reading_source, tokenise
 from resformer.training.options import TokenizeOptions, check_same
 from resformer.training.tokenizers import make_tokenizer
 
@@ -171,15 +171,16 @@ def _read(options: TokenizeOptions, start: Any) -> Iterator[tuple[dict[str, list
     """Batches of this part's documents, with the state after each: the number of the source, and its reader's."""
     part, parts = options.part
     first, place = start or (0, None)
-    for number, documents in enumerate(_documents(options).values()):
+    for number, (source, documents) in enumerate(_documents(options).items()):
         if number < first:
             continue
         if parts > 1:
             documents = split_dataset_by_node(documents, part - 1, parts)
         if number == first and place is not None:
             documents.load_state_dict(place)
-        for batch in documents.iter(batch_size=_BATCH):
-            yield batch, (number, documents.state_dict())
+        with reading_source(source):
+            for batch in documents.iter(batch_size=_BATCH):
+                yield batch, (number, documents.state_dict())
 
 
 def _prepare(tokenizer: str, share: float) -> None:

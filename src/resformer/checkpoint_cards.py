@@ -76,6 +76,14 @@ _RECIPE: dict[str, Any] = {
     **dict.fromkeys(("weight", "temperature", "hidden_weight"), _NUMBER),
 }
 
+#: The same of fields that older ones lack.
+_STATED: dict[str, Any] = {
+    **dict.fromkeys(("source", "revision", "method"), str | None),
+    "datasets": list[str],
+    "data": [{"source": str, "license": str | None, "tokens": int}],
+    "recipe": _RECIPE,
+}
+
 
 @dataclass(frozen=True)
 class CheckpointCard:
@@ -94,11 +102,8 @@ class CheckpointCard:
         """
         if path.suffix != ".md":  # `force` would replace a config.json too
             raise CheckpointError(f"{path}: is not a card's file name; expected one that ends in .md.")
-        if (
-            not force
-            and os.path.lexists(path)
-            and not is_as_made(read_bounded(path, MOST_BYTES).decode(errors="replace"))
-        ):
+        old = read_bounded(path, MOST_BYTES).decode(errors="replace") if os.path.lexists(path) and not force else None
+        if old is not None and not is_as_made(old):
             raise CheckpointError(f"{path}: was written or edited by hand. Replace it with --force.", "--force")
         files = {path: str(self.card)}
         files |= {path.parent / name: text for name, text in eval_result_files(self.metrics).items()}
@@ -136,10 +141,8 @@ def checkpoint_card(
         raise ValueError(f"license {license!r}: expected a name such as apache-2.0, mit, llama3 or other.")
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint}: is not a folder; a card needs a local checkpoint.")
-    metric_files, evaluation_files = (
-        [Path(os.path.realpath(path)) for path in paths] for paths in (metrics, evaluations)
-    )
-    training, results = read_results(metric_files, evaluation_files)
+    files = [Path(os.path.realpath(path)) for path in metrics]
+    training, results = read_results(files, [Path(os.path.realpath(path)) for path in evaluations])
     measured: list[Metric] = []  # by the training itself
     if not training and os.path.lexists(checkpoint / "metrics.json"):  # written by `resformer finetune`
         training, measured = read_results([checkpoint / "metrics.json"], [])
@@ -152,8 +155,7 @@ def checkpoint_card(
     of_this = [metric for metric in results if metric.is_of(config)]
     if results and not of_this:
         raise CheckpointError(
-            f"{first_names(list(map(str, metric_files)))}: no result is of this model; a study has those of its own "
-            "models."
+            f"{first_names(set(map(str, files)))}: no result is of this model; a study has those of its own models."
         )
     base = base_model_of(config)
     source_card = {**well_formed(base), **carried_metadata(checkpoint / "README.md")}
@@ -204,21 +206,14 @@ def read_results(metrics: list[Path], evaluations: list[Path]) -> tuple[dict[str
     if len(trainings) > 1:
         raise CheckpointError(f"{trainings[1]}: describes a training, as {trainings[0]} does; a card takes one.")
     for path in trainings:
-        form = _TRAINING | {name: str | None for name in ("source", "revision", "method") if name in contents[path]}
-        form |= {"datasets": list[str]} if "datasets" in contents[path] else {}
-        form |= {"data": [{"source": str, "license": str | None, "tokens": int}]} if "data" in contents[path] else {}
-        form |= {"recipe": _RECIPE} if contents[path].get("recipe") else {}
-        _check_form(contents[path], form, str(path))
+        stated = {name: form for name, form in _STATED.items() if contents[path].get(name, {}) != {}}
+        _check_form(contents[path], _TRAINING | stated, str(path))
         return contents[path], results
     return {}, results
 
 
 def _check_form(value: Any, form: Any, where: str) -> None:
-    """Refuses a part of a record or of results that has not the form that a card states, by its name.
-
-    Args:
-        form: as in `_RECORD`.
-    """
+    """Refuses a part of a record or of results that has not the form, as in `_RECORD`, that a card states."""
     if isinstance(form, tuple):
         if value is None:
             return

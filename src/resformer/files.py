@@ -24,17 +24,10 @@ LISTING = ".resformer-files.json"
 
 
 def check_target(target: Path, *inputs: str | Path, made_by: str, force: bool) -> None:
-    """Refuses an output folder that holds an input, or that holds anything but an earlier result.
+    """Refuses an output folder that holds one of the `inputs`, or anything but an earlier result.
 
-    Args:
-        inputs: what the command reads: files, folders, or Hub ids, which are passed over.
-        made_by: the command. With `force`, a folder is replaced only if this command has written every file in it,
-            as `LISTING` says, and their sizes and first bytes are what they were.
-
-    Raises:
-        CheckpointError: as `check_apart`; or the output is a file, holds something and `force` is not set, or holds
-            something else than a result of the command.
-        OutputError: the folder that it lies in cannot be written to.
+    With `force`, a folder is replaced only if the command `made_by` has written every file in it, as `LISTING` says,
+    and their sizes and first bytes are what they were.
     """
     if target.is_symlink() and not target.exists():
         raise CheckpointError(f"{target}: is a link that leads nowhere; choose another output.")
@@ -118,14 +111,8 @@ def replacing(target: Path, *, made_by: str, force: bool = False) -> Iterator[Pa
     """A folder beside `target` that takes its place when the block ends well, and is removed when it does not.
 
     The names of this folder, of the old output and of the lock file follow from `target`'s: the next run finds and
-    removes what a killed one has left. The system releases the lock of a killed process.
-
-    Args:
-        made_by: the command, for the listing of the files that `check_target` reads.
-        force: replace a folder that is not empty.
-
-    Raises:
-        OutputError: it cannot be made, or another process is writing to the same output.
+    removes what a killed one has left. The system releases the lock of a killed process. `made_by` is the command, for
+    the listing that `check_target` reads; with `force`, a folder that is not empty is replaced.
     """
     target = Path(os.path.realpath(target))
     name = target.name

@@ -196,13 +196,11 @@ class Push:
                 return CopyError(f"the Hub does not copy its files: it answered {status} ({answer})")
             if isinstance(error, RepositoryNotFoundError):
                 return HubError(f"{repo_id}: there is no such repository, or this token may not see it ({answer}).")
+            raced = f"somebody else committed to {self.revision} meanwhile"
             reason, way = {
                 401: ("the Hub does not accept this token", "Run `hf auth login`, or set HF_TOKEN."),
                 403: ("this token may not write there", "Use a write token of the owner's."),
-                412: (
-                    f"somebody else committed to {self.revision} meanwhile",
-                    "Nothing was committed. Look at it, and run the command again.",
-                ),
+                412: (raced, "Nothing was committed. Look at it, and run the command again."),
             }.get(status, (f"the Hub answered {status}", again))
             return HubError(f"{repo_id}: {reason} ({answer}). {way}")
         if isinstance(error, HTTPError):

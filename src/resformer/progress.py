@@ -21,12 +21,7 @@ class _Lines:
 
 
 def progress_bar(*, show: bool = True, **arguments: Any) -> "tqdm[Any]":
-    """tqdm's bar, to be used as a context manager.
-
-    Args:
-        show: `False` prints nothing.
-        arguments: tqdm's, `total`, `desc` and `unit` for example.
-    """
+    """tqdm's bar with its `arguments`, to be used as a context manager; it prints nothing without `show`."""
     in_notebook = tqdm is not terminal_bar
     if show and not in_notebook and not sys.stderr.isatty():
         arguments |= {"file": _Lines(), "mininterval": _SECONDS, "delay": _SECONDS, "miniters": 1, "leave": False}

@@ -93,16 +93,15 @@ def push(
     inspection = inspect(folder)
     contents, left_behind = _select(folder)
     warnings = [*inspection.warnings, *_check_card(folder, repo_id, bundle=bundle)]
-    if not bundle and "auto_map" in read_json(folder / "config.json") and "modeling_resformer.py" not in contents:
-        warnings.append("config.json names code (auto_map) that is not in the folder: push it with --bundle.")
+    config = read_json(folder / "config.json")
     if bundle:
-        config = config_with_code(read_json(folder / "config.json"), str(folder))
         code = remote_code()
-        foreign_code = [name for name in contents if name.endswith(".py") and name not in code]
-        left_behind = sorted([*left_behind, *foreign_code])
-        added = {"config.json": json.dumps(config, indent=2, sort_keys=True) + "\n", **code}
-        contents |= {name: text.encode() for name, text in added.items()}
-        contents = {name: contents[name] for name in sorted(contents) if name not in foreign_code}
+        left_behind = sorted([*left_behind, *(name for name in contents if name.endswith(".py") and name not in code)])
+        code["config.json"] = json.dumps(config_with_code(config, str(folder)), indent=2, sort_keys=True) + "\n"
+        contents |= {name: text.encode() for name, text in code.items()}
+        contents = {name: contents[name] for name in sorted(contents) if name not in left_behind}
+    elif "auto_map" in config and "modeling_resformer.py" not in contents:
+        warnings.append("config.json names code (auto_map) that is not in the folder: push it with --bundle.")
     report = PushReport(
         checkpoint=str(folder),
         repo_id=repo_id,
@@ -155,24 +154,20 @@ def _check_card(folder: Path, repo_id: str, *, bundle: bool) -> list[str]:
     path = folder / "README.md"
     if not path.exists():
         raise CheckpointError(f"{path}: there is no model card. Write one, with its metadata, before others get this.")
+    content = read_bounded(path, MIB)
     try:
-        text = read_bounded(path, MIB).decode("utf-8")
+        text = content.decode("utf-8")
         metadata = ModelCard(text).data.to_dict()
-    except CheckpointError:
-        raise
     except Exception as error:  # YAML parsers raise nearly anything
         raise CheckpointError(f"{path}: its metadata cannot be read: {one_line(error)}") from error
     if not metadata:
         raise CheckpointError(f"{path}: has no metadata; begin it with `---`, `library_name: transformers`, `---`.")
-    warnings = []
+    warnings, card = [], f"resformer card {folder} --repository {repo_id}"
     if repo_id not in text:
-        warnings.append(
-            f"README.md does not name {repo_id}: its code may load something else. A card that does: resformer card "
-            f"{folder} --repository {repo_id}."
-        )
+        warnings.append(f"README.md does not name {repo_id}: its code may load something else. One that does: {card}.")
     if bundle and "trust_remote_code=True" not in text:
         warnings.append(
-            "README.md loads the checkpoint without trust_remote_code=True, which readers of a bundle need. A folder "
-            f"whose card does: resformer bundle {folder} BUNDLE; resformer card BUNDLE --repository {repo_id}."
+            "README.md loads the checkpoint without trust_remote_code=True, which readers of a bundle need. One that "
+            f"does: resformer bundle {folder} BUNDLE; {card.replace(str(folder), 'BUNDLE')}."
         )
     return warnings

@@ -7,7 +7,7 @@ exists. The model classes register themselves when `resformer.modeling` is impor
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -46,7 +46,7 @@ _REGISTRATIONS = {
 }
 
 
-class _AfterImport(MetaPathFinder, Loader):
+class _AfterImport(MetaPathFinder):
     """Finds one module as the other finders do, and registers after it has been executed."""
 
     def __init__(self, module: str):
@@ -60,15 +60,11 @@ class _AfterImport(MetaPathFinder, Loader):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            self.loader, spec.loader = spec.loader, self
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                _REGISTRATIONS[fullname](module)
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self.loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        self.loader.exec_module(module)
-        _REGISTRATIONS[self.module](module)

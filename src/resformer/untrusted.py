@@ -61,10 +61,6 @@ def check_folder(folder: str | Path) -> None:
     """Refuses a folder that Transformers is about to load, if it would follow a link out of it or read without end.
 
     Hub ids are passed over. An adapter's configuration may name any folder as its base model, which Transformers loads.
-
-    Raises:
-        CheckpointError: a file that may be read is not regular, lies outside the folder or is too large; the message
-            names it.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -120,11 +116,7 @@ def read_json(path: Path, limit: int = 16 * MIB) -> dict[str, Any]:
 
 
 def parse_json(content: bytes, where: str) -> dict[str, Any]:
-    """A JSON object without repeated keys, which readers resolve differently.
-
-    Raises:
-        CheckpointError: the content is something else; the message begins with `where`.
-    """
+    """A JSON object without repeated keys, which readers resolve differently."""
 
     def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
@@ -147,11 +139,7 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
 
 
 def bare_name(name: object, suffix: str, where: str) -> str:
-    """`name` if it is the name of a file in the same folder.
-
-    Raises:
-        CheckpointError: it leads elsewhere (`../x`, `/x`, `C:x`, NUL) or does not end in `suffix`.
-    """
+    """`name` if it is that of a file in the same folder: it leads nowhere else (`../x`, `/x`, `C:x`, NUL)."""
     if (
         not isinstance(name, str)
         or not name.endswith(suffix)

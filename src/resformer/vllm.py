@@ -4,7 +4,7 @@ is refused at start-up.
 vLLM calls `register`, the entry point `vllm.general_plugins`, in every process that it starts.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from vllm import ModelRegistry
@@ -79,19 +79,10 @@ class StartupChecks(VerifyAndUpdateConfig):
         both, one = sharing(config)
         layers = config.num_hidden_layers
         if both:
-            logger.info(
-                "Layers %s read the keys and values of one earlier layer: the cache holds %d of %d layers.",
-                _listed(both),
-                layers - len(both),
-                layers,
-            )
+            kept = f"the cache holds {layers - len(both)} of {layers} layers."
+            logger.info(f"Layers {', '.join(map(str, both))} read the keys and values of one earlier layer: {kept}")
         if one:
             logger.warning(
-                "Sharing saves no memory in layers %s: vLLM stores the keys and the values of a layer or neither, and "
-                "these do not read both of one earlier layer.",
-                _listed(one),
+                f"Sharing saves no memory in layers {', '.join(map(str, one))}: vLLM stores the keys and the values of "
+                "a layer or neither, and these do not read both of one earlier layer."
             )
-
-
-def _listed(layers: Iterable[int]) -> str:
-    return ", ".join(map(str, layers))

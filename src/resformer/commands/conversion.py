@@ -268,11 +268,6 @@ def inspect(source: Source, revision: Revision = None, as_json: AsJson = False) 
         tied = ", tied" if report.tied else ""
         row("shape", f"{report.layers} layers, {report.hidden_size} wide, {heads}, {report.vocab_size:,} tokens{tied}")
         row("cache", f"{report.cache_bytes_per_token:,} bytes a token, {report.cache_share:.0%} of the full one")
-        by_size: dict[int, list[str]] = {}
-        for name, count in report.cache_bytes_per_token_by_method.items():
-            by_size.setdefault(count, []).append(name)
-        for count, names in sorted(by_size.items()):
-            row("", f"{count:,} with {'every other method' if count == max(by_size) else ', '.join(names)}")
         _print_matrix("M, values", report.value_mixing_matrix, shift=0)
         _print_matrix("D, depth", report.depth_mixing_matrix, shift=1)
 

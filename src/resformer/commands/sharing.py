@@ -15,10 +15,10 @@ def card(
     method: Annotated[str | None, typer.Option(help="Print the card of this method instead.")] = None,
     metrics: Annotated[
         list[Path] | None,
-        typer.Option(help="metrics.json of a training, study.json of a study; repeatable.", resolve_path=True),
+        typer.Option(help="metrics.json of a training, study.json of a study; repeatable."),
     ] = None,
     eval_: Annotated[
-        list[Path] | None, typer.Option("--eval", help="JSON of lm-evaluation-harness; repeatable.", resolve_path=True)
+        list[Path] | None, typer.Option("--eval", help="JSON of lm-evaluation-harness; repeatable.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="The file. [default: README.md in CHECKPOINT]")] = None,
     repository: Annotated[str | None, typer.Option(help="Hub id in the card's code. [default: folder's name]")] = None,
