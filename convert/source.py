@@ -356,13 +356,10 @@ def _check_layers(checkpoint: Checkpoint, expected: int) -> None:
             f"{checkpoint.folder}: missing keys: no tensor is called model.layers.N...; one is called "
             f"{quoted(next(iter(checkpoint.tensors)))}. Save the model with its head (`...ForCausalLM`)."
         )
-    if stored * _TENSORS_OF_A_LAYER > len(checkpoint.tensors):
+    if stored != expected or stored * _TENSORS_OF_A_LAYER > len(checkpoint.tensors):
         raise CheckpointError(
-            f"{checkpoint.folder}: missing keys: its shards hold {len(checkpoint.tensors)} tensors for {stored} layers."
-        )
-    if stored != expected:
-        raise CheckpointError(
-            f"{checkpoint.folder}: config.json has num_hidden_layers={expected}, the shards hold {stored} layers."
+            f"{checkpoint.folder}: config.json has num_hidden_layers={expected}, the shards hold "
+            f"{len(checkpoint.tensors):,} tensors of {stored:,} layers; a layer has {_TENSORS_OF_A_LAYER} or more."
         )
 
 

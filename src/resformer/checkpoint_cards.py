@@ -206,9 +206,10 @@ def read_results(metrics: list[Path], evaluations: list[Path]) -> tuple[dict[str
     if len(trainings) > 1:
         raise CheckpointError(f"{trainings[1]}: describes a training, as {trainings[0]} does; a card takes one.")
     for path in trainings:
-        stated = {name: form for name, form in _STATED.items() if contents[path].get(name, {}) != {}}
-        _check_form(contents[path], _TRAINING | stated, str(path))
-        return contents[path], results
+        values = contents[path]
+        stated = {name: form for name, form in _STATED.items() if name in values and (values[name] or name != "recipe")}
+        _check_form(values, _TRAINING | stated, str(path))
+        return values, results
     return {}, results
 
 

@@ -162,12 +162,13 @@ def _check_card(folder: Path, repo_id: str, *, bundle: bool) -> list[str]:
         raise CheckpointError(f"{path}: its metadata cannot be read: {one_line(error)}") from error
     if not metadata:
         raise CheckpointError(f"{path}: has no metadata; begin it with `---`, `library_name: transformers`, `---`.")
-    warnings, card = [], f"resformer card {folder} --repository {repo_id}"
+    warnings, option = [], f"--repository {repo_id}"
     if repo_id not in text:
-        warnings.append(f"README.md does not name {repo_id}: its code may load something else. One that does: {card}.")
+        way = f"One that does: resformer card {folder} {option}."
+        warnings.append(f"README.md does not name {repo_id}: its code may load something else. {way}")
     if bundle and "trust_remote_code=True" not in text:
         warnings.append(
             "README.md loads the checkpoint without trust_remote_code=True, which readers of a bundle need. One that "
-            f"does: resformer bundle {folder} BUNDLE; {card.replace(str(folder), 'BUNDLE')}."
+            f"does: resformer bundle {folder} BUNDLE; resformer card BUNDLE {option}."
         )
     return warnings
