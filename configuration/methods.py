@@ -120,8 +120,9 @@ def connections_of(config: "ResFormerConfig") -> dict[str, Any]:
 
 def backbone_fields(config: "ResFormerConfig") -> dict[str, Any]:
     """The fields of `ResFormerConfig` that are not a connection's, with the values of `config`."""
-    names = [name for name in type(config).__annotations__ if name not in ("pretraining_tp", *CONNECTION_FIELDS)]
-    return {name: getattr(config, name) for name in names}
+    # Of the class itself: a subclass has annotations of its own.
+    names = next(each.__annotations__ for each in type(config).__mro__ if "value_residual" in each.__annotations__)
+    return {name: getattr(config, name) for name in names if name not in ("pretraining_tp", *CONNECTION_FIELDS)}
 
 
 def without_connections(config: "ResFormerConfig", **fields: Any) -> "ResFormerConfig":

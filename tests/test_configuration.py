@@ -19,7 +19,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.configuration import key_sources, mixing_layers, value_sources
-from resformer.configuration.methods import CONNECTION_FIELDS
+from resformer.configuration.methods import CONNECTION_FIELDS, without_connections
 
 #: Small enough to build a model from.
 SMALL: dict[str, Any] = {
@@ -168,6 +168,7 @@ def test_a_family_of_ones_own_gets_no_warning(tmp_path: Path, warned: list[str])
 
     Mine(**SMALL).save_pretrained(tmp_path)
     assert Mine.from_pretrained(tmp_path).model_type == "mine"
+    assert without_connections(Mine(**SMALL)).hidden_size == SMALL["hidden_size"]
     assert warned == []
 
 
