@@ -474,7 +474,9 @@ def _joinable(part: Dataset | IterableDataset) -> Dataset | IterableDataset:
     features = part.features or Features()
     if features.get("text") == Value("large_string"):
         features = Features({"text": Value("string")})
-    return part.map(dict, features=features or None) if isinstance(part, IterableDataset) else part.cast(features)
+    if isinstance(part, IterableDataset):
+        return part.map(dict, features=features or None)
+    return part if features == part.features else part.cast(features)
 
 
 def training_texts(documents: Mapping[str, Dataset | IterableDataset], held_out: float) -> Iterator[str]:
