@@ -1,14 +1,15 @@
 """The logits of two models on the same tokens, and how much memory they take."""
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from resformer.convert.reading import Checkpoint
 from resformer.convert.safetensors_format import FLOATING, Tensor
@@ -76,9 +77,10 @@ def compare_logits(
         window: the longest sliding window of both.
     """
     row = row or tokens // 2
-    (expected, first), (actual, second) = (
-        _logits(model, tokens // 2, row, text, device) for model in (source, converted)
-    )
+    with _no_bars():
+        (expected, first), (actual, second) = (
+            _logits(model, tokens // 2, row, text, device) for model in (source, converted)
+        )
     pairs = list(zip(expected.split(128), actual.split(128), strict=True))  # float64 takes memory
     kl = agreement = 0.0
     for one, other in pairs:
@@ -142,6 +144,18 @@ def _logits(
     difference = (cached[:, -_STEPS:] - steps).abs().max().item()
     of_padding = max(0, pad - (row - compared))
     return torch.cat([plain[0], plain[1], cached[0, of_padding:], cached[1]]), difference
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Hides the bars that Transformers shows while it loads a model, in a file of output too."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def model_bytes(checkpoint: Checkpoint, dtype: torch.dtype, added: Iterable[Tensor] = ()) -> int:

@@ -392,7 +392,7 @@ def test_answers_and_completions_alone_are_learned(kind: str, tmp_path: Path, mo
     row, marked = (json.dumps(part) for part in LEARNED[kind])
     path = tmp_path / "rows.jsonl"
     rows = [row.replace("0", f"{n:02}") for n in range(60)]
-    path.write_text("\n".join([*rows, json.dumps(dict.fromkeys(ROWS[kind][0]))]))  # the last has empty cells
+    path.write_text("\n".join([*rows, json.dumps(dict.fromkeys(LEARNED[kind][0]))]))  # the last has empty cells
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHATML
     options = {"block": 16, "held_out": 0.3, "held_out_blocks": 9999}
