@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The studies of docs/results.md that take hours: benchmarks/study.sh PART. Each goes on where it was stopped; given twice at the
 # same time, both processes share the runs.
-#   budget-rates   half a million parameters, 20 tokens a parameter, three learning rates
-#   budget         the same at the rates chosen there, five seeds; BUDGET=5, 20 or 40 tokens a parameter
+#   budget-rates   half a million parameters, 20 tokens a parameter, four learning rates
+#   budget         the same at the rates chosen there, five seeds or SEEDS; BUDGET=5, 20 or 40 tokens a parameter
 #   context        the same at 20 tokens a parameter and a context of 1,024
 #   starts         plain Llama of half a million parameters, at 10, 25, 50 and 100 % of 5 million bytes at a constant rate, three seeds
 #   early          each of them, converted and trained to the same end (FROM=10, 25, 50 or 100); also with its values aligned
@@ -30,7 +30,7 @@ swept() { # METHOD... RATE...: each method at each rate
 
 case $1 in
 budget-rates)
-    methods=$(swept "transformer resformer svformer denseformer" "4e-3 2e-3 8e-3")
+    methods=$(swept "transformer resformer svformer denseformer" "4e-3 2e-3 8e-3 16e-3")
     compare budget20-rates --methods "$methods" --sizes $half --seeds 1 --steps 2080 --block 256 --learning-rate 4e-3 \
         --save-models "${common[@]}" ;;
 budget)
@@ -39,7 +39,7 @@ budget)
         cp -r budget20-rates/{plan.json,tokenizer} budget20
         for method in ${RATES//,/ }; do cp -r "budget20-rates/runs/${half//[:=]/-}/${method//[:=]/-}" budget20/runs/*; done
     fi
-    compare "budget$BUDGET" --methods "$RATES" --sizes $half --seeds 5 --steps $((104 * BUDGET)) --block 256 \
+    compare "budget$BUDGET" --methods "$RATES" --sizes $half --seeds "${SEEDS:-5}" --steps $((104 * BUDGET)) --block 256 \
         --learning-rate 4e-3 --save-models "${common[@]}" ;;
 context)
     compare context1024 --methods "$RATES" --sizes $half --seeds 3 --steps 2080 --block 1024 --learning-rate 4e-3 \

@@ -25,7 +25,7 @@ def runs_of(study: str) -> list[dict[str, Any]]:
     report = json.loads((STUDIES / f"{study}.json").read_text(encoding="utf-8"))
     methods = {row["method"] for rows in report["sizes"].values() for row in rows}
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in (STUDIES / study).glob("runs/**/*.json")]
-    return sorted((run for run in runs if run["method"] in methods), key=lambda run: run["seed"])
+    return sorted((run for run in runs if run["method"] in methods), key=lambda run: (run["architecture"], run["seed"]))
 
 
 def by_architecture(runs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -62,13 +62,16 @@ def study(name: str) -> str:
 
 
 def leads(name: str) -> str:
-    """The lead of each method over plain Llama during its training, at every second evaluation."""
+    """Loss minus plain Llama's during the training, at every second evaluation, and how far coefficients moved."""
     methods = study_figures.leads(name)
     budgets = [budget for budget, _ in next(iter(methods.values()))][1::2]
-    lines = [f"| method | {' | '.join(f'{budget:.1f} tokens a parameter' for budget in budgets)} |"]
-    lines.append(f"|{'---|' * (len(budgets) + 1)}")
+    titles = [f"{budget:.1f} tokens a parameter" for budget in budgets]
+    lines = [f"| method | {' | '.join(titles)} | largest change of a coefficient |", f"|{'---|' * (len(budgets) + 2)}"]
+    runs = study_figures.by_architecture(study_figures.runs_of(name))
     for method, points in methods.items():
-        lines.append(f"| {method} | {' | '.join(_with_interval(difference) for _, difference in points[1::2])} |")
+        cells = [method, *(_with_interval(difference) for _, difference in points[1::2])]
+        moved = [study_figures.moved(run) for run in runs[method] if run["curve"][-1].get("coefficients")]
+        lines.append(f"| {' | '.join(cells)} | {f'{max(moved):.2f}' if moved else 'none'} |")
     return "\n".join(lines)
 
 
@@ -102,7 +105,8 @@ def choices(studies: str) -> str:
             other = best.get(row["architecture"], row)
             best[row["architecture"]] = min(other, row, key=lambda each: each["choice_loss"])
         tokens = report["steps"] * report["batch"] * report["block"] / plain["parameters"]
-        where = f"`{name}`: {len(plain['seeds'])} seeds, {tokens:.1f} tokens a parameter"
+        seeds = f"{len(plain['seeds'])} seed{'s' * (len(plain['seeds']) > 1)}"
+        where = f"`{name}`: {seeds}, {tokens:.1f} tokens a parameter"
         for method, row in sorted(best.items(), key=lambda item: item[1]["difference"]["mean"]):
             cells = ["a trained model" if report["start"] else "from scratch", f"`{method}`"]
             cells += [_with_interval(row["difference"]), f"{row['relative_flops']:.3f}"]
