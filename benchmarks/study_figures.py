@@ -79,7 +79,7 @@ def _studies() -> Iterator[tuple[int, str]]:
 
 def moved(run: dict[str, Any]) -> float:
     """How far the coefficient that moved most is from its start; of large parameters the root mean square moves."""
-    start, end = ({**point["coefficients"]} for point in (run["curve"][0], run["curve"][-1]))
+    start, end = (run["curve"][place]["coefficients"] for place in (0, -1))
     pairs = ((begin, end[name]) for name, begin in start.items())
     lists = ((a, b) if isinstance(a, list) else ([a], [b]) for a, b in pairs)
     return max(abs(x - y) for a, b in lists for x, y in zip(a, b, strict=True))

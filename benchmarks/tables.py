@@ -62,14 +62,14 @@ def study(name: str) -> str:
 
 
 def leads(name: str) -> str:
-    """Loss minus plain Llama's during the training, at every second evaluation, and how far coefficients moved."""
+    """Loss minus plain Llama's during the training, at every third evaluation, and how far coefficients moved."""
     methods = study_figures.leads(name)
-    budgets = [budget for budget, _ in next(iter(methods.values()))][1::2]
+    budgets = [budget for budget, _ in next(iter(methods.values()))][::3]
     titles = [f"{budget:.1f} tokens a parameter" for budget in budgets]
     lines = [f"| method | {' | '.join(titles)} | largest change of a coefficient |", f"|{'---|' * (len(budgets) + 2)}"]
     runs = study_figures.by_architecture(study_figures.runs_of(name))
     for method, points in methods.items():
-        cells = [method, *(_with_interval(difference) for _, difference in points[1::2])]
+        cells = [method, *(_with_interval(difference) for _, difference in points[::3])]
         moved = [study_figures.moved(run) for run in runs[method] if run["curve"][-1].get("coefficients")]
         lines.append(f"| {' | '.join(cells)} | {f'{max(moved):.2f}' if moved else 'none'} |")
     return "\n".join(lines)

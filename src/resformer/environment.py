@@ -64,7 +64,10 @@ def _commit() -> str | None:
     if not origin.get("dir_info", {}).get("editable"):
         return None
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    return subprocess.check_output(command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL).strip()
+    try:
+        return subprocess.check_output(command, cwd=Path(__file__).parent, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):  # no Git, or not its checkout
+        return None
 
 
 def _torch() -> dict[str, Any]:
