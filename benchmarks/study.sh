@@ -20,7 +20,10 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 half=tiny:hidden_size=64:num_hidden_layers=6:num_attention_heads=4:intermediate_size=256:initializer_range=0.079
 middle='value_residual_init=[0.5,0.5]'
 common=(--tokenizer bytes --batch 16 --micro-batch 16 --warmup 0.05 --held-out-blocks 512 --no-bf16)
-compare() { resformer compare "$@" && [ ! -f "$1/study.json" ] || { cp "$1/study.json" "$1.json" && cp "$1/study.png" "$1.png"; }; }
+compare() {
+    resformer compare "$@"
+    if [ -f "$1/study.json" ]; then cp "$1/study.json" "$1.json" && cp "$1/study.png" "$1.png"; fi # the last process has written it
+}
 
 swept() { # METHOD... RATE...: each method at each rate
     local methods=$1 rate list=""
@@ -34,11 +37,6 @@ budget-rates)
     compare budget20-rates --methods "$methods" --sizes $half --seeds 1 --steps 2080 --block 256 --learning-rate 4e-3 \
         --save-models "${common[@]}" ;;
 budget)
-    if [ "$BUDGET" = 20 ] && [ ! -e budget20 ]; then # the first seed has been trained
-        mkdir -p "budget20/runs/${half//[:=]/-}"
-        cp -r budget20-rates/{plan.json,tokenizer} budget20
-        for method in ${RATES//,/ }; do cp -r "budget20-rates/runs/${half//[:=]/-}/${method//[:=]/-}" budget20/runs/*; done
-    fi
     compare "budget$BUDGET" --methods "$RATES" --sizes $half --seeds "${SEEDS:-5}" --steps $((104 * BUDGET)) --block 256 \
         --learning-rate 4e-3 --save-models "${common[@]}" ;;
 context)

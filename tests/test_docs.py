@@ -92,6 +92,12 @@ def test_citation_names_the_papers_and_the_version() -> None:
     assert {f"arXiv:{number}" for number in named} <= cited
 
 
+def test_papers_that_pages_name_are_in_the_citation_or_the_code() -> None:
+    files = [ROOT / "CITATION.cff", *ROOT.glob("training/*.py"), *ROOT.glob("benchmarks/*.py")]
+    code, pages = ("".join(path.read_text(encoding="utf-8") for path in paths) for paths in (files, DOCUMENTS))
+    assert {*re.findall(r"\d{4}\.\d{5}", pages)} <= {*re.findall(r"\d{4}\.\d{5}", code)}
+
+
 def rounded(row: dict[str, Any]) -> Any:
     """Versions of scipy differ in the last digits of an integral."""
     return json.loads(json.dumps(row), parse_float=lambda number: round(float(number), 5))
