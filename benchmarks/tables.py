@@ -6,6 +6,7 @@ the sentences of a page are compared with `sentences`, which writes nothing.
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -367,6 +368,9 @@ def sentences() -> dict[str, list[str]]:
     main = read("study/main")
     trained = main["steps"] * main["batch"] * main["block"]
     hub, convert, asked = read("hub")["imports"], read("convert"), read("shrink_passages")["passages"]
+    speed, tokenised = read("pretrain_speed"), read("tokenize")["runs"][-1]
+    rounds = speed["rounds, tokens/s"]
+    ours, bare = (statistics.median(each[arm] for each in rounds) for arm in ("pretrain", "bare"))
     return {
         "docs/shrinking.md": [
             f"SmolLM2-135M's cache takes {100 * int4['cache']:.0f} % of its bytes for {int4['rise']:.3f} nats a token",
@@ -391,6 +395,13 @@ def sentences() -> dict[str, list[str]]:
             f"start-up ({convert['start_up_seconds']:.1f} s of imports",
             f"Imports take {convert['start_up_peak_mb_beyond_torch']:.0f} MB of the memory",
             f"imports, which alone take {hub['cpu_seconds']:.1f} s and {hub['peak_mb']} MB",
+        ],
+        "docs/pretraining.md": [
+            f"{tokenised['bytes'] / 1e9:.0f} GB of text took {tokenised['seconds']:.0f} seconds with two workers, "
+            f"{tokenised['tokens/s'] / 1e6:.1f} million tokens a second, and "
+            f"{tokenised['peak RSS of the tree, GB']:.1f} GB of memory",
+            f"{ours:,.0f} tokens/s against {bare:,.0f} (the medians of {len(rounds)} rounds",
+            f"median ratio {speed['ratio']}). `tokenize`, alike: {speed['tokenize, tokens/s of a core']:,} tokens/s",
         ],
         "README.md": [
             f"`resformer methods` lists all {len(METHODS)}",
