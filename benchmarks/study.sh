@@ -12,7 +12,7 @@
 #   five           the same at the rates chosen there, five seeds
 #   smollm2        SmolLM2-135M (the folder or id in FROM), a million tokens, three rates for the connections, two seeds
 # RATES="transformer:learning_rate=4e-3,..." names the methods of `budget`, `context` and `five` with their chosen rates.
-# RATE is that of `starts`, `early` and `scratch`.
+# RATE is that of `starts`, `early` and `scratch`. SEEDS="0" has `starts`, `early` and `capacity` do one of the three.
 set -euo pipefail
 script=$(realpath "${BASH_SOURCE[0]}")
 cd "$(dirname "$script")/results/study"
@@ -44,14 +44,14 @@ context)
         "${common[@]}" --batch 4 --micro-batch 4 ;;
 starts)
     for percent in 10 25 50 100; do
-        for seed in 0 1 2; do
+        for seed in ${SEEDS:-0 1 2}; do
             compare "starts/$percent-$seed" --methods transformer --sizes $half --seeds 1 --first-seed $seed \
                 --steps $((1221 * percent / 100)) --block 256 --learning-rate "$RATE" --schedule constant --save-models "${common[@]}"
         done
     done ;;
 early)
     methods=resformer,denseformer,resformer-gated,value-embeddings,resformer:$middle
-    for seed in 0 1 2; do
+    for seed in ${SEEDS:-0 1 2}; do
         start=starts/$FROM-$seed/models/${half//[:=]/-}/transformer/$seed steps=$((1465 - 1221 * FROM / 100))
         recipe=(--seeds 1 --first-seed $((seed + 10)) --steps $steps --block 256 --learning-rate "$RATE"
             --connection-learning-rate "$RATE" --schedule wsd --decay "$(python -c "print(244 / $steps)")" "${common[@]}")
@@ -64,7 +64,7 @@ scratch)
         --block 256 --learning-rate "$RATE" --schedule wsd --decay "$(python -c "print(244 / 1465)")" "${common[@]}" ;;
 capacity)
     methods=value-embeddings,resformer-gated,attention-residuals,depth-attention
-    for seed in 0 1 2; do
+    for seed in ${SEEDS:-0 1 2}; do
         compare "capacity/$seed" --from "starts/100-$seed/models/${half//[:=]/-}/transformer/$seed" --methods "$methods" --seeds 1 \
             --first-seed $((seed + 10)) --steps 1221 --block 256 --learning-rate 1e-3 --connection-learning-rate 2e-3 \
             "${common[@]}"
