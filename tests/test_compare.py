@@ -415,14 +415,14 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
     assert (work / "study" / "study.png").read_bytes().startswith(b"\x89PNG")
     assert not (work / "study" / "unfinished").exists()
 
-    faster = "transformer:learning_rate=1e-2:steps=6"
-    grown = ["study", "--methods", f"transformer,{GQA},{faster}", "--seeds", 2, *common, "--json"]
+    faster, same = "transformer:learning_rate=1e-2:steps=6", "transformer:steps=4"
+    grown = ["study", "--methods", f"transformer,{GQA},{faster},{same}", "--seeds", 2, *common, "--json"]
     folder = work / "study" / "unfinished" / min(runs).parent.relative_to(work / "study" / "runs")
     folder.mkdir(parents=True)
     with FileLock(folder / "1.lock"):  # in another process
         rest = compare(*grown)
     assert (rest.exit_code, rest.stdout) == (0, "")
-    assert rest.stderr.count("held-out loss") == 3
+    assert rest.stderr.count("held-out loss") == 5
     assert "In work in other processes: 1 runs." in rest.stderr
     again = compare(*grown)
     assert again.exit_code == 0, again.output
@@ -431,7 +431,8 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
     report = json.loads(again.stdout)
     assert report == json.loads((work / "study" / "study.json").read_text())
     (rows,) = report["sizes"].values()
-    assert [row["method"] for row in rows] == ["transformer", GQA, faster]
+    assert [row["method"] for row in rows] == ["transformer", GQA, faster, same]
+    assert (rows[3]["losses"], rows[3]["difference"]["own"]) == (rows[0]["losses"], None)  # no variance, no test
     assert rows[0]["parameters"] - rows[1]["parameters"] == 6 * 2 * 32 * 16
     assert rows[1]["cache_bytes_per_token"] * 2 == rows[0]["cache_bytes_per_token"] == 6 * 2 * 32 * 2
     for row in rows:
@@ -443,7 +444,8 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
     of_faster = [metric for metric in metrics_of(report) if faster in metric.name]
     assert [metric.value for metric in of_faster] == [rows[2]["loss"], rows[2]["difference"]["mean"]]
     assert {metric.method for metric in of_faster} == {"transformer"}
-    assert all("768 tokens, 2 seeds" in metric.note for metric in of_faster)
+    assert [metric.type for metric in of_faster] == ["loss", None]
+    assert all("768 tokens, mean of 2 seeds" in metric.note for metric in of_faster)
     assert f"p {rows[2]['difference']['own']['holm']:.3f} by its own t-test" in of_faster[1].note
     assert any("methods have different learning rates" in note for note in report["notes"])
     assert report["environments"][0]["packages"]["torch"] == metadata.version("torch")
@@ -483,6 +485,7 @@ def test_a_checkpoint_is_continued_as_every_method(work: Path, compare: Callable
     report = json.loads(done.stdout)
     assert list(report["sizes"]) == ["checkpoint"]
     assert all("2 seeds, continued from the checkpoint" in metric["note"] for metric in report["metrics"])
+    assert any("methods have different learning rates" in note for note in report["notes"])
     (note,) = (m["note"] for m in report["metrics"] if m["method"] == "svformer" and "minus" in m["name"])
     assert re.search(r"; simultaneous 95 % interval [+-]\d\.\d{4} to [+-]\d\.\d{4}, p [01]\.\d{3} by", note)
     runs = [json.loads(path.read_text()) for path in (work / "continued" / "runs").rglob("*.json")]

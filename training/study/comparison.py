@@ -325,11 +325,6 @@ def _parsed(text: str, known: Mapping[str, Any], what: str, allowed: Collection[
     return name, values
 
 
-def _rates(method: str, settings: RunSettings) -> tuple[float, float | None]:
-    own = _read_method(method, settings).settings
-    return own.learning_rate, own.connection_learning_rate
-
-
 def _described(run: _Run) -> dict[str, Any]:
     return {
         "size": run.size,
@@ -369,11 +364,13 @@ def _report(study: _Study, results: Sequence[Mapping[str, Any]], command: str) -
 def _notes(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]], tokens: int) -> list[str]:
     options = study.options
     budget = f"{options.settings.steps:,} steps of {options.settings.batch} x {options.block} tokens"
+    split = any(row["choice_loss"] is not None for rows in sizes.values() for row in rows)
+    half = "the half for reports of " if split else ""
+    rest = "; the other half is for choices, as of a learning rate" if split else ""
     notes = [
-        f"Loss: nats per token after {budget} (or its own steps), on the half of the held-out text that is for reports "
-        f"(all of it: {tokens:,} tokens of {study.data.fingerprint['held_out_documents']:,} documents); the other half "
-        f"is for choices, as of a learning rate. Δ: minus that of {options.compared_with}, the mean of the seeds. "
-        "FLOPs: relative to its."
+        f"Loss: nats per token after {budget} (or the method's own steps), on {half}the held-out text ({tokens:,} "
+        f"tokens of {study.data.fingerprint['held_out_documents']:,} documents{rest}). Δ: loss minus that of "
+        f"{options.compared_with}, the mean of the seeds. FLOPs: relative to {options.compared_with}'s."
     ]
     for size, rows in sizes.items():
         losses = {row["method"]: row["losses"] for row in rows}
@@ -390,12 +387,12 @@ def _notes(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]], toke
             )
         if diverged := [method for method in losses if None in losses[method]]:
             notes.append(f"{size}: left out, since a run diverged: {', '.join(diverged)}.")
-        rates = {row["method"]: _rates(row["method"], options.settings) for row in rows}
-        if len({rates[row["method"]] for row in rows}) > 1 and not study.options.start:
-            notes.append(
-                f"{size}: methods have different learning rates. A difference is then one of rates, too, unless each "
-                "method has its best one."
-            )
+    settings = [run.method.settings for run in study.runs]
+    if len({(own.learning_rate, own.connection_learning_rate) for own in settings}) > 1:
+        notes.append(
+            "The methods have different learning rates. A difference is then one of rates, too, unless each method has "
+            "its best one."
+        )
     groups = study.data.groups
     drawn = "these held-out documents" if groups is None else "the groups of these held-out documents"
     return [*notes, f"[over documents]: 95 % of a bootstrap of {drawn}, for these models; not simultaneous."]
@@ -404,28 +401,28 @@ def _notes(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]], toke
 def _metrics(study: _Study, sizes: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """The results that cards print, by the fields of `resformer.model_cards.Metric`."""
     options = study.options
-    seeds = f"{options.seeds} seed{'s' * (options.seeds > 1)}, "
-    seeds += "from scratch" if options.start is None else "continued from the checkpoint"
-    models = {(run.size, run.method.text): architecture_digest(run.config) for run in study.runs}
+    seeds = "1 seed" if options.seeds == 1 else f"mean of {options.seeds} seeds"
+    seeds += ", from scratch" if options.start is None else ", continued from the checkpoint"
+    runs = {(run.size, run.method.text): run for run in study.runs}
     metrics: list[dict[str, Any]] = []
 
     for size, row in ((size, row) for size, rows in sizes.items() for row in rows if row["loss"] is not None):
-        steps = _read_method(row["method"], options.settings).settings.steps
-        budget = f"{steps * options.settings.batch * options.block:,} tokens, {seeds}"
+        run = runs[size, row["method"]]
+        budget = f"{run.method.settings.steps * options.settings.batch * options.block:,} tokens, {seeds}"
         note = f"{size}, {row['parameters']:,} parameters, {budget}"
         place = size if row["method"] == row["architecture"] else f"{size}, {row['method']}"
         common = {
-            "type": "loss",
             "dataset": study.data.name,
             "split": "held-out",
             "method": row["architecture"],
-            "model": models[size, row["method"]],
+            "model": architecture_digest(run.config),
         }
-        metrics.append({"name": f"loss, {place}", "value": row["loss"], **common, "note": note})
+        metrics.append({"name": f"loss, {place}", "type": "loss", "value": row["loss"], **common, "note": note})
         if (difference := row["difference"]) is not None:
             if difference["low"] is not None:
                 note += f"; simultaneous 95 % interval {difference['low']:+.4f} to {difference['high']:+.4f}"
-                note += f", p {difference['own']['holm']:.3f} by its own t-test with Holm's correction"
+                if (own := difference["own"]) is not None:
+                    note += f", p {own['holm']:.3f} by its own t-test with Holm's correction"
             name = f"loss minus {options.compared_with}'s, {place}"
             metrics.append({"name": name, "value": difference["mean"], **common, "note": note})
     return metrics
