@@ -17,7 +17,7 @@ import study_figures
 from resformer.commands.terminal import size
 from resformer.configuration import METHODS
 from resformer.training.options import PretrainOptions
-from resformer.training.pretraining import _plan
+from resformer.training.pretraining import pretrain_plan
 from resformer.training.sizes import SIZES, scratch_config
 from resformer.training.study.table import markdown
 from resformer.training.tokenizers import make_tokenizer
@@ -308,7 +308,7 @@ def sizes(source: str) -> str:
     for name, shape in SIZES.items():
         vocabulary = 50_277 if shape.hidden_size >= 512 else 4096
         config = scratch_config("transformer", name, tokenizer, vocab_size=vocabulary)
-        plan = _plan(PretrainOptions(output="", data=["text"]), config)
+        plan = pretrain_plan(PretrainOptions(output="", data=["text"]), config)
         cells = [f"`{name}`", config.num_hidden_layers, config.num_attention_heads, config.hidden_size]
         cells += [config.intermediate_size, f"{plan.parameters / 1e6:.0f}M", f"{plan.tokens / 1e9:.2f}B"]
         cells += [

@@ -127,7 +127,7 @@ def test_a_step_is_as_large_on_any_number_of_devices(work: Path, monkeypatch: py
         monkeypatch.setattr(pretraining, "_devices", lambda devices=devices: devices)
         options = PretrainOptions(output="a", data=["text.txt"], size="82m", tokenizer="bytes")
         config, _ = pretraining._model(options)
-        plans.append(pretraining._plan(options, config))
+        plans.append(pretraining.pretrain_plan(options, config))
     assert len({(plan.steps, plan.tokens, plan.sequences) for plan in plans}) == 1
     assert [plan.sequences // (plan.micro_batch * plan.accumulate) for plan in plans] == [1, 2, 8]
     assert plans[0].tokens == pytest.approx(20 * plans[0].parameters, rel=0.01)

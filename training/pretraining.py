@@ -24,7 +24,7 @@ from resformer.training.report import FinetuneReport
 from resformer.training.sizes import budget, schedule_arguments
 from resformer.training.untrained import parameter_count, untrained, write_untrained
 
-__all__ = ["PretrainPlan", "plan_pretraining", "pretrain"]
+__all__ = ["PretrainPlan", "plan_pretraining", "pretrain", "pretrain_plan"]
 
 _PASS = 16_384  # tokens that a device takes at a time, unless more is said
 _TIMED = 20.0  # seconds for the speed of a plan
@@ -72,7 +72,7 @@ def pretrain(
     if options.tasks:
         check_tasks(options.tasks)  # before a tokenizer is made of the data
     config, tokenizer = _model(options)
-    plan = _plan(options, config)
+    plan = pretrain_plan(options, config)
     run = _run(options, plan)
     start = NewOptions(**{each.name: getattr(options, each.name) for each in fields(NewOptions)})
     start = replace(start, output=run.model, force=True)
@@ -88,7 +88,7 @@ def pretrain(
 def plan_pretraining(options: PretrainOptions) -> PretrainPlan:
     """The plan, with the speed of a model of this shape here; writes nothing and reads data for a tokenizer alone."""
     config, _ = _model(options)
-    plan = _plan(options, config)
+    plan = pretrain_plan(options, config)
     speed, memory = _measured(options, plan, config)
     speed *= data_parallel(options, _devices())
     return replace(plan, tokens_per_second=speed, hours=plan.tokens / speed / 3600, memory=memory)
@@ -106,7 +106,8 @@ def _model(options: PretrainOptions) -> tuple[ResFormerConfig, PreTrainedTokeniz
     return untrained(options, options.held_out)
 
 
-def _plan(options: PretrainOptions, config: ResFormerConfig) -> PretrainPlan:
+def pretrain_plan(options: PretrainOptions, config: ResFormerConfig) -> PretrainPlan:
+    """The plan for a model of this configuration, without its speed and memory."""
     block = config.max_position_embeddings
     parameters, flops = parameter_count(config), training_flops(config, block)
     tokens, batch_tokens, rate = budget(parameters, flops, options.tokens)
