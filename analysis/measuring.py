@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from resformer.analysis.attention import IMPLEMENTATION
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
+from resformer.environment import usable_device
 from resformer.errors import CheckpointError, one_line
 from resformer.files import AsDict
 from resformer.modeling.connection import plain_matrix
@@ -105,7 +106,8 @@ def analyze(
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded, is not such a decoder, or gives NaN or infinity.
-        ValueError: no text has two tokens, there are strings but no tokenizer, or `max_tokens` is below two.
+        ValueError: no text has two tokens, there are strings but no tokenizer, `max_tokens` is below two, or `device`
+            cannot be used.
     """
     if max_tokens < 2:
         raise ValueError(f"max_tokens={max_tokens}: a first token and another one are needed.")
@@ -269,6 +271,7 @@ def _layers(base: nn.Module, name: str) -> list[nn.Module]:
 
 def _load(checkpoint: str, dtype: torch.dtype, device: str | torch.device | None) -> PreTrainedModel:
     check_folder(checkpoint)
+    device = usable_device(device)
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
@@ -280,7 +283,7 @@ def _load(checkpoint: str, dtype: torch.dtype, device: str | torch.device | None
     prefix = f"{model.base_model_prefix}."  # the head, which a classifier has not, is not run
     if missing := sorted(name for name in loading["missing_keys"] if name.startswith(prefix)):
         raise CheckpointError(f"{checkpoint}: {missing[0]} is missing, with {len(missing) - 1} other tensors.")
-    return model.to(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    return model.to(device)
 
 
 def _later(load: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:

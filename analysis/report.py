@@ -14,7 +14,7 @@ from resformer.analysis.figures import plots
 from resformer.analysis.measuring import DEFINITIONS, Analysis
 from resformer.analysis.page import page
 from resformer.environment import require
-from resformer.files import check_target, replacing, write_text
+from resformer.files import check_target, replacing, write_text, writing
 from resformer.version import __version__
 
 
@@ -64,4 +64,5 @@ def write_report(report: Report, folder: Path, *, force: bool = False) -> None:
         write_text(partial / "analysis.json", json.dumps(values, indent=1, allow_nan=False) + "\n")
         write_text(partial / "report.html", page(values, figures))
         for plot in figures:
-            (partial / f"{plot.key}.png").write_bytes(plot.png)
+            with writing(partial / f"{plot.key}.png"):
+                (partial / f"{plot.key}.png").write_bytes(plot.png)

@@ -17,7 +17,7 @@ from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cach
 from resformer.configuration.methods import connections_of, method_of, without_connections
 from resformer.errors import plain
 from resformer.model_cards.facts import FACTS, FIELDS, HEADS, papers_of
-from resformer.model_cards.metrics import Metric, table_rows
+from resformer.model_cards.metrics import Metric, notes_of, table_rows
 from resformer.model_cards.source_card import well_formed
 from resformer.modeling import ResFormerForCausalLM
 
@@ -86,7 +86,7 @@ def model_card(
     runs = () if changed else values["runs"]
     measured = list(metrics)
     if corpus and values["evaluation_tokens"]:
-        held_out = {"dataset": corpus, "split": "held out", "note": f"{values['evaluation_tokens']} tokens"}
+        held_out = {"dataset": corpus, "split": "held out", "note": f"{values['evaluation_tokens']:,} tokens"}
         measured += [
             Metric("perplexity", run["perplexity_after"], **held_out)
             for run in runs
@@ -134,6 +134,7 @@ def model_card(
         "papers": papers,
         "licence": licence,
         "results": table_rows(measured),
+        "notes": notes_of(measured),
         "cache": {"bytes": cache, "full": full, "share": cache / full, "dtype": dtype},
         "added": added_parameters(config) if method in FACTS else None,
         "bundle": bundle,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from resformer.configuration import ResFormerConfig, cache_bytes_by_method
 from resformer.model_cards.cards import added_parameters, render
 from resformer.model_cards.facts import FACTS, PAPERS
-from resformer.model_cards.metrics import Metric, table_rows
+from resformer.model_cards.metrics import Metric, notes_of, table_rows
 
 _SMOLLM2_135M = {
     "num_hidden_layers": 30,
@@ -38,5 +38,5 @@ def method_card(method: str, metrics: Iterable[Metric] = ()) -> str:
         cache=cache[method],
         papers=[PAPERS[key] for key in facts.papers],
         results=table_rows(results),
-        notes=[f"{metric.name}: {metric.note}" for metric in results if metric.note],
+        notes=notes_of(results),
     )

@@ -5,7 +5,8 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from inspect import formatannotation
 from typing import Any
 
 import yaml
@@ -29,7 +30,7 @@ class Metric:
     """One measured number, its dataset and split."""
 
     name: str  # shown in tables: "perplexity"
-    value: float
+    value: int | float
     dataset: str  # shown in tables: "WikiText-2"
     split: str
     type: str | None = None  # id in hf.co/metrics; None: the name
@@ -37,7 +38,7 @@ class Metric:
     config: str | None = None  # of that dataset
     revision: str | None = None  # of that dataset
     task: str | None = None  # name of a benchmark's task
-    stderr: float | None = None
+    stderr: int | float | None = None
     samples: int | None = None  # number that were used
     of_samples: int | None = None  # number in the dataset; None: the same
     shots: int | None = None
@@ -46,13 +47,13 @@ class Metric:
     note: str | None = None  # how it was measured
 
     def __post_init__(self) -> None:
-        for name in ("name", "dataset", "split"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name).strip():
-                raise ValueError(f"A metric needs a string `{name}`, not {getattr(self, name)!r}: {self}.")
-        if isinstance(self.value, bool) or not isinstance(self.value, (int, float)) or not math.isfinite(self.value):
-            raise ValueError(
-                f"`value` of the metric {self.name!r} on {self.dataset!r} is {self.value!r}: no finite number."
-            )
+        where = f"of the metric {self.name!r} on {self.dataset!r}"
+        for each in fields(self):
+            value: Any = getattr(self, each.name)
+            if isinstance(value, bool) or not isinstance(value, each.type) or value == "":
+                raise ValueError(f"`{each.name}` {where} is {value!r}; expected {formatannotation(each.type)}.")
+        if not math.isfinite(self.value):
+            raise ValueError(f"`value` {where} is {self.value!r}: no finite number.")
 
     def is_of(self, config: ResFormerConfig) -> bool:
         """Whether it was measured of a model of this architecture, or, where only a method is known, of this method."""
@@ -109,43 +110,44 @@ def harness_metrics(results: Mapping[str, Any], where: str = "results") -> list[
 
     Groups are left out: their tasks are included one by one.
     """
-    for name in ("results", "configs"):
-        if not isinstance(results.get(name), Mapping):
-            raise ValueError(f"{where}: no results of lm-evaluation-harness, `{name}` is missing.")
-    metrics = []
+    for name, default in (("results", None), ("configs", None), ("n-samples", {}), ("n-shot", {})):
+        if not isinstance(results.get(name, default), Mapping):
+            raise ValueError(f"{where}: no results of lm-evaluation-harness, `{name}` is missing or no object.")
+    entries = []
     for task, measured in sorted(results["results"].items()):
         if task not in results["configs"]:  # a group
             continue
-        config = results["configs"][task]
+        config, counts = results["configs"][task], results.get("n-samples", {}).get(task, {})
+        if not all(isinstance(each, Mapping) for each in (measured, config, counts)):
+            raise ValueError(f"{where}: no results of lm-evaluation-harness, a part of the task {task!r} is no object.")
         split = next((config[name] for name in _SPLITS if config.get(name)), None)
         if split is None:
             raise ValueError(f"{where}: the configuration of the task {task!r} names no split.")
         path = config.get("dataset_path")
         on_hub = isinstance(path, str) and path not in _READERS and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path)
-        counts = results.get("n-samples", {}).get(task, {})
         for key, value in sorted(measured.items()):
             metric, comma, filters = key.partition(",")
             if not comma or metric.endswith("_stderr") or isinstance(value, str):
                 continue
             stderr = measured.get(f"{metric}_stderr,{filters}")
-            metrics.append(
-                Metric(
-                    name=metric if filters == "none" else f"{metric} ({filters})",
-                    value=value,
-                    type=metric,
-                    dataset=path if on_hub else task,
-                    dataset_id=path if on_hub else None,
-                    config=config.get("dataset_name") if on_hub else None,
-                    split=split,
-                    task=task,
-                    stderr=stderr if isinstance(stderr, (int, float)) else None,
-                    samples=counts.get("effective"),
-                    of_samples=counts.get("original"),
-                    shots=results.get("n-shot", {}).get(task),
-                    note="lm-evaluation-harness " + str(results.get("lm_eval_version", "")).strip(),
-                )
+            entries.append(
+                {
+                    "name": metric if filters == "none" else f"{metric} ({filters})",
+                    "value": value,
+                    "type": metric,
+                    "dataset": path if on_hub else task,
+                    "dataset_id": path if on_hub else None,
+                    "config": config.get("dataset_name") or None if on_hub else None,
+                    "split": split,
+                    "task": task,
+                    "stderr": stderr if isinstance(stderr, (int, float)) else None,
+                    "samples": counts.get("effective"),
+                    "of_samples": counts.get("original"),
+                    "shots": results.get("n-shot", {}).get(task),
+                    "note": "lm-evaluation-harness " + str(results.get("lm_eval_version", "")).strip(),
+                }
             )
-    return metrics
+    return metrics_of({"metrics": entries}, where)
 
 
 def eval_result_files(metrics: Iterable[Metric]) -> dict[str, str]:
@@ -178,6 +180,15 @@ def samples_of(metric: Metric) -> str:
         return ""
     of = "" if metric.of_samples in (None, metric.samples) else f" of {metric.of_samples:,}"
     return f"{metric.samples:,}{of} samples"
+
+
+def notes_of(metrics: Iterable[Metric]) -> list[str]:
+    """How results were measured: a line for each note, with the names of its metrics."""
+    names: dict[str, list[str]] = {}
+    for metric in metrics:
+        if metric.note:
+            names.setdefault(metric.note, []).append(metric.name)
+    return [f"{', '.join(dict.fromkeys(each))}: {note}" for note, each in names.items()]
 
 
 def table_rows(metrics: Sequence[Metric]) -> list[dict[str, str]]:

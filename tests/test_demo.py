@@ -1,6 +1,5 @@
 """The main job, end to end: on a tiny model every time, and on the real SmolLM2-135M in the slow tests."""
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -87,7 +86,6 @@ def test_real_model_is_retrofitted_bit_exact(smollm2: Path, method: str, tmp_pat
 
 @pytest.mark.slow
 def test_real_demo(smollm2: Path, tmp_path: Path) -> None:
-    os.environ.pop("RESFORMER_CACHE", None)
     done = run_demo(tmp_path / "demo", "--model", smollm2, "--steps", 1, "--block", 256)
     assert done.returncode == 0, done.stderr
     assert "logits identical to the bit" in done.stderr

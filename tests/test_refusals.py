@@ -110,7 +110,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "empty.jsonl": "",
         "rows.jsonl": '{"id": 0, "text": "one"}\n' * 200,
         "chats.jsonl": '{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}\n' * 40,
+        "set.yaml": "set: 5\n",
         "half.json": '{"runs": []}',
+        "odd.json": '{"results": {"arc": {}}, "configs": {"arc": 5}}',
+        "untyped.json": '{"metrics": [{"name": "a", "value": 1, "dataset": "b", "split": "c", "stderr": "d"}]}',
         "gguf/x.gguf": "",
     }.items():
         (folder / name).parent.mkdir(exist_ok=True)

@@ -75,8 +75,10 @@ def test_a_stopped_run_goes_on_to_the_same_files(text: Path, monkeypatch: pytest
     assert digests(text / "tokens") == digests(text / "whole")
 
 
-def test_parts_have_every_document_once(text: Path) -> None:
-    assert tokenizing.tokenize(options(text, shard="2/3")) is None
+def test_parts_have_every_document_once(text: Path, invoke: Callable[..., Any]) -> None:
+    arguments = ["--tokenizer", "bytes", "--sample-by", "line", "--held-out", 0.1, "--tokens-per-file", 5000]
+    part = invoke(text, "tokenize", text / "text.txt", "tokens", *arguments, "--shard", "2/3", "--json")
+    assert json.loads(part.stdout) is None
     assert tokenizing.tokenize(options(text, shard="1/3")) is None
     index = tokenizing.tokenize(options(text, shard="3/3"))
     whole = tokenizing.tokenize(options(text, "whole"))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from resformer.convert import CheckpointError, retrofit, revert
+from resformer.errors import plain
 from resformer.files import check_target
 from resformer.modeling import ResFormerForCausalLM
 from resformer.modeling.connection import plain_matrix
@@ -68,10 +69,10 @@ def run_demo(
         llama = Path(scratch, "llama")
         if source.endswith(".gguf"):  # which only a conversion reads
             retrofit(source, llama, "transformer")
-        plain = FinetuneOptions(
+        baseline = FinetuneOptions(
             model=str(llama) if llama.exists() else source, output=str(Path(scratch, "finetuned")), **common
         )
-        reports = [finetune_checkpoint(plain)]
+        reports = [finetune_checkpoint(baseline)]
     options = FinetuneOptions(model=str(output / "retrofit"), output=str(output / "finetuned"), **common)
     reports.append(finetune_checkpoint(options))
 
@@ -81,7 +82,7 @@ def run_demo(
     _print_table(["Llama", method], reports)
     _print_mixing(ResFormerForCausalLM.from_pretrained(output / "finetuned"))
     text = reloaded["text"].partition("```")[0].rstrip()  # what comes behind the code is a chat's
-    print(f"\nReloaded {output / 'finetuned'} as {reloaded['class']}. It writes:\n\n{text}")
+    print(f"\nReloaded {output / 'finetuned'} as {reloaded['class']}. It writes:\n\n{plain(text)}")
     return reports
 
 
@@ -159,4 +160,4 @@ def _print_mixing(model: ResFormerForCausalLM) -> None:
 
 
 def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+    print(plain(words), file=sys.stderr, flush=True)

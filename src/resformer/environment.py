@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from resformer.errors import one_line
+
 _PACKAGES = (
     "resformer torch transformers accelerate datasets safetensors huggingface_hub tokenizers peft trl lm-eval "
     "flash-attn triton"
@@ -91,6 +93,20 @@ def cpu_has_bf16() -> bool:
 
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def usable_device(device: Any) -> Any:
+    """The device, or the accelerator if there is one; raises ValueError where it cannot be used."""
+    import torch
+
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if accelerator is None else accelerator.type
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:  # the harness would silently take another device
+        raise ValueError(f"device={device!r} cannot be used: {one_line(error)}") from error
+    return device
 
 
 def require(package: str, extra: str) -> ModuleType:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from resformer.environment import require
+from resformer.environment import require, usable_device
 from resformer.errors import CheckpointError, one_line
 from resformer.files import replace_text
 from resformer.untrusted import check_folder, read_json
@@ -71,7 +71,7 @@ def evaluate(
     if backend not in ("hf", "vllm"):
         raise ValueError(f"backend={backend!r}: expected hf or vllm.")
     if backend == "hf":
-        device = _device(device)
+        device = usable_device(device)
     elif device is not None:
         raise ValueError(f"device={device!r}: vLLM chooses its device itself; leave it out.")
     if backend == "vllm" and batch_size in (None, "auto"):
@@ -182,19 +182,6 @@ def _harness() -> ModuleType:
     # The harness's bootstrap would fork this process: locks that other threads hold stay locked in the child.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     return require("lm_eval", "eval")
-
-
-def _device(device: str | None) -> str:
-    import torch
-
-    if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return "cpu" if accelerator is None else accelerator.type
-    try:
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:  # the harness would silently take another device
-        raise ValueError(f"device={device!r} cannot be used: {one_line(error)}") from error
-    return device
 
 
 def _find_tasks(

@@ -58,7 +58,7 @@ def analyze(
         read = list(read_texts(text, texts=texts, max_tokens=max_tokens) if text else standard_texts(texts))
         analyses: list[Analysis] = []
         for checkpoint, name in zip(checkpoints, _names(checkpoints), strict=True):
-            with tqdm(total=texts, desc=name, unit="text", leave=False) as bar:
+            with tqdm(total=len(read), desc=name, unit="text", leave=False) as bar:
                 options: dict[str, Any] = {"tokenizer": tokenizer, "max_tokens": max_tokens, "device": device}
                 options |= {"dtype": getattr(torch, dtype), "progress": bar.update}
                 analyses.append(analyze_one(checkpoint, read, name=name, **options))

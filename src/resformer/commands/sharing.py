@@ -31,6 +31,9 @@ def card(
     with reporting_errors():
         if (checkpoint is None) == (method is None):
             raise typer.BadParameter("give either the folder of a checkpoint or --method NAME.")
+        of_checkpoints = {"output": output, "repository": repository, "base-model": base_model, "license": license_}
+        if method is not None and (given := [name for name, value in of_checkpoints.items() if value is not None]):
+            raise typer.BadParameter(f"--{given[0]} is for the card of a checkpoint, and --method prints a method's.")
         from resformer.checkpoint_cards import checkpoint_card, read_results
 
         if checkpoint is None:
@@ -51,7 +54,7 @@ def card(
             return
         target, *others = built.write(output or checkpoint / "README.md", force=force)
         row("card", f"{target}, origin: {built.origin}")
-        row("results", len(built.metrics))
+        row("results", len(built.card.data.eval_results or ()))
         for path in others:
             row("also wrote", path)
         results = target.parent / EVAL_RESULTS

@@ -42,8 +42,10 @@ def _from_file(context: typer.Context, path: Path | None) -> Path | None:
             raise ValueError(f"{path}: expected lines of `name: value`.")
         options = {option.removeprefix("--"): each for each in context.command.params for option in each.opts}
         settings = {each.name for each in fields(TrainingArguments) if each.init and context.info_name == "finetune"}
-        more = values.pop("set", {})
-        more = assignments(more) if isinstance(more, list) else dict(more)
+        more = values.pop("set", None) or {}
+        if not isinstance(more, (dict, list)):
+            raise ValueError(f"{path}: set is {more!r}; expected lines of `name: value`.")
+        more = assignments(list(map(str, more))) if isinstance(more, list) else dict(more)
         given: dict[str, Any] = {}
         for name, value in values.items():
             option = options.get(str(name).replace("_", "-"))
@@ -152,10 +154,10 @@ def tokenize(options: TokenizeOptions, as_json: AsJson = False) -> None:
     from resformer.training.tokenizing import tokenize as run
 
     index = run(options)
-    if index is None:
-        row("wrote", f"part {options.shard} of {options.output}; other parts are not done")
-    elif as_json:
+    if as_json:
         echo(json.dumps(index, indent=2))
+    elif index is None:
+        row("wrote", f"part {options.shard} of {options.output}; other parts are not done")
     else:
         for side in ("train", "validation"):
             sums = index[side]
