@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import formatannotation
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_yaml
@@ -49,9 +49,9 @@ class Metric:
     def __post_init__(self) -> None:
         where = f"of the metric {self.name!r} on {self.dataset!r}"
         for each in fields(self):
-            value: Any = getattr(self, each.name)
-            if isinstance(value, bool) or not isinstance(value, each.type) or value == "":
-                raise ValueError(f"`{each.name}` {where} is {value!r}; expected {formatannotation(each.type)}.")
+            value, form = getattr(self, each.name), cast(type, each.type)
+            if isinstance(value, bool) or not isinstance(value, form) or value == "":
+                raise ValueError(f"`{each.name}` {where} is {value!r}; expected {formatannotation(form)}.")
         if not math.isfinite(self.value):
             raise ValueError(f"`value` {where} is {self.value!r}: no finite number.")
 

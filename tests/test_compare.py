@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from checkpoints import save_checkpoint, save_notes
 from command_server import Run, resformer
 from conftest import tiny_config, tiny_model
 from filelock import FileLock
+from matplotlib.figure import Figure
 from scipy import stats
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, TrainerCallback, get_scheduler
@@ -38,6 +39,7 @@ from resformer.training.study import comparison
 from resformer.training.study import paired_run as paired_run_module
 from resformer.training.study.data import study_data
 from resformer.training.study.paired_run import paired_model, paired_run, run_arguments
+from resformer.training.study.plot import plot
 from resformer.training.study.table import dunnett_critical_value, losses_of, pooled_error, rows_of
 
 SHAPE = "tiny:hidden_size=32:intermediate_size=48:num_hidden_layers=6:num_attention_heads=4"
@@ -359,6 +361,19 @@ def test_the_evaluations_error_is_that_of_the_reported_documents() -> None:
     runs = [a_run("a", 0, 1.0, ours), a_run("b", 0, 1.25, theirs)]
     interval = rows_of(runs, "a", ["x", "y", "z", "w", "w"])["small"][1]["over_documents"]
     assert (interval["low"], interval["high"]) == pytest.approx((0.1, 0.5))  # y twice, w twice
+
+
+def test_a_sweep_has_a_line_for_every_other_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for steps, rate in product((2, 4), (1e-3, 2e-3)):
+        settings = {"learning_rate": rate, "connection_learning_rate": None, "architecture": "transformer", "curve": []}
+        runs.append(a_run(f"transformer:learning_rate={rate}:steps={steps}", 0, 1.0 + steps) | settings)
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    study = {"sizes": rows_of(runs, runs[0]["method"]), "baseline": runs[0]["method"], "held_out_groups": None}
+    plot(study, runs, tmp_path / "study.png")
+    lines = {line.get_label(): list(line.get_ydata()) for line in drawn[0].axes[2].lines}
+    assert lines == {"transformer:steps=2": [3.0, 3.0], "transformer:steps=4": [5.0, 5.0]}
 
 
 # Data.

@@ -1,5 +1,6 @@
 """The plot of a study, a row for each size: differences over the training, at the end, and learning rates or losses."""
 
+import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -118,15 +119,15 @@ def _draw_rates(
 ) -> None:
     losses = [(run, *losses_of(run, groups)) for run in runs]
     finite = [(run, reports if choices is None else choices) for run, choices, reports in losses if reports is not None]
-    for architecture in dict.fromkeys(run["architecture"] for run in runs):
-        points: dict[float, list[float]] = {}
-        for run, loss in finite:
-            if run["architecture"] == architecture:
-                points.setdefault(_rate(run, setting), []).append(loss)
-                colour = colours[run["method"]]
+    lines: dict[str, dict[float, list[float]]] = {}  # a method but for its rate -> the losses of each rate
+    looks = {}
+    for run, loss in finite:
+        label = re.sub(rf":{setting}=[^:]*", "", run["method"])
+        lines.setdefault(label, {}).setdefault(_rate(run, setting), []).append(loss)
+        looks[label] = colours[run["method"]]
+    for label, points in lines.items():
         means = sorted((rate, fmean(values)) for rate, values in points.items())
-        if means:
-            axes.plot(*zip(*means, strict=True), marker="o", label=architecture, color=colour)
+        axes.plot(*zip(*means, strict=True), marker="o", label=label, color=looks[label])
     axes.set_xscale("log")
     rates = sorted({_rate(run, setting) for run, _ in finite})
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])

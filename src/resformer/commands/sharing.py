@@ -54,7 +54,7 @@ def card(
             return
         target, *others = built.write(output or checkpoint / "README.md", force=force)
         row("card", f"{target}, origin: {built.origin}")
-        row("results", len(built.card.data.eval_results or ()))
+        row("results", len(built.card.data.get("eval_results") or ()))
         for path in others:
             row("also wrote", path)
         results = target.parent / EVAL_RESULTS
