@@ -137,7 +137,7 @@ def harness_metrics(results: Mapping[str, Any], where: str = "results") -> list[
                     "type": metric,
                     "dataset": path if on_hub else task,
                     "dataset_id": path if on_hub else None,
-                    "config": config.get("dataset_name") or None if on_hub else None,
+                    "config": str(config["dataset_name"]) if on_hub and config.get("dataset_name") else None,
                     "split": split,
                     "task": task,
                     "stderr": stderr if isinstance(stderr, (int, float)) else None,

@@ -207,6 +207,8 @@ def test_results_on_the_hubs_datasets_have_files_of_their_own() -> None:
     ]
     assert all(re.fullmatch(r"\.eval_results/[\w.-]+_5-shot\.yaml", name) for name in files)
     assert "5-shot" in entries[0].notes
+    numbered = {**HARNESS["configs"], "arc_easy": {**HARNESS["configs"]["arc_easy"], "dataset_name": 2016}}
+    assert harness_metrics({**HARNESS, "configs": numbered})[0].config == "2016"  # as YAML reads a name of digits
 
 
 # The methods' cards
