@@ -98,13 +98,14 @@ def crossings(config: ResFormerConfig, layer: int) -> dict[str, Crossing | list[
     return reads
 
 
-def returned(config: ResFormerConfig, layer: int) -> tuple[str, ...]:
-    """The names of the tensors that a layer returns: those that a later one reads."""
-    names = set()
-    for later in range(layer + 1, config.num_hidden_layers):
-        for read in crossings(config, later).values():
-            names |= {name for name, maker in (read if isinstance(read, list) else [read]) if maker == layer}
-    return tuple(sorted(names))
+def returned_tensors(config: ResFormerConfig) -> list[tuple[str, ...]]:
+    """Of each layer, the names of the tensors that it returns: those that a later one reads."""
+    names: list[set[str]] = [set() for _ in range(config.num_hidden_layers)]
+    for layer in range(config.num_hidden_layers):
+        for read in crossings(config, layer).values():
+            for name, maker in read if isinstance(read, list) else [read]:
+                names[maker].add(name)
+    return [tuple(sorted(each)) for each in names]
 
 
 @use_kernelized_func(apply_rotary_pos_emb)
@@ -112,13 +113,16 @@ class ResFormerAttention(nn.Module):
     """Multi-head attention, whose keys may be another layer's, and whose values may be mixed or another layer's.
 
     A layer that reads another's keys has no `k_proj`, one that reads another's values no `v_proj`.
+
+    Args:
+        returned: the layer's entry of `returned_tensors`, which a model computes once for all layers.
     """
 
-    def __init__(self, config: ResFormerConfig, layer_idx: int):
+    def __init__(self, config: ResFormerConfig, layer_idx: int, returned: tuple[str, ...] | None = None):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx  # in a cache
-        self.returned = returned(config, layer_idx)
+        self.returned = returned_tensors(config)[layer_idx] if returned is None else returned
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
@@ -254,12 +258,12 @@ class ResFormerAttention(nn.Module):
 
 
 class ResFormerDecoderLayer(GradientCheckpointingLayer):
-    def __init__(self, config: ResFormerConfig, layer_idx: int):
+    def __init__(self, config: ResFormerConfig, layer_idx: int, returned: tuple[str, ...] | None = None):
         super().__init__()
         self.layer_idx = layer_idx
         self.reads = crossings(config, layer_idx)
         self.attention_type = config.layer_types[layer_idx]
-        self.self_attn = ResFormerAttention(config, layer_idx)
+        self.self_attn = ResFormerAttention(config, layer_idx, returned)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -343,8 +347,9 @@ class ResFormerModel(ResFormerPreTrainedModel):
         self.vocab_size = config.vocab_size
 
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        returned = returned_tensors(config)
         self.layers = nn.ModuleList(
-            [ResFormerDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
+            [ResFormerDecoderLayer(config, layer_idx, returned[layer_idx]) for layer_idx in range(len(returned))]
         )
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)

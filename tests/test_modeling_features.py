@@ -31,6 +31,7 @@ from resformer import (
     ResFormerForTokenClassification,
     ResFormerModel,
 )
+from resformer.modeling import modeling_resformer
 from resformer.training.optimizer import is_connection
 
 
@@ -412,6 +413,15 @@ def test_pipeline_stages_are_refused_by_name(variant: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_what_layers_read_is_asked_a_few_times_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that models of thousands of layers are built in time."""
+    asked: list[int] = []
+    real = modeling_resformer.crossings
+    monkeypatch.setattr(modeling_resformer, "crossings", lambda config, n: (asked.append(n), real(config, n))[1])
+    layers = tiny_model("resformer").model.layers
+    assert len(asked) <= 2 * len(layers)
+
+
 def test_reentrant_checkpointing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Reentrant gradient checkpointing.*\{'use_reentrant': False\}"):
         tiny_model("resformer").gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
