@@ -1,8 +1,8 @@
 """Files of a Hub repository, read in place: their sizes, and the headers of safetensors by range requests."""
 
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,21 +68,30 @@ class HubFiles:
         wanted = f"bytes {start}-{start + length - 1}"
         headers = {**build_hf_headers(), "range": wanted.replace(" ", "="), "accept-encoding": "identity"}
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        content = bytearray()
-        try:
-            with http_stream_backoff("GET", url, max_retries=3, headers=headers, timeout=timeout) as response:
-                hf_raise_for_status(response)
-                sent = response.headers.get("content-range", "no range")
-                with suppress(HTTPError):  # connection lost: the length is checked below
+        for pause in (1, 2, 4, None):
+            content = bytearray()
+            try:
+                # Failed connections are tried again here: `http_stream_backoff` would close the HTTP client, which cuts
+                # off what other threads are reading.
+                with http_stream_backoff(
+                    "GET", url, max_retries=3, retry_on_exceptions=(), headers=headers, timeout=timeout
+                ) as response:
+                    hf_raise_for_status(response)
+                    sent = response.headers.get("content-range", "no range")
                     for piece in response.iter_bytes():
                         content += piece
                         if len(content) > length:
                             break
-        except HfHubHTTPError:
-            raise
-        except HTTPError as error:  # of the connection, to the Hub or to the storage that it names
-            where = error.request.url.host
-            raise CheckpointError(f"{self.repo_id}: {name} cannot be read from {where}: {one_line(error)}.") from error
+                break
+            except HfHubHTTPError:
+                raise
+            except HTTPError as error:  # of the connection, to the Hub or to the storage that it names
+                if pause is None:
+                    where = error.request.url.host
+                    raise CheckpointError(
+                        f"{self.repo_id}: {name} cannot be read from {where}: {one_line(error)}."
+                    ) from error
+                time.sleep(pause)
         if len(content) != length or sent.rpartition("/")[0] != wanted:
             raise CheckpointError(
                 f"{self.repo_id}: asked for {length:,} bytes of {name} ({wanted}), the server sent "

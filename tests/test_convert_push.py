@@ -13,6 +13,7 @@ import torch
 from checkpoints import save_checkpoint, sparse_checkpoint
 from conftest import assert_answers, tiny_model
 from hub_server import Commands, HubServer, Repository, Sparse
+from huggingface_hub import get_session
 from safetensors.torch import load_file, save_file
 from test_convert_fp8 import save_fp8
 from transformers import AutoModelForCausalLM
@@ -171,9 +172,10 @@ def test_what_cannot_be_pushed_is_refused_in_one_line_and_nothing_moves(
 
 
 def test_headers_on_the_hub_say_what_a_folder_says(hub: HubServer, commands: Commands, tmp_path: Path) -> None:
-    """Coefficients that were trained are read too."""
+    """Coefficients that were trained are read too, and answers that are cut off are read again."""
     tiny_model("resformer-denseformer").save_pretrained(tmp_path / "trained", max_shard_size="20KB")
     hub.add("you/trained", tmp_path / "trained")
+    hub.fail("GET /objects/", "answer", 3)
     done = commands("inspect", "you/trained", "--json")
     assert done.exit_code == 0, done.stderr
     expected = {**inspect(tmp_path / "trained").as_dict(), "source": "you/trained"}
@@ -265,6 +267,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "short": ("asked for 16,384 bytes of model-0", "GET /objects/"),
     "whole": ("(no range). Run the command again", "GET /objects/"),
     "away": ("model-00002-of-00004.safetensors cannot be read from 127.0.0.1", "GET .*model-00002-of-00004"),
+    "answer": ("safetensors cannot be read from localhost: peer closed connection", "GET /objects/"),
     "status": ("503", "GET .*model-00002-of-00004"),
 }
 
@@ -283,11 +286,12 @@ def test_bad_headers_and_servers_end_in_one_error(fault: str, hub: HubServer, co
         del source["model-00002-of-00004.safetensors"]
     else:
         hub.fail(requests, fault, 100)  # type: ignore[arg-type]
-    sent = hub.sent
+    sent, session = hub.sent, get_session()
     said = commands.refused("convert", "them/large", "--push", "you/new")
     assert (said[:3], message in said) == ("3: ", True), said
     assert hub.sent - sent < 1e8  # "whole": what the sockets held when the connections were closed
     assert "you/new" not in hub.repositories
+    assert get_session() is session  # to close it would cut off what other threads read
 
 
 def test_revisions_private_repositories_and_the_cache(hub: HubServer, commands: Commands) -> None:
