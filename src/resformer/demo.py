@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from resformer.convert import CheckpointError, retrofit, revert
+from resformer.convert.source import open_source
 from resformer.errors import plain
 from resformer.files import check_target
 from resformer.modeling import ResFormerForCausalLM
 from resformer.modeling.connection import plain_matrix
-from resformer.training.data import STANDARD_HELD_OUT, STANDARD_LIBRARY
+from resformer.training.data import STANDARD_HELD_OUT, STANDARD_LIBRARY, load_tokenizer
 from resformer.training.options import FinetuneOptions
 from resformer.training.recipe import finetune_checkpoint
 from resformer.training.report import FinetuneReport
@@ -43,6 +44,9 @@ def run_demo(
     """Runs the demo, writes `output`/retrofit and `output`/finetuned, prints the table to stdout."""
     source = smollm2() if model is None else model
     check_target(output / "finetuned", source, made_by="finetune", force=True)
+    opened = open_source(source, resformer=True)
+    gguf = {} if opened.gguf is None else {"gguf_file": opened.gguf.name}
+    load_tokenizer(opened.folder if gguf else source, None, "save one beside it", **gguf)  # before anything is written
     _say(f"1. Retrofit {source} with {method}")
     try:
         report = retrofit(source, output / "retrofit", method, force=True)
