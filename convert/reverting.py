@@ -81,7 +81,8 @@ def revert(
     else:
         reverted = family_config(config, recorded_family(opened))
     decision = _decide(opened.fetch(headers_only=True), config, before, reverted)
-    if not (settings.dry_run or decision.source.on_this_disk):  # download the weights: the coefficients allow it
+    # The coefficients allow it: now download the weights, or dequantise them.
+    if not settings.dry_run and (opened.dequantised or not decision.source.on_this_disk):
         decision = _decide(opened.fetch(), config, before, reverted)
     return carry_out(
         decision,

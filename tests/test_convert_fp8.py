@@ -12,7 +12,7 @@ from conftest import assert_answers, assert_said
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
-from resformer import inspect, retrofit, verify
+from resformer import inspect, retrofit, revert, verify
 from resformer.convert import CheckpointError
 
 BLOCK = (8, 16)
@@ -60,6 +60,17 @@ def test_fp8_becomes_what_transformers_makes_of_it(scale_dtype: torch.dtype, tmp
     card = ModelCard.load(tmp_path / "out" / "README.md").text
     assert "identical to the source's (which Transformers dequantises to bfloat16) to the bit" in card
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_connections_are_taken_out_of_fp8(tmp_path: Path) -> None:
+    for name in ("fp8", "ours"):
+        save_fp8(tmp_path / name, torch.float32)
+    tensors = load_file(tmp_path / "ours" / "model.safetensors")
+    tensors["model.value_residual.bias"] = torch.tensor([0.0, 1.0] * 5)
+    save_file(tensors, tmp_path / "ours" / "model.safetensors")
+    change_json(tmp_path / "ours" / "config.json", model_type="resformer", value_residual="learnable")
+    assert revert(tmp_path / "ours", tmp_path / "back", verify="logits").logits.identical
+    assert verify(tmp_path / "fp8", tmp_path / "back", verify="hashes").same
 
 
 def test_fp8_that_transformers_does_not_find_is_refused(tmp_path: Path) -> None:
