@@ -22,6 +22,7 @@ from resformer.convert.families import backbone_config
 from resformer.convert.reading import Checkpoint
 from resformer.convert.safetensors_format import Shard, Tensor
 from resformer.convert.tensors import CODES, to_tensor
+from resformer.environment import require
 from resformer.errors import CheckpointError, first_names, one_line, plain, quoted
 from resformer.untrusted import MIB, bare_name, read_json, regular_file
 
@@ -99,9 +100,12 @@ def _is_stored_whole(value: object) -> bool:
 
 def gguf_config(path: Path) -> PreTrainedConfig:
     """The configuration that the file's metadata describe."""
+    regular_file(path, path.resolve().parent)  # a link to it is followed: the user named it
     try:
+        reader = require("gguf", "demo").GGUFReader(path)
+        _check_gguf_layers(path, reader)
         config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
-        _check_gguf(path, config)
+        _check_gguf(path, reader, config)
     except (ImportError, CheckpointError):
         raise  # the ImportError names the package to install
     except Exception as error:  # Transformers and gguf raise nearly anything for a bad file
@@ -138,25 +142,28 @@ def save_gguf_extras(path: Path, model: PreTrainedModel, output: Path) -> bool:
     return True
 
 
-def _check_gguf(path: Path, config: PreTrainedConfig) -> None:
+def _check_gguf_layers(path: Path, reader: Any) -> None:
+    """Refuses a file that claims other layers than it holds, before Transformers makes lists of that length."""
+    stored = {match[1] for match in (re.match(r"blk\.(\d+)\.", tensor.name) for tensor in reader.tensors) if match}
+    for key, field in reader.fields.items():
+        if key.endswith(".block_count") and (claimed := field.contents()) != len(stored):
+            raise CheckpointError(
+                f"{path}: its metadata claim {quoted(claimed)} layers, it holds tensors of {len(stored)}."
+            )
+
+
+def _check_gguf(path: Path, reader: Any, config: PreTrainedConfig) -> None:
     """Refuses a file that Transformers would read as another model, or that claims more numbers than it holds.
 
     A few bytes can claim a model of any size: its numbers must be in the file before memory is taken for them.
     """
-    from gguf import GGUFReader
-
-    backbone, reader = backbone_config(config), GGUFReader(path)
+    backbone = backbone_config(config)
     stored = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     way = "Convert the safetensors that it was made from."
     scaled = (".rope.scaling.factor", ".rope.scale_linear")
     if "rope_freqs.weight" in stored or any(key.endswith(scaled) for key in reader.fields):
         raise CheckpointError(
             f"{path}: scales its rotary embedding, which Transformers does not read from GGUF files. {way}"
-        )
-    layers = {match[1] for match in (re.match(r"blk\.(\d+)\.", name) for name in stored) if match}
-    if len(layers) != backbone.num_hidden_layers:
-        raise CheckpointError(
-            f"{path}: its metadata claim {backbone.num_hidden_layers} layers, it holds tensors of {len(layers)}."
         )
     shapes = expected_shapes(backbone)
     if "output.weight" not in stored:  # the head is the embeddings
