@@ -28,8 +28,11 @@ from resformer.convert.to_folder import (
 )
 from resformer.convert.writing import Transfer
 from resformer.errors import CheckpointError, VerificationError, first_names, one_line
-from resformer.hub import Content, Copied, CopyError, HubError, Push, Pushed, digest, hub_api, repository_files
+from resformer.hub import Copied, CopyError, HubError, Push, Pushed, digest, hub_api, repository_files
 from resformer.model_cards import carried_metadata
+
+#: A file's content: in memory, or copied by the Hub.
+_Content = bytes | Copied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +124,12 @@ def _terms(decision: Decision, info: ModelInfo, destination: Destination) -> dic
     return {name: value for name, value in terms.items() if value is not None}
 
 
-def _contents(decision: Decision, plan: Plan, files: Mapping[str, RepoFile], options: Options) -> dict[str, Content]:
+def _contents(decision: Decision, plan: Plan, files: Mapping[str, RepoFile], options: Options) -> dict[str, _Content]:
     """The files of the result, but for those that describe it."""
     if options.verify == "logits":
         raise CopyError("comparing logits takes the weights")
     repo_id, revision = str(decision.source.repo_id), str(decision.source.revision)
-    contents: dict[str, Content] = {}
+    contents: dict[str, _Content] = {}
     for shard in plan.shards:
         contents[shard.name] = (
             Copied(repo_id, revision, files[shard.origin]) if isinstance(shard, CarriedShard) else _in_memory(shard)
@@ -153,12 +156,12 @@ def _in_memory(shard: WrittenShard) -> bytes:
     return content
 
 
-def _transfer(contents: Mapping[str, Content]) -> Transfer:
+def _transfer(contents: Mapping[str, _Content]) -> Transfer:
     """Files that are not stored by LFS go through this machine: `create_commit` downloads them and sends them again."""
     transfer = Transfer()
     for content in contents.values():
         if not isinstance(content, Copied):
-            transfer.uploaded += len(content) if isinstance(content, bytes) else content.stat().st_size
+            transfer.uploaded += len(content)
         elif content.file.lfs is not None:
             transfer.copied_by_hub += content.file.size
         else:
@@ -167,7 +170,7 @@ def _transfer(contents: Mapping[str, Content]) -> Transfer:
     return transfer
 
 
-def _check(pushed: Pushed, contents: Mapping[str, Content], plan: Plan) -> None:
+def _check(pushed: Pushed, contents: Mapping[str, _Content], plan: Plan) -> None:
     """Reads the commit back: hashes of all files, as the Hub states them, and headers of the weights."""
     where = f"{pushed.repo_id} at {pushed.commit}"
     try:
@@ -193,11 +196,9 @@ def _check(pushed: Pushed, contents: Mapping[str, Content], plan: Plan) -> None:
         )
 
 
-def _is_stored(content: Content, file: RepoFile | None) -> bool:
+def _is_stored(content: _Content, file: RepoFile | None) -> bool:
     if file is None:
         return False
     if isinstance(content, Copied):
         return digest(file) == digest(content.file)
-    if isinstance(content, Path):  # its SHA-256 was checked when it was uploaded
-        return file.size == content.stat().st_size
     return digest(file) == (git_hash(content) if file.lfs is None else hashlib.sha256(content).hexdigest())
