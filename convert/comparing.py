@@ -22,7 +22,7 @@ from resformer.errors import CheckpointError, one_line
 from resformer.files import AsDict
 from resformer.modeling.connection import ConnectionKind
 from resformer.modeling.modeling_resformer import KINDS
-from resformer.untrusted import MIB, read_bounded
+from resformer.untrusted import MIB, check_folder, read_bounded
 
 #: Fields of `ResFormerConfig` that change no number of a forward pass or its gradient. Both ends of a tie are compared
 #: as tensors.
@@ -249,6 +249,8 @@ def _logits(
 def _token_ids(source: OpenedSource, path: Path, vocab_size: int, needed: int) -> list[int]:
     """The first `needed` tokens of a text file."""
     gguf = {} if source.gguf is None else {"gguf_file": source.gguf.name}
+    if not gguf:
+        check_folder(source.folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False, **gguf)
     except Exception as error:  # Transformers raises nearly anything for a bad tokenizer
@@ -268,7 +270,7 @@ def _distance(one: Tensor, other: Tensor) -> float | None:
     if one.shape != other.shape:
         return None
     distances = [(a - b).abs().max() for a, b in zip(_floats(one), _floats(other), strict=True)]
-    return torch.stack(distances).max().item()
+    return torch.stack(distances).max().item() if distances else 0.0
 
 
 def _floats(tensor: Tensor) -> Iterator[torch.Tensor]:
