@@ -67,8 +67,10 @@ def added_shapes(config: ResFormerConfig, *, tables: bool = True) -> dict[str, t
 def initial_connections(config: ResFormerConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """The added parameters at their start; `dtype` is the model's, which tables have."""
     modules = {name: _on_cpu(module, dtype) for name, module in connection_modules(config).items()}
-    for module in modules.values():
-        module.reset_parameters()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # tables may start with random numbers: two runs write the same
+        for module in modules.values():
+            module.reset_parameters()
     return {name: to_tensor(name, parameter) for name, parameter in _parameters(modules).items()}
 
 

@@ -26,9 +26,9 @@ from resformer.convert.reading_back import check_bytes, check_headers, check_sid
 from resformer.convert.safetensors_format import first_bytes
 from resformer.convert.source import Source
 from resformer.convert.tensors import Rounding
-from resformer.convert.writing import Transfer, can_be_linked, check_space, flush, transfer_of, write_plan
+from resformer.convert.writing import Transfer, can_be_linked, check_space, transfer_of, write_plan
 from resformer.errors import CheckpointError, OutputError, VerificationError, first_names, one_line
-from resformer.files import AsDict, replacing, write_text
+from resformer.files import AsDict, check_target, replacing, write_text
 from resformer.progress import progress_bar
 
 Verify = Literal["auto", "headers", "hashes", "logits"]
@@ -126,7 +126,7 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
     to_move = sum(shard.size for shard in plan.shards) + sum(file.size for file in plan.side_files)
     to_read = 0 if verify == "headers" else forecast.moved
     with (
-        replacing(output, made_by=options.made_by, force=options.force) as partial,
+        replacing(output, made_by=options.made_by, force=options.force, durable=options.durable) as partial,
         progress_bar(
             total=to_move + to_read, unit="B", unit_scale=True, desc=output.name, show=options.progress
         ) as bar,
@@ -153,8 +153,8 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         implied = replace(report, verified="hashes", logits=None) if options.verify == "auto" else report
         for name, text in finish(implied, files).items():
             write_text(partial / name, text)
-        if options.durable:
-            flush(partial)
+        if options.force:  # somebody may have written there since
+            check_target(output, made_by=options.made_by, force=True)
     return report
 
 
@@ -221,7 +221,11 @@ def _gguf_extras(decision: Decision, partial: Path) -> Iterator[str]:
 def _compare(decision: Decision, output: Path, partial: Path, rounding: Rounding) -> LogitsComparison:
     """Compares the logits of the source and the result, each in the dtype of most of its weights."""
     source, dtype = decision.source, decision.dtype
-    comparison = compare_logits(source.load, lambda: AutoModelForCausalLM.from_pretrained(partial, dtype=dtype))
+    comparison = compare_logits(
+        source.load,
+        # Without its generation_config.json: one that Transformers refuses goes along with a warning.
+        lambda: AutoModelForCausalLM.from_pretrained(partial, dtype=dtype, generation_config=GenerationConfig()),
+    )
     if not comparison.finite:
         wrong = not_finite(source.checkpoint.tensors.values())
         raise CheckpointError(

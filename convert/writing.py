@@ -8,9 +8,8 @@ import hashlib
 import os
 import shutil
 import stat
-import sys
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -107,16 +106,6 @@ def write_plan(
     return done
 
 
-def flush(folder: Path) -> None:
-    """Waits until every file of `folder` is on the disk."""
-    paths = [folder, *folder.rglob("*")]
-    if sys.platform == "win32":  # cannot flush a folder
-        paths = [path for path in paths if path.is_file()]
-    # In parallel: the disk then orders the writes.
-    with ThreadPoolExecutor(8) as pool, writing(folder):
-        list(pool.map(_fsync, paths))
-
-
 def _carry(shard: CarriedShard, target: Path, done: Written, *, link: bool, progress: Progress) -> None:
     source = regular_file(shard.path)
     if link:
@@ -167,9 +156,10 @@ def _copy_range(source: BinaryIO, path: Path, start: int, length: int, output: B
     in_kernel = hasattr(os, "copy_file_range")
     while left:
         if in_kernel:
-            try:
+            moved = 0
+            with suppress(OSError):  # not possible between these files, or an error that reading or writing shows again
                 moved = os.copy_file_range(source.fileno(), output.fileno(), min(left, _COPY_PIECE), start)
-            except OSError:  # not possible between these files, or an error that reading or writing shows again
+            if moved == 0:  # where some file systems cannot, they raise no error
                 in_kernel = False
                 continue
         else:
@@ -188,11 +178,3 @@ def _copy_range(source: BinaryIO, path: Path, start: int, length: int, output: B
 def _write_all(output: BinaryIO, piece: memoryview) -> None:
     while piece:
         piece = piece[output.write(piece) :]
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)  # Windows flushes no others
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -276,9 +276,10 @@ def test_weights_and_configuration_may_be_links_to_a_store(tmp_path: Path) -> No
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
 
 
-def test_a_generation_config_that_cannot_be_saved_again_is_a_warning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ['{"do_sample": false, "temperature": 0.5}', '{"cache_implementation": "x"}'])
+def test_a_generation_config_that_cannot_be_saved_again_is_a_warning(content: str, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "source")
-    (tmp_path / "source" / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.5}')
+    (tmp_path / "source" / "generation_config.json").write_text(content)
     (warning,) = retrofit(tmp_path / "source", tmp_path / "out").warnings
     assert "generation_config.json" in warning
 
@@ -382,6 +383,11 @@ def test_verify_measures_what_differs(tmp_path: Path) -> None:
     assert comparison.logits.max_difference > 0
     assert not verify(tmp_path / "one", tmp_path / "two", verify="hashes").same
     assert verify(tmp_path / "one", tmp_path / "two", verify="headers").same is None
+    name, empty = "model.rotary_emb.inv_freq", torch.zeros(0)  # of an old checkpoint
+    for folder, dtype in (("one", torch.float32), ("two", torch.float16)):
+        weights = load_file(tmp_path / folder / "model.safetensors")
+        save_file({**weights, name: empty.to(dtype)}, tmp_path / folder / "model.safetensors", {"format": "pt"})
+    assert verify(tmp_path / "one", tmp_path / "two", verify="hashes").different[name] == 0
     model.to(torch.bfloat16).save_pretrained(tmp_path / "three")
     assert len(verify(tmp_path / "one", tmp_path / "three", verify="headers").different) == 57
     with torch.no_grad():
@@ -542,6 +548,7 @@ FOREIGN: dict[str, Callable[[Path], str]] = {
     "inner": put("additional_chat_templates/notes", lambda path: (path.parent.mkdir(), path.touch())),
     "link": put("more", lambda path: path.symlink_to("config.json")),
     "edited": put("config.json", lambda path: path.write_text(path.read_text() + " ")),
+    "deep": put("deep.safetensors", lambda path: path.write_bytes(bytes([255] * 3 + [0] * 5) + b'{"a":' * 10**5)),
     "listing": put(LISTING, lambda path: path.write_text("{}")),
     "unlisted": put(LISTING, Path.unlink),
 }

@@ -6,7 +6,9 @@ import math
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -107,12 +109,13 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 @contextmanager
-def replacing(target: Path, *, made_by: str, force: bool = False) -> Iterator[Path]:
+def replacing(target: Path, *, made_by: str, force: bool = False, durable: bool = False) -> Iterator[Path]:
     """A folder beside `target` that takes its place when the block ends well, and is removed when it does not.
 
     The names of this folder, of the old output and of the lock file follow from `target`'s: the next run finds and
     removes what a killed one has left. The system releases the lock of a killed process. `made_by` is the command, for
-    the listing that `check_target` reads; with `force`, a folder that is not empty is replaced.
+    the listing that `check_target` reads; with `force`, a folder that is not empty is replaced; with `durable`,
+    when all new files are on the disk.
     """
     target = Path(os.path.realpath(target))
     name = target.name
@@ -138,6 +141,8 @@ def replacing(target: Path, *, made_by: str, force: bool = False) -> Iterator[Pa
             yield partial
             listing = {"made_by": made_by, "files": _fingerprints(partial)}
             write_text(partial / LISTING, json.dumps(listing, indent=2, sort_keys=True) + "\n")
+            if durable:
+                _flush(partial)
             with writing(target):
                 if target.exists():
                     target.rename(old) if force else target.rmdir()  # Windows renames onto no folder, even an empty one
@@ -209,6 +214,24 @@ def writing(path: Path) -> Iterator[None]:
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}.") from error
 
 
+def _flush(folder: Path) -> None:
+    """Waits until every file of `folder` is on the disk."""
+    paths = [folder, *folder.rglob("*")]
+    if sys.platform == "win32":  # cannot flush a folder
+        paths = [path for path in paths if path.is_file()]
+    # In parallel: the disk then orders the writes.
+    with ThreadPoolExecutor(8) as pool, writing(folder):
+        list(pool.map(_fsync, paths))
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)  # Windows flushes no others
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _remove_folder(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():  # `rmtree` would wait at a pipe
         shutil.rmtree(path, ignore_errors=True)
@@ -230,7 +253,7 @@ def _fingerprints(folder: Path) -> dict[str, str | None]:
 def _fingerprint(path: Path) -> str | None:
     """Size and SHA-256 of the first 4 KiB; of safetensors, those of each tensor too: training changes no others."""
     starts, digest = [0], hashlib.sha256()
-    with suppress(CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
+    with suppress(CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         if not path.is_symlink():
             with open_regular(path) as file:
                 if path.suffix == ".safetensors":
