@@ -186,7 +186,8 @@ def test_field_misspelt_in_a_file_or_an_override_is_pointed_out(tmp_path: Path, 
 
 def test_callers_arguments_are_left_alone(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "factor": 2.0}
-    arguments = {**TINY, **COMBINATIONS["kitchen-sink"], "rope_parameters": rope, "value_residual_layers": [1, 3]}
+    fields = copy.deepcopy(COMBINATIONS["kitchen-sink"])
+    arguments = {**TINY, **fields, "rope_parameters": rope, "value_residual_layers": [1, 3]}
     arguments |= {"value_residual_init": [0, 1], "id2label": {"0": "no", "1": "yes"}}
     before = copy.deepcopy(arguments)
     config = ResFormerConfig(**arguments)

@@ -12,6 +12,7 @@ from accelerate.utils import compile_regions
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from resformer.configuration import ResFormerConfig
+from resformer.environment import usable_device
 from resformer.evaluation import check_tasks
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.flops import training_flops
@@ -169,7 +170,7 @@ def _run(options: PretrainOptions, plan: PretrainPlan) -> _Run:
 
 def _measured(options: PretrainOptions, plan: PretrainPlan, config: ResFormerConfig) -> tuple[float, int]:
     """Tokens a second on this device, and the most bytes; the first pass is not timed, and has the optimizer's step."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.device(usable_device(None))
     with device:
         model = ResFormerForCausalLM(config).train()
         ids = torch.randint(config.vocab_size, (plan.micro_batch, plan.block))
