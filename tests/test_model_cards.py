@@ -184,7 +184,7 @@ def test_what_does_not_say_what_it_is_is_refused_by_name(checkpoints: Path) -> N
         refused(f"no {name}", metrics_of, {"metrics": [lacking]}, "m.json")
     for value in (float("nan"), float("inf"), True, "2.5"):
         refused(f"value {value!r}", metrics_of, {"metrics": [{**ENTRY, "value": value}]})
-    refused("splits", metrics_of, {"metrics": [{**ENTRY, "splits": "c"}]})
+    refused("another field", metrics_of, {"metrics": [{**ENTRY, "colour": "c"}]})
     record, config = record_of(checkpoints / "exact"), ResFormerConfig.from_pretrained(checkpoints / "exact")
     del record["parameters"]
     refused("no parameters", model_card, record, "you/new", config=config)
