@@ -590,7 +590,8 @@ def test_a_committed_run_begins_as_its_command_says(
     place = state.parents[1].relative_to(unfinished)
     curve = json.loads((path.with_suffix("") / "runs" / f"{place}.json").read_text())["curve"]
     losses = [entry["eval_loss"] for entry in json.loads(state.read_text())["log_history"] if "eval_loss" in entry]
-    assert losses == pytest.approx([point["validation_loss"] for point in curve[:2]], abs=1e-3)
+    tolerance = 2e-2 if study["bf16"] else 1e-3  # processors round products in bfloat16 differently
+    assert losses == pytest.approx([point["validation_loss"] for point in curve[:2]], abs=tolerance)
 
 
 @pytest.mark.slow
