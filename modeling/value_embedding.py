@@ -45,7 +45,8 @@ class ValueEmbedding(nn.Module):
             input_ids: `(batch, tokens)`.
             values: `(batch, key/value heads, tokens, head_dim)`.
         """
-        gate = LARGEST_GATE * torch.sigmoid(self.bias_gate(hidden_states[..., :GATE_CHANNELS]))
+        channels = hidden_states[..., :GATE_CHANNELS].contiguous()  # vLLM ignores strides in bfloat16 on some CPUs
+        gate = LARGEST_GATE * torch.sigmoid(self.bias_gate(channels))
         rows = self.bias_table(input_ids).unflatten(-1, (values.shape[1], -1)).transpose(1, 2)
         return torch.addcmul(values, rows.to(values.dtype), gate.to(values.dtype).transpose(1, 2).unsqueeze(-1))
 
