@@ -412,7 +412,6 @@ def test_pipeline_stages_are_refused_by_name(variant: str) -> None:
         model(**RAGGED)
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 def test_what_layers_read_is_asked_a_few_times_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that models of thousands of layers are built in time."""
     asked: list[int] = []
@@ -422,6 +421,7 @@ def test_what_layers_read_is_asked_a_few_times_for_each(monkeypatch: pytest.Monk
     assert len(asked) <= 2 * len(layers)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 def test_reentrant_checkpointing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Reentrant gradient checkpointing.*\{'use_reentrant': False\}"):
         tiny_model("resformer").gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
