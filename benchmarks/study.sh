@@ -12,7 +12,8 @@
 #   five           the same at the rates chosen there, five seeds
 #   smollm2        SmolLM2-135M (the folder or id in FROM), a million tokens, three rates for the connections, two seeds
 # RATES="transformer:learning_rate=4e-3,..." names the methods of `budget`, `context` and `five` with their chosen rates.
-# RATE is that of `starts`, `early` and `scratch`. SEEDS="0" has `starts`, `early` and `capacity` do one of the three.
+# RATE is that of `starts`, `early` and `scratch`. SEEDS="0" has `starts`, `early` and `capacity` do one of the three,
+# FROM="10 100" has `starts` do two of the four.
 set -euo pipefail
 script=$(realpath "${BASH_SOURCE[0]}")
 cd "$(dirname "$script")/results/study"
@@ -43,7 +44,7 @@ context)
     compare context1024 --methods "$RATES" --sizes $half --seeds 3 --steps 2080 --block 1024 --learning-rate 4e-3 \
         "${common[@]}" --batch 4 --micro-batch 4 ;;
 starts)
-    for percent in 10 25 50 100; do
+    for percent in ${FROM:-10 25 50 100}; do
         for seed in ${SEEDS:-0 1 2}; do
             compare "starts/$percent-$seed" --methods transformer --sizes $half --seeds 1 --first-seed $seed \
                 --steps $((1221 * percent / 100)) --block 256 --learning-rate "$RATE" --schedule constant --save-models "${common[@]}"
