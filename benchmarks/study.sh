@@ -57,7 +57,8 @@ early)
         recipe=(--seeds 1 --first-seed $((seed + 10)) --steps $steps --block 256 --learning-rate "$RATE"
             --connection-learning-rate "$RATE" --schedule wsd --decay "$(python -c "print(244 / $steps)")" "${common[@]}")
         compare "early/$FROM-$seed" --from "$start" --methods "$methods" "${recipe[@]}"
-        flock "$start" sh -c "[ -d $start-aligned ] || python ../../align_values.py $start $start-aligned"
+        flock "$start" bash -c "[ -d $start-aligned ] || {
+            resformer revert $start $start-llama && python ../../align_values.py $start-llama $start-aligned; }"
         compare "early/$FROM-$seed-aligned" --from "$start-aligned" --methods "resformer:$middle" "${recipe[@]}"
     done ;;
 scratch)
