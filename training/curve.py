@@ -6,8 +6,6 @@ from pathlib import Path
 
 from resformer.training.log import LOG
 
-__all__ = ["CURVE", "draw_curves"]
-
 #: The picture in an output.
 CURVE = "curve.png"
 

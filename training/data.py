@@ -37,26 +37,6 @@ from resformer.errors import CheckpointError, first_names, one_line
 from resformer.untrusted import check_folder
 from resformer.version import __version__
 
-__all__ = [
-    "INDEX",
-    "STANDARD_HELD_OUT",
-    "STANDARD_LIBRARY",
-    "Blocks",
-    "DataError",
-    "Documents",
-    "PackedBlocks",
-    "StreamedBlocks",
-    "document_ends",
-    "is_held_out",
-    "load_documents",
-    "load_tokenizer",
-    "pack_all",
-    "pack_documents",
-    "standard_library",
-    "tokenise",
-    "training_texts",
-]
-
 #: The source that every machine has: the files of Python's standard library, about 11 MB.
 STANDARD_LIBRARY = "standard-library"
 #: The share of its modules that comparisons, the demo and `resformer analyze` hold out.

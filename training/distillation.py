@@ -9,8 +9,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer
 
-__all__ = ["DistillationTrainer", "distillation_loss", "hidden_state_loss"]
-
 _IGNORED = -100
 
 

@@ -5,8 +5,6 @@ from typing import Any
 from resformer.configuration import key_sources, value_sources
 from resformer.modeling.modeling_resformer import KINDS
 
-__all__ = ["forward_flops", "training_flops"]
-
 
 def forward_flops(config: Any, tokens: int) -> dict[str, float]:
     """Operations of a forward pass per token, in sequences of `tokens`; a multiplication and an addition are two.

@@ -6,8 +6,6 @@ from resformer.configuration import ResFormerConfig, key_sources, value_sources
 from resformer.errors import CheckpointError
 from resformer.training.optimizer import is_connection
 
-__all__ = ["trained_parameters"]
-
 _OF_READERS = ("self_attn.q_proj", "self_attn.o_proj", "input_layernorm")
 
 

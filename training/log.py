@@ -14,8 +14,6 @@ from resformer.errors import CheckpointError
 from resformer.files import json_value, replace_text
 from resformer.training.optimizer import is_connection
 
-__all__ = ["LOG", "TrainingLog", "coefficients"]
-
 #: The file of the log: one entry a step that was logged or evaluated.
 LOG = "log.json"
 

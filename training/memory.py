@@ -5,8 +5,6 @@ import sys
 import psutil
 import torch
 
-__all__ = ["peak_memory"]
-
 
 def peak_memory() -> int:
     """The most bytes in use at once so far: resident in this process, or allocated on the accelerator."""

@@ -9,8 +9,6 @@ from transformers import Trainer, TrainerCallback
 
 from resformer.modeling.modeling_resformer import KINDS
 
-__all__ = ["ConnectionTrainer", "FullPrecisionConnections", "is_connection", "set_connection_learning_rate"]
-
 
 def is_connection(parameter_name: str) -> bool:
     """Whether the parameter belongs to an added connection: it lies under the module of one of `KINDS`."""

@@ -13,28 +13,6 @@ from typer import Argument, Option
 
 from resformer.errors import CheckpointError, first_names, one_line
 
-__all__ = [
-    "OF_A_METHOD",
-    "PLAIN",
-    "SAMPLE_BY",
-    "SCHEDULES",
-    "TRAIN",
-    "DataOptions",
-    "FinetuneOptions",
-    "NewOptions",
-    "PretrainOptions",
-    "RunOptions",
-    "RunSettings",
-    "ScheduleOptions",
-    "StudyOptions",
-    "TokenizeOptions",
-    "architecture",
-    "check_same",
-    "count",
-    "names",
-    "weighted_sources",
-]
-
 #: What a document of a plain text file may be.
 SAMPLE_BY = ("document", "paragraph", "line")
 #: Of the learning rate; "wsd" is warm-up, stable, decay.

@@ -7,8 +7,6 @@ from transformers.distributed import DistributedConfig
 
 from resformer.training.options import RunOptions
 
-__all__ = ["NOT_TENSOR_PARALLEL", "data_parallel", "distributed", "passes"]
-
 #: Where Accelerate refuses tensor parallelism in training.
 NOT_TENSOR_PARALLEL = ["cpu"]
 

@@ -25,8 +25,6 @@ from resformer.training.report import FinetuneReport
 from resformer.training.sizes import budget, schedule_arguments
 from resformer.training.untrained import parameter_count, untrained, write_untrained
 
-__all__ = ["PretrainPlan", "plan_pretraining", "pretrain", "pretrain_plan"]
-
 _PASS = 16_384  # tokens that a device takes at a time, unless more is said
 _TIMED = 20.0  # seconds for the speed of a plan
 

@@ -65,8 +65,6 @@ from resformer.training.report import FinetuneReport, perplexity, record_origin
 from resformer.training.trainer import Bar, EvaluationLines, Place, RecipeTrainer
 from resformer.untrusted import check_folder
 
-__all__ = ["START", "finetune_checkpoint", "last_checkpoint", "uses_bf16"]
-
 #: The folder, in that of an unfinished run, of an untrained checkpoint that it has begun with.
 START = "start"
 _OPTION_NAMES = {  # field of TrainingArguments -> the option that sets it

@@ -20,8 +20,6 @@ from resformer.training.data import STANDARD_LIBRARY
 from resformer.training.options import FinetuneOptions
 from resformer.untrusted import read_json
 
-__all__ = ["FinetuneReport", "perplexity", "record_origin"]
-
 
 @dataclass
 class FinetuneReport:

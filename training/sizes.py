@@ -14,8 +14,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from resformer.configuration import ResFormerConfig
 
-__all__ = ["CONFIG_FIELDS", "SIZES", "Size", "budget", "known_size", "schedule_arguments", "scratch_config"]
-
 #: Fields of a ResFormerConfig, without those that all configurations have.
 CONFIG_FIELDS = {field.name for field in fields(ResFormerConfig)} - {field.name for field in fields(PreTrainedConfig)}
 

@@ -9,8 +9,6 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from resformer.training.data import load_tokenizer, training_texts
 
-__all__ = ["make_tokenizer"]
-
 _END = "<|endoftext|>"
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 _LEARNED_FROM = 100_000_000  # characters that a BPE tokenizer is trained on at most, an equal part of each source

@@ -28,8 +28,6 @@ from resformer.training.data import INDEX, document_ends, load_documents, load_t
 from resformer.training.options import TokenizeOptions, check_same
 from resformer.training.tokenizers import make_tokenizer
 
-__all__ = ["TOKENIZER", "tokenize"]
-
 #: The folder of the tokenizer in the output.
 TOKENIZER = "tokenizer"
 

@@ -21,8 +21,6 @@ from resformer.training.distillation import DistillationTrainer
 from resformer.training.optimizer import ConnectionTrainer
 from resformer.training.report import perplexity
 
-__all__ = ["Bar", "EvaluationLines", "Place", "RecipeTrainer"]
-
 _SHARDS = "shards"  # the folder of a checkpoint that has the processes' parts
 
 

@@ -14,8 +14,6 @@ from resformer.training.sizes import known_size, scratch_config
 from resformer.training.tokenizers import make_tokenizer
 from resformer.training.tokenizing import TOKENIZER
 
-__all__ = ["new_checkpoint", "parameter_count", "untrained", "write_untrained"]
-
 
 def new_checkpoint(
     options: NewOptions, *, weights: bool = True, held_out: float = 0.0, dry_run: bool = False

@@ -39,8 +39,6 @@ from resformer.training.study.plot import check_packages, plot
 from resformer.training.study.table import pooled_error, rows_of
 from resformer.training.untrained import parameter_count
 
-__all__ = ["plan_study", "run_study"]
-
 
 @dataclass(frozen=True)
 class _Method:

@@ -21,8 +21,6 @@ from resformer.training.data import (
 from resformer.training.options import StudyOptions
 from resformer.training.tokenizers import make_tokenizer
 
-__all__ = ["StudyData", "bytes_per_token", "study_data"]
-
 
 @dataclass(frozen=True)
 class StudyData:

@@ -36,8 +36,6 @@ from resformer.training.recipe import last_checkpoint, uses_bf16
 from resformer.training.sizes import schedule_arguments
 from resformer.training.trainer import Bar
 
-__all__ = ["paired_model", "paired_run", "run_arguments", "whole_batches"]
-
 _WARMING_UP = 2  # steps that are not timed, where there are more
 
 

@@ -10,8 +10,6 @@ from typing import Any
 from resformer.environment import install_hint
 from resformer.training.study.table import losses_of, pooled_error
 
-__all__ = ["check_packages", "plot"]
-
 Run = Mapping[str, Any]
 
 

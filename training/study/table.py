@@ -9,16 +9,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "PooledError",
-    "dunnett_critical_value",
-    "losses_of",
-    "markdown",
-    "paired_difference",
-    "pooled_error",
-    "rows_of",
-]
-
 Run = Mapping[str, Any]
 
 
