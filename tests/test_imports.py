@@ -1,4 +1,4 @@
-"""Imports run one way: a module imports from its own package and from the lines above its own in `ORDER`."""
+"""Imports run one way: a module imports from its own package and from the lines above its own in CONTRIBUTING.md."""
 
 import ast
 import pkgutil
@@ -10,28 +10,10 @@ import pytest
 
 import resformer
 
+CONTRIBUTING = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 #: A package stands for all its modules. Names that share a line do not import each other.
-ORDER = """
-errors, version
-environment, progress, untrusted
-files
-hub
-record
-configuration
-modeling
-model_cards
-convert
-checkpoint_cards, evaluation, pushing
-training
-training.study, analysis, shrinking
-registration
-__init__
-demo, serving, trl, vllm
-commands
-cli
-__main__
-"""
-LEVELS = {name: level for level, line in enumerate(ORDER.strip().split("\n")) for name in line.split(", ")}
+ORDER = CONTRIBUTING.partition("```text\n")[2].partition("\n```")[0]
+LEVELS = {name: level for level, line in enumerate(ORDER.split("\n")) for name in line.split(", ")}
 MODULES = ["resformer", *(module.name for module in pkgutil.walk_packages(resformer.__path__, "resformer."))]
 
 
@@ -39,7 +21,7 @@ def name_in_order(module: str) -> str:
     """`convert` of `resformer.convert.reading`; `training.study` of `resformer.training.study.table`."""
     name = module.partition(".")[2] or "__init__"
     while name not in LEVELS:
-        assert "." in name, f"{module} has no place in ORDER: name it there and in CONTRIBUTING.md"
+        assert "." in name, f"{module} has no place in CONTRIBUTING.md: name it there"
         name = name.rpartition(".")[0]
     return name
 
@@ -63,7 +45,3 @@ def test_no_module_imports_from_below(module: str) -> None:
     place = name_in_order(module)
     names = {name_in_order(name) for name in imported(ast.parse(Path(spec.origin).read_text(encoding="utf-8")))}
     assert {name for name in names - {place} if LEVELS[name] >= LEVELS[place]} == set()
-
-
-def test_the_order_is_the_one_that_contributing_draws() -> None:
-    assert ORDER in (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -2,6 +2,8 @@
 
 import copy
 import math
+from collections import defaultdict
+from functools import cache
 
 import pytest
 import torch
@@ -56,25 +58,21 @@ def token_losses(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
 
 
-_measured: dict[str, dict[str, float]] = {}
-
-
+@cache
 def deviations(method: str) -> dict[str, float]:
     """Root mean square over tokens and seeds of how far the losses move in each kind of low precision, in nats."""
-    if method not in _measured:
-        squares: dict[str, list[float]] = {}
-        for seed in SEEDS:
-            model = build(method, seed)
-            train(model, seed)
-            ids = sequences(1000 * seed + 999)
-            exact = token_losses(model, ids)
-            for dtype in DTYPES:
-                with torch.autocast("cpu", dtype=dtype):
-                    mixed = token_losses(model, ids)
-                for kind, losses in (("autocast", mixed), ("pure", token_losses(cast(model, dtype), ids))):
-                    squares.setdefault(f"{kind} {dtype}", []).append((losses - exact).square().mean().item())
-        _measured[method] = {kind: math.sqrt(sum(values) / len(values)) for kind, values in squares.items()}
-    return _measured[method]
+    squares: dict[str, list[float]] = defaultdict(list)
+    for seed in SEEDS:
+        model = build(method, seed)
+        train(model, seed)
+        ids = sequences(1000 * seed + 999)
+        exact = token_losses(model, ids)
+        for dtype in DTYPES:
+            with torch.autocast("cpu", dtype=dtype):
+                mixed = token_losses(model, ids)
+            for kind, losses in (("autocast", mixed), ("pure", token_losses(cast(model, dtype), ids))):
+                squares[f"{kind} {dtype}"].append((losses - exact).square().mean().item())
+    return {kind: math.sqrt(sum(values) / len(values)) for kind, values in squares.items()}
 
 
 @pytest.mark.parametrize("method", others_slow([*METHODS][1:], ["resformer", "svformer"]))
