@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -85,45 +84,35 @@ def only_our_tasks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TaskIndex, "build", staticmethod(build_only_folder))
 
 
-@pytest.fixture
-def scores(folder: Path) -> Callable[..., dict[str, dict[str, Any]]]:
-    def run(checkpoint: Path, **arguments: Any) -> dict[str, dict[str, Any]]:
-        options = {"include_path": folder / "tasks", "device": "cpu", **arguments}
-        return evaluate(str(checkpoint), list(TASKS), **options)["results"]
-
-    return run
+def scores(checkpoint: Path, **options: Any) -> dict[str, dict[str, Any]]:
+    """Task -> metrics."""
+    options |= {"include_path": checkpoint.parent / "tasks", "device": "cpu"}
+    return evaluate(str(checkpoint), list(TASKS), **options)["results"]
 
 
-@pytest.fixture(scope="module")
-def retrofits(folder: Path) -> Callable[[str], Path]:
-    def make(method: str) -> Path:
-        output = folder / method
-        if not output.exists():
-            retrofit(folder / "llama", output, method, lossy=True, link=True, verify="headers")
-        return output
-
-    return make
+def retrofitted(folder: Path, method: str) -> Path:
+    """A retrofit of the Llama, made once."""
+    if not (folder / method).exists():
+        retrofit(folder / "llama", folder / method, method, lossy=True, link=True, verify="headers")
+    return folder / method
 
 
-def test_exact_retrofits_score_as_their_source_to_the_bit(
-    folder: Path, retrofits: Callable[[str], Path], scores: Callable[..., dict[str, dict[str, Any]]]
-) -> None:
+def test_exact_retrofits_score_as_their_source_to_the_bit(folder: Path) -> None:
     expected = scores(folder / "llama")
     assert set(expected) == set(TASKS)
     for method in ("resformer-gated", "depth-attention", "resformer-denseformer"):
-        assert scores(retrofits(method)) == expected, method
+        assert scores(retrofitted(folder, method)) == expected, method
 
 
 @pytest.mark.parametrize("method", ["resformer-constant", "svformer", "cla2"])
-def test_other_methods_have_scores_of_their_own_at_any_batch_size(
-    method: str, retrofits: Callable[[str], Path], scores: Callable[..., dict[str, dict[str, Any]]]
-) -> None:
-    one, four = (scores(retrofits(method), batch_size=size) for size in (1, 4))
+def test_other_methods_have_scores_of_their_own_at_any_batch_size(method: str, folder: Path) -> None:
+    one, four = (scores(retrofitted(folder, method), batch_size=size) for size in (1, 4))
     for task, metrics in one.items():
         for name, value in metrics.items():
             expected = pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
             assert four[task][name] == expected, (task, name)
-    assert one["text"]["bits_per_byte,none"] != scores(retrofits("transformer"))["text"]["bits_per_byte,none"]
+    source = scores(folder / "llama")["text"]
+    assert one["text"]["bits_per_byte,none"] != source["bits_per_byte,none"]
 
 
 @pytest.mark.vllm
@@ -148,13 +137,10 @@ def test_vllm_and_transformers_give_the_same_scores(folder: Path) -> None:
     assert scores["vllm"] == pytest.approx(scores["hf"], rel=1e-3)
 
 
-def test_command_writes_the_harnesses_results_with_versions(
-    folder: Path, retrofits: Callable[[str], Path], only_our_tasks: None
-) -> None:
-    output = folder / "results.json"
-    command = ["eval", str(retrofits("resformer")), "--tasks", "letters,te*", "--include-path", str(folder / "tasks")]
-    command += ["--limit", "3", "--batch-size", "2", "--num-fewshot", "0", "--device", "cpu", "--dtype", "float64"]
-    command += ["--output", str(output)]
+def test_command_writes_the_harnesses_results_with_versions(folder: Path, only_our_tasks: None) -> None:
+    output, model = folder / "results.json", retrofitted(folder, "resformer")
+    options = "--tasks letters,te* --limit 3 --batch-size 2 --num-fewshot 0 --device cpu --dtype float64".split()
+    command = ["eval", str(model), *options, "--include-path", str(folder / "tasks"), "--output", str(output)]
     done = cli(*command, "--json")
     assert done.exit_code == 0, done.output
     results = json.loads(output.read_text())
@@ -171,8 +157,7 @@ def test_command_writes_the_harnesses_results_with_versions(
     assert "exists already" in again.stderr
     assert json.loads(output.read_text()) == results
     assert again.stderr.splitlines()[-1].endswith(" --force")
-    config = retrofits("resformer") / "config.json"
-    refused = cli(*command[:-1], config, "--force")
+    refused = cli(*command[:-1], model / "config.json", "--force")
     assert refused.exit_code == 3
     assert "holds no results" in refused.stderr
     done = cli(*command, "--force")
@@ -196,23 +181,17 @@ def test_a_checkpoint_that_cannot_be_loaded_is_named_and_pickles_are_not_read(fo
 
 
 def test_without_the_harness_the_error_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Absent:
-        def find_spec(self, name: str, *_: object) -> None:
-            if name == "lm_eval":
-                raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval")
-
-    monkeypatch.delitem(sys.modules, "lm_eval", raising=False)
-    monkeypatch.setattr("sys.meta_path", [Absent(), *sys.meta_path])
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     done = cli("eval", folder / "llama", "--tasks", "letters")
     assert done.exit_code == 1
     assert "pip install '.[eval]'" in done.stderr
 
 
 @pytest.mark.slow
-def test_the_harnesses_own_command_knows_our_models(folder: Path, retrofits: Callable[[str], Path]) -> None:
+def test_the_harnesses_own_command_knows_our_models(folder: Path) -> None:
     output = folder / "own"
     command = "-m resformer.evaluation --model hf --tasks letters --device cpu --limit 2".split()
-    command += ["--model_args", f"pretrained={retrofits('resformer')}", "--output_path", str(output)]
+    command += ["--model_args", f"pretrained={retrofitted(folder, 'resformer')}", "--output_path", str(output)]
     command += ["--include_path", str(folder / "tasks")]
     environment = {**os.environ, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, check=False)
