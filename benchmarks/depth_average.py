@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import resformer
 from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.modeling.connection import weighted_sum
-from resformer.modeling.depth_average import DepthAverage, depth_average
+from resformer.modeling.depth_average import DepthAverage, RunningAverage, depth_average
 
 #: Layers, width, tokens, dilation and period, dtype.
 Case = tuple[int, int, int, tuple[int, int], str]
@@ -112,7 +112,7 @@ def forms(module: DepthAverage, case: Case) -> dict[str, Callable[[], Callable[[
         return append
 
     def ours() -> Callable[[torch.Tensor], torch.Tensor]:
-        return module.start(module()).append
+        return RunningAverage(module, module()).append
 
     def einsum(states: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
         return torch.einsum("k,kth->th", weights.to(states[0].dtype), torch.stack(states))

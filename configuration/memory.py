@@ -14,8 +14,6 @@ import torch
 from resformer.configuration.methods import METHODS, method_fields
 from resformer.configuration.sources import key_sources, value_sources
 
-__all__ = ["cache_bytes", "cache_bytes_by_method", "cache_bytes_per_token"]
-
 
 def cache_bytes_per_token(config: Any, dtype: Any = "bfloat16") -> int:
     """Bytes that one token of one sequence takes in a cache, while it is inside every window.

@@ -11,16 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from resformer.configuration.configuration_resformer import ResFormerConfig
 
-__all__ = [
-    "CONNECTION_FIELDS",
-    "METHODS",
-    "backbone_fields",
-    "connections_of",
-    "method_fields",
-    "method_of",
-    "without_connections",
-]
-
 #: The configuration fields of connections; all others are the backbone's. Their defaults are plain Llama.
 CONNECTION_FIELDS = (
     "value_residual value_residual_init value_residual_layers depth_attention_stride depth_attention_init "

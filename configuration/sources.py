@@ -5,8 +5,6 @@ Functions of plain fields, not properties: an engine that copies the fields into
 
 from typing import Any
 
-__all__ = ["key_sources", "mixing_layers", "value_sources"]
-
 
 def key_sources(config: Any) -> list[int]:
     """Entry n is the layer whose keys layer n attends to: `key_sources`, by default n itself.

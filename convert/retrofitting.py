@@ -309,7 +309,7 @@ def _connections(method: str, before: ResFormerConfig, fields: dict[str, Any]) -
     connections = {**method_fields(method, before.num_hidden_layers), **fields}
     for kind in KINDS:
         if not kind.is_in(before):
-            connections = kind.start(connections) | connections
+            connections = kind.plain_start(connections) | connections
     return {**connections_of(before), **connections}
 
 

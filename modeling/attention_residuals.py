@@ -28,8 +28,6 @@ from transformers.utils.generic import maybe_autocast
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.connection import Connection, ConnectionKind, coefficient_dtype, weighted_sum
 
-__all__ = ["ATTENTION_RESIDUALS", "AttentionResiduals", "BlockDeltas", "attention_residuals"]
-
 
 def attention_residuals(config: ResFormerConfig) -> "AttentionResiduals | None":
     """The module with the parameters; `None` if the configuration has none."""
@@ -40,7 +38,7 @@ class AttentionResiduals(Connection):
     """The w and g of all sublayers, attention and MLP of layer 0 first.
 
     ```python
-    >>> deltas = attention_residuals.start(*attention_residuals())
+    >>> deltas = BlockDeltas(attention_residuals, *attention_residuals())
     >>> for n, layer in enumerate(layers):
     ...     hidden_states = layer(hidden_states, block_deltas=deltas.read(n, hidden_states))
     ```"""
@@ -60,10 +58,6 @@ class AttentionResiduals(Connection):
         """Returns w, `(2N, heads, hidden_size / heads)`, and g, `(2N)`."""
         # Copies: FSDP2 frees the parameters themselves when this returns.
         return self.bias_query.clone().unflatten(-1, (self.heads, -1)), self.bias_gate.clone()
-
-    def start(self, query: torch.Tensor, gate: torch.Tensor) -> "BlockDeltas":
-        """Returns the deltas of one forward pass; the arguments are what `forward()` returned."""
-        return BlockDeltas(self, query, gate)
 
     def reset_parameters(self) -> None:
         init.zeros_(self.bias_query)
@@ -128,13 +122,6 @@ def _starts(config: ResFormerConfig) -> list[int]:
     return [block * config.num_hidden_layers // blocks for block in range(blocks)]
 
 
-def _inexact(config: ResFormerConfig) -> list[str]:
-    start = config.attention_residual_init
-    if not config.attention_residuals or start == 0.0:
-        return []
-    return [f"`attention_residual_init`={start} starts away from 0"]
-
-
 def _flops(config: ResFormerConfig) -> int:
     """4 x hidden_size for each delta that a sublayer reads: its score, and its term of the sum."""
     layers = config.num_hidden_layers
@@ -145,7 +132,6 @@ def _flops(config: ResFormerConfig) -> int:
 ATTENTION_RESIDUALS = ConnectionKind(
     ("attention_residuals", "attention_residual_blocks", "attention_residual_init"),
     "attention_residuals",
-    inexact_because=_inexact,
-    start=lambda fields: {"attention_residual_init": 0.0} if fields.get("attention_residuals") else {},
+    plain_start=lambda fields: {"attention_residual_init": 0.0} if fields.get("attention_residuals") else {},
     flops=_flops,
 )

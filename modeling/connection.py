@@ -11,17 +11,6 @@ from transformers import initialization as init
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import connections_of
 
-__all__ = [
-    "Connection",
-    "ConnectionKind",
-    "FreeRows",
-    "MixingRows",
-    "coefficient_dtype",
-    "mixing_matrix",
-    "plain_matrix",
-    "weighted_sum",
-]
-
 #: The weights of one row: `(K,)`, or K numbers or scalars.
 Row = torch.Tensor | Sequence[float | torch.Tensor]
 
@@ -33,16 +22,24 @@ class ConnectionKind:
     Args:
         fields: its fields of `ResFormerConfig`.
         module: the name of the modules that hold its parameters; `None` if it has none.
-        inexact_because: configuration -> why a model with it does not start as plain Llama; empty if it does.
-        start: connection fields of a retrofit -> fields that make it start as plain Llama, unless it sets them itself.
+        fixed_effects: configuration -> what makes it differ from plain Llama for any initial values.
+        plain_start: connection fields -> the initial values with which what is learned starts as plain Llama.
         flops: configuration -> operations of a forward pass per token; a multiplication and an addition are two.
     """
 
-    fields: tuple[str, ...]
+    fields: Sequence[str]
     module: str | None = None
-    inexact_because: Callable[[ResFormerConfig], list[str]] = lambda config: []
-    start: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
+    fixed_effects: Callable[[ResFormerConfig], list[str]] = lambda config: []
+    plain_start: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
     flops: Callable[[ResFormerConfig], int] = lambda config: 0
+
+    def inexact_because(self, config: ResFormerConfig) -> list[str]:
+        """Why a model with it does not start as plain Llama; empty if it does."""
+        return self.fixed_effects(config) + [
+            f"`{name}`={value} does not start as plain Llama, {plain} would"
+            for name, plain in self.plain_start(vars(config)).items()
+            if (value := getattr(config, name)) != plain
+        ]
 
     def is_in(self, config: ResFormerConfig) -> bool:
         """Whether `config` sets any of its fields; an initial value alone is no connection."""
@@ -62,9 +59,10 @@ class Connection(nn.Module):
     def reset_parameters(self) -> None:
         """Sets the initial values. Called by `_init_weights`: `from_pretrained` discards what `__init__` sets."""
 
+    @torch.no_grad()
     def deviations(self) -> list[tuple[float, str]]:
         """(a weight's distance from having no effect, its place in the module), of each weight or of the largest."""
-        raise NotImplementedError
+        return [(float(parameter.abs().max()), f".{name}") for name, parameter in self.named_parameters()]
 
 
 def coefficient_dtype() -> torch.dtype:
@@ -99,11 +97,14 @@ class MixingRows(Connection):
     """The rows of a mixing matrix that are not the identity's: row n mixes the states `columns[n]`, the newest last.
 
     Subclasses define where the weights come from, and their initial values in `reset_parameters`.
+
+    Args:
+        start: what the weights of the first and the newest state of a row start with.
     """
 
-    def __init__(self, columns: dict[int, list[int]]):
+    def __init__(self, columns: dict[int, list[int]], start: tuple[float, float] = (0.0, 1.0)):
         super().__init__()
-        self.columns = columns
+        self.columns, self.start = columns, start
 
     def forward(self) -> Mapping[int, Row]:
         """Row n -> its weights, in the order of `columns[n]`. Whoever mixes rounds them to the dtype of the states."""
@@ -128,8 +129,8 @@ class MixingRows(Connection):
 class FreeRows(MixingRows):
     """Rows whose weights are parameters: one flat vector `bias`, row after row."""
 
-    def __init__(self, columns: dict[int, list[int]]):
-        super().__init__(columns)
+    def __init__(self, columns: dict[int, list[int]], start: tuple[float, float] = (0.0, 1.0)):
+        super().__init__(columns, start)
         self.sizes = [len(row) for row in columns.values()]
         self.bias = nn.Parameter(torch.empty(sum(self.sizes), dtype=coefficient_dtype()))
 
@@ -137,7 +138,9 @@ class FreeRows(MixingRows):
         # A copy: FSDP2 frees the parameter itself when this returns.
         return dict(zip(self.columns, self.bias.clone().split(self.sizes), strict=True))
 
-    def start_at(self, rows: list[list[float]]) -> None:
+    def reset_parameters(self) -> None:
+        first, newest = self.start
+        rows = [[first, *[0.0] * (size - 2), newest][-size:] for size in self.sizes]
         init.copy_(self.bias, torch.tensor([weight for row in rows for weight in row]))
 
 

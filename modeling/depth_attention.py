@@ -20,8 +20,6 @@ from transformers import initialization as init
 
 from resformer.modeling.connection import MixingRows, coefficient_dtype, weighted_sum
 
-__all__ = ["DepthGates", "depth_values"]
-
 
 def depth_values(
     queries: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], gate: torch.Tensor
@@ -48,16 +46,16 @@ class DepthGates(MixingRows):
     Heads come first, where tensor parallelism splits a matrix.
     """
 
-    def __init__(self, columns: dict[int, list[int]], heads: int, start: float):
+    def __init__(self, columns: dict[int, list[int]], heads: int, gate: float):
         super().__init__(columns)
-        self.start = start
+        self.gate = gate
         self.bias_gate = nn.Parameter(torch.empty(heads, len(columns), dtype=coefficient_dtype()))
 
     def forward(self) -> dict[int, torch.Tensor]:
         return dict(zip(self.columns, self.bias_gate.clone().unbind(1), strict=True))
 
     def reset_parameters(self) -> None:
-        init.constant_(self.bias_gate, self.start)
+        init.constant_(self.bias_gate, self.gate)
 
     @torch.no_grad()
     def entries(self) -> list[tuple[int, int, float]]:

@@ -17,8 +17,6 @@ from torch import nn
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.connection import ConnectionKind, FreeRows, weighted_sum
 
-__all__ = ["DEPTH_AVERAGE", "DepthAverage", "RunningAverage", "depth_average"]
-
 
 def depth_average(config: ResFormerConfig) -> "DepthAverage | None":
     """The module with the weights; `None` if the configuration averages nothing."""
@@ -39,7 +37,7 @@ class DepthAverage(FreeRows):
     """The weights of DWA, N(N + 3)/2 of them for dilation 1 and period 1.
 
     ```python
-    >>> running = depth_average.start(depth_average())
+    >>> running = RunningAverage(depth_average, depth_average())
     >>> hidden_states = running.append(embeddings)  # X_0
     >>> for block in blocks:
     ...     hidden_states = running.append(block(hidden_states))  # X_{n+1} -> Y_n
@@ -53,13 +51,6 @@ class DepthAverage(FreeRows):
         self.last_read = {state: i for i, states in self.reads.items() for state in states}
         #: (i, j) -> the place of the weight of X_j in Y_i, of all weights one row after the other.
         self.places = {pair: n for n, pair in enumerate((i, j) for i, row in self.reads.items() for j in row)}
-
-    def reset_parameters(self) -> None:
-        self.start_at([[0.0] * (size - 1) + [1.0] for size in self.sizes])
-
-    def start(self, weights: dict[int, torch.Tensor]) -> "RunningAverage":
-        """Returns the averages of one forward pass; `weights` are what `forward()` returned."""
-        return RunningAverage(self, weights)
 
 
 class RunningAverage:

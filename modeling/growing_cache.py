@@ -16,8 +16,6 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-__all__ = ["GrowingCache", "GrowingLayer", "moved_to_larger_memory", "spare_room"]
-
 
 def spare_room(tokens: int) -> int:
     """How many tokens new memory for `tokens` has room for: a token is copied 17 times at most."""

@@ -11,8 +11,6 @@ import torch
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.connection import ConnectionKind
 
-__all__ = ["NEUTRENO", "neutreno_term"]
-
 
 def neutreno_term(
     attention_output: torch.Tensor, first_values: torch.Tensor, values: torch.Tensor, strength: float
@@ -29,7 +27,7 @@ def neutreno_term(
     return torch.add(attention_output, difference.repeat_interleave(groups, dim=2), alpha=strength)
 
 
-def _inexact(config: ResFormerConfig) -> list[str]:
+def _fixed_effects(config: ResFormerConfig) -> list[str]:
     strength = config.neutreno_lambda
     return [f"`neutreno_lambda`={strength} adds a fixed term to every layer but 0"] if strength else []
 
@@ -40,4 +38,4 @@ def _flops(config: ResFormerConfig) -> int:
     return 3 * queries * (config.num_hidden_layers - 1) if config.neutreno_lambda else 0
 
 
-NEUTRENO = ConnectionKind(("neutreno_lambda",), inexact_because=_inexact, flops=_flops)
+NEUTRENO = ConnectionKind(("neutreno_lambda",), fixed_effects=_fixed_effects, flops=_flops)

@@ -15,8 +15,6 @@ from resformer.configuration import ResFormerConfig
 from resformer.modeling.connection import ConnectionKind
 from resformer.modeling.versions import BaseQuantizedLayer
 
-__all__ = ["SHARING", "update_cache"]
-
 
 def update_cache(
     cache: Cache | None, layer_idx: int, keys: torch.Tensor | None, values: torch.Tensor | None
@@ -63,7 +61,7 @@ class _StoresOne(BaseQuantizedLayer):
         return super()._dequantize(stored)
 
 
-def _inexact(config: ResFormerConfig) -> list[str]:
+def _fixed_effects(config: ResFormerConfig) -> list[str]:
     reasons = []
     for name in ("value_sources", "key_sources"):
         if readers := sum(layer != source for layer, source in enumerate(getattr(config, name) or ())):
@@ -71,4 +69,4 @@ def _inexact(config: ResFormerConfig) -> list[str]:
     return reasons
 
 
-SHARING = ConnectionKind(("value_sources", "key_sources"), inexact_because=_inexact)
+SHARING = ConnectionKind(("value_sources", "key_sources"), fixed_effects=_fixed_effects)

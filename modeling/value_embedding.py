@@ -10,9 +10,6 @@ W_n starts at 0, where the gate is 1.5, and E_n as `value_embeddings_init` says.
 is plain Llama; then E_n learns first.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -20,8 +17,6 @@ from transformers import initialization as init
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.connection import Connection, ConnectionKind, coefficient_dtype
 from resformer.modeling.value_residual import GateProjection
-
-__all__ = ["VALUE_EMBEDDING", "ValueEmbedding", "ValueTable"]
 
 GATE_CHANNELS = 12
 LARGEST_GATE = 3.0
@@ -57,26 +52,13 @@ class ValueTable(Connection, nn.Embedding):
     is_table = True
 
     def __init__(self, config: ResFormerConfig):
-        self.deviation = table_deviation(config)
+        start = config.value_embeddings_init
+        self.deviation = config.initializer_range if start is None else start
         shape = config.vocab_size, config.num_key_value_heads * config.head_dim
         super().__init__(*shape, _weight=torch.empty(shape))
 
     def reset_parameters(self) -> None:
         init.normal_(self.weight, std=self.deviation) if self.deviation else init.zeros_(self.weight)
-
-    def deviations(self) -> list[tuple[float, str]]:
-        return [(float(self.weight.detach().abs().max()), ".weight")]
-
-
-def table_deviation(config: ResFormerConfig) -> float:
-    """The standard deviation that E starts with; by default that of every other embedding and projection."""
-    return config.initializer_range if config.value_embeddings_init is None else config.value_embeddings_init
-
-
-def _inexact(config: ResFormerConfig) -> list[str]:
-    if not config.value_embeddings or not table_deviation(config):
-        return []
-    return [f"`value_embeddings_init`={table_deviation(config)} starts tables of values away from 0"]
 
 
 def _flops(config: ResFormerConfig) -> int:
@@ -85,14 +67,9 @@ def _flops(config: ResFormerConfig) -> int:
     return 2 * config.num_key_value_heads * per_head * len(config.value_embeddings or ())
 
 
-def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {"value_embeddings_init": 0.0} if fields.get("value_embeddings") else {}
-
-
 VALUE_EMBEDDING = ConnectionKind(
     ("value_embeddings", "value_embeddings_init"),
     "value_embedding",
-    inexact_because=_inexact,
-    start=_start,
+    plain_start=lambda fields: {"value_embeddings_init": 0.0} if fields.get("value_embeddings") else {},
     flops=_flops,
 )

@@ -29,8 +29,6 @@ from resformer.configuration import ResFormerConfig, mixing_layers, value_source
 from resformer.modeling.connection import Connection, ConnectionKind, FreeRows, MixingRows, Row, coefficient_dtype
 from resformer.modeling.depth_attention import DepthGates
 
-__all__ = ["VALUE_RESIDUAL", "GateProjection", "ValueGate", "mixed_layers", "value_residual"]
-
 
 def mixed_layers(config: ResFormerConfig, layer: int) -> list[int]:
     """The layers whose values make V'_n of layer n, ascending, n last; empty if it does not mix."""
@@ -57,7 +55,7 @@ def value_residual(config: ResFormerConfig) -> MixingRows | None:
         case "constant":
             return FixedValueResidual(columns, start)
         case "learnable" | "dense":
-            return FreeValueResidual(columns, start)
+            return FreeRows(columns, start)
         case "learnable_plus":
             return SoftmaxValueResidual(columns, start)
         case "gated":
@@ -70,32 +68,15 @@ def value_residual(config: ResFormerConfig) -> MixingRows | None:
 class FixedValueResidual(MixingRows):
     """identity, constant: the same two numbers in every mixing layer."""
 
-    def __init__(self, columns: dict[int, list[int]], weights: tuple[float, float]):
-        super().__init__(columns)
-        self.weights = weights
-
     def forward(self) -> dict[int, tuple[float, float]]:
-        return dict.fromkeys(self.columns, self.weights)
-
-
-class FreeValueResidual(FreeRows):
-    """learnable, dense: every coefficient is a parameter."""
-
-    def __init__(self, columns: dict[int, list[int]], start: tuple[float, float]):
-        super().__init__(columns)
-        self.start = start
-
-    def reset_parameters(self) -> None:
-        a, b = self.start
-        self.start_at([[a, *[0.0] * (size - 2), b] for size in self.sizes])
+        return dict.fromkeys(self.columns, self.start)
 
 
 class SoftmaxValueResidual(MixingRows):
     """learnable_plus: the layers compete for V_0 through a softmax over depth."""
 
     def __init__(self, columns: dict[int, list[int]], start: tuple[float, float]):
-        super().__init__(columns)
-        self.start = start
+        super().__init__(columns, start)
         layers = len(columns)
         self.bias_score = nn.Parameter(torch.empty(layers, dtype=coefficient_dtype()))  # z
         self.bias_scale = nn.Parameter(torch.empty(1, dtype=coefficient_dtype()))  # s
@@ -117,8 +98,7 @@ class GatedValueResidual(MixingRows):
     """gated: the coefficients of V_n, one a layer; those of V_0 come from each layer's `ValueGate`."""
 
     def __init__(self, columns: dict[int, list[int]], start: tuple[float, float]):
-        super().__init__(columns)
-        self.start = start
+        super().__init__(columns, start)
         self.bias_own = nn.Parameter(torch.empty(len(columns), dtype=coefficient_dtype()))  # l2
 
     def forward(self) -> dict[int, torch.Tensor]:
@@ -170,21 +150,13 @@ class GateProjection(Connection, nn.Linear):
     def reset_parameters(self) -> None:
         init.zeros_(self.weight)
 
-    def deviations(self) -> list[tuple[float, str]]:
-        return [(float(self.weight.detach().abs().max()), ".weight")]
 
-
-def _inexact(config: ResFormerConfig) -> list[str]:
-    mode, start = config.value_residual, config.value_residual_init
-    if not mixing_layers(config):
+def _fixed_effects(config: ResFormerConfig) -> list[str]:
+    mode = config.value_residual
+    weights = [0.5, 0.5] if mode == "identity" else config.value_residual_init
+    if mode not in ("identity", "constant") or weights == [0.0, 1.0] or not mixing_layers(config):
         return []
-    if mode == "identity" or (mode == "constant" and start != [0.0, 1.0]):
-        weights = [0.5, 0.5] if mode == "identity" else start
-        return [f"`value_residual`={mode!r} mixes with fixed coefficients {weights}"]
-    if mode == "depth_attention":
-        gate = config.depth_attention_init
-        return [f"`depth_attention_init`={gate} starts away from 0"] if gate else []
-    return [] if start == [0.0, 1.0] else [f"`value_residual_init`={start} starts away from (0, 1)"]
+    return [f"`value_residual`={mode!r} mixes with fixed coefficients {weights}"]
 
 
 def _flops(config: ResFormerConfig) -> int:
@@ -202,7 +174,7 @@ def _flops(config: ResFormerConfig) -> int:
     return 2 * heads * config.head_dim * terms + more
 
 
-def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_start(fields: Mapping[str, Any]) -> dict[str, Any]:
     mode = fields.get("value_residual")
     if mode == "depth_attention":
         return {"depth_attention_init": 0.0}
@@ -210,15 +182,9 @@ def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 VALUE_RESIDUAL = ConnectionKind(
-    (
-        "value_residual",
-        "value_residual_init",
-        "value_residual_layers",
-        "depth_attention_stride",
-        "depth_attention_init",
-    ),
+    "value_residual value_residual_init value_residual_layers depth_attention_stride depth_attention_init".split(),
     "value_residual",
-    _inexact,
-    _start,
+    _fixed_effects,
+    _plain_start,
     _flops,
 )

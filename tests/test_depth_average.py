@@ -35,7 +35,7 @@ class Blocks:
         return self.module.bias, self.embeddings, *self.mixers
 
     def start(self) -> RunningAverage:
-        return self.module.start(self.module())
+        return RunningAverage(self.module, self.module())
 
     def block(self, n: int, hidden: torch.Tensor) -> torch.Tensor:
         return hidden + torch.tanh(hidden @ self.mixers[n])
@@ -174,7 +174,7 @@ def test_frozen_parameters_leave_the_other_gradients(blocks: Blocks, trained: st
 def test_function_transforms_see_a_plain_sum(blocks: Blocks) -> None:
     def output(bias: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
         weights = torch.func.functional_call(blocks.module, {"bias": bias}, ())
-        running = blocks.module.start(weights)
+        running = RunningAverage(blocks.module, weights)
         hidden = running.append(embeddings)
         for n in range(len(blocks.mixers)):
             hidden = running.append(blocks.block(n, hidden))
@@ -208,7 +208,7 @@ def test_the_identity_changes_no_bit_in_any_form(
     module.reset_parameters()
     assert module.bias.dtype == torch.float32
     with torch.set_grad_enabled(form == "training"):
-        running = module.start(module())
+        running = RunningAverage(module, module())
         for _ in range(layout[0] + 1):
             state = (torch.randn(3, 7, 5) * 10).to(dtype)
             averaged = running.append(state)
