@@ -6,19 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import EXACT, FAMILIES, byte_tokenizer, family_model, save_checkpoint
+from checkpoints import EXACT, FAMILIES, byte_tokenizer, family_model, save_checkpoint, stored
 from conftest import assert_answers
 from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import resformer.convert.retrofitting as retrofitting
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, retrofit
-from resformer.convert import CheckpointError, VerificationError, connections, inspect
+from resformer.convert import CheckpointError, VerificationError, connections, inspect, revert
 from resformer.convert.deciding import inexact_because
 from resformer.convert.logits import compare_logits
 from resformer.convert.reading import read_checkpoint
 from resformer.convert.safetensors_format import Tensor
 from resformer.convert.tensors import to_torch
+from resformer.files import LISTING
 
 LOSSY = [name for name in METHODS if name not in EXACT]
 PROMPT = torch.arange(1, 61).view(2, 30)
@@ -36,7 +37,7 @@ def same_logits(source: Any, folder: Path, dtype: torch.dtype = torch.float32) -
 
 
 @pytest.mark.parametrize("method", EXACT)
-def test_exact_methods_leave_logits_bit_exact(method: str, tmp_path: Path) -> None:
+def test_exact_methods_leave_logits_bit_exact_and_can_be_reverted(method: str, tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "llama")
     report = retrofit(tmp_path / "llama", tmp_path / "out", method)
     assert report.exact
@@ -51,17 +52,35 @@ def test_exact_methods_leave_logits_bit_exact(method: str, tmp_path: Path) -> No
     assert torch.equal(model.model.value_mixing_matrix().nan_to_num(), identity.nan_to_num())
     assert torch.equal(model.model.depth_mixing_matrix(), torch.eye(6, 7).roll(1, dims=1))
     assert report.memory >= model.num_parameters() * 4
+    assert revert(tmp_path / "out", tmp_path / "back").logits.identical
+    # One file that was carried over both times is the same file, header and all.
+    weights = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("llama", "back")]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_every_family_is_bit_exact(family: str, tied: bool, tmp_path: Path) -> None:
-    source = save_checkpoint(tmp_path / "source", family, tie_word_embeddings=tied)
+@pytest.mark.parametrize(
+    ("tied", "dtype", "shards"), [(False, torch.float32, False), (True, torch.bfloat16, True)], ids=str
+)
+def test_every_family_is_bit_exact_and_can_be_reverted(
+    family: str, tied: bool, dtype: torch.dtype, shards: bool, tmp_path: Path
+) -> None:
+    source = save_checkpoint(tmp_path / "source", family, dtype=dtype, shards=shards, tie_word_embeddings=tied)
     report = retrofit(tmp_path / "source", tmp_path / "out", "resformer-denseformer")
-    assert report.family == source.config.model_type
-    assert report.dropped == []
+    assert (report.family, report.dropped, report.logits.identical) == (source.config.model_type, [], True)
     assert ("config.json: residual_dropout" in report.left_behind) == family.startswith("seed_oss")
-    assert same_logits(source, tmp_path / "out")
+    assert dtype == torch.bfloat16 or same_logits(source, tmp_path / "out")  # `.to(dtype)` rounds rotary frequencies
+    reverted = revert(tmp_path / "out", tmp_path / "back", verify="hashes")
+    assert reverted.family == report.family
+    assert stored(tmp_path / "source") == stored(tmp_path / "back")
+    unsaid = {"_name_or_path", "max_window_layers"}  # the latter only makes layer_types, which are there
+    configs = [AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("source", "back")]
+    a, b = ({name: value for name, value in config.items() if name not in unsaid} for config in configs)
+    assert a == b
+    assert reverted.left_behind == ["README.md", "resformer_conversion.json"]
+    names = {file.name for file in (tmp_path / "source").iterdir()}
+    assert {file.name for file in (tmp_path / "back").iterdir()} == names | {LISTING, "resformer_revert.json"}
+    assert json.loads((tmp_path / "back" / "resformer_revert.json").read_text()) == {"source": "out", "revision": None}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
