@@ -113,7 +113,7 @@ def measure(name: str) -> dict[str, Any]:
     for case, command in commands.items():
         with HubServer(copies="made") as hub, tempfile.TemporaryDirectory() as home:
             hub.repositories[source] = Repository()
-            hub.store(hub.repositories[source], files)
+            hub.repositories[source].update(files)
             os.environ.update(hub.environment(Path(home)))
             cases[case] = {
                 **_measured(command),

@@ -9,28 +9,7 @@ import torch
 from hub_server import Sparse
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    CwmConfig,
-    CwmForCausalLM,
-    InternLM3Config,
-    IQuestCoderConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MinistralConfig,
-    MinistralForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SeedOssConfig,
-    SeedOssForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from resformer.convert.connections import expected_shapes
 from resformer.convert.families import backbone_config
@@ -55,41 +34,32 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
-_WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
 
-#: Family -> (configuration class, model class, what it sets beside SIZES).
-FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "llama-biases": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
-    "llama3": (
-        LlamaConfig,
-        LlamaForCausalLM,
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-    ),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 8, "head_dim": 12}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen2-windows": (Qwen2Config, Qwen2ForCausalLM, _WINDOWS),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 12}),
-    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {}),
-    "ministral": (
-        MinistralConfig,
-        MinistralForCausalLM,
-        {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 8, "head_dim": 12},
-    ),
-    "cwm": (CwmConfig, CwmForCausalLM, {"sliding_window": 8, "head_dim": 12}),
-    "internlm3": (InternLM3Config, LlamaForCausalLM, {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
-    "seed_oss": (SeedOssConfig, SeedOssForCausalLM, {"head_dim": 12}),
-    "seed_oss-biases": (SeedOssConfig, SeedOssForCausalLM, {"attention_out_bias": True, "mlp_bias": True}),
-    "iquestcoder": (IQuestCoderConfig, LlamaForCausalLM, {"head_dim": 12, "attention_bias": True}),
+#: Family -> what it sets beside SIZES; its model_type comes before the hyphen.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-biases": {"attention_bias": True, "mlp_bias": True},
+    "llama-3": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "mistral": {"sliding_window": 8, "head_dim": 12},
+    "qwen2": {},
+    "qwen2-windows": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+    "qwen3": {"head_dim": 12},
+    "smollm3": {},
+    "ministral": {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 8, "head_dim": 12},
+    "cwm": {"sliding_window": 8, "head_dim": 12},
+    "internlm3": {"head_dim": 12, "attention_bias": True, "mlp_bias": True},
+    "seed_oss": {"head_dim": 12},
+    "seed_oss-biases": {"attention_out_bias": True, "mlp_bias": True},
+    "iquestcoder": {"head_dim": 12, "attention_bias": True},
 }
 
 #: The shape of SmolLM2-135M.
@@ -106,8 +76,8 @@ SMOLLM2_135M = {
 
 def family_model(family: str, **fields: Any) -> PreTrainedModel:
     """A model of the family with random parameters, biases and norms among them."""
-    config_class, model_class, own = FAMILIES[family]
-    return randomise(model_class(config_class(**{**SIZES, **own, **fields})))
+    config = AutoConfig.for_model(family.partition("-")[0], **{**SIZES, **FAMILIES[family], **fields})
+    return randomise(AutoModelForCausalLM.from_config(config))
 
 
 def randomise(model: Any) -> Any:
@@ -175,19 +145,18 @@ def sparse_checkpoint(shards: int, **fields: Any) -> dict[str, bytes | Sparse]:
     ]
     if config.tie_word_embeddings:
         tensors = [tensor for tensor in tensors if tensor.name != "lm_head.weight"]
-    total, parts, size = sum(tensor.nbytes for tensor in tensors), list[list[Tensor]](), 0
+    total, size = sum(tensor.nbytes for tensor in tensors), 0
+    names = standard_names(shards)
+    parts: dict[str, list[Tensor]] = {name: [] for name in names}
     for tensor in tensors:
-        if size >= total / shards * len(parts):
-            parts.append([])
-        parts[-1].append(tensor)
+        parts[names[size * shards // total]].append(tensor)
         size += tensor.nbytes
     files: dict[str, bytes | Sparse] = {"config.json": config.to_json_string().encode()}
-    weight_map = {}
-    for name, part in zip(standard_names(len(parts)), parts, strict=True):
+    for name, part in parts.items():
         head = header_bytes(part)
         files[name] = Sparse(head, len(head) + sum(t.nbytes for t in part), hashlib.sha256(head).hexdigest())
-        weight_map |= {tensor.name: name for tensor in part}
-    if len(parts) > 1:
+    if shards > 1:
+        weight_map = {tensor.name: name for name, part in parts.items() for tensor in part}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         files["model.safetensors.index.json"] = json.dumps(index, indent=2).encode()
     return files

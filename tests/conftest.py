@@ -243,7 +243,7 @@ def hub_commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]
 
 @pytest.fixture
 def commands(hub_commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
-    """Runs commands in `tmp_path` against an empty Hub; other tests' files of the same name and commit are cached."""
+    """Runs commands in `tmp_path` against an empty Hub."""
     hub_commands.hub.reset()
     hub_commands.direct(monkeypatch)
     monkeypatch.chdir(tmp_path)

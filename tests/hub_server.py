@@ -9,21 +9,23 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass, field
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import command_server
 import pytest
-import yaml
 from click.testing import Result
 from huggingface_hub import constants, hf_api
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+from huggingface_hub.utils.sha import git_hash
 from typer.testing import CliRunner
 
 from resformer.cli import app
@@ -52,83 +54,71 @@ Content = bytes | Sparse
 Response = tuple[Content, int, dict[str, str]]
 
 
-class Repository(MutableMapping[str, Content]):
+class Repository(UserDict[str, Content]):
     """A model repository; as a mapping, the files of `main`: each change is a commit."""
 
     def __init__(self, *, private: bool = False) -> None:
         self.private = private
         self.gated: str | bool = False
-        self.large: set[str] = set()  # SHA-256 of the LFS objects that its commits may name
         self.commits: dict[str, dict[str, Content]] = {}
+        self.objects: dict[str, Content] = {}  # SHA-256 -> content of the LFS objects that its commits may name
         self.messages: list[str] = []
-        self.branches: dict[str, str] = {}
+        self.branches: dict[str, str] = {}  # those of pull requests too: refs/pr/1
         self.tags: dict[str, str] = {}
-        self.pull_requests: dict[str, str] = {}
         self.commit({".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"}, "initial commit")
 
     def commit(self, files: dict[str, Content], message: str, branch: str = "main") -> str:
-        digest = hashlib.sha1(f"{len(self.messages)} {message}".encode())
-        for name, content in sorted(files.items()):
-            digest.update(f"{name} {_sha256(content)}".encode())
-        sha = digest.hexdigest()
+        sha = self.branches[branch] = secrets.token_hex(20)
         self.commits[sha] = files
+        self.objects |= {_sha256(content): content for name, content in files.items() if _is_large(name, content)}
         self.messages.append(message)
-        (self.pull_requests if branch.startswith("refs/pr/") else self.branches)[branch] = sha
         return sha
 
-    def resolve(self, revision: str) -> str | None:
-        """The commit of a branch, tag, pull request or commit id."""
-        refs = {**self.branches, **self.tags, **self.pull_requests}
-        return refs.get(revision, revision if revision in self.commits else None)
-
-    def __getitem__(self, name: str) -> Content:
-        return self.commits[self.branches["main"]][name]
+    @property
+    def data(self) -> dict[str, Content]:
+        return self.commits[self.branches["main"]]
 
     def __setitem__(self, name: str, content: Content) -> None:
-        self.commit({**self, name: content}, f"Upload {name}")
+        self.update({name: content})
+
+    def update(self, files: dict[str, Content]) -> None:
+        self.commit({**self, **files}, "Upload files")
 
     def __delitem__(self, name: str) -> None:
         self.commit({other: content for other, content in self.items() if other != name}, f"Delete {name}")
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.commits[self.branches["main"]])
 
-    def __len__(self) -> int:
-        return len(self.commits[self.branches["main"]])
+class HubServer(ThreadingHTTPServer):
+    """`with HubServer() as hub:` serves `hub.repositories` at `hub.url`.
 
+    Args:
+        copies: what becomes of copies from repository to repository: they are made; files are not stored with Xet,
+            whose hashes a client needs to ask for them; the repositories are in different regions; the server is older.
+    """
 
-@dataclass(repr=False)  # pytest would print every byte that it serves
-class HubServer:
-    """`with HubServer() as hub:` serves `hub.repositories` at `hub.url`."""
-
-    repositories: dict[str, Repository] = field(default_factory=dict)
-    tokens: dict[str, str] = field(default_factory=lambda: {"hf_test": "you"})  # token -> user, who owns `user/*`
-    objects: dict[str, Content] = field(default_factory=dict)  # SHA-256 -> content of a large file
-    requests: list[str] = field(default_factory=list)  # "METHOD /path?query", as they came
-    #: What becomes of copies from repository to repository: they are made; files are not stored with Xet, whose hashes
-    #: a client needs to ask for them; the repositories are in different regions; the server is older.
-    copies: Literal["made", "no xet", "region", "server"] = "no xet"
-    watch: Callable[[str], object] = lambda request: None  # called with every request, before it is answered
-    sent: int = 0  # bytes of answers, headers included
-    received: int = 0  # bytes of requests, headers included
-
-    def __post_init__(self) -> None:
+    def __init__(self, copies: Literal["made", "no xet", "region", "server"] = "made") -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.storage = f"http://localhost:{self.server_port}"  # another host's, as large files of the Hub are
+        self.repositories: dict[str, Repository] = {}
+        self.tokens = {"hf_test": "you"}  # token -> user, who owns `user/*`
+        self.requests: list[str] = []  # "METHOD /path?query", as they came
+        self.sent = self.received = 0  # bytes of answers and requests, headers included
         self.lock = threading.RLock()
         self._faults: list[tuple[str, str]] = []  # (pattern of "METHOD /path?query", kind)
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-        self._server.daemon_threads = True
-        self._server.handle_error = lambda request, client: None  # type: ignore[method-assign]  # clients hang up
-        self._server.hub = self  # type: ignore[attr-defined]
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self.storage = f"http://localhost:{self._server.server_port}"  # another host's, as large files of the Hub are
+        self.copies = copies
+        self.watch: Callable[[str], object] = lambda request: None  # called with every request, before it is answered
 
-    def __enter__(self) -> "HubServer":
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, *request: object) -> None:
+        """Clients hang up."""
 
     def environment(self, home: Path) -> dict[str, str]:
         """What a process needs in its environment, before it imports huggingface_hub, to take this for the Hub."""
@@ -139,15 +129,8 @@ class HubServer:
         """Puts the files of `folder` into a repository, in one commit."""
         files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         repository = self.repositories.setdefault(repo_id, Repository())
-        self.store(repository, files)
+        repository.update(files)
         return repository
-
-    def store(self, repository: Repository, files: dict[str, Content]) -> None:
-        """Adds files, in one commit."""
-        repository.commit({**repository, **files}, "Upload folder")
-        large = {_sha256(data): data for name, data in files.items() if _is_large(name, data)}
-        self.objects.update(large)
-        repository.large |= large.keys()
 
     def count(self, *, sent: int = 0, received: int = 0) -> None:
         with self.lock:
@@ -159,7 +142,7 @@ class HubServer:
 
     def reset(self) -> None:
         """As a new Hub, with storage that copies."""
-        for held in (self.repositories, self.objects, self.requests, self._faults):
+        for held in (self.repositories, self.requests, self._faults):
             held.clear()
         self.copies, self.watch = "made", lambda request: None
 
@@ -242,38 +225,35 @@ class _Answer(Exception):
         self.headers = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {})}
 
 
-class _Cut(Exception):
-    pass
-
-
 class _Handler(BaseHTTPRequestHandler):
+    server: HubServer
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         request = f"{self.command} {self.path}"
         url = urlsplit(self.path)
         self._query = {name: values[-1] for name, values in parse_qs(url.query).items()}
-        self._hub.requests.append(request)
-        self._hub.count(received=len(self.raw_requestline) + len(bytes(self.headers)))
-        self._fault = self._hub.fault(request)
-        self._hub.watch(request)
+        self.server.requests.append(request)
+        self.server.count(received=len(self.raw_requestline) + len(bytes(self.headers)))
+        self._fault = self.server.fault(request)
+        self.server.watch(request)
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
         try:
             body = self._body()
-            self._hub.count(received=len(body))
+            self.server.count(received=len(body))
             if self._fault == "away":
                 self._send(b"", 302, {"Location": "http://127.0.0.1:9/elsewhere"})
                 return
             if self._fault == "status":
                 raise _Answer(503, "the server has a bad day")
-            with self._hub.lock:
+            with self.server.lock:
                 self._user = self._known_user()
                 answer = self._route(parts, body)
             self._send(*answer)
         except _Answer as error:
             content = json.dumps({"error": str(error)}).encode()
             self._send(content, error.status, {"Content-Type": "application/json", **error.headers})
-        except (_Cut, ConnectionError):
+        except ConnectionError:
             self.close_connection = True
 
     do_HEAD = do_POST = do_PUT = do_GET
@@ -293,7 +273,6 @@ class _Handler(BaseHTTPRequestHandler):
                 repository = (self._readable if only_read else self._writable)(repo_id)
                 if what == "paths-info":
                     return self._paths(repository, *rest, parse_qs(body.decode())["paths"])
-                self._writer()
                 match what, rest:
                     case "lfs-files", ["duplicate"]:
                         return self._duplicate(repository, json.loads(body))
@@ -309,75 +288,64 @@ class _Handler(BaseHTTPRequestHandler):
             case "PUT", ["api", "models", owner, name, "settings"]:
                 self._writable(f"{owner}/{name}").gated = json.loads(body)["gated"]
                 return _json({})
-            case "POST", [owner, name, "info", "lfs", "objects", what]:
-                repository = self._readable(f"{owner}/{name.removesuffix('.git')}")
-                self._writer()
-                wanted = json.loads(body)
-                return self._batch(parts, repository, wanted) if what == "batch" else self._verify(repository, wanted)
+            case "POST", [owner, name, "info", "lfs", "objects", "batch"]:
+                return self._batch(f"{owner}/{name.removesuffix('.git')}", json.loads(body))
             case _, ["objects", *_] if "Authorization" in self.headers:
                 raise _Answer(400, "storage takes signed addresses, and must not see tokens")
-            case "PUT", ["objects", oid]:
+            case "PUT", ["objects", owner, name, oid]:
                 if _sha256(body) != oid:
                     raise _Answer(400, "the content does not match its SHA-256")
-                self._hub.objects[oid] = body
+                self.server.repositories[f"{owner}/{name}"].objects[oid] = body
                 return b"", 200, {}
-            case "GET" | "HEAD", ["objects", oid]:
-                return self._hub.objects[oid], 200, {"ETag": f'"{oid}"'}
+            case "GET" | "HEAD", ["objects", owner, name, oid]:
+                return self.server.repositories[f"{owner}/{name}"].objects[oid], 200, {"ETag": f'"{oid}"'}
             case "GET" | "HEAD", [owner, name, "resolve", revision, *file]:
-                return self._file(self._readable(f"{owner}/{name}"), revision, "/".join(file))
+                return self._file(f"{owner}/{name}", revision, "/".join(file))
         raise _Answer(404, f"{self.command} {self.path}: this Hub has no such thing")
 
     # Who may do what.
 
     def _known_user(self) -> str | None:
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        if token and token not in self._hub.tokens:
+        if token and token not in self.server.tokens:
             raise _Answer(401, "Invalid credentials in Authorization header")
-        return self._hub.tokens.get(token)
-
-    def _writer(self) -> str:
-        if self._user is None:
-            raise _Answer(401, "Invalid username or password.")
-        return self._user
+        return self.server.tokens.get(token)
 
     def _readable(self, repo_id: str) -> Repository:
         """To whom a private repository is not theirs, there is none."""
-        repository = self._hub.repositories.get(repo_id)
+        repository = self.server.repositories.get(repo_id)
         if repository is None or (repository.private and repo_id.split("/")[0] != self._user):
             raise _Answer(404 if self._user else 401, "Repository not found", "RepoNotFound")
         return repository
 
     def _writable(self, repo_id: str) -> Repository:
         repository = self._readable(repo_id)
-        if repo_id.split("/")[0] != self._writer():
+        if repo_id.split("/")[0] != self._user:
             raise _Answer(403, "you have no write access to this repository")
         return repository
 
     # Repositories and their revisions.
 
     def _create(self, wanted: dict[str, Any]) -> Response:
-        owner = wanted.get("organization") or self._writer()
-        if owner != self._writer():
+        owner = wanted.get("organization") or self._user
+        if owner != self._user:
             raise _Answer(403, f"You don't have the rights to create a model under the namespace {owner!r}")
         repo_id = f"{owner}/{wanted['name']}"
-        status = 409 if repo_id in self._hub.repositories else 200
+        status = 409 if repo_id in self.server.repositories else 200
         private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
-        self._hub.repositories.setdefault(repo_id, Repository(private=private))
-        return _json({"url": f"{self._hub.url}/{repo_id}", "id": repo_id, "name": repo_id}, status)
+        self.server.repositories.setdefault(repo_id, Repository(private=private))
+        return _json({"url": f"{self.server.url}/{repo_id}", "id": repo_id, "name": repo_id}, status)
 
     def _validate(self, card: str) -> Response:
-        header = re.match(r"---\n(.*?)\n---\n", card, flags=re.DOTALL)
-        try:
-            metadata = yaml.safe_load(header[1]) if header else {}
-        except yaml.YAMLError as error:
-            return _json({"errors": [{"message": str(error)}], "warnings": []}, 400)
-        if metadata.get("license", "other") not in ("apache-2.0", "mit", "llama3", "other"):
+        stated = re.search("^license: (.*)$", card, re.MULTILINE)
+        if stated and stated[1] not in ("apache-2.0", "mit", "llama3", "other"):
             return _json({"errors": [{"message": '"license" must be one of [apache-2.0, ...]'}], "warnings": []}, 400)
         return _json({"errors": [], "warnings": []})
 
     def _sha(self, repository: Repository, revision: str) -> str:
-        sha = repository.resolve(revision)
-        if sha is None:
+        """The commit of a branch, tag, pull request or commit id."""
+        sha = {**repository.branches, **repository.tags}.get(revision, revision)
+        if sha not in repository.commits:
             raise _Answer(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return sha
 
@@ -404,48 +372,41 @@ class _Handler(BaseHTTPRequestHandler):
         raise _Answer(404, "Not found")
 
     def _tree(self, repository: Repository, sha: str, folder: str) -> Response:
-        found: dict[str, dict[str, Any]] = {}
-        for name, content in repository.commits[sha].items():
-            if not name.startswith(folder):
-                continue
-            inner, *deeper = name.removeprefix(folder).split("/")
-            if deeper and self._query.get("recursive", "").lower() != "true":
-                found[inner] = {"type": "directory", "path": folder + inner, "oid": "0" * 40, "size": 0}
-                continue
-            found[name] = self._about_file(repository, name, content)
-        if folder and not found:
+        files = repository.commits[sha].items()
+        found = [self._about_file(name, content) for name, content in files if name.startswith(folder)]
+        if not found:
             raise _Answer(404, f"{folder} does not exist", "EntryNotFound")
-        return _json(list(found.values()))
+        return _json(found)
 
     def _paths(self, repository: Repository, revision: str, names: list[str]) -> Response:
         files = repository.commits[self._sha(repository, revision)]
-        return _json([self._about_file(repository, name, files[name]) for name in names if name in files])
+        return _json([self._about_file(name, files[name]) for name in names if name in files])
 
-    def _about_file(self, repository: Repository, name: str, content: Content) -> dict[str, Any]:
+    def _about_file(self, name: str, content: Content) -> dict[str, Any]:
         about: dict[str, Any] = {"type": "file", "path": name, "size": len(content)}
         if not _is_large(name, content):
-            return {**about, "oid": _git_hash(content[:])}
+            return {**about, "oid": git_hash(content[:])}
         oid = _sha256(content)
-        if self._hub.copies != "no xet":
+        if self.server.copies != "no xet":
             about["xetHash"] = oid[::-1]
         lfs = {"oid": oid, "size": len(content), "pointerSize": 134}
-        return {**about, "oid": _git_hash(oid.encode()), "lfs": lfs}
+        return {**about, "oid": git_hash(oid.encode()), "lfs": lfs}
 
     # Uploads.
 
     def _duplicate(self, source: Repository, wanted: dict[str, Any]) -> Response:
         """Makes LFS objects of `source` known to another repository, whose commits may name them then."""
-        if self._hub.copies == "server":
+        if self.server.copies == "server":
             raise _Answer(404, "Not found")
-        target = self._writable(wanted["target"]["name"])
-        failed = []
+        target, failed = self._writable(wanted["target"]["name"]), []
         for file in wanted["files"]:
-            if self._hub.copies == "region":
-                failed.append({"sha256": file["sha256"], "error": "the repositories are in different storage regions"})
-            elif file["sha256"] not in source.large or file["xetHash"] != file["sha256"][::-1]:
-                failed.append({"sha256": file["sha256"], "error": "not found"})
+            oid = file["sha256"]
+            if self.server.copies == "region":
+                failed.append({"sha256": oid, "error": "the repositories are in different storage regions"})
+            elif oid not in source.objects or file["xetHash"] != oid[::-1]:
+                failed.append({"sha256": oid, "error": "not found"})
             else:
-                target.large.add(file["sha256"])
+                target.objects[oid] = source.objects[oid]
         return _json({"success": not failed, "failed": failed})
 
     def _preupload(self, repository: Repository, revision: str, wanted: dict[str, Any]) -> Response:
@@ -456,32 +417,23 @@ class _Handler(BaseHTTPRequestHandler):
             mode = "lfs" if _is_large(name, sample, file["size"]) else "regular"
             oid = None
             if name in present:
-                oid = _sha256(present[name]) if mode == "lfs" else _git_hash(present[name][:])
+                oid = _sha256(present[name]) if mode == "lfs" else git_hash(present[name][:])
             files.append({"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         return _json({"files": files})
 
-    def _batch(self, parts: list[str], repository: Repository, wanted: dict[str, Any]) -> Response:
-        objects = []
+    def _batch(self, repo_id: str, wanted: dict[str, Any]) -> Response:
+        repository, objects = self._readable(repo_id), []
         for item in wanted["objects"]:
             entry: dict[str, Any] = {"oid": item["oid"], "size": item["size"]}
-            if item["oid"] not in repository.large:
-                verify = f"{self._hub.url}/{'/'.join(parts[:2])}/info/lfs/objects/verify"
-                upload = f"{self._hub.storage}/objects/{item['oid']}"
-                entry["actions"] = {"upload": {"href": upload}, "verify": {"href": verify}}
+            if item["oid"] not in repository.objects:
+                upload = f"{self.server.storage}/objects/{repo_id}/{item['oid']}"
+                entry["actions"] = {"upload": {"href": upload}}
             objects.append(entry)
         return _json({"transfer": "basic", "objects": objects})
-
-    def _verify(self, repository: Repository, wanted: dict[str, Any]) -> Response:
-        if len(self._hub.objects.get(wanted["oid"], b"")) != wanted["size"]:
-            raise _Answer(404, "the object is not there, or has another size")
-        repository.large.add(wanted["oid"])
-        return _json({})
 
     def _commit(self, repo_id: str, repository: Repository, branch: str, body: bytes) -> Response:
         pull_request = self._query.get("create_pr") == "1"
         parent = self._sha(repository, branch)
-        if not pull_request and branch not in {**repository.branches, **repository.pull_requests}:
-            raise _Answer(400, f"{branch} is no branch")
         files = dict(repository.commits[parent])
         message = ""
         for operation in map(json.loads, body.splitlines()):
@@ -492,30 +444,25 @@ class _Handler(BaseHTTPRequestHandler):
                     if value.get("parentCommit", parent) != parent:
                         raise _Answer(412, "A commit has happened since. Please refresh and try again.")
                 case "file":
-                    content = base64.b64decode(value["content"])
-                    if _is_large(value["path"], content):
-                        raise _Answer(400, f"{value['path']}: binary files must go by LFS")
-                    files[value["path"]] = content
+                    files[value["path"]] = base64.b64decode(value["content"])
                 case "lfsFile":
-                    if value["oid"] not in repository.large:
+                    if value["oid"] not in repository.objects:
                         raise _Answer(400, f"LFS pointer of {value['path']} points to a file that does not exist")
-                    files[value["path"]] = self._hub.objects[value["oid"]]
+                    files[value["path"]] = repository.objects[value["oid"]]
                 case "deletedFile":
-                    if files.pop(value["path"], None) is None:
-                        raise _Answer(404, "A file with this name doesn't exist", "EntryNotFound")
-                case other:
-                    raise _Answer(400, f"{other}: this Hub has no such operation")
+                    del files[value["path"]]
         answer: dict[str, Any] = {"success": True}
         if pull_request:
-            number = len(repository.pull_requests) + 1
+            number = 1 + sum(name.startswith("refs/pr/") for name in repository.branches)
             branch = f"refs/pr/{number}"
-            answer["pullRequestUrl"] = f"{self._hub.url}/{repo_id}/discussions/{number}"
+            answer["pullRequestUrl"] = f"{self.server.url}/{repo_id}/discussions/{number}"
         sha = repository.commit(files, message, branch)
-        return _json({**answer, "commitUrl": f"{self._hub.url}/{repo_id}/commit/{sha}", "commitOid": sha})
+        return _json({**answer, "commitUrl": f"{self.server.url}/{repo_id}/commit/{sha}", "commitOid": sha})
 
     # Downloads.
 
-    def _file(self, repository: Repository, revision: str, name: str) -> Response:
+    def _file(self, repo_id: str, revision: str, name: str) -> Response:
+        repository = self._readable(repo_id)
         sha = self._sha(repository, revision)
         content = repository.commits[sha].get(name)
         if content is None:
@@ -524,17 +471,12 @@ class _Handler(BaseHTTPRequestHandler):
             raise missing
         headers = {"X-Repo-Commit": sha}
         if not _is_large(name, content):
-            return content, 200, {**headers, "ETag": f'"{_git_hash(content[:])}"'}
+            return content, 200, {**headers, "ETag": f'"{git_hash(content[:])}"'}
         oid = _sha256(content)
-        self._hub.objects.setdefault(oid, content)
         linked = {"X-Linked-Etag": f'"{oid}"', "X-Linked-Size": str(len(content))}
-        return b"", 302, {**headers, **linked, "Location": f"{self._hub.storage}/objects/{oid}"}
+        return b"", 302, {**headers, **linked, "Location": f"{self.server.storage}/objects/{repo_id}/{oid}"}
 
     # HTTP.
-
-    @property
-    def _hub(self) -> HubServer:
-        return self.server.hub  # type: ignore[attr-defined]
 
     def _body(self) -> bytes:
         cut = self._fault == "request"
@@ -554,20 +496,20 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
-        self._hub.count(sent=sum(map(len, self._headers_buffer)))  # type: ignore[attr-defined]
+        self.server.count(sent=sum(map(len, self._headers_buffer)))  # type: ignore[attr-defined]
         self.end_headers()
         cut = self._fault == "answer"
         if self.command != "HEAD":
             end = len(content) // 2 if cut else len(content)
             for start in range(0, end, 2**20):
-                self._hub.count(sent=self.wfile.write(content[start : min(start + 2**20, end)]))
+                self.server.count(sent=self.wfile.write(content[start : min(start + 2**20, end)]))
         if cut:
             self.wfile.flush()
             self._hang_up()
 
     def _hang_up(self) -> None:
         self.connection.shutdown(socket.SHUT_RDWR)
-        raise _Cut
+        raise ConnectionAbortedError
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -585,7 +527,3 @@ def _is_large(name: str, sample: Content, size: int | None = None) -> bool:
 
 def _sha256(content: Content) -> str:
     return content.oid if isinstance(content, Sparse) else hashlib.sha256(content).hexdigest()
-
-
-def _git_hash(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()

@@ -73,13 +73,6 @@ def test_connections_are_taken_out_of_fp8(tmp_path: Path) -> None:
     assert verify(tmp_path / "fp8", tmp_path / "back", verify="hashes").same
 
 
-def test_fp8_that_transformers_does_not_find_is_refused(tmp_path: Path) -> None:
-    save_fp8(tmp_path / "fp8", torch.uint8)
-    (tmp_path / "fp8" / "model.safetensors").rename(tmp_path / "fp8" / "model-00001-of-00001.safetensors")
-    with pytest.raises(CheckpointError, match=r"Transformers cannot dequantise it: it finds no model\.safetensors"):
-        retrofit(tmp_path / "fp8", tmp_path / "out")
-
-
 #: What is done to the tensors.
 SCALES: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
     "absent": lambda tensors: tensors.pop(f"{NAME}_scale_inv"),
@@ -107,6 +100,10 @@ def test_what_is_not_dequantised_is_refused_with_the_way_out(tmp_path: Path) -> 
         change(tensors)
         save_file(tensors, tmp_path / "fp8" / "model.safetensors")
         said[case] = refused()
-    assert_said("quantised", said, tmp=tmp_path)
     save_fp8(tmp_path / "fp8", torch.float32)
+    weights = tmp_path / "fp8" / "model.safetensors"
+    renamed = weights.rename(weights.with_name("model-00001-of-00001.safetensors"))
+    said["of a file that Transformers does not find"] = refused()
+    renamed.rename(weights)
+    assert_said("quantised", said, tmp=tmp_path)
     assert_answers("quantised-formats", refused, tmp=tmp_path)

@@ -52,7 +52,7 @@ def hub(commands: Commands, llama: Path) -> HubServer:
 
 def large_source(hub: HubServer) -> Repository:
     repository = hub.repositories["them/large"] = Repository()
-    hub.store(repository, {**sparse_checkpoint(4, **LARGE), "README.md": CARD.format("mit").encode()})
+    repository.update({**sparse_checkpoint(4, **LARGE), "README.md": CARD.format("mit").encode()})
     return repository
 
 
@@ -68,9 +68,7 @@ def test_the_result_is_that_of_a_conversion_in_one_commit(
     described = {"README.md", "resformer_conversion.json", "config.json"}
     own = {"base_model": {"name": "them/llama", "revision": source_commit, "license": "apache-2.0"}}
     assert json.loads(new["config.json"][:]) == {**json.loads(files["config.json"]), **own}
-    assert {name: new[name] for name in files.keys() - described} == {
-        name: content for name, content in files.items() if name not in described
-    }
+    assert new.items() >= {name: content for name, content in files.items() if name not in described}.items()
     assert new.messages == ["initial commit", f"Retrofit of them/llama at {source_commit[:7]}"]
     report = json.loads(done.stdout)
     assert (report["commit"], report["output"]) == (hub.commit_id("you/new"), "you/new")
@@ -278,7 +276,7 @@ def test_bad_headers_and_servers_end_in_one_error(fault: str, hub: HubServer, co
     source = large_source(hub)
     if fault == "header":
         head = Sparse((200_000_000).to_bytes(8, "little") + b"{", 10**9, "0" * 64)
-        hub.store(source, {"model-00002-of-00004.safetensors": head})
+        source["model-00002-of-00004.safetensors"] = head
     elif fault == "index":
         names = {f"model.layers.{n}.x": f"part-{n}.safetensors" for n in range(10_000)}
         source["model.safetensors.index.json"] = json.dumps({"weight_map": names}).encode()

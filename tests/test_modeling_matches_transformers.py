@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoints import EXACT, FAMILIES
 from conftest import RAGGED, TINY, Batch, randomise
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.convert.families import backbone_config
@@ -43,9 +43,9 @@ def twins(
     family: str, dtype: torch.dtype = torch.float32, attention: str = "sdpa", **fields: Any
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The original and the ResFormer with its weights, both in eval mode."""
-    config_class, model_class, family_fields = FAMILIES[family]
-    config = config_class(**{**TINY, "rope_parameters": ROPES["default"], **family_fields, **fields})
-    original = randomise(model_class(config)).to(dtype).eval()
+    fields = {**TINY, "rope_parameters": ROPES["default"], **FAMILIES[family], **fields}
+    config = AutoConfig.for_model(family.partition("-")[0], **fields)
+    original = randomise(AutoModelForCausalLM.from_config(config)).to(dtype).eval()
     model = ResFormerForCausalLM(backbone_config(config)).to(dtype).eval()
     model.load_state_dict(original.state_dict(), strict=True)
     for each in (original, model):
