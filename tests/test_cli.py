@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer
 from checkpoints import save_checkpoint
 from click.testing import Result
 from command_server import resformer
@@ -17,8 +16,6 @@ from conftest import assert_answers, cli
 
 from resformer import METHODS
 from resformer.cli import _expanded
-from resformer.commands.terminal import reporting_errors
-from resformer.convert import CheckpointError, OutputError, VerificationError
 from resformer.model_cards.facts import FACTS
 from resformer.version import __version__
 
@@ -52,20 +49,6 @@ def test_a_traceback_is_shown_if_it_is_asked_for(llama: Path, tmp_path: Path) ->
     done = resformer("convert", llama, tmp_path / "out", "--nonsense")
     assert (done.returncode, done.stdout) == (2, "")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_exit_codes_tell_verification_and_interruption_apart() -> None:
-    for error, code in (
-        (VerificationError("x"), 4),
-        (OutputError("x"), 1),
-        (CheckpointError("x"), 3),
-        (ValueError("x"), 2),
-        (RuntimeError("x"), 1),
-        (KeyboardInterrupt(), 130),
-    ):
-        with pytest.raises(typer.Exit) as exit_, reporting_errors():
-            raise error
-        assert exit_.value.exit_code == code
 
 
 @pytest.mark.parametrize(

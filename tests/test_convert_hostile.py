@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from checkpoints import save_checkpoint
+from checkpoints import change_json, save_checkpoint
 from conftest import SNAPSHOTS, assert_one_said, cli
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -42,7 +42,7 @@ if sys.platform == "win32":
 CONFIG = "config.json"
 HEAD, NORM = "lm_head.weight", "model.norm.weight"
 Q, V = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.v_proj.weight"
-VALUES, DEPTH = "model.value_residual.bias", "model.depth_average.bias"
+VALUES = "model.value_residual.bias"
 #: Clears the screen, renames the window, rings, turns the text around; and a character that UTF-8 does not have.
 ESCAPES, SURROGATE = "\x1b[2J\x1b]0;owned\x07\u202e", "\ud800"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 16060522240\n"
@@ -134,7 +134,7 @@ def json_file(name: str, change: Callable[[Json], object]) -> Damage:
 
 
 def config(**values: Any) -> Damage:
-    return json_file(CONFIG, lambda content: content.update(values))
+    return lambda folder: change_json(folder / CONFIG, **values)
 
 
 def content_of(path: Path) -> tuple[Json, bytes]:
@@ -179,13 +179,6 @@ def norm(**values: Any) -> Damage:
     return header(lambda entries: entries[NORM].update(values))
 
 
-def shifted(distance: int) -> Damage:
-    """Moves the bytes of the last norm."""
-    return header(
-        lambda entries: entries[NORM].update(data_offsets=[at + distance for at in entries[NORM]["data_offsets"]])
-    )
-
-
 EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 
 
@@ -203,19 +196,14 @@ def many_tensors(names: Iterable[str]) -> Damage:
     return written(WEIGHTS, safetensors_file(header))
 
 
-def sparse_tensors(*names: str, size: int = 2**42) -> Damage:
-    """Adds tensors of 4 TB, or replaces them, all of it there, and none of it stored."""
-
-    def damage(folder: Path) -> None:
-        entries, data = content_of(folder / WEIGHTS)
-        end = len(data)
-        for name in names:
-            entries[name] = {"dtype": "F32", "shape": [size // 4], "data_offsets": [end, end + size]}
-            end += size
-        (folder / WEIGHTS).write_bytes(safetensors_file(json.dumps(entries).encode(), data))
-        os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size + end - len(data))
-
-    return damage
+def with_sparse_tensor(folder: Path) -> None:
+    """Adds a tensor of 4 TB, all of it there, and none of it stored."""
+    entries, data = content_of(folder / WEIGHTS)
+    offsets = [len(data), len(data) + 2**42]
+    entries["model.huge.weight"] = {"dtype": "F32", "shape": [2**40], "data_offsets": offsets}
+    content = safetensors_file(json.dumps(entries).encode(), data)
+    (folder / WEIGHTS).write_bytes(content)
+    os.truncate(folder / WEIGHTS, len(content) + 2**42)
 
 
 def tensors(change: Callable[[Tensors], object]) -> Damage:
@@ -261,16 +249,12 @@ def case_collision(folder: Path) -> None:
     file_of_norm(first.name.replace("model", "Model"))(folder)
 
 
-def under_two_names(link: Callable[[Path, Path], object]) -> Damage:
+def under_two_names(folder: Path) -> None:
     """One shard under two names, with the tensors divided between them."""
-
-    def damage(folder: Path) -> None:
-        first = max(shards_of(folder), key=lambda path: len(load_file(path)))
-        link(first, folder / "twin.safetensors")
-        name = next(iter(load_file(first)))
-        index(lambda weight_map: weight_map.update({name: "twin.safetensors"}))(folder)
-
-    return damage
+    first = max(shards_of(folder), key=lambda path: len(load_file(path)))
+    (folder / "twin.safetensors").symlink_to(first.name)
+    name = next(iter(load_file(first)))
+    index(lambda weight_map: weight_map.update({name: "twin.safetensors"}))(folder)
 
 
 def without(*names: str) -> Damage:
@@ -300,52 +284,37 @@ FORMAT: Table = {
     "cut-in-length": weights(lambda content: content[:5]),
     "cut-in-header": weights(lambda content: content[:200]),
     "cut-by-one-byte": weights(lambda content: content[:-1]),
-    "length-minus-one": weights(lambda content: struct.pack("<Q", 2**64 - 1) + content[8:]),
     "header-with-a-byte-order-mark": header_bytes(lambda text: b"\xef\xbb\xbf" + text),
-    "header-a-list": header_bytes(lambda text: b"[]"),
     "header-without-tensors": header_bytes(lambda text: b"{}"),
     "nested-as-deep-as-json-goes": header_bytes(lambda text: b'{"a":' + b"[" * 900 + b"]" * 900 + b"}"),
-    "a-key-twice": header_bytes(lambda text: text.replace(b'"dtype":', b'"dtype":1,"dtype":', 1)),
     "metadata-null": header(lambda entries: entries.update(__metadata__=None)),
     "metadata-of-numbers": header(lambda entries: entries.update(__metadata__={"a": 1})),
     "entry-a-list": added("x", ["F32", [0], [0, 0]]),
     "entry-with-less": header(lambda entries: entries[NORM].pop("shape")),
     "dtype-of-a-megabyte": norm(dtype="F" * 10**6),
-    "shape-of-a-million-sizes": norm(shape=[32, *[1] * 10**6]),
     "shape-of-5000-digits": header_bytes(lambda text: text.replace(b"[32]", b"[" + b"1" * 5000 + b"]")),
-    "overlap-of-a-byte": shifted(-1),
-    "hole-of-a-byte": shifted(1),
     "hole-at-the-beginning": header(lambda entries: entries.pop(HEAD)),
     "a-byte-more": weights(lambda content: content + b"\0"),
     "a-name-with-a-lone-surrogate": added(SURROGATE + ".rotary_emb.inv_freq"),
     "a-git-lfs-pointer": written(WEIGHTS, LFS),
-    "a-pickle": written(WEIGHTS, b"\x80\x02cposix\nsystem\nX\x04\0\0\0exit\x85R."),
 }
 #: Well stored, and not the tensors that config.json asks for.
 TENSORS: Table = {
     "of-eight-bits": tensor(V, lambda old: old.to(torch.float8_e4m3fn)),
-    "integers": tensor(V, lambda old: old.to(torch.int32)),
     "transposed": tensor(V, lambda old: old.T),
-    "of-no-elements": tensor(V, lambda old: old[:0]),
     "missing": tensors(lambda stored: stored.pop(Q)),
     "missing-head": tensors(lambda stored: stored.pop(HEAD)),
     "missing-layer": tensors(lambda stored: [stored.pop(n) for n in list(stored) if n.startswith("model.layers.1.")]),
     "unexpected-bias": of_shape(Q.replace("weight", "bias"), 2),
-    "unexpected-connection": of_shape("model.value_residual.bias", 2),
     "no-prefix": tensors(
         lambda stored: [stored.update({n.removeprefix("model."): stored.pop(n)}) for n in list(stored)]
     ),
-    "a-name-that-is-empty": renamed(""),
     "a-name-of-a-megabyte": renamed("x" * 10**6),
-    "one-more-name-with-escapes": added(ESCAPES),
-    "a-rotary-name-with-escapes": added(ESCAPES + ".rotary_emb.inv_freq"),
     "a-rotary-name-of-nothing": added("lora.rotary_emb.inv_freq", {**EMPTY, "dtype": "U8"}),
     "a-layer-of-another-number": renamed("model.layers.7.input_layernorm.weight"),
     "a-layer-with-a-leading-zero": renamed(Q.replace(".1.", ".01."), Q),
-    **{
-        f"a-tied-head-of-{shape}": both(config(tie_word_embeddings=True), of_shape(HEAD, *shape))
-        for shape in ((300, 16), (300, 32, 1), (299, 32), (0, 32))
-    },
+    "a-tied-head-of-(300, 32, 1)": both(config(tie_word_embeddings=True), of_shape(HEAD, 300, 32, 1)),
+    "a-tied-head-of-(0, 32)": both(config(tie_word_embeddings=True), of_shape(HEAD, 0, 32)),
 }
 FIRST, SECOND = "model-00001-of-00006.safetensors", "model-00002-of-00006.safetensors"
 MANY = json.dumps({"weight_map": dict.fromkeys(map(str, range(10**5)), "a.safetensors")}).encode()
@@ -361,23 +330,16 @@ INDICES: Table = {
     "more-than-there-is": index(lambda files: files.update(x=files[NORM])),
     "less-than-there-is": index(lambda files: files.pop(NORM)),
     "case-collision": case_collision,
-    "one-shard-under-two-names": under_two_names(os.link),
-    "one-shard-behind-a-link": under_two_names(lambda shard, twin: twin.symlink_to(shard.name)),
-    "a-shard-is-missing": without(SECOND),
+    "one-shard-behind-a-link": under_two_names,
     "a-shard-is-empty": written(SECOND, b""),
     "no-index-and-a-shard-missing": without(SECOND, INDEX),
-    "no-index-and-two-series": both(
-        without(INDEX), lambda f: shutil.copy(shards_of(f)[0], f / "other-00001-of-00001.safetensors")
-    ),
     "no-index-and-no-shards": both(without(INDEX), lambda f: [path.unlink() for path in shards_of(f)]),
 }
 CONFIGS: Table = {
     **{name: written(CONFIG, content) for name, content in NO_JSON.items()},
     "missing": without(CONFIG),
-    "an-empty-object": written(CONFIG, b"{}"),
     "huge": written(CONFIG, b" " * (50 * 2**20) + b"{}"),
     "a-family-of-a-megabyte": config(model_type="x" * 10**6),
-    "quantisation-of-escapes": config(quantization_config=[ESCAPES] * 10**4),
     "rope-nested-deeply": config(rope_parameters=json.loads('{"a":' * 900 + "1" + "}" * 900)),
     "layer-types-a-bomb": config(model_type="qwen2", layer_types=["full_attention"] * 50_000),
     "rope-scaling-of-nonsense": json_file(
@@ -391,7 +353,6 @@ CONNECTIONS: Table = {
     "too-long": of_shape(VALUES, 1000),
     "integers": tensor(VALUES, lambda old: old.to(torch.int32)),
     "one-more": of_shape("model.value_residual.weight", 2),
-    "of-4-TB": sparse_tensors(VALUES, DEPTH),
 }
 #: Title -> the checkpoint, its damages, and what takes the fields of a case like `config {hidden_size: -1}`, which is
 #: in the snapshot alone.
@@ -426,7 +387,7 @@ BOMBS = {
     "tensors-beyond-the-header": many_tensors(map(str, range(10**6))),
     "tensors-beyond-the-number": many_tensors(map(str, range(70_000))),
     "spaces": header_bytes(lambda text: text + b" " * 10**8),
-    "a-tensor-of-4-TB": sparse_tensors("model.huge.weight"),
+    "a-tensor-of-4-TB": with_sparse_tensor,
 }
 
 
@@ -673,11 +634,6 @@ def test_hostile_gguf_files_are_refused(content: bytes, tmp_path: Path) -> None:
 # Whatever comes: the right result or `CheckpointError`, and no other exception.
 
 
-@pytest.fixture(scope="session")
-def any_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("any") / "any.safetensors"
-
-
 SLOW_TO_DRAW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 NUMBERS = st.sampled_from([0, 1, -1, 127, 128, 2**31, 2**63 - 1, 2**63, 2**64, 10**299, True, False]) | st.integers()
 VALUES_OF_JSON = st.recursive(
@@ -743,7 +699,8 @@ def with_data(header: Json, trailing: int) -> bytes:
 
 @settings(suppress_health_check=SLOW_TO_DRAW)
 @given(content=st.one_of(st.builds(with_data, mutated(SMALL_HEADER), st.sampled_from([0, 0, -1, 1, 3])), flipped()))
-def test_every_byte_of_a_file_is_accounted_for_once_or_it_is_refused(content: bytes, any_file: Path) -> None:
+def test_every_byte_of_a_file_is_accounted_for_once_or_it_is_refused(content: bytes, tmp_path: Path) -> None:
+    any_file = tmp_path / "any.safetensors"
     any_file.write_bytes(content)
     shard, message = outcome_of(lambda: read_shard(any_file))
     if shard is None:
@@ -775,12 +732,10 @@ OTHER_FIELDS = (
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["llama", "retrofit"])
 def test_any_configuration_is_read_or_refused(
-    name: str, data: st.DataObject, good: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    name: str, data: st.DataObject, good: dict[str, Path], tmp_path: Path
 ) -> None:
     """Dry runs: what is read is converted as far as the plan, from every family's keys."""
-    folder = tmp_path_factory.getbasetemp() / f"any-configuration-{name}"
-    if not folder.exists():
-        shutil.copytree(good[name], folder)
+    folder = Path(shutil.copytree(good[name], tmp_path / "any", dirs_exist_ok=True))
     raw = json.loads((good[name] / CONFIG).read_text())
     if name == "llama":
         raw["model_type"] = data.draw(st.sampled_from(["llama"] * 4 + ["qwen2", "qwen3", "mistral", "smollm3"]))

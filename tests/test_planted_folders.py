@@ -58,15 +58,6 @@ def bind_socket(path: Path) -> None:
         bound.bind(path.name)  # a socket's path has 108 bytes at most
 
 
-def sparse(path: Path) -> None:
-    path.touch()
-    os.truncate(path, 8 * 2**30)
-
-
-def nested(path: Path) -> None:
-    path.write_bytes(b'{"a":' * 10**5)
-
-
 #: Kind -> puts it at a path; `outside` has a file of the same name with canaries.
 KINDS: dict[str, Callable[[Path, Path], object]] = {
     "link-out": lambda path, outside: path.symlink_to(outside / "secret"),
@@ -75,7 +66,7 @@ KINDS: dict[str, Callable[[Path, Path], object]] = {
     "fifo": lambda path, outside: os.mkfifo(path),
     "socket": lambda path, outside: bind_socket(path),
     "folder": lambda path, outside: path.mkdir(),
-    "of-8-GB": lambda path, outside: sparse(path),
+    "of-8-GB": lambda path, outside: (path.touch(), os.truncate(path, 8 * 2**30)),
 }
 
 
@@ -98,10 +89,6 @@ def linked_folder(name: str) -> Plant:
     return plant
 
 
-def deep(name: str) -> Plant:
-    return lambda folder, outside: nested(folder / name)
-
-
 #: Name -> (the file or folder that a refusal names, what plants it).
 PLANTS: dict[str, tuple[str, Plant]] = {
     **{
@@ -111,16 +98,16 @@ PLANTS: dict[str, tuple[str, Plant]] = {
         if (name, kind) != ("README.md", "folder")
     },
     **{f"{name}-{kind}": (name, in_place_of(name, kind)) for name in LINKED for kind in KINDS if kind != "link-out"},
-    **{f"{name}-deep": (name, deep(name)) for name in (RECORD, "metrics.json", "config.json", "tokenizer_config.json")},
+    **{
+        f"{name}-deep": (name, lambda folder, outside, name=name: (folder / name).write_bytes(b'{"a":' * 10**5))
+        for name in (RECORD, "metrics.json", "config.json", "tokenizer_config.json")
+    },
     **{f"{name}-linked": (name, linked_folder(name)) for name in (".eval_results", "additional_chat_templates")},
     "deep-folder-linked": ("a/b", lambda f, o: ((f / "a").mkdir(), (f / "a" / "b").symlink_to(o))),
     **{f"{name}-fifo": (name, in_place_of(name, "fifo")) for name in UNREAD},
     "adapter": ("adapter_config.json", in_place_of("adapter_config.json", "link-out")),
     **{
-        f"temporary-{name}": (
-            name,
-            lambda folder, outside, name=name: (folder / f".{name}.partial").symlink_to(outside / "secret"),
-        )
+        f"temporary-{name}": (name, lambda f, o, name=name: (f / f".{name}.partial").symlink_to(o / "secret"))
         for name in ("README.md", "arc.yaml")
     },
 }
