@@ -58,8 +58,6 @@ from transformers.cache_utils import QuantizedLayer
 
 import resformer
 from resformer.configuration import cache_bytes_per_token
-from resformer.convert.connections import expected_shapes
-from resformer.convert.deciding import check_tensors
 from resformer.convert.families import backbone_config
 from resformer.convert.source import open_source
 from resformer.shrinking.accounting import compare_predictions, interval
@@ -541,7 +539,7 @@ def measure_passages(table: Table) -> None:
         return
     source = open_source(table.options.source).fetch()
     config = backbone_config(source.config)
-    config.tie_word_embeddings, _ = check_tensors(source, expected_shapes(config))
+    config.tie_word_embeddings = source.tied
     model = plain_model(source, config)
     packed = pack_all(
         load_documents([str(table.options.calibrate)]), table.tokenizer, block=512, most=64, side="calibration"

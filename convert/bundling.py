@@ -12,8 +12,7 @@ from typing import Any
 
 from resformer import configuration
 from resformer.configuration import ResFormerConfig
-from resformer.convert.connections import expected_shapes
-from resformer.convert.deciding import Decision, check_tensors
+from resformer.convert.deciding import Decision
 from resformer.convert.reading import side_file
 from resformer.convert.source import OpenedSource, open_source
 from resformer.convert.to_folder import Options, Report, carry_out
@@ -94,9 +93,7 @@ def bundle(
 
 def _decide(source: OpenedSource, config: dict[str, Any]) -> Decision:
     """The source with its own model card and conversion record, and `config` as its config.json."""
-    assert isinstance(source.config, ResFormerConfig)
-    tied, warnings = check_tensors(source, expected_shapes(source.config))
-    if source.config.tie_word_embeddings and not tied:
+    if source.config.tie_word_embeddings and not source.tied:
         config = {**config, "tie_word_embeddings": False}
     names = [name for name in ("README.md", RECORD, "metrics.json") if os.path.lexists(source.folder / name)]
     names += [f"{EVAL_RESULTS}/{path.name}" for path in sorted((source.folder / EVAL_RESULTS).glob("*.yaml"))]
@@ -105,7 +102,6 @@ def _decide(source: OpenedSource, config: dict[str, Any]) -> Decision:
         config=json.dumps(config, indent=2, sort_keys=True) + "\n",
         dtype=source.dtype,
         side_files=tuple(side_file(source.folder, name) for name in names),
-        warnings=tuple(warnings),
     )
 
 

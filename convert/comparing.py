@@ -12,9 +12,9 @@ from transformers.modeling_rope_utils import RopeParameters
 from resformer.configuration import ResFormerConfig, key_sources, mixing_layers, value_sources
 from resformer.configuration.methods import CONNECTION_FIELDS, backbone_fields, without_connections
 from resformer.convert.connections import added_shapes, expected_shapes, head_of, read_connections
-from resformer.convert.deciding import EMBEDDING, HEAD, check_tensors
 from resformer.convert.families import resformer_config
 from resformer.convert.logits import LogitsComparison, compare_logits, free_memory, memory_for_logits
+from resformer.convert.reading import EMBEDDING, HEAD
 from resformer.convert.safetensors_format import FLOATING, Tensor, same_bytes
 from resformer.convert.source import OpenedSource, open_source
 from resformer.convert.to_folder import Verify, check_verify
@@ -108,10 +108,9 @@ def verify(
     connections: set[str] = set()
     for source, config in zip(opened, configs, strict=True):
         expected = expected_shapes(config)
-        tied, _ = check_tensors(source, expected)
         connections |= expected.keys() - expected_shapes(without_connections(config)).keys()
-        table = dict(source.with_coefficients().checkpoint.tensors)
-        if tied and HEAD in expected:  # a checkpoint stores one end of the tie or both, the model has both
+        table = dict(source.checkpoint.tensors)
+        if source.tied and HEAD in expected:  # a checkpoint stores one end of the tie or both, the model has both
             for stored, missing in ((EMBEDDING, HEAD), (HEAD, EMBEDDING)):
                 if missing not in table:
                     table[missing] = table[stored]

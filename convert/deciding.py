@@ -1,7 +1,6 @@
 """The desired result of a conversion. `retrofit`, `revert` and `bundle` differ in how they decide on it."""
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +10,12 @@ from resformer.configuration import ResFormerConfig
 from resformer.convert.connections import added_shapes, expected_shapes
 from resformer.convert.families import FAMILIES
 from resformer.convert.reading import SideFile
-from resformer.convert.safetensors_format import FLOATING, Tensor, same_bytes
+from resformer.convert.safetensors_format import Tensor
 from resformer.convert.source import OpenedSource, Source
-from resformer.errors import CheckpointError, first_names, quoted
+from resformer.errors import CheckpointError, quoted
 from resformer.modeling.connection import ConnectionKind
 from resformer.modeling.modeling_resformer import KINDS
 from resformer.record import read_record
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-#: Rotary buffers of old Llama checkpoints; Transformers ignores them and computes them from config.json.
-_OLD_BUFFER = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,53 +71,6 @@ def recorded_family(source: Source) -> str:
     """The family that a ResFormer checkpoint came from, as its record says; `"resformer"` if that is unknown."""
     family = (read_record(source.folder) or {}).get("family")
     return family if isinstance(family, str) and family in FAMILIES else ResFormerConfig.model_type
-
-
-def check_tensors(source: OpenedSource, expected: Mapping[str, tuple[int, ...]]) -> tuple[bool, list[str]]:
-    """Compares the source's tensors with the shapes that its configuration asks for, both ends of a tie among them.
-
-    Returns whether the head is tied to the embeddings (what the file holds decides, as in Transformers), and notes.
-    """
-    folder, tensors = source.folder, source.checkpoint.tensors
-    tied, notes = bool(source.config.tie_word_embeddings), []
-    required = dict(expected)
-    if tied and HEAD not in tensors:
-        required.pop(HEAD, None)
-    elif tied and EMBEDDING not in tensors:
-        required.pop(EMBEDDING)
-    elif tied and not tensors[HEAD].on_this_disk:
-        notes.append(
-            f"{folder}: config.json ties lm_head.weight to the embeddings, and the shards hold both; they were not "
-            "compared. Where they differ, Transformers loads them untied, the source and the result alike."
-        )
-    elif tied and not same_bytes(tensors[HEAD], tensors[EMBEDDING]):
-        tied = False
-        notes.append(
-            f"{folder}: config.json ties lm_head.weight to the embeddings, but the two differ; the result has "
-            "tie_word_embeddings=False, which is how Transformers loads the source."
-        )
-    elif not tied and HEAD in required and HEAD not in tensors:
-        raise CheckpointError(
-            f"{folder}: missing keys: config.json has tie_word_embeddings=False and no shard has lm_head.weight: it "
-            "would be random. If the head is the embedding matrix, set tie_word_embeddings to true."
-        )
-    if missing := required.keys() - tensors.keys():
-        raise CheckpointError(f"{folder}: missing keys: config.json asks for {first_names(missing)}.")
-    for name, tensor in tensors.items():
-        if _OLD_BUFFER.fullmatch(name) and tensor.dtype in FLOATING:
-            continue
-        if name not in required:
-            raise CheckpointError(f"{tensor.place}: unexpected: config.json has no place for it.")
-        if tensor.shape != required[name]:
-            raise CheckpointError(
-                f"{tensor.place}: has shape {list(tensor.shape)}, config.json asks for {list(required[name])}."
-            )
-        if tensor.dtype not in FLOATING:
-            raise CheckpointError(
-                f"{tensor.place}: has dtype {tensor.dtype}, expected one of {', '.join(FLOATING)}: quantised "
-                "checkpoints have to be dequantised first."
-            )
-    return tied, notes
 
 
 def config_text(config: PreTrainedConfig, architecture: str, dtype: torch.dtype) -> str:

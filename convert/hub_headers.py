@@ -45,14 +45,14 @@ class HubFiles:
         with ThreadPoolExecutor(8) as pool:
             yield from pool.map(lambda path: read_shard(path) if path.exists() else self.read_shard(path), paths)
 
-    def with_bytes(self, shards: Collection[Shard], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Shard, ...]:
-        """The shards with the tensors of these names and shapes in memory, which `MOST_BYTES` bounds."""
-        size = sum(t.nbytes for shard in shards for t in shard.tensors if shapes.get(t.name) == t.shape)
+    def with_bytes(self, shards: Collection[Shard], names: Collection[str]) -> tuple[Shard, ...]:
+        """The shards with the tensors of these names in memory, which `MOST_BYTES` bounds."""
+        size = sum(tensor.nbytes for shard in shards for tensor in shard.tensors if tensor.name in names)
         if size > MOST_BYTES:
             raise CheckpointError(f"{self.repo_id}: coefficients of {size:,} bytes; at most {MOST_BYTES:,} are read.")
 
         def fetched(tensor: Tensor) -> Tensor:
-            if tensor.on_this_disk or shapes.get(tensor.name) != tensor.shape or isinstance(tensor.data, memoryview):
+            if tensor.name not in names or tensor.on_this_disk or isinstance(tensor.data, memoryview):
                 return tensor
             path, start = tensor.data
             return replace(tensor, data=memoryview(self.read(path.name, start, tensor.nbytes)))

@@ -10,8 +10,8 @@ import torch
 from resformer.configuration import ResFormerConfig, cache_bytes_per_token, value_sources
 from resformer.configuration.methods import connections_of, method_of, without_connections
 from resformer.convert.connections import expected_shapes, head_of, read_connections
-from resformer.convert.deciding import HEAD, check_tensors
 from resformer.convert.families import family_config, resformer_config
+from resformer.convert.reading import HEAD
 from resformer.convert.source import open_source
 from resformer.errors import CheckpointError
 from resformer.files import AsDict
@@ -59,8 +59,6 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     config = opened.config
     backbone = resformer_config(config)
     expected = expected_shapes(backbone)
-    tied, notes = check_tensors(opened, expected)
-    opened = opened.with_coefficients()
     dtype = opened.dtype
     tensors = opened.checkpoint.tensors
     dtypes: dict[str, int] = {}
@@ -84,7 +82,7 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         fields=connections_of(backbone),
         files=len(opened.checkpoint.shards),
         bytes=sum(shard.size for shard in opened.checkpoint.shards),
-        parameters=sum(math.prod(shape) for name, shape in expected.items() if not (tied and name == HEAD)),
+        parameters=sum(math.prod(shape) for name, shape in expected.items() if not (opened.tied and name == HEAD)),
         added={name: list(tensors[name].shape) for name in added},
         dtypes=dtypes,
         layers=layers,
@@ -93,12 +91,12 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         key_value_heads=backbone.num_key_value_heads,
         head_dim=backbone.head_dim,
         vocab_size=backbone.vocab_size,
-        tied=tied,
+        tied=opened.tied,
         cache_bytes_per_token=per_token,
         cache_share=per_token / cache_bytes_per_token(plain, dtype),
         value_mixing_matrix=_unless_plain(values),
         depth_mixing_matrix=_unless_plain(depth),
-        warnings=[*opened.checkpoint.notes, *notes],
+        warnings=list(opened.checkpoint.notes),
     )
 
 

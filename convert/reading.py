@@ -5,13 +5,13 @@ What it accepts is what Transformers would load, and a folder of shards that has
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from resformer.convert.hub_headers import HubFiles
-from resformer.convert.safetensors_format import MOST_TENSORS, Shard, Tensor, read_shard
+from resformer.convert.safetensors_format import FLOATING, MOST_TENSORS, Shard, Tensor, read_shard, same_bytes
 from resformer.errors import CheckpointError, first_names, one_line, quoted
 from resformer.files import LISTING
 from resformer.untrusted import MIB, MOST_BYTES, TEMPLATE_FOLDERS, bare_name, read_json, regular_file
@@ -31,6 +31,9 @@ _TOKENIZERS = re.compile(r"tokenizer\.json|vocab\.(json|txt)|[\w.-]*\.(model|tik
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.json")
 #: ... under these keys.
 _CODE_KEYS = ("auto_map", "custom_generate", "custom_pipelines")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+#: Rotary buffers of old Llama checkpoints; Transformers ignores them and computes them from config.json.
+_OLD_BUFFER = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
 #: An index may name. A 405B Llama has 191 files.
 _MOST_SHARDS = 1000
 
@@ -177,6 +180,54 @@ def _read_all(paths: list[Path], hub: HubFiles | None = None) -> list[Shard]:
             raise CheckpointError(f"{path.parent}: holds more than {MOST_TENSORS:,} tensors, the most that are read.")
         shards.append(shard)
     return shards
+
+
+def check_tensors(
+    checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], *, tied: bool
+) -> tuple[bool, list[str]]:
+    """Compares the tensors with the shapes that the configuration asks for, both ends of a tie among them.
+
+    Returns whether the head is tied to the embeddings (what the file holds decides, as in Transformers), and notes.
+    """
+    folder, tensors = checkpoint.folder, checkpoint.tensors
+    notes, required = [], dict(expected)
+    if tied and HEAD not in tensors:
+        required.pop(HEAD, None)
+    elif tied and EMBEDDING not in tensors:
+        required.pop(EMBEDDING)
+    elif tied and not tensors[HEAD].on_this_disk:
+        notes.append(
+            f"{folder}: config.json ties lm_head.weight to the embeddings, and the shards hold both; they were not "
+            "compared. Where they differ, Transformers loads them untied, the source and the result alike."
+        )
+    elif tied and not same_bytes(tensors[HEAD], tensors[EMBEDDING]):
+        tied = False
+        notes.append(
+            f"{folder}: config.json ties lm_head.weight to the embeddings, but the two differ; the result has "
+            "tie_word_embeddings=False, which is how Transformers loads the source."
+        )
+    elif not tied and HEAD in required and HEAD not in tensors:
+        raise CheckpointError(
+            f"{folder}: missing keys: config.json has tie_word_embeddings=False and no shard has lm_head.weight: it "
+            "would be random. If the head is the embedding matrix, set tie_word_embeddings to true."
+        )
+    if missing := required.keys() - tensors.keys():
+        raise CheckpointError(f"{folder}: missing keys: config.json asks for {first_names(missing)}.")
+    for name, tensor in tensors.items():
+        if _OLD_BUFFER.fullmatch(name) and tensor.dtype in FLOATING:
+            continue
+        if name not in required:
+            raise CheckpointError(f"{tensor.place}: unexpected: config.json has no place for it.")
+        if tensor.shape != required[name]:
+            raise CheckpointError(
+                f"{tensor.place}: has shape {list(tensor.shape)}, config.json asks for {list(required[name])}."
+            )
+        if tensor.dtype not in FLOATING:
+            raise CheckpointError(
+                f"{tensor.place}: has dtype {tensor.dtype}, expected one of {', '.join(FLOATING)}: quantised "
+                "checkpoints have to be dequantised first."
+            )
+    return tied, notes
 
 
 def read_side_files(folder: Path, hub: HubFiles | None = None) -> tuple[list[SideFile], list[str], list[str]]:

@@ -21,17 +21,10 @@ from resformer.configuration.methods import (
     without_connections,
 )
 from resformer.convert.connections import added_shapes, expected_shapes, initial_connections
-from resformer.convert.deciding import (
-    HEAD,
-    Decision,
-    added_kinds,
-    check_tensors,
-    config_text,
-    inexact_because,
-    recorded_family,
-)
+from resformer.convert.deciding import Decision, added_kinds, config_text, inexact_because, recorded_family
 from resformer.convert.families import resformer_config
 from resformer.convert.logits import model_bytes
+from resformer.convert.reading import HEAD
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.tensors import CODES, to_tensor
 from resformer.convert.to_folder import Options, Report, Verify, carry_out, folder_name, published_name
@@ -253,8 +246,7 @@ def _decide(
 ) -> tuple[Decision, dict[str, tuple[int, ...]]]:
     """(what the result is to be, the shapes of its tensors); `before` is the source's configuration."""
     expected, shapes = expected_shapes(before), expected_shapes(config)
-    config.tie_word_embeddings, warnings = check_tensors(source, expected)
-    source = source.with_coefficients()
+    config.tie_word_embeddings, warnings = source.tied, []
     dtype = target_dtype or source.dtype
     initial = initial_connections(config, dtype)
     tensors = source.checkpoint.tensors

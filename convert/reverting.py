@@ -13,7 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of, without_connections
 from resformer.convert.connections import connection_modules, expected_shapes, read_connections
-from resformer.convert.deciding import Decision, added_kinds, check_tensors, config_text, recorded_family
+from resformer.convert.deciding import Decision, added_kinds, config_text, recorded_family
 from resformer.convert.families import family_config
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.to_folder import Options, Report, carry_out, published_name
@@ -99,11 +99,8 @@ def _decide(
     source: OpenedSource, config: ResFormerConfig, before: ResFormerConfig, reverted: PreTrainedConfig
 ) -> Decision:
     """The source without the connections that it has beyond those of `before`, which must have no effect."""
-    expected = expected_shapes(config)
-    reverted.tie_word_embeddings, warnings = check_tensors(source, expected)
-    removed = sorted(expected.keys() - expected_shapes(before).keys())
+    reverted.tie_word_embeddings, warnings = source.tied, []
     kept = connection_modules(before)
-    source = source.with_coefficients()
     modules = read_connections(config, source.checkpoint.tensors, tables=source.on_this_disk)
     if modules.keys() < connection_modules(config).keys():
         warnings.append(f"{source.name}: its tables of values were not read; if they have learned, it is not reverted.")
@@ -117,7 +114,7 @@ def _decide(
         source=source,
         config=config_text(reverted, MODEL_FOR_CAUSAL_LM_MAPPING[type(reverted)].__name__, source.dtype),
         dtype=source.dtype,
-        dropped=removed,
+        dropped=sorted(expected_shapes(config).keys() - expected_shapes(before).keys()),
         warnings=tuple(warnings),
     )
 

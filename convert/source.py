@@ -24,8 +24,8 @@ from huggingface_hub.hf_api import RepoFile
 from transformers import CONFIG_MAPPING, FineGrainedFP8Config, PreTrainedConfig, PreTrainedModel
 
 from resformer.configuration import ResFormerConfig
-from resformer.convert.connections import HEADS, added_shapes, head_of
-from resformer.convert.families import FAMILIES, supported
+from resformer.convert.connections import HEADS, added_shapes, expected_shapes, head_of
+from resformer.convert.families import FAMILIES, resformer_config, supported
 from resformer.convert.hub_headers import HubFiles
 from resformer.convert.other_formats import (
     PICKLE_INDEX,
@@ -45,6 +45,7 @@ from resformer.convert.reading import (
     SIDE_FILES,
     SINGLE,
     Checkpoint,
+    check_tensors,
     hint,
     read_checkpoint,
     read_index,
@@ -111,11 +112,12 @@ class Source:
         return self.gguf is not None or self.fp8
 
     def fetch(self, *, allow_pickle: bool = False, headers_only: bool = False) -> "OpenedSource":
-        """Downloads the weights, if they are on the Hub, and reads their headers.
+        """Downloads the weights, if they are on the Hub, reads their headers, and compares them with the configuration.
 
-        With `headers_only`, reads only the headers of weights on the Hub, and dequantises nothing: no tensor has bytes.
+        With `headers_only`, dequantises nothing, and reads only the headers of weights on the Hub and the coefficients
+        of connections: no other tensor has bytes.
         """
-        model = None
+        model, hub = None, None
         if self.gguf is not None:
             model, tensors = (None, gguf_headers(self.config)) if headers_only else dequantise(self.gguf, self.config)
             checkpoint = Checkpoint(self.folder, (Shard(None, self.gguf.stat().st_size, tuple(tensors)),))
@@ -127,8 +129,15 @@ class Source:
             checkpoint = _read_pickled(self.folder) if pickled else read_checkpoint(self.folder, _hub_files(self))
         if self.fp8:
             checkpoint, model = _dequantised(self, checkpoint, headers_only=headers_only)
-        _check_layers(checkpoint, self.config.num_hidden_layers)
-        return OpenedSource(**{**vars(self), "checkpoint": checkpoint, "model": model})
+        config = resformer_config(self.config)
+        _check_layers(checkpoint, config.num_hidden_layers)
+        tied, notes = check_tensors(checkpoint, expected_shapes(config), tied=bool(self.config.tie_word_embeddings))
+        if hub is not None:
+            with asking_hub(self.name):
+                shards = hub.with_bytes(checkpoint.shards, added_shapes(config, tables=False))
+            checkpoint = replace(checkpoint, shards=shards)
+        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *notes))
+        return OpenedSource(**vars(self), checkpoint=checkpoint, tied=tied, model=model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +145,7 @@ class OpenedSource(Source):
     """A source whose headers have been read and checked; its weights are on this disk, or still on the Hub."""
 
     checkpoint: Checkpoint
+    tied: bool  # whether the head is the embeddings
     model: PreTrainedModel | None = None  # where it was dequantised
 
     @property
@@ -147,17 +157,6 @@ class OpenedSource(Source):
     def on_this_disk(self) -> bool:
         """Whether all weights are: they are still on the Hub otherwise."""
         return all(tensor.on_this_disk for tensor in self.checkpoint.tensors.values())
-
-    def with_coefficients(self) -> "OpenedSource":
-        """The source with its connections' coefficients in memory, if the weights are on the Hub.
-
-        `check_tensors` comes first: then their shapes are the configuration's.
-        """
-        if not isinstance(self.config, ResFormerConfig) or self.on_this_disk or (hub := _hub_files(self)) is None:
-            return self
-        with asking_hub(self.name):
-            shards = hub.with_bytes(self.checkpoint.shards, added_shapes(self.config, tables=False))
-        return replace(self, checkpoint=replace(self.checkpoint, shards=shards))
 
     @property
     def dtype(self) -> torch.dtype:

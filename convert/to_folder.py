@@ -28,7 +28,7 @@ from resformer.convert.source import Source
 from resformer.convert.tensors import Rounding
 from resformer.convert.writing import Transfer, can_be_linked, check_space, transfer_of, write_plan
 from resformer.errors import CheckpointError, OutputError, VerificationError, first_names, one_line
-from resformer.files import AsDict, check_target, replacing, write_text
+from resformer.files import AsDict, replacing, write_text
 from resformer.progress import progress_bar
 
 Verify = Literal["auto", "headers", "hashes", "logits"]
@@ -153,8 +153,6 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         implied = replace(report, verified="hashes", logits=None) if options.verify == "auto" else report
         for name, text in finish(implied, files).items():
             write_text(partial / name, text)
-        if options.force:  # somebody may have written there since
-            check_target(output, made_by=options.made_by, force=True)
     return report
 
 

@@ -12,8 +12,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_fields, method_of, without_connections
-from resformer.convert.connections import expected_shapes
-from resformer.convert.deciding import check_tensors
 from resformer.convert.families import backbone_config
 from resformer.convert.retrofitting import RetrofitReport, write_retrofit
 from resformer.convert.source import OpenedSource, Source, open_source
@@ -110,7 +108,7 @@ def shrink(source: str | Path, output: str | Path, cache: float | None = None, *
             "are needed. Give more text, or --tokens."
         )
     fetched = opened.fetch()
-    config.tie_word_embeddings, _ = check_tensors(fetched, expected_shapes(config))
+    config.tie_word_embeddings = fetched.tied
     model = plain_model(fetched, config)
     with (
         progress_bar(unit="step", desc="calibrating", show=given.progress) as bar,

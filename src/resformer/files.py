@@ -143,6 +143,8 @@ def replacing(target: Path, *, made_by: str, force: bool = False, durable: bool 
             write_text(partial / LISTING, json.dumps(listing, indent=2, sort_keys=True) + "\n")
             if durable:
                 _flush(partial)
+            if force:  # somebody may have written there since
+                check_target(target, made_by=made_by, force=True)
             with writing(target):
                 if target.exists():
                     target.rename(old) if force else target.rmdir()  # Windows renames onto no folder, even an empty one
