@@ -1,6 +1,6 @@
 """Two checkpoints side by side: what their configurations build, tensors byte for byte, logits on the same tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from resformer.convert.connections import added_shapes, expected_shapes, head_of
 from resformer.convert.families import resformer_config
 from resformer.convert.logits import LogitsComparison, compare_logits, free_memory, memory_for_logits
 from resformer.convert.reading import EMBEDDING, HEAD
-from resformer.convert.safetensors_format import FLOATING, Tensor, same_bytes
+from resformer.convert.safetensors_format import Tensor, same_bytes
 from resformer.convert.source import OpenedSource, open_source
+from resformer.convert.tensors import numbers
 from resformer.convert.to_folder import Verify, check_verify
 from resformer.errors import CheckpointError, one_line
 from resformer.files import AsDict
@@ -268,12 +269,6 @@ def _distance(one: Tensor, other: Tensor) -> float | None:
     """The largest absolute difference; NaN if there is one."""
     if one.shape != other.shape:
         return None
-    distances = [(a - b).abs().max() for a, b in zip(_floats(one), _floats(other), strict=True)]
+    pairs = zip(numbers(one), numbers(other), strict=True)
+    distances = [(a.double() - b.double()).abs().max() for a, b in pairs]
     return torch.stack(distances).max().item() if distances else 0.0
-
-
-def _floats(tensor: Tensor) -> Iterator[torch.Tensor]:
-    """The numbers, some at a time: as many for every dtype."""
-    dtype = getattr(torch, FLOATING[tensor.dtype])
-    for piece in tensor.pieces(MIB * dtype.itemsize):
-        yield torch.frombuffer(piece, dtype=dtype).double()

@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from resformer.convert.reading import Checkpoint
 from resformer.convert.safetensors_format import FLOATING, Tensor
+from resformer.convert.tensors import numbers
 
 #: Tokens that are decoded one at a time, with a cache.
 _STEPS = 4
@@ -20,14 +21,8 @@ _STEPS = 4
 
 def not_finite(tensors: Iterable[Tensor]) -> list[str]:
     """The names of the floating tensors that hold a NaN or an infinity."""
-    names = []
-    for tensor in tensors:
-        if tensor.dtype in FLOATING:
-            dtype = getattr(torch, FLOATING[tensor.dtype])
-            numbers = (torch.frombuffer(piece, dtype=dtype) for piece in tensor.pieces())
-            if not all(piece.isfinite().all() for piece in numbers):
-                names.append(tensor.name)
-    return names
+    floating = (tensor for tensor in tensors if tensor.dtype in FLOATING)
+    return [tensor.name for tensor in floating if not all(piece.isfinite().all() for piece in numbers(tensor))]
 
 
 @dataclass(frozen=True)

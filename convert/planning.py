@@ -14,45 +14,32 @@ MAX_SHARD_SIZE = 50 * 10**9
 
 
 @dataclass(frozen=True)
-class CarriedShard:
-    """A file of the source that the result takes over byte for byte."""
+class PlannedShard:
+    """A file of the result: one of the source, byte for byte, or a new one."""
 
     name: str
-    origin: str  # its name at the source
-    path: Path
     size: int  # bytes
-    tensors: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class WrittenShard:
-    """A new file, tensor after tensor: `origins`, converted to the dtypes of `tensors`."""
-
-    name: str
-    origins: tuple[Tensor, ...]
-    tensors: tuple[Tensor, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return sum(tensor.nbytes for tensor in self.tensors) + len(header_bytes(self.tensors))
+    origins: tuple[Tensor, ...]  # at the source, or in memory
+    tensors: tuple[Tensor, ...]  # the same, as they will be stored: their dtypes may differ
+    path: Path | None = None  # of the source's file, if it is carried over whole
+    origin: str | None = None  # its name at the source
 
 
 @dataclass(frozen=True)
 class Plan:
     """Weight files, side files and config.json of the output; record, card and added code are written later."""
 
-    shards: tuple[CarriedShard | WrittenShard, ...]
+    shards: tuple[PlannedShard, ...]
     side_files: tuple[SideFile, ...]
     config: str  # the text of config.json
 
     @property
-    def carried(self) -> list[CarriedShard]:
-        return [shard for shard in self.shards if isinstance(shard, CarriedShard)]
+    def carried(self) -> list[PlannedShard]:
+        return [shard for shard in self.shards if shard.path is not None]
 
     @property
-    def written(self) -> list[WrittenShard]:
-        return [shard for shard in self.shards if isinstance(shard, WrittenShard)]
+    def written(self) -> list[PlannedShard]:
+        return [shard for shard in self.shards if shard.path is None]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -81,7 +68,7 @@ def plan_shards(
     added: Sequence[Tensor] = (),
     dtype: str | None = None,
     max_shard_size: int | None = None,
-) -> tuple[CarriedShard | WrittenShard, ...]:
+) -> tuple[PlannedShard, ...]:
     """Keeps every shard of the source that holds no byte to change, and writes the others anew.
 
     Args:
@@ -90,7 +77,7 @@ def plan_shards(
         max_shard_size: split what is larger, in bytes. Default: written files at Transformers' own limit, no others.
     """
     most = max_shard_size or MAX_SHARD_SIZE
-    planned: list[CarriedShard | list[_Pair]] = []
+    planned: list[Shard | list[_Pair]] = []
     for shard in shards:
         pairs = [
             (tensor, replace(tensor, dtype=dtype) if dtype and tensor.dtype in FLOATING else tensor)
@@ -99,7 +86,7 @@ def plan_shards(
         ]
         unchanged = len(pairs) == len(shard.tensors) and all(one.dtype == other.dtype for one, other in pairs)
         if shard.path is not None and unchanged and (max_shard_size is None or shard.size <= max_shard_size):
-            planned.append(CarriedShard(shard.name, shard.name, shard.path, shard.size, shard.tensors))
+            planned.append(shard)
         else:
             planned += _split(pairs, most)
     new = [(tensor, tensor) for tensor in added]
@@ -107,10 +94,14 @@ def plan_shards(
         new = last + new
         planned.pop()
     planned += _split(new, most)
-    return tuple(
-        replace(part, name=name) if isinstance(part, CarriedShard) else WrittenShard(name, *zip(*part, strict=True))
-        for name, part in zip(standard_names(len(planned)), planned, strict=True)
-    )
+    return tuple(map(_planned, standard_names(len(planned)), planned))
+
+
+def _planned(name: str, part: Shard | list[_Pair]) -> PlannedShard:
+    if isinstance(part, Shard):
+        return PlannedShard(name, part.size, part.tensors, part.tensors, part.path, part.name)
+    origins, tensors = zip(*part, strict=True)
+    return PlannedShard(name, sum(each.nbytes for each in tensors) + len(header_bytes(tensors)), origins, tensors)
 
 
 def standard_names(count: int) -> list[str]:

@@ -2,12 +2,14 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from resformer.convert.reading import Checkpoint, SideFile, read_checkpoint
+from resformer.convert.planning import Plan
+from resformer.convert.reading import Checkpoint, read_checkpoint
 from resformer.convert.safetensors_format import Shard, Tensor
+from resformer.convert.tensors import Rounding, converted
 from resformer.errors import VerificationError, first_names
 from resformer.untrusted import open_regular, reading
 
@@ -36,16 +38,13 @@ def compare_headers(folder: Path, stored: Mapping[str, Tensor], expected: Mappin
 
 
 def check_bytes(
-    stored: Checkpoint,
-    expected: Mapping[str, Tensor],
-    digests: Mapping[str, str],
-    linked: Collection[str] = (),
-    progress: Callable[[int], object] = lambda read: None,
+    stored: Checkpoint, plan: Plan, linked: Collection[str], progress: Callable[[int], object]
 ) -> dict[str, str]:
-    """Reads back what was written: copies against their source, the rest against SHA-256 `digests` of tensors.
+    """Reads back what was written, and compares it with what it was written from, which is converted again.
 
-    Returns file -> SHA-256 of the whole file, of all but `linked` ones, where there is nothing to compare.
+    Returns file -> SHA-256, of all weight files but `linked` ones, where there is nothing to compare.
     """
+    origins = {origin.name: origin for shard in plan.shards for origin in shard.origins}
 
     def check(shard: Shard) -> str:
         assert shard.path is not None
@@ -53,29 +52,20 @@ def check_bytes(
         with open_regular(shard.path) as file, reading(shard.path):
             whole.update(file.read(shard.size - sum(tensor.nbytes for tensor in shard.tensors)))
         for tensor in shard.tensors:
-            computed = hashlib.sha256() if tensor.name in digests else None
-            source = iter(()) if computed else expected[tensor.name].pieces()
-            same = True
-            for piece in tensor.pieces():
+            expected = converted(origins[tensor.name], tensor.dtype, Rounding())
+            for piece, other in zip(tensor.pieces(), expected, strict=True):
                 whole.update(piece)
-                if computed:
-                    computed.update(piece)
-                else:  # memoryviews compare slowly
-                    same = same and bytes(piece) == bytes(next(source, b""))
-            if not same or (computed and computed.hexdigest() != digests[tensor.name]):
-                raise VerificationError(f"{tensor.place}: its bytes are not those that were written.")
+                if bytes(piece) != bytes(other):  # memoryviews compare slowly
+                    raise VerificationError(f"{tensor.place}: its bytes are not those that were written.")
             progress(tensor.nbytes)
         return whole.hexdigest()
 
     read = {shard.path.name: shard for shard in stored.shards if shard.path and shard.path.name not in linked}
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        return dict(zip(read, pool.map(check, read.values()), strict=True))
-
-
-def check_side_files(folder: Path, side_files: Iterable[SideFile], progress: Callable[[int], object]) -> None:
-    """Reads tokenizer, templates and other files back."""
-    for file in side_files:
-        expected = file.path.read_bytes() if file.content is None else file.content
-        if (folder / file.name).read_bytes() != expected:
-            raise VerificationError(f"{folder / file.name}: its bytes are not those that were written.")
-        progress(file.size)
+        digests = dict(zip(read, pool.map(check, read.values()), strict=True))
+    for side_file in plan.side_files:
+        content = side_file.path.read_bytes() if side_file.content is None else side_file.content
+        if (stored.folder / side_file.name).read_bytes() != content:
+            raise VerificationError(f"{stored.folder / side_file.name}: its bytes are not those that were written.")
+        progress(side_file.size)
+    return digests

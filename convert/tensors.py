@@ -6,14 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from resformer.convert.reading import Checkpoint
-from resformer.convert.safetensors_format import DTYPE_BITS, FLOATING, Tensor
+from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.errors import CheckpointError
-from resformer.untrusted import MIB
 
 #: torch's dtype of weights -> the code of the safetensors format.
 CODES = {getattr(torch, name): code for code, name in FLOATING.items()}
-#: Numbers per piece: few enough to stay in the processor's cache between reading, converting and writing.
-_PIECE = MIB
 
 
 def to_tensor(name: str, tensor: torch.Tensor) -> Tensor:
@@ -29,6 +26,12 @@ def to_torch(tensor: Tensor) -> torch.Tensor:
     for piece in tensor.pieces():
         content += piece
     return torch.frombuffer(content, dtype=dtype).reshape(tensor.shape) if content else torch.empty(tensor.shape)
+
+
+def numbers(tensor: Tensor) -> Iterator[torch.Tensor]:
+    """The numbers of a floating tensor, a piece at a time, each valid until the next one is read."""
+    for piece in tensor.pieces():
+        yield torch.frombuffer(piece, dtype=getattr(torch, FLOATING[tensor.dtype]))
 
 
 def dominant_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -52,17 +55,16 @@ class Rounding:
 
 
 def converted(tensor: Tensor, dtype: str, rounding: Rounding) -> Iterator[memoryview]:
-    """The bytes of `tensor` in another dtype, a code of `FLOATING`; counts are added to `rounding`."""
-    for piece in tensor.pieces(_PIECE * DTYPE_BITS[tensor.dtype] // 8):
-        yield _convert(piece, tensor.dtype, dtype, rounding)
-
-
-def _convert(piece: memoryview, old: str, new: str, rounding: Rounding) -> memoryview:
-    before = torch.frombuffer(piece, dtype=getattr(torch, FLOATING[old]))
-    after = before.to(getattr(torch, FLOATING[new]))
-    if DTYPE_BITS[new] <= DTYPE_BITS[old]:  # a wider dtype takes every number as it is
-        kept, nan = after.to(before.dtype).eq(before).count_nonzero(), before.ne(before).count_nonzero()
-        rounding.changed += len(before) - int(kept + nan)
-        rounding.overflowed += int(after.isinf().count_nonzero() - before.isinf().count_nonzero())
-        rounding.flushed += int(before.count_nonzero() - after.count_nonzero())
-    return after.view(torch.uint8).numpy().data
+    """The bytes of `tensor` in the dtype of this code, some at a time; counts are added to `rounding`."""
+    if dtype == tensor.dtype:
+        yield from tensor.pieces()
+        return
+    new = getattr(torch, FLOATING[dtype])
+    for before in numbers(tensor):
+        after = before.to(new)
+        if new.itemsize <= before.dtype.itemsize:  # a wider dtype takes every number as it is
+            kept, nan = after.to(before.dtype).eq(before).count_nonzero(), before.ne(before).count_nonzero()
+            rounding.changed += len(before) - int(kept + nan)
+            rounding.overflowed += int(after.isinf().count_nonzero() - before.isinf().count_nonzero())
+            rounding.flushed += int(before.count_nonzero() - after.count_nonzero())
+        yield after.view(torch.uint8).numpy().data

@@ -22,7 +22,7 @@ from resformer.convert.logits import (
 from resformer.convert.other_formats import save_gguf_extras
 from resformer.convert.planning import Plan, plan_shards
 from resformer.convert.reading import Checkpoint
-from resformer.convert.reading_back import check_bytes, check_headers, check_side_files
+from resformer.convert.reading_back import check_bytes, check_headers
 from resformer.convert.safetensors_format import first_bytes
 from resformer.convert.source import Source
 from resformer.convert.tensors import Rounding
@@ -132,12 +132,9 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         ) as bar,
     ):
         check_space(forecast, partial)  # what a killed run left has been removed
-        written = write_plan(plan, partial, link=options.link, digests=verify != "headers", progress=bar.update)
+        written = write_plan(plan, partial, link=options.link, progress=bar.update)
         stored = check_headers(partial, plan.tensors)
-        digests = {}
-        if verify != "headers":
-            digests = check_bytes(stored, plan.tensors, written.digests, written.linked, bar.update)
-            check_side_files(partial, plan.side_files, bar.update)
+        digests = check_bytes(stored, plan, written.linked, bar.update) if verify != "headers" else {}
         logits = _compare(decision, output, partial, written.rounding) if verify == "logits" else None
         warnings += [*written.notes, *generation_warnings(stored), *_gguf_extras(decision, partial)]
         report = replace(
@@ -268,12 +265,11 @@ def weight_files(
 
     `starts` are of the first bytes of tensors, `digests` of files of the result, `source_digests` of the source's.
     """
-    origins = {shard.name: shard.origin for shard in plan.carried}
     return {
         shard.name: {
             "bytes": shard.size,
-            "carried_from": origins.get(shard.name),
-            "sha256": digests.get(shard.name) or source_digests.get(origins.get(shard.name, "")),
+            "carried_from": shard.origin,
+            "sha256": digests.get(shard.name) or source_digests.get(shard.origin or ""),
             "tensors": {
                 tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape)}
                 | ({"first_bytes": starts[tensor.name]} if tensor.name in starts else {})

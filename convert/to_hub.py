@@ -12,7 +12,7 @@ from huggingface_hub.utils.sha import git_hash
 
 from resformer.convert.deciding import Decision
 from resformer.convert.hub_headers import HubFiles
-from resformer.convert.planning import CarriedShard, Plan, WrittenShard
+from resformer.convert.planning import Plan, PlannedShard
 from resformer.convert.reading import INDEX
 from resformer.convert.reading_back import compare_headers
 from resformer.convert.safetensors_format import first_bytes, header_bytes
@@ -131,9 +131,7 @@ def _contents(decision: Decision, plan: Plan, files: Mapping[str, RepoFile], opt
     repo_id, revision = str(decision.source.repo_id), str(decision.source.revision)
     contents: dict[str, _Content] = {}
     for shard in plan.shards:
-        contents[shard.name] = (
-            Copied(repo_id, revision, files[shard.origin]) if isinstance(shard, CarriedShard) else _in_memory(shard)
-        )
+        contents[shard.name] = Copied(repo_id, revision, files[shard.origin]) if shard.origin else _in_memory(shard)
     for file in plan.side_files:
         contents[file.name] = Copied(repo_id, revision, files[file.name]) if file.content is None else file.content
     for name, text in ((INDEX, plan.index), ("config.json", plan.config)):
@@ -146,7 +144,7 @@ def _contents(decision: Decision, plan: Plan, files: Mapping[str, RepoFile], opt
     return contents
 
 
-def _in_memory(shard: WrittenShard) -> bytes:
+def _in_memory(shard: PlannedShard) -> bytes:
     """The file's bytes, if no tensor of the source is in it."""
     content = header_bytes(shard.tensors)
     for origin, tensor in zip(shard.origins, shard.tensors, strict=True):

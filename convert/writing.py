@@ -4,7 +4,6 @@ The kernel hard-links or copies bytes that do not change: whole files, and tenso
 has reflinks, copies share their bytes. Only a change of dtype reads them into this process, a piece at a time.
 """
 
-import hashlib
 import os
 import shutil
 import stat
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from resformer.convert.planning import CarriedShard, Plan, WrittenShard
+from resformer.convert.planning import Plan, PlannedShard
 from resformer.convert.safetensors_format import header_bytes
 from resformer.convert.tensors import Rounding, converted
 from resformer.errors import CheckpointError, OutputError
@@ -48,7 +47,6 @@ class Written:
     """The result of `write_plan`."""
 
     linked: set[str] = field(default_factory=set)  # files that are hard links to the source's
-    digests: dict[str, str] = field(default_factory=dict)  # tensor -> SHA-256 of the bytes this process made
     rounding: Rounding = field(default_factory=Rounding)
     notes: list[str] = field(default_factory=list)
 
@@ -66,7 +64,8 @@ def transfer_of(plan: Plan, linked: Collection[str]) -> Transfer:
 def can_be_linked(plan: Plan, target: Path) -> set[str]:
     """The files that `write_plan` can hard-link: those on the disk of `target`."""
     disk = folder_above(target).stat().st_dev
-    places = {shard.name: shard.path if shard.path.exists() else shard.path.parent for shard in plan.carried}
+    places = {shard.name: shard.path for shard in plan.carried if shard.path is not None}
+    places = {name: place if place.exists() else place.parent for name, place in places.items()}
     return {name for name, place in places.items() if place.stat().st_dev == disk}
 
 
@@ -81,17 +80,15 @@ def check_space(transfer: Transfer, target: Path) -> None:
         )
 
 
-def write_plan(
-    plan: Plan, folder: Path, *, link: bool = False, digests: bool = True, progress: Progress = lambda moved: None
-) -> Written:
+def write_plan(plan: Plan, folder: Path, *, link: bool = False, progress: Progress = lambda moved: None) -> Written:
     """Writes everything in `plan` into `folder`, index and configuration last; `progress` gets numbers of bytes."""
     done = Written()
     for shard in plan.shards:
         with writing(folder / shard.name):
-            if isinstance(shard, CarriedShard):
-                _carry(shard, folder / shard.name, done, link=link, progress=progress)
+            if shard.path is not None:
+                _carry(shard, regular_file(shard.path), folder / shard.name, done, link=link, progress=progress)
             else:
-                _write(shard, folder / shard.name, done, digests=digests, progress=progress)
+                _write(shard, folder / shard.name, done, progress)
     for file in plan.side_files:
         with writing(folder / file.name):
             (folder / file.name).parent.mkdir(exist_ok=True)
@@ -106,8 +103,7 @@ def write_plan(
     return done
 
 
-def _carry(shard: CarriedShard, target: Path, done: Written, *, link: bool, progress: Progress) -> None:
-    source = regular_file(shard.path)
+def _carry(shard: PlannedShard, source: Path, target: Path, done: Written, *, link: bool, progress: Progress) -> None:
     if link:
         try:
             os.link(source, target)
@@ -129,7 +125,7 @@ def _carry(shard: CarriedShard, target: Path, done: Written, *, link: bool, prog
         raise CheckpointError(f"{source}: changed while it was read; run the conversion again.")
 
 
-def _write(shard: WrittenShard, target: Path, done: Written, *, digests: bool, progress: Progress) -> None:
+def _write(shard: PlannedShard, target: Path, done: Written, progress: Progress) -> None:
     with target.open("xb", buffering=0) as output:
         _write_all(output, memoryview(header_bytes(shard.tensors)))
         for origin, tensor in zip(shard.origins, shard.tensors, strict=True):
@@ -138,40 +134,30 @@ def _write(shard: WrittenShard, target: Path, done: Written, *, digests: bool, p
                 with open_regular(path) as source:
                     _copy_range(source, path, start, origin.nbytes, output, progress)
                 continue
-            digest, pieces = hashlib.sha256(), origin.pieces()
-            if tensor.dtype != origin.dtype:
-                pieces = converted(origin, tensor.dtype, done.rounding)
-            for piece in pieces:
-                if digests:
-                    digest.update(piece)
+            for piece in converted(origin, tensor.dtype, done.rounding):
                 _write_all(output, piece)
                 progress(len(piece))
-            if digests:
-                done.digests[origin.name] = digest.hexdigest()
 
 
 def _copy_range(source: BinaryIO, path: Path, start: int, length: int, output: BinaryIO, progress: Progress) -> None:
     """Appends `length` bytes of `source`, the file at `path`, from `start` on, to `output`, in the kernel if it can."""
-    left = length
     in_kernel = hasattr(os, "copy_file_range")
-    while left:
+    while length:
+        moved = 0
         if in_kernel:
-            moved = 0
             with suppress(OSError):  # not possible between these files, or an error that reading or writing shows again
-                moved = os.copy_file_range(source.fileno(), output.fileno(), min(left, _COPY_PIECE), start)
-            if moved == 0:  # where some file systems cannot, they raise no error
-                in_kernel = False
-                continue
-        else:
+                moved = os.copy_file_range(source.fileno(), output.fileno(), min(length, _COPY_PIECE), start)
+        if moved == 0:  # where some file systems cannot, they raise no error
+            in_kernel = False
             with reading(path):
                 source.seek(start)
-                piece = source.read(min(left, 8 * MIB))
+                piece = source.read(min(length, 8 * MIB))
             _write_all(output, memoryview(piece))
             moved = len(piece)
         if moved == 0:
-            raise CheckpointError(f"{path}: ended {left:,} bytes early: it changed while it was read.")
+            raise CheckpointError(f"{path}: ended {length:,} bytes early: it changed while it was read.")
         start += moved
-        left -= moved
+        length -= moved
         progress(moved)
 
 
