@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from transformers.modeling_rope_utils import RopeParameters
 
 from resformer.configuration import ResFormerConfig, key_sources, mixing_layers, value_sources
-from resformer.configuration.methods import CONNECTION_FIELDS, backbone_fields, without_connections
+from resformer.configuration.methods import CONNECTION_FIELDS, backbone_fields
 from resformer.convert.connections import added_shapes, expected_shapes, head_of, read_connections
 from resformer.convert.families import resformer_config
 from resformer.convert.logits import LogitsComparison, compare_logits, free_memory, memory_for_logits
@@ -106,12 +106,11 @@ def verify(
     opened = [source.fetch(headers_only=verify == "headers") for source in sources]
     configs = [resformer_config(source.config) for source in opened]
     tables: list[dict[str, Tensor]] = []
-    connections: set[str] = set()
     for source, config in zip(opened, configs, strict=True):
-        expected = expected_shapes(config)
-        connections |= expected.keys() - expected_shapes(without_connections(config)).keys()
         table = dict(source.checkpoint.tensors)
-        if source.tied and HEAD in expected:  # a checkpoint stores one end of the tie or both, the model has both
+        if source.tied and HEAD in expected_shapes(
+            config
+        ):  # a checkpoint stores one end of the tie or both, the model has both
             for stored, missing in ((EMBEDDING, HEAD), (HEAD, EMBEDDING)):
                 if missing not in table:
                     table[missing] = table[stored]
@@ -143,7 +142,7 @@ def verify(
         different=different,
         only_in_one=only_a,
         only_in_other=only_b,
-        added=sorted(connections & {*only_a, *only_b}),
+        added=sorted({name for config in configs for name in added_shapes(config)} & {*only_a, *only_b}),
         logits=logits,
         not_compared=reasons,
     )

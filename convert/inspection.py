@@ -9,7 +9,7 @@ import torch
 
 from resformer.configuration import ResFormerConfig, cache_bytes_per_token, value_sources
 from resformer.configuration.methods import connections_of, method_of, without_connections
-from resformer.convert.connections import expected_shapes, head_of, read_connections
+from resformer.convert.connections import added_shapes, expected_shapes, head_of, read_connections
 from resformer.convert.families import family_config, resformer_config
 from resformer.convert.reading import HEAD
 from resformer.convert.source import open_source
@@ -61,16 +61,12 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     expected = expected_shapes(backbone)
     dtype = opened.dtype
     tensors = opened.checkpoint.tensors
-    dtypes: dict[str, int] = {}
-    for tensor in tensors.values():
-        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.elements
     connections: dict[str, Any] = read_connections(backbone, tensors, tables=False)
     layers = backbone.num_hidden_layers
     values = mixing_matrix(layers, layers, connections.get("model.value_residual"))[value_sources(backbone)]
     depth = mixing_matrix(layers, layers + 1, connections.get("model.depth_average"))
     per_token = cache_bytes_per_token(backbone, dtype)
     plain = without_connections(backbone)
-    added = sorted(expected.keys() - expected_shapes(plain).keys())
     return Inspection(
         source=opened.name,
         revision=opened.revision,
@@ -83,8 +79,8 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         files=len(opened.checkpoint.shards),
         bytes=sum(shard.size for shard in opened.checkpoint.shards),
         parameters=sum(math.prod(shape) for name, shape in expected.items() if not (opened.tied and name == HEAD)),
-        added={name: list(tensors[name].shape) for name in added},
-        dtypes=dtypes,
+        added={name: list(shape) for name, shape in sorted(added_shapes(backbone).items())},
+        dtypes=dict(opened.checkpoint.dtypes),
         layers=layers,
         hidden_size=backbone.hidden_size,
         attention_heads=backbone.num_attention_heads,

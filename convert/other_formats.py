@@ -67,7 +67,7 @@ def pickle_names(folder: Path) -> list[str]:
     return sorted({bare_name(name, ".bin", str(index)) for name in map(str, values)})
 
 
-def read_pickles(folder: Path) -> list[Tensor]:
+def read_pickles(folder: Path) -> Shard:
     """The tensors of the weight files, in memory. The unpickler is restricted to tensors: it runs no code."""
     tensors: dict[str, Tensor] = {}
     for name in pickle_names(folder):
@@ -84,7 +84,7 @@ def read_pickles(folder: Path) -> list[Tensor]:
             tensors[key] = to_tensor(key, value)
     if not tensors:
         raise CheckpointError(f"{folder}: its *.bin files hold no tensors.")
-    return list(tensors.values())
+    return Shard(None, sum(tensor.nbytes for tensor in tensors.values()), tuple(tensors.values()))
 
 
 def _is_stored_whole(value: object) -> bool:

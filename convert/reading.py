@@ -5,6 +5,7 @@ What it accepts is what Transformers would load, and a folder of shards that has
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -63,6 +64,14 @@ class Checkpoint:
         """Every tensor by name."""
         return {tensor.name: tensor for shard in self.shards for tensor in shard.tensors}
 
+    @cached_property
+    def dtypes(self) -> Counter[str]:
+        """Code of safetensors -> number of elements."""
+        counts = Counter[str]()
+        for tensor in self.tensors.values():
+            counts[tensor.dtype] += tensor.elements
+        return counts
+
     @property
     def has_tokenizer(self) -> bool:
         return any(_TOKENIZERS.fullmatch(file.name) for file in self.side_files)
@@ -74,13 +83,39 @@ class Checkpoint:
         return found and all(shard.path is not None for shard in self.shards)
 
 
-def read_checkpoint(folder: Path, hub: HubFiles | None = None) -> Checkpoint:
-    """Reads every header and the list of side files; headers that are not in `folder`, a snapshot of `hub`, there."""
-    shards, notes = _shards(folder, hub)
-    side_files, left_behind, more_notes = read_side_files(folder, hub)
-    read = {"config.json", INDEX, *(shard.name for shard in shards)}
-    left_behind = [name for name in left_behind if name not in read]
-    return Checkpoint(folder, tuple(shards), tuple(side_files), tuple(left_behind), (*notes, *more_notes))
+def read_checkpoint(folder: Path, hub: HubFiles | None = None, unpickled: Shard | None = None) -> Checkpoint:
+    """Reads every header, and lists the files that go along (`SIDE_FILES`) and those that do not.
+
+    Args:
+        hub: where headers are read that are not in `folder`, a snapshot of it.
+        unpickled: tensors in memory, in the place of safetensors.
+    """
+    shards, notes = _shards(folder, hub) if unpickled is None else ([unpickled], [])
+    read = {"config.json", INDEX, LISTING, *(shard.name for shard in shards)}
+    side_files, left_behind = [], []
+    inside = [folder / name for name in TEMPLATE_FOLDERS if not (folder / name).is_symlink()]
+    here = [*({*folder.iterdir()} - {*inside}), *(path for each in inside for path in each.glob("*"))]
+    for path in sorted(here if hub is None else (folder / name for name in hub.sizes)):
+        name = path.relative_to(folder).as_posix()
+        if not SIDE_FILES.fullmatch(name):
+            if name not in read:
+                left_behind.append(f"{name}/" if path.is_dir() and not path.is_symlink() else name)
+            continue
+        try:
+            file = side_file(folder, name, hub)
+        except CheckpointError as error:
+            notes.append(f"{error} It does not go along.")
+            left_behind.append(name)
+            continue
+        if name in SETTINGS and path.exists():
+            values = read_json(path)
+            if removed := [key for key in _CODE_KEYS if key in values]:
+                notes += [f"{path}: {key} names code and was taken out." for key in removed]
+                kept = {key: value for key, value in values.items() if key not in removed}
+                content = (json.dumps(kept, indent=2) + "\n").encode()
+                file = replace(file, size=len(content), content=content)
+        side_files.append(file)
+    return Checkpoint(folder, tuple(shards), tuple(side_files), tuple(left_behind), tuple(notes))
 
 
 def _shards(folder: Path, hub: HubFiles | None) -> tuple[list[Shard], list[str]]:
@@ -95,19 +130,13 @@ def _shards(folder: Path, hub: HubFiles | None) -> tuple[list[Shard], list[str]]
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Tensor -> the file beside the index that holds it; the names of files differ by more than case."""
+    """Tensor -> the file beside the index that holds it."""
     weight_map = read_json(index, 4 * MIB).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map from tensor names to files.")
     names = {bare_name(name, ".safetensors", str(index)) for name in weight_map.values()}
-    for what, count, most in (("tensors", len(weight_map), MOST_TENSORS), ("files", len(names), _MOST_SHARDS)):
-        if count > most:
-            raise CheckpointError(f"{index}: names {count:,} {what}; at most {most:,} are read.")
-    folded = {name.casefold(): name for name in sorted(names)}
-    if alike := [name for name in sorted(names) if folded[name.casefold()] != name]:
-        raise CheckpointError(
-            f"{index}: the files {quoted(alike[0])} and {quoted(folded[alike[0].casefold()])} differ only by case."
-        )
+    if len(names) > _MOST_SHARDS:
+        raise CheckpointError(f"{index}: names {len(names):,} files; at most {_MOST_SHARDS:,} are read.")
     return weight_map
 
 
@@ -230,28 +259,6 @@ def check_tensors(
     return tied, notes
 
 
-def read_side_files(folder: Path, hub: HubFiles | None = None) -> tuple[list[SideFile], list[str], list[str]]:
-    """(the files that go along, the names of all others, warnings): see `SIDE_FILES`."""
-    side_files, left_behind, notes = [], [], []
-    for path in sorted(_entries(folder) if hub is None else (folder / name for name in hub.sizes)):
-        name = path.relative_to(folder).as_posix()
-        if name == LISTING:
-            continue
-        if not SIDE_FILES.fullmatch(name):
-            left_behind.append(f"{name}/" if path.is_dir() and not path.is_symlink() else name)
-            continue
-        try:
-            file = side_file(folder, name, hub)
-        except CheckpointError as error:
-            notes.append(f"{error} It does not go along.")
-            left_behind.append(name)
-            continue
-        content, removed = _without_code(path) if name in SETTINGS and path.exists() else (None, [])
-        notes += [f"{path}: {key} names code and was taken out." for key in removed]
-        side_files.append(file if content is None else replace(file, size=len(content), content=content))
-    return side_files, left_behind, notes
-
-
 def side_file(folder: Path, name: str, hub: HubFiles | None = None) -> SideFile:
     """A file of the folder, or still on the Hub."""
     path = folder / name
@@ -263,17 +270,3 @@ def side_file(folder: Path, name: str, hub: HubFiles | None = None) -> SideFile:
     if size > MOST_BYTES:
         raise CheckpointError(f"{folder / name}: has {size:,} bytes; at most {MOST_BYTES:,} are copied.")
     return SideFile(name, path, size)
-
-
-def _entries(folder: Path) -> list[Path]:
-    """What is in the folder, and in its folders of chat templates."""
-    inside = [folder / name for name in TEMPLATE_FOLDERS if not (folder / name).is_symlink()]
-    return [*({*folder.iterdir()} - {*inside}), *(path for each in inside for path in each.glob("*"))]
-
-
-def _without_code(path: Path) -> tuple[bytes | None, list[str]]:
-    """(new content, or None if it stays as it is; the keys that were taken out)."""
-    values = read_json(path)
-    removed = [key for key in _CODE_KEYS if key in values]
-    kept = {key: value for key, value in values.items() if key not in removed}
-    return (json.dumps(kept, indent=2) + "\n").encode() if removed else None, removed

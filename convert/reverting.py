@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.to_folder import Options, Report, carry_out, published_name
 from resformer.errors import CheckpointError, one_line
 from resformer.files import check_target
-from resformer.modeling.connection import Connection
 from resformer.record import RECORD, read_record
 
 #: Names the source of a revert.
@@ -104,7 +102,13 @@ def _decide(
     modules = read_connections(config, source.checkpoint.tensors, tables=source.on_this_disk)
     if modules.keys() < connection_modules(config).keys():
         warnings.append(f"{source.name}: its tables of values were not read; if they have learned, it is not reverted.")
-    distance, where = _deviation({name: module for name, module in modules.items() if name not in kept})
+    distances = [
+        (math.inf if math.isnan(distance) else distance, name + place)
+        for name, module in modules.items()
+        if name not in kept
+        for distance, place in module.deviations()
+    ]
+    distance, where = max(distances, key=lambda each: each[0], default=(0.0, ""))
     if distance:
         raise CheckpointError(
             f"{source.name}: cannot be reverted, its connections have an effect: {where} is {distance:.3g} from plain "
@@ -117,16 +121,6 @@ def _decide(
         dropped=sorted(expected_shapes(config).keys() - expected_shapes(before).keys()),
         warnings=tuple(warnings),
     )
-
-
-def _deviation(modules: Mapping[str, Connection]) -> tuple[float, str]:
-    """(largest distance of a weight from having no effect, which weight); 0 if none has an effect."""
-    distances = [
-        (math.inf if math.isnan(distance) else distance, name + place)
-        for name, module in modules.items()
-        for distance, place in module.deviations()
-    ]
-    return max(distances, key=lambda each: each[0], default=(0.0, ""))
 
 
 def _recorded_config(source: Source, config: ResFormerConfig) -> ResFormerConfig:

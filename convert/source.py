@@ -49,7 +49,6 @@ from resformer.convert.reading import (
     hint,
     read_checkpoint,
     read_index,
-    read_side_files,
 )
 from resformer.convert.safetensors_format import MOST_TENSORS, Shard
 from resformer.convert.tensors import dominant_dtype, to_tensor, to_torch
@@ -126,7 +125,7 @@ class Source:
                 checkpoint = read_checkpoint(self.folder, hub)
         else:
             pickled = _fetch_from_hub(self, allow_pickle=allow_pickle)
-            checkpoint = _read_pickled(self.folder) if pickled else read_checkpoint(self.folder, _hub_files(self))
+            checkpoint = read_checkpoint(self.folder, _hub_files(self), read_pickles(self.folder) if pickled else None)
         if self.fp8:
             checkpoint, model = _dequantised(self, checkpoint, headers_only=headers_only)
         config = resformer_config(self.config)
@@ -383,15 +382,3 @@ def _dequantised(
     model = load_model(source.folder, config, dtype=torch.bfloat16, **arguments)
     state = model.state_dict()
     return with_dequantised(checkpoint, {name: to_tensor(name, state[name]) for name in weights}), model
-
-
-def _read_pickled(folder: Path) -> Checkpoint:
-    tensors = read_pickles(folder)
-    side_files, left_behind, notes = read_side_files(folder)
-    return Checkpoint(
-        folder,
-        (Shard(None, sum(tensor.nbytes for tensor in tensors), tuple(tensors)),),
-        side_files=tuple(side_files),
-        left_behind=tuple(name for name in left_behind if name != "config.json"),
-        notes=tuple(notes),
-    )

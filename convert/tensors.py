@@ -7,7 +7,6 @@ import torch
 
 from resformer.convert.reading import Checkpoint
 from resformer.convert.safetensors_format import FLOATING, Tensor
-from resformer.errors import CheckpointError
 
 #: torch's dtype of weights -> the code of the safetensors format.
 CODES = {getattr(torch, name): code for code, name in FLOATING.items()}
@@ -36,13 +35,8 @@ def numbers(tensor: Tensor) -> Iterator[torch.Tensor]:
 
 def dominant_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype of most numbers."""
-    elements: dict[str, int] = {}
-    for tensor in checkpoint.tensors.values():
-        if tensor.dtype in FLOATING:
-            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.elements
-    if not elements:
-        raise CheckpointError(f"{checkpoint.folder}: holds no floating tensors.")
-    return getattr(torch, FLOATING[max(elements, key=lambda dtype: (elements[dtype], dtype))])
+    _, code = max((count, code) for code, count in checkpoint.dtypes.items() if code in FLOATING)
+    return getattr(torch, FLOATING[code])
 
 
 @dataclass
