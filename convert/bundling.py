@@ -14,7 +14,7 @@ from resformer import configuration
 from resformer.configuration import ResFormerConfig
 from resformer.convert.deciding import Decision
 from resformer.convert.reading import side_file
-from resformer.convert.source import OpenedSource, open_source
+from resformer.convert.source import open_source
 from resformer.convert.to_folder import Options, Report, carry_out
 from resformer.errors import CheckpointError, quoted
 from resformer.files import EVAL_RESULTS, check_target
@@ -77,8 +77,19 @@ def bundle(
     known = {key: value for key, value in opened.raw_config.items() if key not in opened.dropped_config}
     config = config_with_code({"model_type": opened.config.model_type, **known}, opened.name)
     code = remote_code()
+    fetched = opened.fetch(headers_only=settings.dry_run)
+    if fetched.config.tie_word_embeddings and not fetched.tied:
+        config["tie_word_embeddings"] = False
+    # Its own model card, record and results go along.
+    names = [name for name in ("README.md", RECORD, "metrics.json") if os.path.lexists(opened.folder / name)]
+    names += [f"{EVAL_RESULTS}/{path.name}" for path in sorted((opened.folder / EVAL_RESULTS).glob("*.yaml"))]
     report = carry_out(
-        _decide(opened.fetch(headers_only=settings.dry_run), config),
+        Decision(
+            source=fetched,
+            config=json.dumps(config, indent=2, sort_keys=True) + "\n",
+            dtype=fetched.dtype,
+            side_files=tuple(side_file(opened.folder, name) for name in names),
+        ),
         target,
         settings,
         partial(BundleReport, code={name: len(text.encode()) for name, text in code.items()}, auto_map=AUTO_MAP),
@@ -89,20 +100,6 @@ def bundle(
         name for name in report.left_behind if name not in {*code, "config.json: auto_map", f"{EVAL_RESULTS}/"}
     ]
     return replace(report, left_behind=left_behind)
-
-
-def _decide(source: OpenedSource, config: dict[str, Any]) -> Decision:
-    """The source with its own model card and conversion record, and `config` as its config.json."""
-    if source.config.tie_word_embeddings and not source.tied:
-        config = {**config, "tie_word_embeddings": False}
-    names = [name for name in ("README.md", RECORD, "metrics.json") if os.path.lexists(source.folder / name)]
-    names += [f"{EVAL_RESULTS}/{path.name}" for path in sorted((source.folder / EVAL_RESULTS).glob("*.yaml"))]
-    return Decision(
-        source=source,
-        config=json.dumps(config, indent=2, sort_keys=True) + "\n",
-        dtype=source.dtype,
-        side_files=tuple(side_file(source.folder, name) for name in names),
-    )
 
 
 def config_with_code(config: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -108,9 +108,7 @@ def verify(
     tables: list[dict[str, Tensor]] = []
     for source, config in zip(opened, configs, strict=True):
         table = dict(source.checkpoint.tensors)
-        if source.tied and HEAD in expected_shapes(
-            config
-        ):  # a checkpoint stores one end of the tie or both, the model has both
+        if source.tied and HEAD in expected_shapes(config):  # the model has both ends, a checkpoint one or both
             for stored, missing in ((EMBEDDING, HEAD), (HEAD, EMBEDDING)):
                 if missing not in table:
                     table[missing] = table[stored]

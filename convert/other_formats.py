@@ -131,15 +131,15 @@ def dequantise(path: Path, config: PreTrainedConfig) -> tuple[PreTrainedModel, l
     return model, [to_tensor(name, tensor) for name, tensor in model.state_dict().items() if name not in tied]
 
 
-def save_gguf_extras(path: Path, model: PreTrainedModel, output: Path) -> bool:
-    """Writes what else the file carries; returns whether there was a tokenizer that Transformers can read."""
+def save_gguf_extras(path: Path, model: PreTrainedModel, output: Path) -> list[str]:
+    """Writes the generation configuration and the tokenizer that the file carries; returns warnings."""
     model.generation_config.save_pretrained(output)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
     except Exception:  # Transformers raises nearly anything for a vocabulary that it does not know
-        return False
+        return [f"{path}: has no tokenizer that can be read: save one beside the result."]
     tokenizer.save_pretrained(output)
-    return True
+    return []
 
 
 def _check_gguf_layers(path: Path, reader: Any) -> None:

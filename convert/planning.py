@@ -1,16 +1,16 @@
 """The plan: which shards go along whole, which are written anew and from what. Nothing is read or written here."""
 
 import json
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from resformer.convert.deciding import Decision
 from resformer.convert.reading import SideFile
 from resformer.convert.safetensors_format import FLOATING, Shard, Tensor, header_bytes
 
 _Pair = tuple[Tensor, Tensor]  # a tensor of the source, and as it will be stored
 #: What Transformers writes at most into one file.
-MAX_SHARD_SIZE = 50 * 10**9
+_MAX_SHARD_SIZE = 50 * 10**9
 
 
 @dataclass(frozen=True)
@@ -61,40 +61,32 @@ class Plan:
         return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
-def plan_shards(
-    shards: Sequence[Shard],
-    *,
-    dropped: Collection[str] = (),
-    added: Sequence[Tensor] = (),
-    dtype: str | None = None,
-    max_shard_size: int | None = None,
-) -> tuple[PlannedShard, ...]:
+def make_plan(decision: Decision, max_shard_size: int | None) -> Plan:
     """Keeps every shard of the source that holds no byte to change, and writes the others anew.
 
-    Args:
-        added: new tensors. They go into a file of their own, or to the end of the last one if that is written anyway.
-        dtype: a code of `FLOATING` that floating tensors of the source are converted to.
-        max_shard_size: split what is larger, in bytes. Default: written files at Transformers' own limit, no others.
+    What is added goes into a file of its own, or to the end of the last one if that is written anyway. Files above
+    `max_shard_size` bytes are split; without it written ones at Transformers' own limit, and no others.
     """
-    most = max_shard_size or MAX_SHARD_SIZE
+    checkpoint, most = decision.source.checkpoint, max_shard_size or _MAX_SHARD_SIZE
     planned: list[Shard | list[_Pair]] = []
-    for shard in shards:
+    for shard in checkpoint.shards:
         pairs = [
-            (tensor, replace(tensor, dtype=dtype) if dtype and tensor.dtype in FLOATING else tensor)
+            (tensor, replace(tensor, dtype=decision.cast) if decision.cast and tensor.dtype in FLOATING else tensor)
             for tensor in shard.tensors
-            if tensor.name not in dropped
+            if tensor.name not in decision.dropped
         ]
         unchanged = len(pairs) == len(shard.tensors) and all(one.dtype == other.dtype for one, other in pairs)
         if shard.path is not None and unchanged and (max_shard_size is None or shard.size <= max_shard_size):
             planned.append(shard)
         else:
             planned += _split(pairs, most)
-    new = [(tensor, tensor) for tensor in added]
+    new = [(tensor, tensor) for tensor in decision.added]
     if planned and isinstance(last := planned[-1], list):
         new = last + new
         planned.pop()
     planned += _split(new, most)
-    return tuple(map(_planned, standard_names(len(planned)), planned))
+    shards = tuple(map(_planned, standard_names(len(planned)), planned))
+    return Plan(shards, (*checkpoint.side_files, *decision.side_files), decision.config)
 
 
 def _planned(name: str, part: Shard | list[_Pair]) -> PlannedShard:

@@ -20,7 +20,7 @@ from resformer.convert.logits import (
     not_finite,
 )
 from resformer.convert.other_formats import save_gguf_extras
-from resformer.convert.planning import Plan, plan_shards
+from resformer.convert.planning import Plan, make_plan
 from resformer.convert.reading import Checkpoint
 from resformer.convert.reading_back import check_bytes, check_headers
 from resformer.convert.safetensors_format import first_bytes
@@ -111,7 +111,7 @@ def check_verify(verify: str) -> None:
 
 def carry_out(decision: Decision, output: Path, options: Options, report_of: Callable[..., R], finish: Finish[R]) -> R:
     """Writes the result beside the output, verifies it, has `finish` describe it, and puts it in place."""
-    plan = make_plan(decision, options)
+    plan = make_plan(decision, options.shard_bytes)
     forecast = transfer_of(plan, can_be_linked(plan, output) if options.link else ())
     report = make_report(decision, output, plan, forecast, report_of)
     verify, warnings = _choose(decision, options)
@@ -136,7 +136,9 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         stored = check_headers(partial, plan.tensors)
         digests = check_bytes(stored, plan, written.linked, bar.update) if verify != "headers" else {}
         logits = _compare(decision, output, partial, written.rounding) if verify == "logits" else None
-        warnings += [*written.notes, *generation_warnings(stored), *_gguf_extras(decision, partial)]
+        warnings += [*written.notes, *generation_warnings(stored)]
+        if decision.source.gguf and decision.source.model is not None:
+            warnings += save_gguf_extras(decision.source.gguf, decision.source.model, partial)
         report = replace(
             report,
             transfer=transfer_of(plan, written.linked),
@@ -151,22 +153,6 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         for name, text in finish(implied, files).items():
             write_text(partial / name, text)
     return report
-
-
-def make_plan(decision: Decision, options: Options) -> Plan:
-    """The files of the result."""
-    checkpoint = decision.source.checkpoint
-    return Plan(
-        plan_shards(
-            checkpoint.shards,
-            dropped=decision.dropped,
-            added=decision.added,
-            dtype=decision.cast,
-            max_shard_size=options.shard_bytes,
-        ),
-        (*checkpoint.side_files, *decision.side_files),
-        decision.config,
-    )
 
 
 def make_report(
@@ -204,13 +190,6 @@ def _choose(decision: Decision, options: Options) -> tuple[str, list[str]]:
         f"The logits were not compared: that takes {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free. "
         "Where there is more: resformer verify SOURCE OUTPUT."
     ]
-
-
-def _gguf_extras(decision: Decision, partial: Path) -> Iterator[str]:
-    """Writes the tokenizer and the generation configuration of a GGUF file; yields a warning if it has no tokenizer."""
-    source = decision.source
-    if source.gguf and source.model is not None and not save_gguf_extras(source.gguf, source.model, partial):
-        yield f"{source.name} has no tokenizer that can be read: save one beside the result."
 
 
 def _compare(decision: Decision, output: Path, partial: Path, rounding: Rounding) -> LogitsComparison:

@@ -12,7 +12,7 @@ from huggingface_hub.utils.sha import git_hash
 
 from resformer.convert.deciding import Decision
 from resformer.convert.hub_headers import HubFiles
-from resformer.convert.planning import Plan, PlannedShard
+from resformer.convert.planning import Plan, PlannedShard, make_plan
 from resformer.convert.reading import INDEX
 from resformer.convert.reading_back import compare_headers
 from resformer.convert.safetensors_format import first_bytes, header_bytes
@@ -22,7 +22,6 @@ from resformer.convert.to_folder import (
     Options,
     R,
     generation_warnings,
-    make_plan,
     make_report,
     weight_files,
 )
@@ -66,7 +65,7 @@ def publish(
         info = api.model_info(source.repo_id, revision=source.revision)
         files = repository_files(api, source.repo_id, source.revision)
     terms = _terms(decision, info, destination)
-    plan = make_plan(decision, options)
+    plan = make_plan(decision, options.shard_bytes)
     try:
         contents = _contents(decision, plan, files, options)
         report = make_report(decision, repo_id, plan, _transfer(contents), report_of)

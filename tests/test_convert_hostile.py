@@ -243,12 +243,6 @@ def in_two_files(folder: Path) -> None:
     save_file({**load_file(first), **load_file(last)}, first)
 
 
-def case_collision(folder: Path) -> None:
-    first = shards_of(folder)[0]
-    shutil.copy(first, folder / first.name.replace("model", "Model"))
-    file_of_norm(first.name.replace("model", "Model"))(folder)
-
-
 def under_two_names(folder: Path) -> None:
     """One shard under two names, with the tensors divided between them."""
     first = max(shards_of(folder), key=lambda path: len(load_file(path)))
@@ -329,7 +323,6 @@ INDICES: Table = {
     "in-two-files": in_two_files,
     "more-than-there-is": index(lambda files: files.update(x=files[NORM])),
     "less-than-there-is": index(lambda files: files.pop(NORM)),
-    "case-collision": case_collision,
     "one-shard-behind-a-link": under_two_names,
     "a-shard-is-empty": written(SECOND, b""),
     "no-index-and-a-shard-missing": without(SECOND, INDEX),

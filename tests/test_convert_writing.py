@@ -29,7 +29,6 @@ from resformer.convert import (
     verify,
 )
 from resformer.convert.logits import compare_logits, free_memory
-from resformer.convert.planning import plan_shards
 from resformer.convert.safetensors_format import FLOATING, Tensor, header_bytes, read_shard
 from resformer.convert.source import Source
 from resformer.convert.tensors import Rounding, converted
@@ -111,8 +110,8 @@ def test_larger_files_are_split_on_demand(size: int | str, tmp_path: Path) -> No
     files = [read_shard(file).tensors for file in weights(tmp_path / "out").values()]
     for one, other in pairwise(files):
         assert sum(t.nbytes for t in one) + other[0].nbytes > 50_000
-    added = [Tensor(name, "U8", (10,), memoryview(bytes(10))) for name in "abc"]
-    assert len(plan_shards([], added=added, max_shard_size=10)) == 3
+    report = retrofit(tmp_path / "source", tmp_path / "each", "resformer-denseformer", max_shard_size=1)
+    assert report.written_files == report.kept + len(report.added)
 
 
 def test_a_folder_that_lost_its_index_is_read_by_its_headers(tmp_path: Path) -> None:
