@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from resformer.configuration import ResFormerConfig
 from resformer.convert.connections import added_shapes, expected_shapes
 from resformer.convert.families import FAMILIES
+from resformer.convert.logits import memory_for_logits
 from resformer.convert.reading import SideFile
 from resformer.convert.safetensors_format import Tensor
 from resformer.convert.source import OpenedSource, Source
@@ -36,6 +37,12 @@ class Decision:
     def exact(self) -> bool:
         """Whether its logits must be the source's, bit for bit."""
         return not self.inexact_because and self.dtype == self.source.dtype
+
+    @property
+    def memory(self) -> int:
+        """Bytes that comparing the logits takes: the larger model's."""
+        dtype = max(self.source.dtype, self.dtype, key=lambda dtype: dtype.itemsize)
+        return memory_for_logits(self.source.checkpoint, dtype, self.added)
 
 
 def added_kinds(config: ResFormerConfig, before: ResFormerConfig) -> list[ConnectionKind]:

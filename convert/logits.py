@@ -153,14 +153,14 @@ def _no_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def model_bytes(checkpoint: Checkpoint, dtype: torch.dtype, added: Iterable[Tensor] = ()) -> int:
-    """Bytes of memory that a model takes, with the tensors `added` to those of the checkpoint."""
-    return sum(tensor.elements for tensor in (*checkpoint.tensors.values(), *added)) * dtype.itemsize
-
-
 def memory_for_logits(checkpoint: Checkpoint, dtype: torch.dtype, added: Iterable[Tensor] = ()) -> int:
-    """Bytes of memory to compare a model's logits: the model, and room for a forward pass."""
-    return int(1.2 * model_bytes(checkpoint, dtype, added)) + 2**29
+    """Bytes of memory to compare a model's logits: the model, and room for a forward pass.
+
+    Args:
+        added: tensors of the model beside those of the checkpoint.
+    """
+    elements = sum(tensor.elements for tensor in (*checkpoint.tensors.values(), *added))
+    return int(1.2 * elements * dtype.itemsize) + 2**29
 
 
 def free_memory(system: Path = Path("/")) -> int:

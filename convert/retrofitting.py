@@ -23,12 +23,11 @@ from resformer.configuration.methods import (
 from resformer.convert.connections import added_shapes, expected_shapes, initial_connections
 from resformer.convert.deciding import Decision, added_kinds, config_text, inexact_because, recorded_family
 from resformer.convert.families import resformer_config
-from resformer.convert.logits import model_bytes
 from resformer.convert.reading import HEAD
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.tensors import CODES, to_tensor
 from resformer.convert.to_folder import Options, Report, Verify, carry_out, folder_name, published_name
-from resformer.convert.to_hub import Destination, publish
+from resformer.convert.to_hub import publish
 from resformer.errors import CheckpointError
 from resformer.files import check_target
 from resformer.model_cards import base_model_of, carried_metadata, model_card
@@ -52,7 +51,7 @@ class RetrofitReport(Report):
     parameters: int
     added: dict[str, int]  # parameter name -> number of elements
     dropped: list[str]  # tensors of the source that the method has no use for
-    memory: int  # bytes that comparing the logits takes: the larger model
+    memory: int  # bytes that comparing the logits takes
 
     @property
     def exact(self) -> bool:
@@ -138,20 +137,20 @@ def retrofit(
         durable=durable,
         max_shard_size=max_shard_size,
         progress=progress,
+        push_to=push_to,
+        private=private,
+        accept_license=accept_license,
     )
     target_dtype = _dtype(dtype)
     for field in sorted(fields.keys() - set(CONNECTION_FIELDS)):
         known = ", ".join(CONNECTION_FIELDS)
         raise ValueError(f"`{field}` is not a field that a retrofit sets: expected one of {known}.")
     method_fields(method, 1)  # an unknown method is refused before anything is read or fetched
-    target: Path | Destination
-    if output is not None and push_to is None:
-        target = Path(output).expanduser()
-        check_target(target, source, made_by="convert", force=force)  # before anything is read or fetched
-    elif push_to is not None and output is None:
-        target = Destination(repo_id=push_to, private=private, accept_license=accept_license)
-    else:
+    if (output is None) == (push_to is None):
         raise ValueError("Give either an output folder or --push OWNER/NAME (push_to).")
+    target = None if output is None else Path(output).expanduser()
+    if target is not None:
+        check_target(target, source, made_by="convert", force=force)  # before anything is read or fetched
     opened = open_source(source, revision, resformer=True)
     before = resformer_config(opened.config)
     connections = _connections(method, before, fields)
@@ -167,7 +166,7 @@ def retrofit(
 def write_retrofit(
     source: OpenedSource,
     config: ResFormerConfig,
-    target: Path | Destination,
+    target: Path | None,
     options: Options,
     report_class: type[T],
     *,
@@ -178,6 +177,7 @@ def write_retrofit(
     """Decides on the result, and plans, writes and verifies it, its card and its record.
 
     Args:
+        target: the folder; `None`: to `options.push_to`.
         changed: tensors that take the place of the source's.
         facts: further fields of the report.
     """
@@ -201,7 +201,7 @@ def write_retrofit(
             tensor.name: tensor.elements for tensor in decision.added if tensor.name not in source.checkpoint.tensors
         },
         dropped=[name for name in decision.dropped if name not in shapes],
-        memory=max(model_bytes(source.checkpoint, each, decision.added) for each in (source.dtype, decision.dtype)),
+        memory=decision.memory,
         **facts,
     )
 
@@ -211,13 +211,13 @@ def write_retrofit(
             "source_card": source_card,
             "config_sha256": config_digest(json.loads(decision.config)),
         }
-        repository = target.repo_id if isinstance(target, Destination) else folder_name(report.output)
+        repository = options.push_to or folder_name(report.output)
         tokenizer = source.gguf is not None or source.checkpoint.has_tokenizer
         card = model_card(record, repository, config=config, tokenizer=tokenizer)
         return {RECORD: json.dumps(record, indent=2, sort_keys=True) + "\n", "README.md": str(card)}
 
-    if isinstance(target, Destination):
-        return publish(decision, target, options, report_of, finish)
+    if target is None:
+        return publish(decision, options, report_of, finish)
     return carry_out(decision, target, options, report_of, finish)
 
 

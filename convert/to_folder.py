@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from resformer.convert.deciding import Decision
@@ -16,7 +17,6 @@ from resformer.convert.logits import (
     compare_logits,
     free_memory,
     memory_for_logits,
-    model_bytes,
     not_finite,
 )
 from resformer.convert.other_formats import save_gguf_extras
@@ -39,7 +39,7 @@ class Options:
     """How a conversion is carried out; `resformer.retrofit` says what each option does.
 
     Raises:
-        ValueError: `verify` is no `Verify`, or `max_shard_size` no size.
+        ValueError: `verify` is no `Verify`, `max_shard_size` no size, or `push_to` no repository.
     """
 
     made_by: str = "convert"  # the command; `shrink` writes what `convert` does
@@ -50,10 +50,17 @@ class Options:
     durable: bool = False
     max_shard_size: int | str | None = None
     progress: bool = True
+    push_to: str | None = None  # a Hub repository in place of an output folder
+    private: bool = False
+    accept_license: bool = False
 
     def __post_init__(self) -> None:
         check_verify(self.verify)
         _ = self.shard_bytes
+        if self.push_to is not None:
+            if self.push_to.count("/") != 1:
+                raise ValueError(f"push_to={self.push_to!r}: expected OWNER/NAME.")
+            validate_repo_id(self.push_to)
 
     @property
     def shard_bytes(self) -> int | None:
@@ -178,11 +185,9 @@ def _choose(decision: Decision, options: Options) -> tuple[str, list[str]]:
     """(the verification, warnings): `auto` is the logits where memory suffices."""
     if options.verify != "auto":
         return options.verify, []
-    source = decision.source
-    dtype = max(source.dtype, decision.dtype, key=lambda dtype: dtype.itemsize)
-    needed = memory_for_logits(source.checkpoint, dtype, decision.added)
+    source, needed = decision.source, decision.memory
     if source.dequantised and source.model is None:  # a dry run; else the dequantised model is in memory already
-        needed += model_bytes(source.checkpoint, source.dtype)
+        needed += memory_for_logits(source.checkpoint, source.dtype)
     free = free_memory()
     if needed <= free:
         return "logits", []

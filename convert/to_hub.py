@@ -2,12 +2,11 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
 from huggingface_hub.hf_api import ModelInfo, RepoFile
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from huggingface_hub.utils.sha import git_hash
 
 from resformer.convert.deciding import Decision
@@ -34,25 +33,9 @@ from resformer.model_cards import carried_metadata
 _Content = bytes | Copied
 
 
-@dataclass(frozen=True, kw_only=True)
-class Destination:
-    """A Hub repository in place of an output folder; `resformer.retrofit` says what each option does."""
-
-    repo_id: str
-    private: bool = False
-    accept_license: bool = False
-
-    def __post_init__(self) -> None:
-        if self.repo_id.count("/") != 1:
-            raise ValueError(f"push_to={self.repo_id!r}: expected OWNER/NAME.")
-        validate_repo_id(self.repo_id)
-
-
-def publish(
-    decision: Decision, destination: Destination, options: Options, report_of: Callable[..., R], finish: Finish[R]
-) -> R:
+def publish(decision: Decision, options: Options, report_of: Callable[..., R], finish: Finish[R]) -> R:
     """Makes the result on the Hub: one commit with copies of the source's files and with what is new."""
-    source, repo_id = decision.source, destination.repo_id
+    source, repo_id = decision.source, str(options.push_to)
     if source.repo_id is None or source.revision is None or any(not s.name for s in source.checkpoint.shards):
         raise CheckpointError(
             f"{source.name}: only safetensors on the Hub that are not dequantised can be copied there. Convert to a "
@@ -64,7 +47,7 @@ def publish(
     with asking_hub(source.name):
         info = api.model_info(source.repo_id, revision=source.revision)
         files = repository_files(api, source.repo_id, source.revision)
-    terms = _terms(decision, info, destination)
+    terms = _terms(decision, info, options)
     plan = make_plan(decision, options.shard_bytes)
     try:
         contents = _contents(decision, plan, files, options)
@@ -84,7 +67,7 @@ def publish(
             message=f"Retrofit of {source.repo_id} at {source.revision[:7]}",
             superseded=lambda name: name != ".gitattributes",
             source=source.name,
-            private=destination.private,
+            private=options.private,
             gated=terms.get("gated"),  # type: ignore[arg-type]
             replace=options.force,
         ).run()
@@ -98,7 +81,7 @@ def publish(
     return replace(report, transfer=_transfer(contents), commit=pushed.commit, url=pushed.url)
 
 
-def _terms(decision: Decision, info: ModelInfo, destination: Destination) -> dict[str, str]:
+def _terms(decision: Decision, info: ModelInfo, options: Options) -> dict[str, str]:
     """Licence and gating of the source, which the result takes over."""
     source = decision.source
     stated = carried_metadata(source.folder / "README.md")
@@ -106,13 +89,13 @@ def _terms(decision: Decision, info: ModelInfo, destination: Destination) -> dic
     reasons = []
     if info.gated:
         reasons.append(f"it is gated ({info.gated})")
-    if info.private and not destination.private:
+    if info.private and not options.private:
         reasons.append("it is private, and the copy would be public without --private")
     if licence is None:
         reasons.append("its card states no license")
     elif licence in ("other", "unknown") or "-nd" in licence:
         reasons.append(f"its license is {stated.get('license_name', licence)}")
-    if reasons and not destination.accept_license:
+    if reasons and not options.accept_license:
         raise CheckpointError(
             f"{source.repo_id}: may not be yours to publish again: {'; '.join(reasons)}. If you have accepted its "
             "license and it allows a copy, say so with --accept-license (accept_license=True). The copy gets the same "
