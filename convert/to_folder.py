@@ -130,13 +130,10 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         except OutputError as error:
             warnings.append(f"As things are this would fail: {error}")
         return replace(report, warnings=[*report.warnings, *warnings])
-    to_move = sum(shard.size for shard in plan.shards) + sum(file.size for file in plan.side_files)
-    to_read = 0 if verify == "headers" else forecast.moved
+    total = forecast.linked + forecast.moved * (1 if verify == "headers" else 2)  # to be moved, and read back
     with (
         replacing(output, made_by=options.made_by, force=options.force, durable=options.durable) as partial,
-        progress_bar(
-            total=to_move + to_read, unit="B", unit_scale=True, desc=output.name, show=options.progress
-        ) as bar,
+        progress_bar(total=total, unit="B", unit_scale=True, desc=output.name, show=options.progress) as bar,
     ):
         check_space(forecast, partial)  # what a killed run left has been removed
         written = write_plan(plan, partial, link=options.link, progress=bar.update)
