@@ -34,11 +34,6 @@ class Decision:
     warnings: tuple[str, ...] = ()
 
     @property
-    def exact(self) -> bool:
-        """Whether its logits must be the source's, bit for bit."""
-        return not self.inexact_because and self.dtype == self.source.dtype
-
-    @property
     def memory(self) -> int:
         """Bytes that comparing the logits takes: the larger model's."""
         dtype = max(self.source.dtype, self.dtype, key=lambda dtype: dtype.itemsize)

@@ -35,6 +35,9 @@ from resformer.modeling.modeling_resformer import KINDS
 from resformer.record import RECORD, config_digest
 from resformer.version import __version__
 
+#: Fields of a report in which two runs may differ.
+_UNRECORDED = ("output", "warnings", "transfer", "memory", "left_behind", "commit", "url")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RetrofitReport(Report):
@@ -206,10 +209,12 @@ def write_retrofit(
     )
 
     def finish(report: T, weight_files: Mapping[str, Any]) -> dict[str, str]:
-        record = _record(report, weight_files) | {
+        record = {key: value for key, value in report.as_dict().items() if key not in _UNRECORDED} | {
             "source": published_name(source),
             "source_card": source_card,
             "config_sha256": config_digest(json.loads(decision.config)),
+            "files": weight_files,
+            "versions": {"resformer": __version__, "torch": torch.__version__, "transformers": transformers_version},
         }
         repository = options.push_to or folder_name(report.output)
         tokenizer = source.gguf is not None or source.checkpoint.has_tokenizer
@@ -303,11 +308,3 @@ def _connections(method: str, before: ResFormerConfig, fields: dict[str, Any]) -
         if not kind.is_in(before):
             connections = kind.plain_start(connections) | connections
     return {**connections_of(before), **connections}
-
-
-def _record(report: RetrofitReport, weight_files: Mapping[str, Any]) -> dict[str, Any]:
-    """What two runs report alike: no clock, no machine."""
-    left_out = ("output", "warnings", "transfer", "memory", "left_behind", "commit", "url")
-    versions = {"resformer": __version__, "torch": torch.__version__, "transformers": transformers_version}
-    stated = {key: value for key, value in report.as_dict().items() if key not in left_out}
-    return {**stated, "files": weight_files, "versions": versions}

@@ -148,11 +148,6 @@ class OpenedSource(Source):
     model: PreTrainedModel | None = None  # where it was dequantised
 
     @property
-    def left_behind(self) -> list[str]:
-        """Files, and keys of config.json, that do not go along."""
-        return [*self.checkpoint.left_behind, *(f"config.json: {key}" for key in self.dropped_config)]
-
-    @property
     def on_this_disk(self) -> bool:
         """Whether all weights are: they are still on the Hub otherwise."""
         return all(tensor.on_this_disk for tensor in self.checkpoint.tensors.values())

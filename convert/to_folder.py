@@ -165,6 +165,7 @@ def make_report(
     """The report of what is to be done."""
     source = decision.source
     along = {file.name for file in plan.side_files}
+    left_behind = [name for name in source.checkpoint.left_behind if name not in along]
     return report_of(
         source=source.name,
         revision=source.revision,
@@ -173,7 +174,7 @@ def make_report(
         carried_files=len(plan.carried),
         written_files=len(plan.written),
         transfer=transfer,
-        left_behind=[name for name in source.left_behind if name not in along],
+        left_behind=[*left_behind, *(f"config.json: {key}" for key in source.dropped_config)],
         warnings=[*source.checkpoint.notes, *decision.warnings],
     )
 
@@ -210,7 +211,7 @@ def _compare(decision: Decision, output: Path, partial: Path, rounding: Rounding
             "Convert it anyway, its bytes unchanged, with --verify hashes (verify='hashes').",
             "--verify hashes",
         )
-    if decision.exact and not comparison.identical:
+    if not (decision.inexact_because or dtype != source.dtype or comparison.identical):
         raise VerificationError(
             f"The conversion of {source.name} is not exact, the logits {comparison}. Nothing was written; this is a "
             "defect of resformer, please report it."
