@@ -7,21 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from resformer.convert.planning import Plan
-from resformer.convert.reading import Checkpoint, read_checkpoint
+from resformer.convert.reading import Checkpoint
 from resformer.convert.safetensors_format import Shard, Tensor
 from resformer.convert.tensors import Rounding, converted
 from resformer.errors import VerificationError, first_names
 from resformer.untrusted import open_regular, reading
 
 
-def check_headers(folder: Path, expected: Mapping[str, Tensor]) -> Checkpoint:
-    """Reads every header of `folder` and compares names, dtypes and shapes with `expected`."""
-    stored = read_checkpoint(folder)
-    compare_headers(folder, stored.tensors, expected)
-    return stored
-
-
-def compare_headers(folder: Path, stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def check_headers(folder: Path, stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Raises `VerificationError` if names, dtypes or shapes differ."""
     if stored.keys() != expected.keys():
         raise VerificationError(

@@ -12,16 +12,10 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from resformer.convert.deciding import Decision
-from resformer.convert.logits import (
-    LogitsComparison,
-    compare_logits,
-    free_memory,
-    memory_for_logits,
-    not_finite,
-)
+from resformer.convert.logits import LogitsComparison, compare_logits, free_memory, memory_for_logits, not_finite
 from resformer.convert.other_formats import save_gguf_extras
 from resformer.convert.planning import Plan, make_plan
-from resformer.convert.reading import Checkpoint
+from resformer.convert.reading import Checkpoint, read_checkpoint
 from resformer.convert.reading_back import check_bytes, check_headers
 from resformer.convert.safetensors_format import first_bytes
 from resformer.convert.source import Source
@@ -137,7 +131,8 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
     ):
         check_space(forecast, partial)  # what a killed run left has been removed
         written = write_plan(plan, partial, link=options.link, progress=bar.update)
-        stored = check_headers(partial, plan.tensors)
+        stored = read_checkpoint(partial)
+        check_headers(partial, stored.tensors, plan.tensors)
         digests = check_bytes(stored, plan, written.linked, bar.update) if verify != "headers" else {}
         logits = _compare(decision, output, partial, written.rounding) if verify == "logits" else None
         warnings += [*written.notes, *generation_warnings(stored)]

@@ -13,17 +13,10 @@ from resformer.convert.deciding import Decision
 from resformer.convert.hub_headers import HubFiles
 from resformer.convert.planning import Plan, PlannedShard, make_plan
 from resformer.convert.reading import INDEX
-from resformer.convert.reading_back import compare_headers
+from resformer.convert.reading_back import check_headers
 from resformer.convert.safetensors_format import first_bytes, header_bytes
 from resformer.convert.source import asking_hub
-from resformer.convert.to_folder import (
-    Finish,
-    Options,
-    R,
-    generation_warnings,
-    make_report,
-    weight_files,
-)
+from resformer.convert.to_folder import Finish, Options, R, generation_warnings, make_report, weight_files
 from resformer.convert.writing import Transfer
 from resformer.errors import CheckpointError, VerificationError, first_names, one_line
 from resformer.hub import Copied, CopyError, HubError, Push, Pushed, digest, hub_api, repository_files
@@ -161,7 +154,7 @@ def _check(pushed: Pushed, contents: Mapping[str, _Content], plan: Plan) -> None
             folder = Path(where)
             shards = hub.read_shards(folder / shard.name for shard in plan.shards)
             tensors = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
-            compare_headers(folder, tensors, plan.tensors)
+            check_headers(folder, tensors, plan.tensors)
     except VerificationError:
         raise
     except (HTTPError, CheckpointError) as error:

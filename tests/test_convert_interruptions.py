@@ -394,7 +394,7 @@ def test_a_shard_that_vanishes_before_it_is_compared_is_refused(
     change: str, verify: Any, source: Path, before: Before
 ) -> None:
     shard = sorted(source.glob("*.safetensors"))[1]
-    before(to_folder, "check_headers", lambda: CHANGES[change](shard))
+    before(to_folder, "read_checkpoint", lambda: CHANGES[change](shard))
     with pytest.raises(CheckpointError):
         retrofit(source, source.parent / "out", verify=verify)
     assert names(source.parent) == ["llama"]
@@ -423,7 +423,7 @@ def test_a_second_conversion_to_the_same_output_is_refused_and_does_no_harm(
                 retrofit(small, out, "denseformer", verify="headers", force=force)
             messages[0] = str(caught.value)
 
-    before(to_folder, "check_headers", second)
+    before(to_folder, "read_checkpoint", second)
     retrofit(small, out, verify="headers", force=force)
     assert f"{out}: another process is writing there" in messages[0]
     assert contents(out) == small_result
@@ -432,7 +432,7 @@ def test_a_second_conversion_to_the_same_output_is_refused_and_does_no_harm(
 
 def test_what_somebody_puts_into_the_output_meanwhile_is_kept(small: Path, tmp_path: Path, before: Before) -> None:
     write_old(tmp_path / "out")
-    before(to_folder, "check_headers", (tmp_path / "out" / "notes.txt").touch)
+    before(to_folder, "read_checkpoint", (tmp_path / "out" / "notes.txt").touch)
     with pytest.raises(CheckpointError, match=r"holds 'notes\.txt'"):
         retrofit(small, tmp_path / "out", verify="headers", force=True)
     assert contents(tmp_path / "out") == {**OLD, "notes.txt": b""}

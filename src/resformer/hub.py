@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationCopy,
-    CommitOperationDelete,
-    HfApi,
-    constants,
-    get_token,
-)
+from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi, constants, get_token
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     FileDuplicationError,
     HfHubHTTPError,
