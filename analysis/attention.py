@@ -5,7 +5,6 @@ each layer. Neither attention weights nor masks are held for all queries at once
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,21 +23,17 @@ _MOST_WEIGHTS = 2**24
 _UNKNOWN = ("softcap", "s_aux", "position_bias")
 
 
-@dataclass(frozen=True)
 class MaskRows:
     """A mask whose rows are computed when they are needed, from the arguments of `AttentionMaskInterface`."""
 
-    arguments: dict[str, Any]
+    def __init__(self, **arguments: Any):
+        self.arguments = arguments
 
     def __call__(self, start: int, stop: int) -> torch.Tensor:
         """`(batch, 1, stop - start, keys)`, True where the query sees the key."""
         rows = {"q_length": stop - start, "q_offset": self.arguments.get("q_offset", 0) + start}
         never_none = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return sdpa_mask(**{**self.arguments, **rows, **never_none})
-
-
-def _mask_rows(**arguments: Any) -> MaskRows:
-    return MaskRows(arguments)
 
 
 def chunked_attention(
@@ -91,4 +86,4 @@ def chunked_attention(
 
 
 AttentionInterface.register(IMPLEMENTATION, chunked_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, _mask_rows)
+AttentionMaskInterface.register(IMPLEMENTATION, MaskRows)

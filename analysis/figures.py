@@ -1,11 +1,9 @@
 """The papers' plots, with every checkpoint in each of them. matplotlib is imported when a plot is drawn."""
 
 import io
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +17,8 @@ if TYPE_CHECKING:
 
 #: Markers tell the lines apart where colours do not.
 _COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04")
-_MARKERS = "os^Dv*"
-_DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))  # a line stays visible under a later one
+_MARKERS = tuple("os^Dv*")
+_DASHES = 2 * ("-", (0, (4, 2)), (0, (1, 1.5)))  # a line stays visible under a later one
 #: Maps of at most this many columns show their numbers.
 _ANNOTATED = 13
 _LINES = {
@@ -79,10 +77,11 @@ def _matrix(analysis: Analysis, key: str, *, changes: bool = False) -> np.ndarra
 
 
 def _style() -> Any:
-    from matplotlib import rc_context
+    from matplotlib import cycler, rc_context
 
     look: Any = {"axes.grid": True, "axes.titlelocation": "left", "grid.alpha": 0.3, "legend.frameon": False}
     look |= {"axes.spines.right": False, "axes.spines.top": False}
+    look["axes.prop_cycle"] = cycler(color=_COLOURS, marker=_MARKERS, linestyle=_DASHES)
     return rc_context({**look, "text.parse_math": False})  # a checkpoint's name may have a $
 
 
@@ -93,28 +92,19 @@ def _figure(width: float = 6.4, height: float = 3.8, columns: int = 1) -> tuple[
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 
-def _each(analyses: Sequence[Analysis]) -> list[tuple[Analysis, dict[str, Any]]]:
-    """The analyses, and matplotlib's arguments for the line of each."""
-    looks = zip(cycle(_COLOURS), cycle(_MARKERS), cycle(_DASHES))
-    return [
-        (analysis, dict(zip(("color", "marker", "linestyle"), look, strict=True)))
-        for analysis, look in zip(analyses, looks, strict=False)
-    ]
-
-
 def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
     title, label, logarithmic = _LINES[key]
     figure, (axes,) = _figure()
-    for analysis, look in _each(analyses):
+    for analysis in analyses:
         mean = np.asarray(analysis.mean(key))
         deviation = np.nan_to_num(analysis.quantities[key]["deviation"])
         layer = np.arange(analysis.layers)
         low = np.maximum(mean - deviation, mean / 10) if logarithmic else mean - deviation
-        axes.fill_between(layer, low, mean + deviation, color=look["color"], alpha=0.15, linewidth=0)
-        axes.plot(layer, mean, **look, markersize=4, linewidth=1.6, label=analysis.name)
+        (line,) = axes.plot(layer, mean, markersize=4, linewidth=1.6, label=analysis.name)
+        axes.fill_between(layer, low, mean + deviation, color=line.get_color(), alpha=0.15, linewidth=0)
         if key in analysis.uniform:  # of the lengths of the texts, which the tokenizer decides
             named = {"label": "uniform attention"} if analysis is analyses[0] else {}
-            axes.axhline(analysis.uniform[key], color=look["color"], alpha=0.5, linestyle=":", **named)
+            axes.axhline(analysis.uniform[key], color=line.get_color(), alpha=0.5, linestyle=":", **named)
     if logarithmic:
         _logarithmic(axes)
     return _finished(key, title, figure, axes, "layer", label)
@@ -122,11 +112,11 @@ def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
 
 def _positions(analyses: Sequence[Analysis]) -> Plot:
     figure, (axes,) = _figure()
-    for analysis, look in _each(analyses):
+    for analysis in analyses:
         layer = int(np.argmax(analysis.mean("importance_ratio")))
         importance = analysis.importance_by_position[layer]
         label = f"{analysis.name}, layer {layer}"
-        axes.plot(range(len(importance)), importance, **look, markersize=3, linewidth=1.2, label=label)
+        axes.plot(range(len(importance)), importance, markersize=3, linewidth=1.2, label=label)
     _logarithmic(axes)
     title = "Token importance by position"
     return _finished("importance_by_position", title, figure, axes, "position", "share of what all tokens receive")
@@ -152,6 +142,8 @@ def _finished(key: str, title: str, figure: "Figure", axes: "Axes", across: str,
 
 
 def _maps(key: str, title: str, analyses: Sequence[Analysis], changes: bool) -> Plot:
+    from matplotlib.ticker import MaxNLocator
+
     figure, row = _figure(4.8 * len(analyses), 4.2, len(analyses))
     largest = max(np.nanmax(np.abs(_matrix(analysis, key, changes=True))) for analysis in analyses)
     for axes, analysis in zip(row, analyses, strict=True):
@@ -161,26 +153,18 @@ def _maps(key: str, title: str, analyses: Sequence[Analysis], changes: bool) -> 
         gates = np.isnan(matrix)
         shown = np.ma.masked_where(gates | ~readable, matrix)  # later layers cannot be read: left empty
         most = float(largest if changes else np.abs(shown).max()) or 1.0
-        mesh = axes.pcolormesh(shown, cmap="RdBu_r", vmin=-most, vmax=most)
+        image = axes.imshow(shown, cmap="RdBu_r", vmin=-most, vmax=most)
         if gates.any():
-            axes.pcolormesh(np.ma.masked_where(~gates, np.ones(matrix.shape)), cmap="Greys", vmin=0, vmax=2)
+            axes.imshow(np.ma.masked_where(~gates, np.ones(matrix.shape)), cmap="Greys", vmin=0, vmax=2)
         axes.grid(False)
-        axes.set_aspect("equal")
-        axes.invert_yaxis()
         axes.set_title(f"{'Changes to ' * changes}{title[-1]} of {analysis.name}")
         axes.set_ylabel("row n: what layer n attends to" if key == "value_mixing" else "row n: what block n+1 reads")
         axes.set_xlabel("column m: values of layer m" if key == "value_mixing" else "column j: X_j (0: embeddings)")
-        axes.set_xticks(*_centres(columns))
-        axes.set_yticks(*_centres(rows))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
         if columns <= _ANNOTATED:
             for (i, j), weight in np.ma.ndenumerate(shown):
                 colour = "white" if abs(weight) > 0.6 * most else "black"
-                axes.text(j + 0.5, i + 0.5, f"{weight:.2g}", ha="center", va="center", fontsize=7, color=colour)
-        figure.colorbar(mesh, ax=axes, shrink=0.8)
+                axes.text(j, i, f"{weight:.2g}", ha="center", va="center", fontsize=7, color=colour)
+        figure.colorbar(image, ax=axes, shrink=0.8)
     return Plot(key, title, figure)
-
-
-def _centres(count: int) -> tuple[list[float], list[int]]:
-    every = math.ceil(count / 12)
-    labels = list(range(0, count, every))
-    return [label + 0.5 for label in labels], labels

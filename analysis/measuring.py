@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +116,6 @@ def analyze(
         tokenizer = checkpoint if tokenizer is None else tokenizer
         model = _load(checkpoint, dtype, device)
     max_tokens = min(max_tokens, getattr(model.config, "max_position_embeddings", None) or max_tokens)
-    if isinstance(tokenizer, (str, Path)):
-        from resformer.training.data import load_tokenizer
-
-        load = partial(load_tokenizer, tokenizer, model.config.vocab_size, "name another with --tokenizer (tokenizer=)")
-        tokenizer = _later(load)
     name = name or (os.path.basename(os.path.normpath(checkpoint)) if checkpoint else type(model).__name__)
     base = model.base_model
     layers = _layers(base, name)
@@ -131,6 +125,11 @@ def analyze(
     skipped = 0
     with _measured(model, layers) as measure:
         for text in texts:
+            if isinstance(text, str) and isinstance(tokenizer, (str, Path)):  # texts of token ids need none
+                from resformer.training.data import load_tokenizer
+
+                remedy = "name another with --tokenizer (tokenizer=)"
+                tokenizer = load_tokenizer(tokenizer, model.config.vocab_size, remedy)
             ids = _ids(text, tokenizer, max_tokens)
             if len(ids) < 2:
                 skipped += 1
@@ -150,9 +149,6 @@ def analyze(
         raise ValueError(f"{name}: there is no text of at least two tokens ({skipped} shorter ones).")
     stacked = np.stack(per_text)
     deviation = stacked.std(axis=0, ddof=1) if len(lengths) > 1 else np.full(stacked.shape[1:], np.nan)
-    positions = np.full((len(lengths), len(layers), min(max(lengths), _POSITIONS)), np.nan)
-    for row, importance in zip(positions, importances, strict=True):
-        row[:, : importance.shape[1]] = importance
     config = model.config
     connected = isinstance(config, ResFormerConfig)
     count = len(layers)
@@ -172,7 +168,7 @@ def analyze(
             quantity: {"mean": stacked[..., i].mean(axis=0).tolist(), "deviation": deviation[:, i].tolist()}
             for i, quantity in enumerate(_NAMES)
         },
-        importance_by_position=np.nanmean(positions, axis=0).tolist(),
+        importance_by_position=np.nanmean(np.stack(importances)[..., : max(lengths)], axis=0).tolist(),
         uniform=dict(zip(_NAMES[:3], np.mean([_uniform(length) for length in lengths], axis=0).tolist(), strict=True)),
         value_mixing_matrix=(base.value_mixing_matrix() if connected else plain_matrix(count, count)).tolist(),
         depth_mixing_matrix=(base.depth_mixing_matrix() if connected else plain_matrix(count, count + 1)).tolist(),
@@ -221,7 +217,8 @@ def _measured(
         share = importance[0] / importance[0].sum()
         states = value[0].transpose(0, 1).flatten(1).to(share.dtype)
         attention[layer] = torch.cat([_importance_quantities(share), _norm_quantities(states)])
-        shares[layer] = share[:_POSITIONS]
+        missing = max(0, _POSITIONS - len(share))
+        shares[layer] = nn.functional.pad(share[:_POSITIONS], (0, missing), value=torch.nan)
 
     def take_hidden(layer: int, output: Any) -> None:
         states = (output if isinstance(output, torch.Tensor) else output[0])[0]
@@ -286,13 +283,7 @@ def _load(checkpoint: str, dtype: torch.dtype, device: str | torch.device | None
     return model.to(device)
 
 
-def _later(load: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """A tokenizer that is loaded at the first string: texts of token ids need none."""
-    loaded = cache(load)
-    return lambda text, **options: loaded()(text, **options)
-
-
-def _ids(text: str | Sequence[int], tokenizer: Callable[..., Any] | None, max_tokens: int) -> list[int]:
+def _ids(text: str | Sequence[int], tokenizer: Any, max_tokens: int) -> list[int]:
     if not isinstance(text, str):
         return list(text[:max_tokens])
     if tokenizer is None:

@@ -269,7 +269,7 @@ def test_other_attention_is_refused_by_name() -> None:
     states = torch.zeros(1, 1, 2, 8)
     for added in ("softcap", "s_aux", "position_bias"):
         with pytest.raises(NotImplementedError, match=f"attention with `{added}`"):
-            chunked_attention(torch.nn.Identity(), states, states, states, MaskRows({}), **{added: states})
+            chunked_attention(torch.nn.Identity(), states, states, states, MaskRows(), **{added: states})
     with pytest.raises(NotImplementedError, match="mask interface"):
         chunked_attention(torch.nn.Identity(), states, states, states, None)
     with pytest.raises(CheckpointError, match="GPT2Model has no `layers` that each have a `self_attn`"):
@@ -364,7 +364,7 @@ def test_changes_are_from_llamas_matrices_on_one_scale(report: tuple[Report, Pat
         matrices = [np.asarray(getattr(analysis, f"{key}_matrix")) for analysis in analyses]
         moved = [change for matrix in matrices if (change := matrix - plain_matrix(*matrix.shape).numpy()).any()]
         drawn = figures.plots(analyses, changes=True)[key].figure.axes
-        meshes = [axes.collections[0] for axes in drawn if axes.get_title("left")]  # a colour bar has no title
+        meshes = [axes.images[0] for axes in drawn if axes.get_title("left")]  # a colour bar has no title
         for mesh, change in zip(meshes, moved, strict=True):
             shown = mesh.get_array()
             assert np.allclose(shown.compressed(), change[~np.ma.getmaskarray(shown)])
