@@ -21,8 +21,6 @@ from resformer.configuration.sources import (  # noqa: F401  (all three: a bundl
     value_sources,
 )
 
-__all__ = ["ResFormerConfig"]
-
 logger = logging.get_logger(__name__)
 
 #: Keys of `config.json` files and keyword arguments that are not fields here and not misspelt fields either.
@@ -32,12 +30,6 @@ _KNOWN_EXTRA_KEYS = frozenset(
 )
 #: Families whose `config.json` can be read as it is. The converter translates those of other families.
 _SAME_MEANING = ("resformer", "llama", "mistral")
-#: Fields of checkpoints from before the first release -> what they are called now.
-_RENAMED = {
-    "depth_attention": "attention_residuals",
-    "depth_attention_blocks": "attention_residual_blocks",
-    "value_residual_stride": "depth_attention_stride",
-}
 
 
 @as_validated_field
@@ -207,8 +199,6 @@ class ResFormerConfig(PreTrainedConfig):
         if kwargs.pop("use_sliding_window", None) is False:  # Qwen2's switch
             self.sliding_window = None
         kwargs.pop("base_model_tp_plan", None)  # follows from the fields
-        for name in _RENAMED.keys() & kwargs:
-            raise ValueError(f"`{name}` is called `{_RENAMED[name]}` now: rename it, in config.json too.")
         _warn_of_misspelt_fields(kwargs)
         # Copies: Transformers fills the rope dicts in place, and the caller may reuse its lists.
         for f in fields(ResFormerConfig):
@@ -298,25 +288,30 @@ class ResFormerConfig(PreTrainedConfig):
         pairs = zip(self.key_sources, self.value_sources, strict=True)
         return ["reuse" if key != n and value != n else "store" for n, (key, value) in enumerate(pairs)]
 
-    # Every method named validate_* runs when a configuration is made or saved, and when a model is built from it.
+    # Every method named validate_* runs when a configuration is made or saved, and when a model is built from it, in
+    # the order of their names: those after the first rely on the lengths that it checks.
 
     def validate_architecture(self) -> None:
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if self.head_dim is None and self.hidden_size % heads:
+            raise ValueError(
+                f"`hidden_size` ({self.hidden_size}) is not a multiple of `num_attention_heads` ({heads}): change one "
+                "of them, or give `head_dim`."
+            )
         # Filled in when the configuration was made.
-        for name in ("num_key_value_heads", "layer_types"):
+        for name in ("head_dim", "num_key_value_heads", "layer_types"):
             if getattr(self, name) is None:
                 raise ValueError(f"`{name}` is None: give it a value, or make a new configuration without it.")
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        for name in ("layer_types", "no_rope_layers", "key_sources", "value_sources"):
+            entries = getattr(self, name)
+            if entries is not None and len(entries) != self.num_hidden_layers:
+                raise ValueError(
+                    f"`{name}` has {len(entries)} entries, but `num_hidden_layers` is {self.num_hidden_layers}."
+                )
         if heads % groups:
             raise ValueError(
                 f"`num_attention_heads` ({heads}) is not a multiple of `num_key_value_heads` ({groups}): every "
                 "key/value head must serve the same number of query heads."
-            )
-        if self.head_dim is None:
-            raise ValueError(
-                f"`hidden_size` ({self.hidden_size}) is not a multiple of `num_attention_heads` ({heads}): change one "
-                "of them, or give `head_dim`."
-                if self.hidden_size % heads
-                else "`head_dim` is None: give it a value, or make a new configuration without it."
             )
         if self.head_dim % 2:
             raise ValueError(f"`head_dim` ({self.head_dim}) is odd: the rotary embedding turns pairs of channels.")
@@ -325,12 +320,6 @@ class ResFormerConfig(PreTrainedConfig):
 
     def validate_layer_type(self) -> None:
         # Replaces the method of the base class, whose message offers types that this decoder does not have.
-        for name in ("layer_types", "no_rope_layers"):
-            entries = getattr(self, name)
-            if entries is not None and len(entries) != self.num_hidden_layers:
-                raise ValueError(
-                    f"`{name}` has {len(entries)} entries, but `num_hidden_layers` is {self.num_hidden_layers}."
-                )
         kinds = ("full_attention", "sliding_attention")
         for layer, kind in enumerate(self.layer_types):
             if kind not in kinds:
@@ -366,7 +355,7 @@ class ResFormerConfig(PreTrainedConfig):
     def validate_connections(self) -> None:
         # One validator, since each step relies on the one before it.
         for name in ("key_sources", "value_sources"):
-            self._check_sources(name, getattr(self, name))
+            self._check_sources(name, getattr(self, name) or [])
         depth_attention = self.value_residual == "depth_attention"
         self._check_layers("value_residual_layers", self.depth_attention_stride if depth_attention else 1)
         self._check_layers("value_embeddings", 0)
@@ -399,13 +388,7 @@ class ResFormerConfig(PreTrainedConfig):
                     "values of its own."
                 )
 
-    def _check_sources(self, name: str, sources: list[int] | None) -> None:
-        if sources is None:
-            return
-        if len(sources) != self.num_hidden_layers:
-            raise ValueError(
-                f"`{name}` has {len(sources)} entries, but `num_hidden_layers` is {self.num_hidden_layers}."
-            )
+    def _check_sources(self, name: str, sources: list[int]) -> None:
         for reader, source in enumerate(sources):
             where = f"`{name}`[{reader}] is {source}"
             if not 0 <= source <= reader:
