@@ -15,7 +15,10 @@ from resformer.configuration import cache_bytes_per_token
 from resformer.errors import CheckpointError
 from resformer.files import AsDict
 
-PASSKEY_LENGTHS = (256, 512, 1024, 2048)
+#: How many blocks' starts are continued, and how long these are.
+_GREEDY_PROMPTS, _GREEDY_PROMPT_TOKENS = 8, 32
+#: Prompts in tokens, as far as both models can read them.
+_PASSKEY_LENGTHS = (256, 512, 1024, 2048)
 _LAST_WORD = re.compile(r"[ \n]([^\W\d_]+)(?= ?[.!?\n])")
 _TASK = "There is important information hidden in a lot of irrelevant text. Find it and memorize it.\n"
 _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
@@ -84,11 +87,7 @@ def measure_cost(
     blocks: torch.Tensor,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    greedy_prompts: int = 8,
-    greedy_prompt_tokens: int = 32,
     greedy_limit: int = 128,
-    passkey_lengths: Sequence[int] = PASSKEY_LENGTHS,
-    passkey_questions: int = 5,
     progress: Callable[[], object] = lambda: None,
 ) -> Cost:
     """Measures all that `Cost` holds. Both models are in evaluation mode.
@@ -97,38 +96,27 @@ def measure_cost(
         source, result: the models, of the same vocabulary.
         blocks: (blocks, tokens), the ids of held-out text.
         tokenizer: of both; without it, last words and passkeys are left out.
-        greedy_prompts, greedy_prompt_tokens, greedy_limit: how many blocks' starts are continued, how long these are,
-            and for how many tokens.
-        passkey_lengths, passkey_questions: prompt lengths in tokens, as far as both models can read them, and questions
-            for each length, whose number is hidden at 10 to 90 % of the text.
+        greedy_limit: for how many tokens the blocks' starts are continued.
         progress: called after each block and each passkey question.
 
     Raises:
         CheckpointError: a model gives NaN or infinity.
-        ValueError: the vocabularies differ, or a block has fewer than two tokens.
     """
-    sizes = source.config.vocab_size, result.config.vocab_size
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"The source has {sizes[0]:,} tokens, the result {sizes[1]:,}; compare a model to its source.")
-    if blocks.dim() != 2 or blocks.shape[1] < 2 or not len(blocks):
-        raise ValueError(
-            f"Held-out blocks of shape {tuple(blocks.shape)}: expected (blocks, tokens), two tokens or more."
-        )
     predictions = compare_predictions(block_logits(source, blocks), block_logits(result, blocks), blocks, progress)
     for name, losses in (("source", predictions.source_losses), ("result", predictions.losses)):
         if not losses.isfinite().all():
             raise CheckpointError(
                 f"The {name} gives a loss of NaN or infinity on held-out text; is it a trained model?"
             )
-    equal = equal_greedy_tokens(source, result, blocks[:greedy_prompts, :greedy_prompt_tokens], greedy_limit)
+    equal = equal_greedy_tokens(source, result, blocks[:_GREEDY_PROMPTS, :_GREEDY_PROMPT_TOKENS], greedy_limit)
     progress()
     words, passkey = None, None
     if tokenizer is not None:
         words = word_accuracy(predictions, tokenizer)
         longest = min(model.config.max_position_embeddings for model in (source, result))
         passkey = [
-            passkey_accuracy(source, result, tokenizer, length, passkey_questions, progress)
-            for length in passkey_lengths
+            passkey_accuracy(source, result, tokenizer, length, progress=progress)
+            for length in _PASSKEY_LENGTHS
             if length <= longest
         ]
     return Cost(
@@ -278,7 +266,10 @@ def passkey_accuracy(
     questions: int = 5,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """The shares, `source` and `result`, of numbers of five digits that are found in `length` tokens and repeated."""
+    """The shares, `source` and `result`, of numbers of five digits that are found in `length` tokens and repeated.
+
+    The numbers are hidden at 10 to 90 % of the text.
+    """
     numbers = random.Random(length)
     right = {"source": 0, "result": 0}
     for question in range(questions):

@@ -62,38 +62,25 @@ def key_costs(calibration: Calibration, n: int, sources: list[int]) -> dict[int,
     rows = calibration.fitted[:: max(1, len(calibration.fitted) // SCALAR_BLOCKS)][:SCALAR_BLOCKS]
     size = calibration.query_heads // calibration.groups
     projection = calibration.layers[n].self_attn.q_proj
-    own = [
-        (*calibration.attend(n, [row])[1:3], calibration.queries(n, [row], projection.weight, projection.bias))
-        for row in rows
-    ]
-    weights = torch.cat([weights for weights, _, _ in own])
-    keys = torch.cat([keys for _, keys, _ in own])
+    _, weights, keys, _ = calibration.attend(n, rows)
+    queries = calibration.queries(n, rows, projection.weight, projection.bias)
     received = weights.float().sum(2).unflatten(1, (-1, size)).sum(2)  # rows, groups, tokens
     costs_of = {}
     for a in sources:
-        shared = torch.cat([calibration.keys(a, [row]) for row in rows])
+        shared = calibration.keys(a, rows)
         flat = [each.transpose(0, 1).flatten(1, 2) for each in (keys, shared)]
         z = complex_scalars(flat[0][:, None], flat[1][None], received.transpose(0, 1).flatten(1)[:, None])
         costs = torch.zeros(calibration.groups, calibration.groups)
-        for row, (weight, _, queries) in enumerate(own):
-            for head in range(calibration.groups):
-                folded = fold_into_queries(queries, z[:, head].repeat_interleave(size, 0)[None, :, None])
-                scores = calibration.scores(
-                    n, calibration.rotated(n, folded.to(queries.dtype)), shared[row : row + 1, head : head + 1]
-                )
-                costs[:, head] += divergence(weight, scores).mean((0, 2)).view(-1, size).mean(1).cpu() / len(own)
+        for head in range(calibration.groups):
+            folded = fold_into_queries(queries, z[:, head].repeat_interleave(size, 0)[None, :, None])
+            folded = calibration.rotated(n, folded.to(queries.dtype))
+            scores = calibration.scores(n, folded, shared[:, head : head + 1])
+            costs[:, head] = divergence(weights, scores).mean((0, 2)).view(-1, size).mean(1)
         costs_of[a] = costs, z
     return costs_of
 
 
-def fit_keys(
-    calibration: Calibration,
-    n: int,
-    a: int,
-    order: list[int],
-    z: torch.Tensor,
-    steps: int,
-) -> KeyFit:
+def fit_keys(calibration: Calibration, n: int, a: int, order: list[int], z: torch.Tensor, steps: int) -> KeyFit:
     """Fits layer n to the keys of layer a; training that does not lower the held-out error is discarded.
 
     Args:

@@ -81,7 +81,7 @@ class Readers:
         """
         self.calibration, self.steps, self.plan, self.progress = calibration, steps, plan, progress
         self.size = calibration.query_heads // calibration.groups  # query heads in a group
-        self._fits: dict[tuple, ReaderFit] = {}
+        self.reader_fit = cache(self._reader_fit)
         self.value_folds = cache(self._value_folds)
         self.key_costs = cache(lambda n: key_costs(calibration, n, self.sources(n, "key")))
 
@@ -125,10 +125,7 @@ class Readers:
                 None if source == n else tuple(slots[source].index(slot) for slot in slots[n])
                 for source in (key_source, value_source)
             )
-            made = (n, key_source, value_source, key_order, value_order)
-            if made not in self._fits:
-                self._fits[made] = self._fit(*made)
-            fits[n] = slots[n], self._fits[made]
+            fits[n] = slots[n], self.reader_fit(n, key_source, value_source, key_order, value_order)
         return fits
 
     def student(self, plan: Plan) -> ResFormerForCausalLM:
@@ -164,7 +161,7 @@ class Readers:
                 changed[f"model.layers.{n}.self_attn.{name}"] = parameter.detach().contiguous()
         return config, changed
 
-    def _fit(
+    def _reader_fit(
         self,
         n: int,
         key_source: int,

@@ -6,6 +6,7 @@ not add up, so shares are then accepted a few at a time, and what comes next is 
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from resformer.shrinking.readers import TINY, Plan, Readers, allowed_sources
@@ -18,8 +19,6 @@ SWAPPED = 1
 SAVED = {"key": 1, "value": 1, "both": 2}
 
 Progress = Callable[[str], object]
-
-
 Slot = tuple[str, int]  # ("key", "value" or "both", the layer that reads another's)
 Costs = dict[Slot, dict[int, float]]  # slot -> source -> cost
 
@@ -48,11 +47,7 @@ def single_costs(
 
 
 def best_plan(
-    layers: int,
-    kept: int,
-    costs: Costs,
-    measure: Callable[[Plan], float],
-    progress: Progress = lambda stage: None,
+    layers: int, kept: int, costs: Costs, measure: Callable[[Plan], float], progress: Progress = lambda stage: None
 ) -> Plan:
     """The plan that stores at most `kept` layers' keys and values, of 2N, at the least cost that the search finds.
 
@@ -61,12 +56,10 @@ def best_plan(
         measure: the cost of a whole plan.
     """
     chosen: frozenset[Slot] = frozenset()
-    scores: dict[frozenset[Slot], float] = {}
 
+    @cache
     def score(slots: frozenset[Slot]) -> float:
-        if slots not in scores:
-            scores[slots] = measure(_plan(layers, _sources(slots, costs)))
-        return scores[slots]
+        return measure(_plan(layers, _sources(slots, costs)))
 
     def by_sum(slots: frozenset[Slot]) -> list[frozenset[Slot]]:
         """`slots` and one more, by the sum of their costs."""

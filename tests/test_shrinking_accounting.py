@@ -43,7 +43,7 @@ def result(source: LlamaForCausalLM) -> ResFormerForCausalLM:
 def test_losses_and_divergences_equal_their_definition_in_float64(
     source: LlamaForCausalLM, result: ResFormerForCausalLM
 ) -> None:
-    cost = measure_cost(source, result, BLOCKS, greedy_limit=4, greedy_prompt_tokens=6)
+    cost = measure_cost(source, result, BLOCKS, greedy_limit=4)
     with torch.no_grad():
         logits = [model(BLOCKS, use_cache=False).logits.double()[:, :-1].flatten(0, 1) for model in (source, result)]
     p, q = (each.log_softmax(-1) for each in logits)
@@ -133,12 +133,7 @@ def test_a_passkey_is_found_if_all_of_it_is_repeated() -> None:
     assert got == {"length": 600, "questions": 4, "source": 1.0, "result": 0.75}
 
 
-def test_models_of_different_vocabularies_and_without_numbers_are_refused(source: LlamaForCausalLM) -> None:
-    other = LlamaForCausalLM(LlamaConfig(**{**TINY, "vocab_size": 99})).eval()
-    with pytest.raises(ValueError, match=r"97.*99"):
-        measure_cost(source, other, BLOCKS)
-    with pytest.raises(ValueError, match=r"\(3, 1\)"):
-        measure_cost(source, source, BLOCKS[:3, :1])
+def test_a_model_that_gives_no_numbers_is_refused(source: LlamaForCausalLM) -> None:
     broken = LlamaForCausalLM(LlamaConfig(**TINY)).eval()
     broken.lm_head.weight.data[5] = float("nan")
     with pytest.raises(CheckpointError, match=r"result.*NaN"):
