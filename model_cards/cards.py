@@ -139,7 +139,6 @@ def model_card(
         "added": added_parameters(config) if method in FACTS else None,
         "bundle": bundle,
         "tokenizer": tokenizer,
-        "derived": source is not None,
         "changed": changed,
         "runs": _run_table(runs),
     }

@@ -40,7 +40,6 @@ class MethodFacts:
     avoid: str = ""
     parameters: str = "0"  # formula of the number added to plain Llama
     cache: str = "1"  # formula of the share of the full key/value cache
-    exact: bool = True  # whether a retrofit can compute what its source does
     limits: str = ""
     remarks: Sequence[str] = ()
 

@@ -6,6 +6,7 @@ from resformer.configuration import ResFormerConfig, cache_bytes_by_method
 from resformer.model_cards.cards import added_parameters, render
 from resformer.model_cards.facts import FACTS, PAPERS
 from resformer.model_cards.metrics import Metric, notes_of, table_rows
+from resformer.modeling.modeling_resformer import KINDS
 
 _SMOLLM2_135M = {
     "num_hidden_layers": 30,
@@ -33,6 +34,7 @@ def method_card(method: str, metrics: Iterable[Metric] = ()) -> str:
         name=method,
         facts=facts,
         shape=shape,
+        exact=not any(kind.fixed_effects(connected) for kind in KINDS),
         count=added_parameters(connected),
         share=cache[method] / cache["transformer"],
         cache=cache[method],
