@@ -109,9 +109,7 @@ def test_every_head_loads_saves_and_loads_again_trains_and_pickles(facts: dict[s
 def test_what_remote_code_saves_can_be_bundled(bundles: Path, remote: Path, tmp_path: Path) -> None:
     bundle(remote / "AutoModelForCausalLM", tmp_path / "again")
     first, again = contents(bundles / "bundles" / CHOSEN), contents(tmp_path / "again")
-    assert [first[name] for name in (*CODE, "model.safetensors")] == [
-        again[name] for name in (*CODE, "model.safetensors")
-    ]
+    assert again.items() >= {name: first[name] for name in (*CODE, "model.safetensors")}.items()
 
 
 # With the package
@@ -150,10 +148,8 @@ def test_the_record_of_a_retrofit_goes_along(tmp_path: Path) -> None:
     (tmp_path / "retrofit" / ".eval_results" / "arc.yaml").write_text("- value: 1")
     bundle(tmp_path / "retrofit", tmp_path / "out", link=True)
     retrofitted, out = contents(tmp_path / "retrofit"), contents(tmp_path / "out")
-    new = {"config.json", LISTING}
-    assert {name: out[name] for name in retrofitted.keys() - new} == {
-        name: content for name, content in retrofitted.items() if name not in new
-    }
+    del retrofitted["config.json"], retrofitted[LISTING]
+    assert out.items() >= retrofitted.items()
     shard = "model-00001-of-00002.safetensors"
     assert (tmp_path / "out" / shard).samefile(tmp_path / "retrofit" / shard)
     assert revert(tmp_path / "out", tmp_path / "back").family == "llama"

@@ -317,7 +317,6 @@ INDICES: Table = {
     "100000-tensors": written(INDEX, MANY),
     "no-weight-map": json_file(INDEX, lambda content: content.pop("weight_map")),
     "empty-weight-map": index(lambda weight_map: weight_map.clear()),
-    "file-of-a-megabyte": file_of_norm("x" * 10**6 + ".safetensors"),
     "file-of-500-bytes-in-250-characters": file_of_norm("é" * 238 + ".safetensors"),
     "all-in-one-file": index(lambda files: files.update(dict.fromkeys(files, FIRST))),
     "in-two-files": in_two_files,
@@ -345,7 +344,6 @@ CONNECTIONS: Table = {
     "missing": tensors(lambda stored: stored.pop(VALUES)),
     "too-long": of_shape(VALUES, 1000),
     "integers": tensor(VALUES, lambda old: old.to(torch.int32)),
-    "one-more": of_shape("model.value_residual.weight", 2),
 }
 #: Title -> the checkpoint, its damages, and what takes the fields of a case like `config {hidden_size: -1}`, which is
 #: in the snapshot alone.

@@ -76,7 +76,6 @@ IMPORTS = {
     "only a configuration": "from resformer import ResFormerConfig",
     "only a configuration of another process": f"import pickle; pickle.loads({pickle.dumps(CONFIG)!r})",
     "only a model": "from resformer import ResFormerForCausalLM",
-    "twice": "import resformer; del sys.modules['resformer']; import resformer",
     "reloaded after use": f"import resformer{LOAD}\nimport importlib; importlib.reload(resformer)",
     "registered again": (
         "import resformer; from resformer.registration import register_on_demand\n"
