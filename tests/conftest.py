@@ -46,8 +46,8 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "kitchen-sink": {
         "value_residual": "dense",
         "neutreno_lambda": 0.3,
-        "value_sources": [0, 1, 0, 3, 4, 3],
-        "key_sources": [0, 1, 2, 1, 2, 5],
+        "value_sources": [0, 1, 0, 3, 0, 3],
+        "key_sources": [0, 1, 2, 1, 2, 1],
         "dwa": True,
         "dwa_dilation": 2,
         "dwa_period": 2,

@@ -4,13 +4,13 @@ Some are compiled by `make test`, the rest by `make test-slow`.
 """
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import COMBINATIONS, RAGGED, Batch, moved, others_slow, tiny_model
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from torch._dynamo.testing import CompileCounter
+from transformers import CompileConfig, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 from transformers.exporters.utils import decompose_prefill_decode, get_leaf_tensors
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
@@ -37,12 +37,7 @@ def decoded(model: PreTrainedModel, batch: Batch, **options: Any) -> Any:
 def test_generate_with_a_static_cache_compiles_one_whole_graph(
     small: PreTrainedModel, variant: str, device: str
 ) -> None:
-    model, batch, graphs = small.to(device), moved(RAGGED, device), []
-
-    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
+    model, batch, backend = small.to(device), moved(RAGGED, device), CompileCounter()
     expected = decoded(model, batch, max_new_tokens=6, use_cache=False)
     torch.compiler.reset()
     compilation = CompileConfig(fullgraph=True, backend=backend, mode=None)
@@ -55,12 +50,12 @@ def test_generate_with_a_static_cache_compiles_one_whole_graph(
     # Static windows count in a Python int: the compiler takes its first value for a constant, and compiles again at
     # the second.
     once = 2 if "sliding_attention" in model.config.layer_types else 1
-    assert len(graphs) == once
+    assert backend.frame_count == once
     # A shorter prompt and fewer tokens: the same graph.
     start = {name: tensor[:, 2:] for name, tensor in batch.items()}
     again = decoded(model, start, max_new_tokens=4, **options)
     assert torch.equal(again.sequences, decoded(model, start, max_new_tokens=4, use_cache=False).sequences)
-    assert len(graphs) == once
+    assert backend.frame_count == once
 
 
 @pytest.mark.parametrize("variant", EVERY_MECHANISM, indirect=True)
@@ -94,51 +89,33 @@ def test_layers_of_a_kind_share_one_graph(method: str) -> None:
     # As with Accelerate's `compile_regions` and FSDP2: each layer is compiled by itself.
     model = tiny_model(method, num_hidden_layers=12).train()
     inputs = {**RAGGED, "labels": RAGGED["input_ids"], "use_cache": False}
-    expected = model(**inputs).loss
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
+    expected, backend = model(**inputs).loss, CompileCounter()
     torch.compiler.reset()
     for layer in model.model.layers:
         layer.compile(backend=backend, fullgraph=True)
     loss = model(**inputs).loss
     loss.backward()
     torch.testing.assert_close(loss, expected)
-    assert len(graphs) <= GRAPHS.get(method, 3)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_takes_a_growing_cache() -> None:
-    # Within torch.compile it concatenates, as a DynamicCache does: growing in place breaks graphs.
-    model = tiny_model("svformer", num_hidden_layers=2)
-    ids = RAGGED["input_ids"][:1]
-    expected = model(ids, use_cache=False).logits
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="eager", dynamic=True)
-    cache = GrowingCache(model.config)
-    with torch.no_grad():
-        model(ids[:, :4], past_key_values=cache)
-        model(ids[:, 4:5], past_key_values=cache)
-        parts = [compiled(ids[:, at : at + 1], past_key_values=cache).logits for at in (5, 6)]
-        parts += [model(ids[:, 7:8], past_key_values=cache).logits, compiled(ids[:, 8:], past_key_values=cache).logits]
-    torch.testing.assert_close(torch.cat(parts, dim=1), expected[:, 5:], rtol=1e-4, atol=1e-4)
+    assert backend.frame_count <= GRAPHS.get(method, 3)
 
 
 @pytest.mark.parametrize("method", ["svformer"], indirect=True)
-def test_a_compiled_call_without_a_cache_makes_one_that_is_continued(method: str) -> None:
+def test_compiled_and_plain_calls_continue_one_anothers_cache(method: str) -> None:
+    # Growing in place breaks graphs: compiled calls make a DynamicCache, and with a GrowingCache concatenate.
     model = tiny_model(method, num_hidden_layers=2)
     ids = RAGGED["input_ids"][:1]
     expected = model(ids, use_cache=False).logits
     torch.compiler.reset()
-    compiled = torch.compile(model, backend="eager")
-    with torch.no_grad():
-        first = compiled(ids[:, :8], use_cache=True)
-        rest = model(ids[:, 8:], past_key_values=first.past_key_values)
-    got = torch.cat((first.logits, rest.logits), dim=1)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    calls = ((model, 4, 5), (compiled, 5, 6), (compiled, 6, 7), (model, 7, 8), (compiled, 8, 11))
+    for first, made in ((compiled, DynamicCache), (model, GrowingCache)):
+        cache, parts = None, []
+        for call, start, end in ((first, 0, 4), *calls):
+            with torch.no_grad():
+                output = call(ids[:, start:end], past_key_values=cache, use_cache=True)
+            cache, parts = output.past_key_values, [*parts, output.logits]
+        assert type(cache) is made
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", others_slow(METHODS, ["resformer-gated", "cla2"]))
