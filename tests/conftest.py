@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import Result
 from hub_server import Commands, HubServer
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from typer.testing import CliRunner
 
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
@@ -184,6 +184,15 @@ def three_prompts() -> Batch:
 RAGGED = three_prompts()
 
 
+def training_rows(count: int, length: int = 12) -> list[Batch]:
+    """Random tokens; row n has labels on its last n mod 9 + 3 tokens only, so that batches differ in their number."""
+    ids = torch.randint(3, TINY["vocab_size"], (count, length), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    for n in range(count):
+        labels[n, : length - n % 9 - 3] = -100
+    return [{"input_ids": ids[n], "labels": labels[n]} for n in range(count)]
+
+
 def training_arguments(folder: Path, **options: Any) -> TrainingArguments:
     """SGD, whose steps follow the gradients: AdamW's first steps are signs, which rounding turns over near 0."""
     fixed: dict[str, Any] = {
@@ -197,6 +206,17 @@ def training_arguments(folder: Path, **options: Any) -> TrainingArguments:
         "use_cpu": True,
     }
     return TrainingArguments(folder, **{**fixed, **options})
+
+
+class Stop(TrainerCallback):
+    """Interrupts a training after a step at which `when(state)` is true."""
+
+    def __init__(self, when: Callable[[Any], bool]):
+        self.when = when
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.when(state):
+            raise KeyboardInterrupt
 
 
 def cli(*arguments: object) -> Result:

@@ -51,12 +51,8 @@ def few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 # The numbers
 
 
-def naive_quantities(model: PreTrainedModel, texts: list[list[int]]) -> dict[str, np.ndarray]:
-    """Quantity -> `(texts, layers)`, one product at a time, from eager attention's own weights."""
-    return {name: np.array([of_text(model, ids)[name] for ids in texts]) for name in DEFINITIONS}
-
-
-def of_text(model: PreTrainedModel, ids: list[int]) -> dict[str, list[float]]:
+def naive_quantities(model: PreTrainedModel, ids: list[int]) -> dict[str, list[float]]:
+    """Quantity -> a number per layer, one product at a time, from eager attention's own weights."""
     base, count = model.base_model, len(ids)
     last: list[torch.Tensor] = []
     hook = base.layers[-1].register_forward_hook(
@@ -125,7 +121,9 @@ def test_quantities_are_those_of_plain_loops(any_model: PreTrainedModel) -> None
     analysis = analyze(model, TEXTS)
     assert (analysis.texts, analysis.tokens, analysis.skipped) == (3, 20, 0)
     model.set_attn_implementation("eager")
-    for quantity, values in naive_quantities(model, TEXTS).items():
+    of_texts = [naive_quantities(model, ids) for ids in TEXTS]
+    for quantity in DEFINITIONS:
+        values = np.array([of_text[quantity] for of_text in of_texts])
         # Eager attention takes its softmax in float32 whatever the model is in.
         np.testing.assert_allclose(analysis.mean(quantity), values.mean(0), rtol=2e-5, atol=1e-6, err_msg=quantity)
         deviation = analysis.quantities[quantity]["deviation"]

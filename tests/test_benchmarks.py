@@ -49,9 +49,7 @@ def test_smaller_caches_are_compared_and_nothing_is_measured_twice(tmp_path: Pat
     source = LlamaForCausalLM(LlamaConfig(**{**TINY, "vocab_size": 256}))
     for parameter in source.parameters():
         parameter.data.mul_(3)
-    for (
-        layer
-    ) in source.model.layers:  # two heads that are one: merged by fitting, they lose nothing; their mean is lost
+    for layer in source.model.layers:  # two heads that are one: fitting them loses nothing, their mean is lost
         for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
             projection.weight.data[8:] = -projection.weight.data[:8]
     source.save_pretrained(tmp_path / "source")

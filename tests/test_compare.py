@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,7 @@ import pytest
 import torch
 from checkpoints import save_checkpoint, save_notes
 from command_server import Run, resformer
-from conftest import tiny_config, tiny_model
+from conftest import Stop, tiny_config, tiny_model
 from filelock import FileLock
 from matplotlib.figure import Figure
 from scipy import stats
@@ -68,10 +67,6 @@ def compare(work: Path, invoke: Callable[..., Any]) -> Callable[..., Any]:
     return partial(invoke, work, "compare")
 
 
-def compare_in_a_process(work: Path, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    return resformer("compare", *arguments, cwd=work, HF_HOME=str(work / "home"), **options)
-
-
 #: Runs a study in a process that sends itself a signal after a number of training steps.
 STOPPED = """
 import os, sys
@@ -90,17 +85,6 @@ class Stopping(paired_run._Recorder):
 paired_run._Recorder = Stopping
 main()
 """
-
-
-class Stop(TrainerCallback):
-    """Interrupts a training after a step at which `when(state)` is true."""
-
-    def __init__(self, when: Callable[[Any], bool]):
-        self.when = when
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.when(state):
-            raise KeyboardInterrupt
 
 
 class Recorded(PackedBlocks):
@@ -171,13 +155,9 @@ def test_methods_of_a_seed_see_the_same_batches(tmp_path: Path) -> None:
 
 def test_the_recipe_is_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[ConnectionTrainer] = []
-
-    class Spy(ConnectionTrainer):
-        def __init__(self, *args: Any, **kwargs: Any):
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    monkeypatch.setattr(paired_run_module, "ConnectionTrainer", Spy)
+    monkeypatch.setattr(
+        paired_run_module, "ConnectionTrainer", lambda **given: made.append(ConnectionTrainer(**given)) or made[-1]
+    )
     recipe = RunSettings(steps=20, batch=2, warmup=0.1, evaluations=20, connection_learning_rate=6e-3)
     model = paired_model(tiny_config("resformer-denseformer"), tiny_config(), 0)
     paired_run(model, random_blocks(), recipe, 0, folder=tmp_path / "u")
@@ -450,9 +430,9 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
     assert (rows[3]["losses"], rows[3]["difference"]["own"]) == (rows[0]["losses"], None)  # no variance, no test
     assert rows[0]["parameters"] - rows[1]["parameters"] == 6 * 2 * 32 * 16
     assert rows[1]["cache_bytes_per_token"] * 2 == rows[0]["cache_bytes_per_token"] == 6 * 2 * 32 * 2
+    trained = [json.loads(path.read_text()) for path in sorted((work / "study" / "runs").rglob("*.json"))]
     for row in rows:
-        runs_of = [json.loads(path.read_text()) for path in sorted((work / "study" / "runs").rglob("*.json"))]
-        own = [run for run in runs_of if run["method"] == row["method"]]
+        own = [run for run in trained if run["method"] == row["method"]]
         assert row["losses"] == [losses_of(run, None)[1] for run in own]
         assert row["choice_loss"] == pytest.approx(np.mean([losses_of(run, None)[0] for run in own]))
         assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2) / report["bytes_per_token"])
@@ -468,7 +448,6 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
     assert 6 <= report["data"]["curve_documents"] <= 12
     assert 20 <= report["data"]["held_out_documents"] <= 40
     assert report["data"]["held_out_tokens"] > 30 * 32
-    trained = [json.loads(path.read_text()) for path in (work / "study" / "runs").rglob("*.json")]
     own = {(run["learning_rate"], run["curve"][-1]["step"]) for run in trained if run["method"] == faster}
     assert own == {(1e-2, 6)}
 
@@ -600,7 +579,8 @@ def test_two_processes_train_what_one_does(work: Path) -> None:
     launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     reports = []
     for options in ({}, {"launcher": launcher}):
-        done = compare_in_a_process(work, "two" if options else "one", *arguments, **options)
+        output = "two" if options else "one"
+        done = resformer("compare", output, *arguments, cwd=work, HF_HOME=str(work / "home"), **options)
         assert done.returncode == 0, done.stderr
         reports.append(json.loads(done.stdout))
     one, two = (next(iter(report["sizes"].values())) for report in reports)

@@ -15,6 +15,7 @@ from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.configuration import cache_bytes_by_method
 from resformer.configuration.methods import without_connections
 from resformer.convert.deciding import inexact_because
+from resformer.convert.retrofitting import _connections
 from resformer.model_cards.facts import PAPERS
 from resformer.training.study.table import rows_of
 
@@ -42,12 +43,7 @@ def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
 
 
 def test_table_of_methods_says_what_the_code_does(method: str) -> None:
-    config = ResFormerConfig.for_method(method, **SMOLLM2_135M)
-    if config.value_residual in ("learnable", "learnable_plus", "dense", "gated"):
-        config.value_residual_init = [0.0, 1.0]  # where a retrofit starts
-    config.depth_attention_init = config.attention_residual_init = 0.0
-    if config.value_embeddings:
-        config.value_embeddings_init = 0.0
+    config = ResFormerConfig(**SMOLLM2_135M, **_connections(method, ResFormerConfig(**SMOLLM2_135M), {}))
     with torch.device("meta"):
         added = ResFormerForCausalLM(config).num_parameters() - 134_515_008
     cache = cache_bytes_by_method(config)

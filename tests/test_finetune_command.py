@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 import torch
 from checkpoints import byte_tokenizer, save_checkpoint, save_notes
 from command_server import resformer
+from conftest import Stop
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator
 
@@ -46,12 +48,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def environment(work: Path) -> dict[str, str]:
-    return {"HF_HOME": str(work / "home"), "TRANSFORMERS_VERBOSITY": "error"}
-
-
 def finetune(work: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    return resformer("finetune", *arguments, cwd=work, launcher=launcher, **environment(work))
+    environment = {"HF_HOME": str(work / "home"), "TRANSFORMERS_VERBOSITY": "error"}
+    return resformer("finetune", *arguments, cwd=work, launcher=launcher, **environment)
 
 
 def loss_of(folder: Path, work: Path, blocks: int) -> float:
@@ -176,14 +175,16 @@ def test_one_process_at_a_time_trains_an_output(work: Path) -> None:
         finetune_checkpoint(options)
 
 
-def tuned(work: Path, output: str, monkeypatch: pytest.MonkeyPatch, **values: Any) -> FinetuneReport:
+def tuned(
+    work: Path, output: str, monkeypatch: pytest.MonkeyPatch, callbacks: Sequence[Stop] = (), **values: Any
+) -> FinetuneReport:
     """`finetune_checkpoint` in this process, for two steps; `work` as the current folder."""
     monkeypatch.chdir(work)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", work / "home" / "datasets")
     options = {"model": "retrofit", "output": output, "data": ["notes.txt"], "sample_by": "paragraph", "block": 32,
                "held_out": 0.1, "held_out_blocks": 4, "steps": 2, "bf16": False, **values}  # fmt: skip
     known = {name: options.pop(name) for name in FinetuneOptions.__dataclass_fields__ if name in options}
-    return finetune_checkpoint(FinetuneOptions(**known, trainer={"disable_tqdm": True, **options}))
+    return finetune_checkpoint(FinetuneOptions(**known, trainer={"disable_tqdm": True, **options}), callbacks=callbacks)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -258,32 +259,18 @@ def test_the_finished_output_alone_is_pushed(work: Path, monkeypatch: pytest.Mon
         pushed.append((repo_id, options, {path.name for path in Path(folder).iterdir()}))
         return SimpleNamespace(url="https://hub/commit")
 
-    in_checkpoints: list[set[str]] = []
-    remove = shutil.rmtree
-
-    def remove_checkpoints(folder: Path, **options: Any) -> None:
-        if Path(folder).name.endswith(".training"):
-            in_checkpoints.append({path.name for path in Path(folder).glob("checkpoint-1/*")})
-        remove(folder, **options)
-
     monkeypatch.setattr(recipe, "push_checkpoint", push)
-    monkeypatch.setattr(shutil, "rmtree", remove_checkpoints)
     hub = {"push": "you/tuned", "hub_private_repo": True, "hub_revision": "next"}
-    report = tuned(work, "shared-out", monkeypatch, **hub, save_steps=1)
+    report = tuned(work, "shared-out", monkeypatch, **hub)
     ((repo_id, options, files),) = pushed
     assert (repo_id, options) == ("you/tuned", {"private": True, "revision": "next"})
     assert {"README.md", "model.safetensors", "tokenizer.json", "metrics.json"} <= files
     assert 'from_pretrained("you/tuned"' in (work / "shared-out" / "README.md").read_text()
     assert report.url == "https://hub/commit"
-    # Checkpoints have the tokenizer too.
-    assert {"trainer_state.json", "tokenizer.json", "tokenizer_config.json"} <= in_checkpoints[0]
 
 
 def test_a_refused_push_says_that_the_run_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*given: Any, **options: Any) -> None:
-        raise HubError("The Hub says no.")
-
-    monkeypatch.setattr(recipe, "push_checkpoint", refuse)
+    monkeypatch.setattr(recipe, "push_checkpoint", Mock(side_effect=HubError("The Hub says no.")))
     words = "out: is finished, but was not pushed: The Hub says no. To push it: resformer push out you/tuned"
     options = FinetuneOptions(model="a", output="out", data=["c"], push="you/tuned")
     with pytest.raises(HubError, match=f"{words}$"):
@@ -312,18 +299,6 @@ def test_a_run_that_died_after_its_last_step_trains_no_more(work: Path, monkeypa
     assert 3 * 32 < report.evaluation_tokens < 4 * 32  # that are predicted
 
 
-def stop_at(step: int, patch: pytest.MonkeyPatch) -> None:
-    """Ends the training right after a checkpoint, as a kill would."""
-    save = recipe.RecipeTrainer._save_checkpoint
-
-    def save_and_die(trainer: Any, *given: Any) -> None:
-        save(trainer, *given)
-        if trainer.state.global_step == step:
-            raise OSError("killed")
-
-    patch.setattr(recipe.RecipeTrainer, "_save_checkpoint", save_and_die)
-
-
 def test_a_stream_is_resumed_where_it_was(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (work / "one.txt").write_text("\n".join(f"Line {n} is another text." for n in range(2000)))
     monkeypatch.setattr("resformer.training.data._SHUFFLED", 16)
@@ -335,10 +310,9 @@ def test_a_stream_is_resumed_where_it_was(work: Path, monkeypatch: pytest.Monkey
     options |= {"steps": 8, "accumulate": 2, "batch": 3, "learning_rate": 1e-2, "save_steps": 1}
     options |= {"train": "sharing", "distill": "source", "distill_weight": 1.0, "distill_hidden": 1.0}
     whole = tuned(work, "whole-stream", monkeypatch, **options)
-    with monkeypatch.context() as patch:
-        stop_at(5, patch)
-        with pytest.raises(OSError, match="killed"):
-            tuned(work, "killed-stream", patch, **options)
+    stop = Stop(lambda state: state.global_step == 6)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(work, "killed-stream", monkeypatch, callbacks=[stop], **options)
     cut_short = work / "killed-stream.training" / "checkpoint-7"  # and passed over
     cut_short.mkdir()
     (cut_short / "trainer_state.json").write_text('{"global')
@@ -354,10 +328,10 @@ def test_a_run_that_cannot_be_gone_on_with_is_refused(work: Path, monkeypatch: p
     shutil.copytree(work / "retrofit", work / "changing")
     (work / "text.txt").write_text((work / "notes.txt").read_text())
     options = {"model": "changing", "data": ["text.txt"], "save_steps": 1}
-    with monkeypatch.context() as patch:
-        stop_at(1, patch)
-        with pytest.raises(OSError, match="killed"):
-            tuned(work, "begun", patch, **options)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(work, "begun", monkeypatch, callbacks=[Stop(lambda state: state.global_step == 2)], **options)
+    files = {path.name for path in (work / "begun.training" / "checkpoint-1").iterdir()}
+    assert {"trainer_state.json", "tokenizer.json", "tokenizer_config.json"} <= files
 
     def refused(words: str, **more: Any) -> None:
         with pytest.raises(CheckpointError, match=words):

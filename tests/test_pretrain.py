@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Stop
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerControl
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerControl
 
 from resformer import ResFormerConfig
 from resformer.checkpoint_cards import checkpoint_card
@@ -63,15 +64,6 @@ def test_the_result_is_a_checkpoint_from_scratch(work: Path, invoke: Callable[..
     assert not Path("out.training").exists()
 
 
-class _Stop(TrainerCallback):
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("source", ["text.txt", "tokens"])
@@ -82,8 +74,9 @@ def test_a_stopped_run_ends_with_the_same_weights(source: str, streaming: bool, 
     pretraining.pretrain(PretrainOptions(output="whole", **options))
     Path("stopped.training/.start.resformer-partial").mkdir(parents=True)  # of a run that was killed as it began
     for step in (1, 5):  # before the first checkpoint, and between two
+        stop = Stop(lambda state, step=step: state.global_step == step)
         with pytest.raises(KeyboardInterrupt):
-            pretraining.pretrain(PretrainOptions(output="stopped", resume=True, **options), callbacks=[_Stop(step)])
+            pretraining.pretrain(PretrainOptions(output="stopped", resume=True, **options), callbacks=[stop])
     with pytest.raises(CheckpointError, match="method was 'resformer', is 'svformer'"):
         pretraining.pretrain(PretrainOptions(output="stopped", resume=True, method="svformer", **options))
     _, report = pretraining.pretrain(PretrainOptions(output="stopped", resume=True, **options))

@@ -44,17 +44,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pretrain(work: Path, output: str, processes: int, *options: str, **environment: str) -> str:
     """Trains on so many processes and returns what they say on stderr."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_HOME": str(work / "home")}
+    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_HOME": str(work / "home")}
+    environment = {**os.environ, **quiet, **environment}
     command = [*launcher, str(WORKER), "pretrain", output, *OPTIONS, *options]
-    done = subprocess.run(
-        command,
-        cwd=work,
-        env={**os.environ, **environment},
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    done = subprocess.run(command, cwd=work, env=environment, stderr=subprocess.PIPE, text=True, timeout=400)
     assert (work / output).exists() == (done.returncode == 0) == ("KILLED_AT" not in environment), done.stderr[-3000:]
     return done.stderr
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
@@ -15,15 +14,11 @@ from resformer.training import tokenizing
 from resformer.training.data import DataError, load_documents, pack_documents
 from resformer.training.options import TokenizeOptions, count
 
-WORDS = "one two three four five six seven eight nine ten eleven twelve".split()
-
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """700 lines, one a document."""
-    generator = np.random.default_rng(0)
-    lines = [" ".join([str(number), *generator.choice(WORDS, 8)]) for number in range(700)]
-    (tmp_path / "text.txt").write_text("\n".join(lines))
+    (tmp_path / "text.txt").write_text("\n".join(f"Line {number} says {number**5}." for number in range(700)))
     return tmp_path
 
 
@@ -82,8 +77,6 @@ def test_parts_have_every_document_once(text: Path, invoke: Callable[..., Any]) 
     assert tokenizing.tokenize(options(text, shard="1/3")) is None
     index = tokenizing.tokenize(options(text, shard="3/3"))
     whole = tokenizing.tokenize(options(text, "whole"))
-    assert index is not None
-    assert whole is not None
     rows = [
         sorted(str(row) for path in (text / name).glob("*.parquet") for row in pq.read_table(path).to_pylist())
         for name in ("tokens", "whole")
@@ -116,8 +109,6 @@ def test_a_file_that_was_cut_is_not_read(text: Path) -> None:
 @pytest.mark.parametrize(("text_", "number"), [("300k", 300_000), ("1.6B", 1_600_000_000), ("2,048", 2048)])
 def test_counts_are_read(text_: str, number: int) -> None:
     assert count(text_) == number
-    with pytest.raises(ValueError, match="such as 300k"):
-        count("0.3")
 
 
 def test_a_new_model_has_the_tokenizer_of_its_tokens(text: Path, invoke: Callable[..., Any]) -> None:

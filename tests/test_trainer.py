@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import COMBINATIONS, TINY, others_slow, tiny_config, tiny_model, training_arguments
+from conftest import COMBINATIONS, TINY, others_slow, tiny_config, tiny_model, training_arguments, training_rows
 from transformers import AutoModelForCausalLM, Trainer
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
@@ -26,15 +26,6 @@ TRAINED = others_slow(
 Build = Callable[..., Trainer]
 
 
-def rows(count: int, seed: int = 0, length: int = 12) -> list[dict[str, torch.Tensor]]:
-    """Random tokens; row n has labels on its last n mod 9 + 3 tokens only, so that batches differ in their number."""
-    ids = torch.randint(3, TINY["vocab_size"], (count, length), generator=torch.Generator().manual_seed(seed))
-    labels = ids.clone()
-    for n in range(count):
-        labels[n, : length - n % 9 - 3] = -100
-    return [{"input_ids": ids[n], "labels": labels[n]} for n in range(count)]
-
-
 @pytest.fixture
 def trainer(tmp_path: Path) -> Build:
     """`trainer("svformer", max_steps=2)`: a Trainer of a model that starts alike each time, on the same rows."""
@@ -46,7 +37,7 @@ def trainer(tmp_path: Path) -> Build:
         of_the_trainer = ("connection_learning_rate", "eval_dataset", "optimizer_cls_and_kwargs")
         rest = {name: options.pop(name) for name in of_the_trainer if name in options}
         arguments = training_arguments(tmp_path / "run", **{"max_steps": 3, "learning_rate": 0.1, **options})
-        return ConnectionTrainer(model=model, args=arguments, train_dataset=rows(16), **rest)
+        return ConnectionTrainer(model=model, args=arguments, train_dataset=training_rows(16), **rest)
 
     return build
 
