@@ -218,13 +218,9 @@ def test_depth_can_be_overridden_while_reading(tmp_path: Path) -> None:
 # Values assigned later
 
 LATE: dict[str, Any] = {
-    "num_attention_heads": 7,
     "num_hidden_layers": 4,
     "head_dim": None,
-    "hidden_act": "swoosh",
     "value_sources": [0, 2, 2, 3, 4, 5, 6, 7],
-    "value_residual_layers": [8],
-    "value_residual_init": [1.0],
     "neutreno_lambda": -1.0,
     "layer_types": None,
     "rope_parameters": {"rope_type": "foo", "rope_theta": 1e4},

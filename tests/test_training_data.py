@@ -316,12 +316,6 @@ def test_many_documents_and_short_ones_are_not_cut(tmp_path: Path) -> None:
     assert mixed["messages"][:] == [None, TURNS]
 
 
-def test_nothing_is_held_out_where_the_share_is_zero() -> None:
-    blocks = packed(TEXTS, block=16, held_out=0, held_out_blocks=5)
-    assert (len(blocks.held_out), blocks.held_out_documents) == (0, {"texts": 0})
-    assert len(blocks.train) == len(expected_tokens(TEXTS, 0, held_out=False)) // 16
-
-
 def test_a_block_without_a_label_is_left_out() -> None:
     ids = [number if number == 7 else -1 - number for number in range(16)]  # the first token of a document
     tokens, starts = pa.chunked_array([pa.array(ids, pa.int32())]), np.array([0, 7])
