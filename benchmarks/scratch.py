@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, pipeline
 
 from resformer.configuration import cache_bytes_per_token
-from resformer.training.curve import draw_curves
+from resformer.training.log import draw_curves
 
 
 def main() -> None:

@@ -19,10 +19,10 @@ import torch
 from transformers import AutoTokenizer
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
+from resformer.environment import peak_memory
 from resformer.shrinking.calibration import calibrating
 from resformer.shrinking.readers import Plan, Readers
 from resformer.training.data import load_documents, pack_all
-from resformer.training.memory import peak_memory
 
 RESULTS = Path(__file__).parent / "results" / "shrink_large.json"
 SHAPE = {

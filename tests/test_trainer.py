@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.configuration import key_sources, value_sources
+from resformer.environment import peak_memory
 from resformer.training.freezing import trained_parameters
-from resformer.training.memory import peak_memory
 from resformer.training.optimizer import ConnectionTrainer, is_connection, set_connection_learning_rate
 
 #: One of every mechanism, and their combination.

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from resformer.training.optimizer import is_connection
 
 #: The file of the log: one entry a step that was logged or evaluated.
 LOG = "log.json"
+#: The picture of it in an output.
+CURVE = "curve.png"
 
 _FEW = 64  # coefficients of a parameter that are recorded each
 _SPIKE = 2.0  # nats above the lowest loss
@@ -97,3 +100,26 @@ def _peak() -> float | None:
     """Operations a second of one device; `None`: not known."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((peak for part, peak in _PEAKS.items() if part in name), None)
+
+
+def draw_curves(folders: Sequence[Path], picture: Path) -> None:
+    """Draws the losses over the tokens, of `LOG` in each folder: lines in training, points on the held-out text.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for number, folder in enumerate(folders):
+        log = json.loads((folder / LOG).read_text(encoding="utf-8"))
+        for key, style, what in (("loss", "-", "in training"), ("eval_loss", "o--", "held-out text")):
+            points = [(entry["tokens"] / 1e6, entry[key]) for entry in log if key in entry]
+            if points:
+                label = f"{folder.name}, {what}" if len(folders) > 1 else what
+                alpha = 0.5 if key == "loss" else 1.0
+                axes.plot(*zip(*points, strict=True), style, label=label, color=f"C{number}", ms=4, alpha=alpha)
+    axes.set(xlabel="training tokens, millions", ylabel="loss, nats per token")
+    axes.legend()
+    figure.savefig(picture, dpi=120)

@@ -12,12 +12,11 @@ from accelerate.utils import compile_regions
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from resformer.configuration import ResFormerConfig
-from resformer.environment import usable_device
+from resformer.environment import peak_memory, usable_device
 from resformer.evaluation import check_tasks
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.flops import training_flops
 from resformer.training.log import TrainingLog
-from resformer.training.memory import peak_memory
 from resformer.training.options import FinetuneOptions, NewOptions, PretrainOptions, RunOptions
 from resformer.training.parallel import data_parallel, passes
 from resformer.training.recipe import START, finetune_checkpoint, uses_bf16

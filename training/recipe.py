@@ -1,6 +1,5 @@
 """A training: a checkpoint and text in, a trained checkpoint with its metrics and its card out."""
 
-import difflib
 import hashlib
 import json
 import math
@@ -39,15 +38,14 @@ from transformers import (
 from resformer.checkpoint_cards import CheckpointCard
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import method_of
-from resformer.environment import cpu_has_bf16
-from resformer.errors import CheckpointError, OutputError, ResFormerError, one_line
+from resformer.environment import cpu_has_bf16, peak_memory
+from resformer.errors import CheckpointError, OutputError, ResFormerError, did_you_mean, one_line
 from resformer.evaluation import check_tasks, write_results
 from resformer.files import check_apart, check_target, locked, replacing
 from resformer.model_cards import harness_metrics, model_card
 from resformer.pushing import HubError
 from resformer.pushing import push as push_checkpoint
 from resformer.record import weight_digests
-from resformer.training.curve import CURVE, draw_curves
 from resformer.training.data import (
     Blocks,
     PackedBlocks,
@@ -57,8 +55,7 @@ from resformer.training.data import (
     pack_documents,
 )
 from resformer.training.freezing import trained_parameters
-from resformer.training.log import LOG
-from resformer.training.memory import peak_memory
+from resformer.training.log import CURVE, LOG, draw_curves
 from resformer.training.options import FinetuneOptions, check_same, weighted_sources
 from resformer.training.parallel import distributed
 from resformer.training.report import FinetuneReport, perplexity, record_origin
@@ -366,8 +363,7 @@ def _check_argument(name: str, value: Any) -> None:
         raise ValueError(f"{name}: held-out losses and perplexities would be smoothed, too; leave it out.")
     known = [each.name for each in fields(TrainingArguments) if each.init]
     if name not in known:
-        close = difflib.get_close_matches(name, [*options, *known], n=1)
-        raise ValueError(f"There is no option {name!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
+        raise ValueError(f"There is no option {name!r}.{did_you_mean(name, [*options, *known])}")
 
 
 def _weights(name: str) -> str:

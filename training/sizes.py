@@ -4,7 +4,6 @@ From 82m on the names are numbers of parameters with the paper's vocabulary of 5
 dimensions. The paper plots 320m but does not give its shape; ours has its other models' MLP of 3.5 widths.
 """
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -13,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from resformer.configuration import ResFormerConfig
+from resformer.errors import did_you_mean
 
 #: Fields of a ResFormerConfig, without those that all configurations have.
 CONFIG_FIELDS = {field.name for field in fields(ResFormerConfig)} - {field.name for field in fields(PreTrainedConfig)}
@@ -77,10 +77,7 @@ def scratch_config(
         ValueError: the method, the size or a field is unknown, or the tokenizer has more tokens than `vocab_size`.
     """
     for name in values.keys() - CONFIG_FIELDS:
-        close = difflib.get_close_matches(name, CONFIG_FIELDS, n=1)
-        raise ValueError(
-            f"{name} is no field of a ResFormerConfig." + (f" Did you mean {close[0]!r}?" if close else "")
-        )
+        raise ValueError(f"{name} is no field of a ResFormerConfig.{did_you_mean(name, CONFIG_FIELDS)}")
     known = known_size(size)
     shape = {
         "vocab_size": len(tokenizer),

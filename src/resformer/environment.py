@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from importlib import import_module, metadata
 from pathlib import Path
@@ -93,6 +94,19 @@ def cpu_has_bf16() -> bool:
 
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def peak_memory() -> int:
+    """The most bytes in use at once so far: resident in this process, or allocated on the accelerator."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if sys.platform == "win32":
+        return import_module("psutil").Process().memory_info().peak_wset
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def usable_device(device: Any) -> Any:

@@ -1,7 +1,8 @@
 """The errors that a user may catch, and how messages show names that come from a file."""
 
 import reprlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 
 
 class ResFormerError(Exception):
@@ -54,3 +55,8 @@ def first_names(names: Collection[str], most: int = 5) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
     return ", ".join(quoted(name) for name in ordered[:most]) + more
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The last sentence of a message: the known name that is most like an unknown one; empty if none is."""
+    return "".join(f" Did you mean {close!r}?" for close in get_close_matches(name, list(known), n=1))

@@ -1,6 +1,5 @@
 """A comparison study: methods trained under one budget, from scratch or from a checkpoint, paired and resumable."""
 
-import difflib
 import hashlib
 import json
 import math
@@ -25,7 +24,7 @@ from resformer.convert.retrofitting import retrofit
 from resformer.convert.safetensors_format import first_bytes
 from resformer.convert.source import open_source
 from resformer.environment import describe_environment
-from resformer.errors import CheckpointError
+from resformer.errors import CheckpointError, did_you_mean
 from resformer.files import locked, replace_text, replacing
 from resformer.model_cards.metrics import architecture_digest
 from resformer.modeling import ResFormerForCausalLM
@@ -312,8 +311,7 @@ def _parsed(text: str, known: Mapping[str, Any], what: str, allowed: Collection[
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or key not in allowed:
-            close = difflib.get_close_matches(key, allowed, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close and equals else ""
+            hint = did_you_mean(key, allowed) if equals else ""
             settings = f", nor of {', '.join(OF_A_METHOD)}" if what == "method" else ""
             raise ValueError(f"{what} {text}: {pair!r} is no FIELD=VALUE of a ResFormerConfig{settings}.{hint}")
         try:

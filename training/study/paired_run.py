@@ -24,11 +24,11 @@ from transformers import (
 )
 
 from resformer.configuration import ResFormerConfig
+from resformer.environment import peak_memory
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.data import Blocks, DataError, PackedBlocks
 from resformer.training.flops import training_flops
 from resformer.training.log import coefficients
-from resformer.training.memory import peak_memory
 from resformer.training.optimizer import ConnectionTrainer
 from resformer.training.options import RunSettings
 from resformer.training.parallel import passes

@@ -1,6 +1,5 @@
 """`resformer finetune`, `new`, `tokenize`, `pretrain` and `compare`."""
 
-import difflib
 import json
 import os
 from dataclasses import asdict, fields
@@ -22,7 +21,7 @@ from resformer.commands.terminal import (
     size,
     takes,
 )
-from resformer.errors import one_line
+from resformer.errors import did_you_mean, one_line
 from resformer.training.options import FinetuneOptions, NewOptions, PretrainOptions, StudyOptions, TokenizeOptions
 
 
@@ -53,8 +52,7 @@ def _from_file(context: typer.Context, path: Path | None) -> Path | None:
                 more[name] = value
                 continue
             if option is None:
-                close = difflib.get_close_matches(str(name).replace("_", "-"), [*options, *settings], n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
+                hint = did_you_mean(str(name).replace("_", "-"), [*options, *settings])
                 raise ValueError(f"{path}: there is no option {name!r}.{hint}")
             several = getattr(option, "multiple", False)
             if isinstance(value, list) and not several:
