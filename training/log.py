@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from resformer.errors import CheckpointError
 from resformer.files import json_value, replace_text
@@ -46,18 +46,14 @@ class TrainingLog(TrainerCallback):
         self.folder, self.flops = folder, flops
         self.since: tuple[float, int] | None = None
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.since is None:
             self.since = time.perf_counter(), int(state.num_input_tokens_seen)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_log = control.should_log or control.should_save  # a lost loss is seen before it is saved
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         entry = state.log_history[-1]
         entry["tokens"] = int(state.num_input_tokens_seen)
         if "loss" in entry and self.since is not None:
@@ -103,11 +99,7 @@ def _peak() -> float | None:
 
 
 def draw_curves(folders: Sequence[Path], picture: Path) -> None:
-    """Draws the losses over the tokens, of `LOG` in each folder: lines in training, points on the held-out text.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
+    """Draws the losses over the tokens, of `LOG` in each folder: lines in training, points on the held-out text."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

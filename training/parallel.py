@@ -12,11 +12,7 @@ NOT_TENSOR_PARALLEL = ["cpu"]
 
 
 def data_parallel(options: RunOptions, devices: int) -> int:
-    """The number of devices, or groups of them, that take different sequences.
-
-    Raises:
-        ValueError: the devices cannot be divided so.
-    """
+    """The number of devices, or groups of them, that take different sequences; ValueError if they do not divide."""
     group = options.shard * options.tensor_parallel
     if devices % group:
         raise ValueError(
@@ -32,22 +28,14 @@ def data_parallel(options: RunOptions, devices: int) -> int:
 
 
 def passes(sequences: int, micro: int) -> int:
-    """How often a device takes `micro` of its sequences in a step.
-
-    Raises:
-        ValueError: they cannot be divided so.
-    """
+    """How often a device takes `micro` of its sequences in a step; raises ValueError if they cannot be divided so."""
     if sequences % micro:
         raise ValueError(f"micro_batch is {micro}; expected a divisor of the {sequences} sequences of a device.")
     return sequences // micro
 
 
 def distributed(options: RunOptions, config: PreTrainedConfig, arguments: TrainingArguments) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that have each process load its part.
-
-    Raises:
-        ValueError: as of `data_parallel`; or tensor parallelism cannot divide the model, or runs on CPUs.
-    """
+    """Arguments of `from_pretrained` that have each process load its part."""
     replicas = data_parallel(options, arguments.world_size) // options.shard
     if (tensor := options.tensor_parallel) > 1:
         if arguments.device.type in NOT_TENSOR_PARALLEL:

@@ -69,11 +69,7 @@ def perplexity(loss: float) -> float:
 def record_origin(
     options: FinetuneOptions, config: PreTrainedConfig, report: FinetuneReport, tokens: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Notes in the report what a card says of the run, and returns what the source's own card says.
-
-    Args:
-        tokens: source -> its training tokens.
-    """
+    """Notes in the report what a card says of the run, and returns what the source's own card says."""
     model = Path(options.model)
     commit = getattr(config, "_commit_hash", None)
     card, record = (_file(options.model, name, revision=commit) for name in ("README.md", RECORD))

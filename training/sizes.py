@@ -50,11 +50,7 @@ SIZES: Mapping[str, Size] = {
 
 
 def known_size(name: str) -> Size:
-    """One of `SIZES`.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
+    """One of `SIZES`; raises ValueError if there is none of this name."""
     if name not in SIZES:
         raise ValueError(f"size is {name!r}; expected one of {', '.join(SIZES)}.")
     return SIZES[name]

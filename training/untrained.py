@@ -22,13 +22,6 @@ def new_checkpoint(
 
     Args:
         held_out: the share of documents that a tokenizer is not trained on.
-        dry_run: write nothing.
-
-    Raises:
-        CheckpointError: the output is in the way, or the tokenizer cannot be loaded.
-        DataError: the data cannot be read.
-        OutputError: the output cannot be written.
-        ValueError: as of `make_tokenizer` and `scratch_config`.
     """
     output = Path(options.output)
     inputs = options.sources + ([] if options.tokenizer is None else [options.tokenizer])
@@ -40,10 +33,7 @@ def new_checkpoint(
 
 
 def untrained(options: NewOptions, held_out: float) -> tuple[ResFormerConfig, PreTrainedTokenizerBase]:
-    """The configuration and the tokenizer of a new checkpoint: by default that of the data, if they are tokens.
-
-    Raises: as `new_checkpoint`; and DataError if the data are tokens of another tokenizer.
-    """
+    """The configuration and the tokenizer of a new checkpoint: by default that of the data, if they are tokens."""
     sources = options.sources
     tokenised = [Path(source) / TOKENIZER for source in sources if (Path(source) / INDEX).is_file()]
     name = options.tokenizer or str(tokenised[0] if tokenised else known_size(options.size).tokenizer)

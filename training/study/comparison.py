@@ -169,10 +169,7 @@ def _work_on(run: _Run, study: _Study, *, first: bool) -> bool:
 
 
 def plan_study(options: StudyOptions) -> dict[str, Any]:
-    """The runs of `run_study`, and their time at the speed of the first one's first steps. Writes nothing.
-
-    Raises: as `run_study`.
-    """
+    """The runs of `run_study`, and their time at the speed of the first one's first steps. Writes nothing."""
     check_packages()
     short = RunSettings(**{**asdict(options.settings), "steps": 5, "evaluations": 1})
     seconds = 0.0

@@ -51,16 +51,7 @@ class StudyData:
 
 
 def study_data(options: StudyOptions, tokenizer: str) -> StudyData:
-    """Reads and packs the data, or Python's standard library if there are none; of this one module in ten is held out.
-
-    Args:
-        tokenizer: as of `make_tokenizer`.
-
-    Raises:
-        DataError: the data cannot be read, or are too few.
-        CheckpointError: the tokenizer cannot be loaded.
-        ValueError: as of `make_tokenizer`.
-    """
+    """Packs the data, or Python's standard library if there are none; of this one module in ten is held out."""
     sources, held_out = options.data, options.held_out
     name = ", ".join(Path(source).name if Path(source).exists() else source for source in sources)
     if not sources:

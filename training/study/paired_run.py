@@ -14,14 +14,7 @@ import torch
 from accelerate.utils import gather_object
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset
-from transformers import (
-    PrinterCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments, default_data_collator
 
 from resformer.configuration import ResFormerConfig
 from resformer.environment import peak_memory
@@ -40,11 +33,7 @@ _WARMING_UP = 2  # steps that are not timed, where there are more
 
 
 def run_arguments(settings: RunSettings, folder: Path, seed: int) -> TrainingArguments:
-    """The stock Trainer's arguments.
-
-    Raises:
-        ValueError: the batch cannot be divided among the devices, or into micro-batches.
-    """
+    """The stock Trainer's arguments; raises ValueError if the batch cannot be divided among the devices."""
     interval = -(-settings.steps // settings.evaluations)  # steps between evaluations
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -85,21 +74,17 @@ class _Recorder(TrainerCallback):
         self.seconds: list[float] = []
         self.start = 0.0
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.start = time.perf_counter()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # its kernels are queued, not done
         self.seconds.append(time.perf_counter() - self.start)
         if state.global_step == state.max_steps:
             control.should_log, control.should_save = True, False
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         state.log_history[-1]["coefficients"] = coefficients(model)  # a checkpoint saves the history
 
     @property
@@ -143,10 +128,6 @@ def paired_run(
     Args:
         save_to: where the trained model goes.
         callbacks: further ones of the Trainer.
-
-    Raises:
-        DataError: the training blocks do not fill a batch.
-        ValueError: as of `run_arguments`.
     """
     arguments, use_cache = run_arguments(settings, folder, seed), model.config.use_cache
     recorder = _Recorder()
@@ -225,11 +206,7 @@ def _losses_by_document(trainer: ConnectionTrainer, blocks: PackedBlocks) -> dic
 
 
 def whole_batches(blocks: Blocks, batch: int) -> Subset[dict[str, torch.Tensor]]:
-    """The training blocks, cut to a multiple of the batch size.
-
-    Raises:
-        DataError: there is not one batch.
-    """
+    """The training blocks, cut to a multiple of the batch size; raises DataError if there is not one batch."""
     count = len(blocks.train) // batch * batch
     if not count:
         raise DataError(

@@ -22,7 +22,6 @@ def check_packages() -> None:
 def plot(study: Mapping[str, Any], runs: Sequence[Run], path: Path) -> None:
     """Writes the PNG of a `study.json` and its runs."""
     from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     sizes, baseline = study["sizes"], study["baseline"]
@@ -32,7 +31,6 @@ def plot(study: Mapping[str, Any], runs: Sequence[Run], path: Path) -> None:
     of_name = {name: colormaps["tab20"](2 * index % 20 + index // 10 % 2) for index, name in enumerate(others)}
     colours = {method: of_name.get(name, (0.0, 0.0, 0.0, 1.0)) for method, name in methods.items()}
     figure = Figure(figsize=(21, max(5.0, 1.5 + 0.3 * len(methods)) * len(sizes)), layout="constrained")
-    FigureCanvasAgg(figure)
     for part, (size, rows) in zip(figure.subfigures(len(sizes), 1, squeeze=False)[:, 0], sizes.items(), strict=True):
         seeds = len(rows[0]["seeds"])
         part.suptitle(f"{size}, {seeds} seed{'s' * (seeds > 1)}; differences to {baseline} in nats per token")

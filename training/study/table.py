@@ -72,10 +72,6 @@ def for_choices(tokens: Sequence[int], groups: Sequence[str] | None) -> np.ndarr
 
     From the largest group to the smallest, or from the longest document if there are no groups, every second one does,
     the first included. With one group all documents serve reports.
-
-    Args:
-        tokens: of each document.
-        groups: of each document.
     """
     numbers = np.arange(len(tokens)) if groups is None else np.unique(groups, return_inverse=True)[1]
     sizes = np.bincount(numbers, tokens)
