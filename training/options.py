@@ -25,11 +25,7 @@ _LAUNCH_OPTIONS = ("resume", "force", "dry_run")  # options that do not change t
 
 
 def count(text: str | int) -> int:
-    """The number that a text such as 300k, 1.6B or 2,048 stands for.
-
-    Raises:
-        ValueError: it stands for none.
-    """
+    """The number that a text such as 300k, 1.6B or 2,048 stands for; raises ValueError if it stands for none."""
     text = str(text)  # Typer passes defaults, too
     number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
     value = float(number.replace(",", "").replace("_", "")) * unit
@@ -44,11 +40,7 @@ def names(text: str) -> list[str]:
 
 
 def weighted_sources(sources: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Names of sources, and their shares of the documents where `name:weight` gives them, adding up to 1.
-
-    Raises:
-        ValueError: some sources have a weight and others have none.
-    """
+    """Names of sources, and their shares of the documents where `name:weight` gives them, adding up to 1."""
     names, weights = [], []
     for source in sources:
         name, _, weight = source.rpartition(":")
@@ -94,11 +86,7 @@ class _Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(_Checked):
-    """Text, as `load_documents` takes it.
-
-    Raises:
-        ValueError: as of all options: a value is out of its range, or two contradict each other.
-    """
+    """Text, as `load_documents` takes it."""
 
     data: Annotated[
         list[str],
@@ -159,13 +147,6 @@ class RunOptions(DataOptions):
         if not self.data:
             raise ValueError("data is empty; name some with --data.")
         self._positive("held_out_blocks", "shard", "tensor_parallel")
-        self._check_parallel()
-        self._expect("a share of the documents, from 0 to below 1", lambda share: 0 <= share < 1, "held_out")
-        if self.push is not None:
-            validate_repo_id(self.push)
-
-    def _check_parallel(self) -> None:
-        """What a model whose tensors lie on several devices is not combined with."""
         for name in ("shard", "tensor_parallel"):
             for other in ("compile", "distill"):
                 if getattr(self, name) > 1 and getattr(self, other, None):
@@ -175,6 +156,9 @@ class RunOptions(DataOptions):
                 f"tensor_parallel is {self.tensor_parallel}, with streaming; write tokens with `resformer tokenize`, "
                 "and read these."
             )
+        self._expect("a share of the documents, from 0 to below 1", lambda share: 0 <= share < 1, "held_out")
+        if self.push is not None:
+            validate_repo_id(self.push)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,14 +420,12 @@ class StudyOptions(RunSettings, DataOptions):
 
     def __post_init__(self) -> None:
         self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
-        if self.steps is not None and self.tokens is not None:
+        if (self.steps is None) == (self.tokens is None):
             raise ValueError(f"--steps is {self.steps} and --tokens {self.tokens}: give one of them.")
-        if self.steps is None and self.tokens is None:
-            raise ValueError("the budget is missing: give --steps or --tokens.")
         defaults: dict[str, Any] = {
             name: [each for text in getattr(self, name) for each in names(text)] for name in ("methods", "sizes")
         }
-        if self.steps is None and self.tokens is not None:
+        if self.tokens is not None:
             defaults["steps"] = math.ceil(self.tokens / max(self.batch * self.block, 1))
         if self.learning_rate is None:
             defaults["learning_rate"] = 6e-4 if self.start is None else 5e-5

@@ -4,12 +4,11 @@
 documents would be other ones.
 """
 
-import hashlib
 import json
 import os
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from multiprocessing import get_context
@@ -24,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from resformer.errors import CheckpointError, OutputError
 from resformer.files import check_apart, locked, replace_text, replacing, writing
+from resformer.record import file_digest
 from resformer.training.data import INDEX, document_ends, load_documents, load_tokenizer, reading_source, tokenise
 from resformer.training.options import TokenizeOptions, check_same
 from resformer.training.tokenizers import make_tokenizer
@@ -46,12 +46,6 @@ def tokenize(options: TokenizeOptions) -> dict[str, Any] | None:
 
     Returns:
         What is in `index.json`; `None`: other parts are not done.
-
-    Raises:
-        CheckpointError: the output holds something else, or the tokenizer cannot be loaded.
-        DataError: the data cannot be read.
-        OutputError: another process writes this part, or the output cannot be written.
-        ValueError: as of `make_tokenizer`.
     """
     output, (part, parts) = Path(options.output), options.part
     check_apart(output, *options.data, options.tokenizer)
@@ -134,35 +128,30 @@ class _Writer:
         with writing(self.path):
             self.writer.close()
             os.replace(self.partial, self.path)
-            with self.path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
         sizes = {"documents": self.documents, "tokens": self.tokens, "bytes": self.path.stat().st_size}
-        return {"name": self.path.name, **sizes, "sha256": digest}
+        return {"name": self.path.name, **sizes, "sha256": file_digest(self.path)}
 
 
 def _encoded(
     options: TokenizeOptions, tokenizer: PreTrainedTokenizerBase, start: Any
 ) -> Iterator[tuple[dict[str, pa.Table], Any]]:
     """Tables of the batches, in order, each with the state of the reader after it; few are in work at a time."""
-    pool = None
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process uses one core
     arguments = (str(Path(options.output) / TOKENIZER), options.held_out)
+    pool: Executor = ThreadPoolExecutor(1, initializer=_prepare, initargs=arguments)
     if options.workers > 1:
         pool = ProcessPoolExecutor(options.workers, get_context("spawn"), _prepare, arguments)
-    else:
-        _prepare(*arguments)
-    pending: deque[tuple[Future[dict[str, pa.Table]] | dict[str, pa.Table], Any]] = deque()
+    pending: deque[tuple[Future[dict[str, pa.Table]], Any]] = deque()
     try:
         for batch, reader in _read(options, start):
-            pending.append((_tables(batch) if pool is None else pool.submit(_tables, batch), reader))
-            while len(pending) > (2 * options.workers if pool else 0):
+            pending.append((pool.submit(_tables, batch), reader))
+            if len(pending) > 2 * options.workers:
                 tables, reader = pending.popleft()
-                yield tables.result() if isinstance(tables, Future) else tables, reader
+                yield tables.result(), reader
         for tables, reader in pending:
-            yield tables.result() if isinstance(tables, Future) else tables, reader
+            yield tables.result(), reader
     finally:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 def _read(options: TokenizeOptions, start: Any) -> Iterator[tuple[dict[str, list[Any]], Any]]:

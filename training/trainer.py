@@ -50,11 +50,6 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
             rows = [eval_dataset[index]["labels"] for index in range(len(eval_dataset))]
             self.labels_per_block = _labels_per_row(torch.stack(rows))
 
-    @property
-    def _sharded(self) -> bool:
-        """Whether the processes have different parts of the model."""
-        return bool(self.model.is_distributed_loading_by_transformers)
-
     def _parts(self) -> dict[str, Any]:
         """What this process has of the model and of the optimizer's state."""
         optimizer: Any = self.optimizer
@@ -62,23 +57,24 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
         return {"model": model_state, "optimizer": optimizer_state}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not (_internal_call and self._sharded):  # a checkpoint has the weights beside the optimizer's state
+        # A checkpoint of a sharded model has the weights beside the optimizer's state.
+        if not (_internal_call and self.is_distributed_loading_by_transformers):
             super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Of a sharded model each process writes its parts: the stock Trainer would write those of the first."""
-        if not self._sharded:
+        if not self.is_distributed_loading_by_transformers:
             return super()._save_optimizer_and_scheduler(output_dir)
         state_dict_saver.save(self._parts(), checkpoint_id=Path(output_dir) / _SHARDS)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not self._sharded:
+        if not self.is_distributed_loading_by_transformers:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not self._sharded:
+        if checkpoint is None or not self.is_distributed_loading_by_transformers:
             return super()._load_optimizer_and_scheduler(checkpoint)
         optimizer: Any = self.optimizer
         parts = self._parts()
@@ -144,7 +140,7 @@ class Place(TrainerCallback, ExportableState):
     def __init__(self, stream: StreamedBlocks):
         self.stream, self.blocks = stream, 0
 
-    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.blocks = state.global_step * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
     def state(self) -> dict[str, Any]:
@@ -154,9 +150,7 @@ class Place(TrainerCallback, ExportableState):
 class EvaluationLines(TrainerCallback):
     """One line an evaluation, on stderr."""
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
         if state.is_world_process_zero:
             loss = metrics["eval_loss"]
             steps = f"{state.global_step}/{state.max_steps}"
@@ -167,8 +161,6 @@ class EvaluationLines(TrainerCallback):
 class Bar(ProgressCallback):
     """The Trainer's bar, with the loss beside it instead of lines on stdout."""
 
-    def on_log(
-        self, args: TrainingArguments, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self.training_bar is not None and logs and "loss" in logs:
             self.training_bar.set_postfix(loss=f"{float(logs['loss']):.4f}")

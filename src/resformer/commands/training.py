@@ -180,12 +180,11 @@ def pretrain(
     from resformer.training.pretraining import plan_pretraining
     from resformer.training.pretraining import pretrain as run
 
-    first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun or accelerate has started
     if dry_run:
         plan, report = plan_pretraining(options), None
     else:
         plan, report = run(options)
-    if not first:
+    if os.environ.get("RANK", "0") != "0":  # of the processes that torchrun or accelerate has started
         return
     if as_json:
         facts = {"plan": asdict(plan), **({} if report is None else asdict(report))}
