@@ -159,7 +159,6 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
     Args:
         streams: source -> documents.
         tokenise: of a batch of documents, as `tokenise`.
-        seed: of the order.
 
     Raises:
         DataError: a stream does not fill a block.
@@ -178,7 +177,9 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
         self.weights, self.seed = weights, seed
         self._sources, self._block = list(streams), block
         self._streams = [_PackedStream(stream, tokenise, block, separate) for stream in streams.values()]
-        self._start: dict[str, Any] | None = None
+        count = len(self._streams)
+        self._start: dict[str, Any] = {"window": 0, "given": 0, "places": [None] * count, "ended": [False] * count}
+        self._start |= {"blocks": [0] * count, "before": [0] * count}
         digest = hashlib.sha256()
         for source, stream in zip(streams, self._streams, strict=True):
             with reading_source(source):
@@ -205,10 +206,7 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
             window, given = window + 1, 0
 
     def _begin(self) -> tuple[int, int]:
-        count = len(self._streams)
-        beginning = {"window": 0, "given": 0, "ended": [False] * count, "places": [None] * count}
-        beginning |= {"blocks": [0] * count, "before": [0] * count}
-        start: dict[str, Any] = self._start or beginning
+        start = self._start
         for stream, place in zip(self._streams, start["places"], strict=True):
             stream.place = place
         self._blocks, self._before, self._ended = (list(start[name]) for name in ("blocks", "before", "ended"))
@@ -300,7 +298,6 @@ class Blocks:
     held_out_documents: Mapping[str, int]  # source -> how many of its documents have tokens in the held-out blocks
     #: Source -> the tokens of its training documents; empty of streams.
     training_tokens: Mapping[str, int] = field(default_factory=dict)
-    notes: Sequence[str] = ()  # of `Documents`
 
     @property
     def digest(self) -> str:
@@ -317,11 +314,7 @@ class Documents(dict[str, Dataset | IterableDataset]):
 
 
 def is_held_out(key: str, share: float) -> bool:
-    """Whether a document is held out. A hash of `key` decides: no document changes sides when others are added.
-
-    Args:
-        key: the document's text, or its group if documents are held out in groups.
-    """
+    """Whether a document is held out: by a hash of its text or group, so that adding documents moves none."""
     return int.from_bytes(hashlib.sha256(key.encode("utf-8", "replace")).digest()[:8]) < share * 2**64
 
 
@@ -609,14 +602,16 @@ def pack_documents(
         encode = partial(tokenise, **options, wanted=False)
         train = StreamedBlocks(streams, encode, block, weights=weights, separate=separate, seed=seed)
     else:
-        tables = _shares([_token_table(part, options, wanted=False) for part in documents.values()], weights)
+        tables = [_token_table(part, options, wanted=False) for part in documents.values()]
         sums = [pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 0 for table in tables]
+        if weights is not None:  # until a source is used up
+            total = min(count / weight for count, weight in zip(sums, weights, strict=True))
+            sums = [round(total * weight) for weight in weights]
         counts = dict(zip(documents, sums, strict=True))
-        train = _packed(tables, block, "training", separate=separate, masked=masked)
-    notes = documents.notes if isinstance(documents, Documents) else []
+        train = _packed(tables, block, "training", counts=sums, separate=separate, masked=masked)
     if not held_out:
         nothing = PackedBlocks(pa.chunked_array([], pa.int32()), np.arange(0), block)
-        return Blocks(train, nothing, dict.fromkeys(documents, 0), counts, notes)
+        return Blocks(train, nothing, dict.fromkeys(documents, 0), counts)
     if streams:
         enough = -(-held_out_blocks * block // len(streams))
         parts = []
@@ -628,17 +623,13 @@ def pack_documents(
     held = _packed(parts, block, "held-out", remedy, most=held_out_blocks, separate=separate, masked=True)
     source_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     held_out_counts = np.bincount(source_of[held.documents], minlength=len(parts)).tolist()
-    return Blocks(train, held, dict(zip(documents, held_out_counts, strict=True)), counts, notes)
+    return Blocks(train, held, dict(zip(documents, held_out_counts, strict=True)), counts)
 
 
 def pack_all(
     documents: Mapping[str, Dataset], tokenizer: PreTrainedTokenizerBase, *, block: int, most: int, side: str
 ) -> PackedBlocks:
-    """Packs documents as `pack_documents` does, none held out: at most `most` blocks, at an even stride over all.
-
-    Raises:
-        DataError: the documents, called `side` in the message, do not fill one block.
-    """
+    """Packs documents as `pack_documents` does, none held out: at most `most` blocks, at an even stride over all."""
     options = {"tokenizer": tokenizer, "share": 0.0, **document_ends(tokenizer)}
     tables = [_token_table(part, options, wanted=False) for part in documents.values()]
     return _packed(tables, block, side, most=most)
@@ -775,26 +766,6 @@ def _token_table(documents: Dataset, options: dict[str, Any], *, wanted: bool) -
     return tokens.data.table if len(tokens) else _TOKENS.arrow_schema.empty_table()
 
 
-def _shares(tables: Sequence[pa.Table], weights: Sequence[float] | None) -> Sequence[pa.Table]:
-    """The first tokens of each table, as many as are its weight of the tokens of all; one table is used up."""
-    if weights is None:
-        return tables
-    ends = [pc.list_value_length(table["input_ids"]).to_numpy().cumsum() for table in tables]
-    total = min(end[-1] / weight if len(end) else 0 for end, weight in zip(ends, weights, strict=True))
-    parts = zip(tables, ends, weights, strict=True)
-    return [_first_tokens(table, end, round(total * weight)) for table, end, weight in parts]
-
-
-def _first_tokens(table: pa.Table, ends: np.ndarray, most: int) -> pa.Table:
-    """The last document is cut: it may be all there is of a source."""
-    whole = int(np.searchsorted(ends, most, "right"))
-    left = most - (int(ends[whole - 1]) if whole else 0)
-    if whole == len(ends) or not left:
-        return table.slice(0, whole)
-    part = pc.list_slice(table["input_ids"].slice(whole, 1), 0, left)
-    return pa.concat_tables([table.slice(0, whole), pa.table([part], schema=table.schema)])
-
-
 def _read_ahead(documents: IterableDataset, characters: int, enough: int, options: dict[str, Any]) -> pa.Table:
     """Held-out documents of a stream: of its first `characters`, or of more if those have not `enough` tokens."""
     tables, seen, count = [_TOKENS.arrow_schema.empty_table()], 0, 0
@@ -809,13 +780,26 @@ def _read_ahead(documents: IterableDataset, characters: int, enough: int, option
 
 
 def _packed(
-    tables: Sequence[pa.Table], block: int, side: str, remedy: str | None = None, **options: Any
+    tables: Sequence[pa.Table],
+    block: int,
+    side: str,
+    remedy: str | None = None,
+    counts: Sequence[int | None] | None = None,
+    **options: Any,
 ) -> PackedBlocks:
-    whole = pa.concat_tables(tables)
-    lengths = pc.list_value_length(whole.column("input_ids")).to_numpy()
-    starts = lengths.cumsum() - lengths
-    tokens = pa.chunked_array([chunk.flatten() for chunk in whole.column("input_ids").chunks], pa.int32())
-    blocks = PackedBlocks(tokens, starts, block, **options)
+    """The blocks of the first `counts` tokens of each table, or of all; a document may be all there is of a source."""
+    chunks: list[pa.Array] = []
+    starts, length = [np.arange(0)], 0
+    for table, count in zip(tables, counts or [None] * len(tables), strict=True):
+        documents = table["input_ids"]
+        part = pa.chunked_array([chunk.flatten() for chunk in documents.chunks], pa.int32()).slice(0, count)
+        lengths = pc.list_value_length(documents).to_numpy()
+        begins = lengths.cumsum() - lengths
+        starts.append(length + (begins if count is None else begins[begins < count]))
+        chunks += part.chunks
+        length += len(part)
+    tokens = pa.chunked_array(chunks, pa.int32())
+    blocks = PackedBlocks(tokens, np.concatenate(starts), block, **options)
     if not len(blocks) and len(tokens) >= block:
         raise DataError(f"The {side} documents have {len(tokens):,} tokens, and no answer or completion to learn.")
     if not len(blocks):

@@ -17,7 +17,7 @@ from resformer.evaluation import check_tasks
 from resformer.modeling import ResFormerForCausalLM
 from resformer.training.flops import training_flops
 from resformer.training.log import TrainingLog
-from resformer.training.options import FinetuneOptions, NewOptions, PretrainOptions, RunOptions
+from resformer.training.options import FinetuneOptions, PretrainOptions, RunOptions
 from resformer.training.parallel import data_parallel, passes
 from resformer.training.recipe import START, finetune_checkpoint, uses_bf16
 from resformer.training.report import FinetuneReport
@@ -60,20 +60,13 @@ class PretrainPlan:
 def pretrain(
     options: PretrainOptions, *, callbacks: Sequence[TrainerCallback] = ()
 ) -> tuple[PretrainPlan, FinetuneReport]:
-    """Trains a model from scratch; under torchrun or `accelerate launch` every process calls it.
-
-    Args:
-        callbacks: further ones of the Trainer.
-
-    Raises: as `new_checkpoint` and `finetune_checkpoint`; and CheckpointError if the loss is lost, see `TrainingLog`.
-    """
+    """Trains a model from scratch; under torchrun or `accelerate launch` every process calls it."""
     if options.tasks:
         check_tasks(options.tasks)  # before a tokenizer is made of the data
     config, tokenizer = _model(options)
     plan = pretrain_plan(options, config)
     run = _run(options, plan)
-    start = NewOptions(**{each.name: getattr(options, each.name) for each in fields(NewOptions)})
-    start = replace(start, output=run.model, force=True)
+    start = replace(options, output=run.model, force=True)
 
     def begin() -> None:
         if not (options.resume and (Path(run.model) / "config.json").is_file()):

@@ -25,9 +25,7 @@ from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
@@ -47,7 +45,6 @@ from resformer.pushing import HubError
 from resformer.pushing import push as push_checkpoint
 from resformer.record import weight_digests
 from resformer.training.data import (
-    Blocks,
     PackedBlocks,
     StreamedBlocks,
     load_documents,
@@ -144,12 +141,27 @@ def _finetune(
         config.vocab_size,
         "name a checkpoint that has the right one with --tokenizer",
     )
-    block = _block(options, config)
+    positions = config.max_position_embeddings
+    block = options.block or min(1024, positions)
+    if block > positions:
+        raise ValueError(f"block is {block:,}, the model has {positions:,} positions; use --block {positions}.")
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(config)
     trained = trained_parameters(shape, options.train)
     with arguments.main_process_first(desc="packing"):
-        blocks = _blocks(options, tokenizer, block)
+        documents = load_documents(
+            options.sources, **options.reading, streaming=options.streaming, chats=True, held_out=options.held_out
+        )
+        blocks = pack_documents(
+            documents,
+            tokenizer,
+            block=block,
+            held_out=options.held_out,
+            held_out_blocks=options.held_out_blocks,
+            separate=options.separate_documents,
+            seed=options.seed,
+            weights=weighted_sources(options.data)[1],
+        )
     report = FinetuneReport(
         arguments=options.run,
         method=method_of(config) if isinstance(config, ResFormerConfig) else None,
@@ -161,7 +173,7 @@ def _finetune(
         held_out_tokens=len(blocks.held_out) * block,
         held_out_documents=sum(blocks.held_out_documents.values()),
         held_out_by_source=dict(blocks.held_out_documents),
-        notes=list(blocks.notes),
+        notes=documents.notes,
         versions={"python": platform.python_version()}
         | {name: version(name) for name in ("resformer", "torch", "transformers", "datasets", "accelerate")},
     )
@@ -367,14 +379,10 @@ def _check_argument(name: str, value: Any) -> None:
 
 
 def _weights(name: str) -> str:
-    """The commit of a checkpoint on the Hub, or a digest of the weights of one on this disk."""
-    if not (folder := Path(name)).is_dir():
-        return str(getattr(_loaded(AutoConfig, name), "_commit_hash", None))
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+    """The commit of a checkpoint on the Hub, or a digest of one on this disk."""
+    if not Path(name).is_dir():
+        return str(_loaded(AutoConfig, name)._commit_hash)
+    return hashlib.sha256(json.dumps(weight_digests(Path(name))).encode()).hexdigest()
 
 
 def _check_unfinished(options: FinetuneOptions, now: dict[str, Any]) -> None:
@@ -433,28 +441,3 @@ def _push(options: FinetuneOptions) -> str | None:
 
 def _model(name: str, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:
     return _loaded(AutoModelForCausalLM, name, dtype=dtype, use_safetensors=True, **kwargs)
-
-
-def _block(options: FinetuneOptions, config: PreTrainedConfig) -> int:
-    positions = config.max_position_embeddings
-    if options.block is None:
-        return min(1024, positions)
-    if options.block > positions:
-        raise ValueError(f"block is {options.block:,}, the model has {positions:,} positions; use --block {positions}.")
-    return options.block
-
-
-def _blocks(options: FinetuneOptions, tokenizer: PreTrainedTokenizerBase, block: int) -> Blocks:
-    documents = load_documents(
-        options.sources, **options.reading, streaming=options.streaming, chats=True, held_out=options.held_out
-    )
-    return pack_documents(
-        documents,
-        tokenizer,
-        block=block,
-        held_out=options.held_out,
-        held_out_blocks=options.held_out_blocks,
-        separate=options.separate_documents,
-        seed=options.seed,
-        weights=weighted_sources(options.data)[1],
-    )
