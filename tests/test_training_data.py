@@ -194,7 +194,7 @@ def test_modules_of_the_standard_library_are_held_out_whole() -> None:
     assert files == list(standard_library())
     held_out = {file["group"] for file in files if is_held_out(file["group"], 0.1)}
     part = Dataset.from_list(files)
-    trained = list(training_texts({"x": part}, 0.1))
+    trained = list(training_texts("x", part, 0.1))
     assert trained == [file["text"] for file in files if file["text"] and file["group"] not in held_out]
     groups = held_out_groups({"x": part}, 0.1)
     assert groups == [file["group"] for file in files if file["text"] and file["group"] in held_out]
@@ -297,7 +297,7 @@ def test_few_long_documents_are_cut_at_line_ends(
     assert streaming or re.search(counted, note)
     blocks = pack_documents(documents, byte_tokenizer(), block=64, held_out=share, held_out_blocks=10_000)
     assert len(blocks.held_out) == (len(texts[0]) + len(parts)) // 64
-    assert list(training_texts(documents, share)) == [row["text"] for row in rows if not row["held_out"]]
+    assert list(training_texts(path, documents[path], share)) == [row["text"] for row in rows if not row["held_out"]]
 
 
 def test_many_documents_and_short_ones_are_not_cut(tmp_path: Path) -> None:

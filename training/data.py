@@ -452,13 +452,12 @@ def _joinable(part: Dataset | IterableDataset) -> Dataset | IterableDataset:
     return part if features == part.features else part.cast(features)
 
 
-def training_texts(documents: Mapping[str, Dataset | IterableDataset], held_out: float) -> Iterator[str]:
-    """The texts that `pack_documents` does not hold out."""
-    for source, part in documents.items():
-        with reading_source(source):
-            for row in part:
-                if (text := _checked_text(row)) and not _is_held_out(row, text, held_out):
-                    yield text
+def training_texts(source: str, documents: Dataset | IterableDataset, held_out: float) -> Iterator[str]:
+    """The texts of a source that `pack_documents` does not hold out."""
+    with reading_source(source):
+        for row in documents:
+            if (text := _checked_text(row)) and not _is_held_out(row, text, held_out):
+                yield text
 
 
 def _is_held_out(row: Mapping[str, Any], text: str, share: float) -> bool:

@@ -43,7 +43,7 @@ def make_tokenizer(
         trainer = trainers.BpeTrainer(
             vocab_size=int(size), special_tokens=[_END], initial_alphabet=_ALPHABET, show_progress=False
         )
-        parts = [training_texts({source: part}, held_out) for source, part in documents.items()]
+        parts = [training_texts(source, part, held_out) for source, part in documents.items()]
         most = _LEARNED_FROM // len(parts)
         model.train_from_iterator(chain.from_iterable(_bounded(texts, most) for texts in parts), trainer)
     else:
