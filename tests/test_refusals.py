@@ -108,6 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "image.png": "\x89PNG",
         "broken.jsonl": '{"text": ',
         "empty.jsonl": "",
+        "ids.jsonl": '{"input_ids": [5, 257]}\n' * 99,
         "rows.jsonl": '{"id": 0, "text": "one"}\n' * 200,
         "chats.jsonl": '{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}\n' * 40,
         "set.yaml": "set: 5\n",

@@ -255,23 +255,6 @@ def test_tokens_are_cached(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize(
-    ("texts", "held_out", "words"),
-    [
-        (["short"], 1e-9, "training documents have 6 tokens"),
-        (TEXTS[:20], 1e-9, "held-out documents have 0 tokens.*larger --held-out"),
-        (TEXTS[:20], 1 - 1e-9, "training documents have 0 tokens"),
-    ],
-)
-def test_too_little_text_is_said(
-    texts: list[str], held_out: float, words: str, streaming: bool, tmp_path: Path
-) -> None:
-    documents = load_documents([str(_jsonl(tmp_path / "rows.jsonl", texts))], streaming=streaming)
-    with pytest.raises(DataError, match=words):
-        pack_documents(documents, byte_tokenizer(), block=64, held_out=held_out, held_out_blocks=4)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(("kind", "share"), [("lines", 0.02), ("lines", 0.5), ("one line", 0.1), ("files", 0.1)])
 def test_few_long_documents_are_cut_at_line_ends(
     kind: str, share: float, streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -345,12 +328,6 @@ def test_any_column_of_token_ids_is_read(dtype: str, held_out: dict[str, list[bo
     blocks = pack_documents(documents, byte_tokenizer(), **options)
     both = [block["input_ids"].tolist() for side in (blocks.held_out, blocks.train) for block in side]
     assert both == ids if held_out else sorted(both) == ids
-
-
-def test_tokens_of_another_tokenizer_are_refused() -> None:
-    given = {"ids": Dataset.from_dict({"input_ids": [[5, 257]] * 8})}
-    with pytest.raises(DataError, match="the token 257, and the tokenizer 257 tokens; name the one that made them"):
-        pack_documents(given, byte_tokenizer(), block=8, held_out=0, held_out_blocks=4)
 
 
 CHATML = (
