@@ -156,8 +156,20 @@ def retrofit(
         check_target(target, source, made_by="convert", force=force)  # before anything is read or fetched
     opened = open_source(source, revision, resformer=True)
     before = resformer_config(opened.config)
-    connections = _connections(method, before, fields)
-    config = _configuration(opened, before, connections, lossy=lossy)
+    connections = {**method_fields(method, before.num_hidden_layers), **fields}
+    for kind in KINDS:
+        if not kind.is_in(before):  # what is added starts as the identity
+            connections = kind.plain_start(connections) | connections
+    connections = {**connections_of(before), **connections}
+    config = without_connections(before, **connections)
+    if connections_of(before) and not added_kinds(config, before):
+        raise CheckpointError(f"{opened.name}: has these connections already: {connections_of(before)}.")
+    if (reasons := inexact_because(config, before)) and not lossy:
+        raise CheckpointError(
+            f"The result would not compute what {opened.name} does: {'; '.join(reasons)}. Allow it with --lossy "
+            "(lossy=True), or choose an exact method.",
+            "--lossy",
+        )
     fetched = opened.fetch(allow_pickle=allow_pickle, headers_only=dry_run or push_to is not None)
     set_fields = {name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections}
     name = method_of(config) if fields or connections_of(before) else method
@@ -226,22 +238,6 @@ def write_retrofit(
     return carry_out(decision, target, options, report_of, finish)
 
 
-def _configuration(
-    source: Source, before: ResFormerConfig, connections: dict[str, Any], *, lossy: bool
-) -> ResFormerConfig:
-    """The result's configuration, made from the source's before weights are fetched."""
-    config = without_connections(before, **connections)
-    if connections_of(before) and not added_kinds(config, before):
-        raise CheckpointError(f"{source.name}: has these connections already: {connections_of(before)}.")
-    if (reasons := inexact_because(config, before)) and not lossy:
-        raise CheckpointError(
-            f"The result would not compute what {source.name} does: {'; '.join(reasons)}. Allow it with --lossy "
-            "(lossy=True), or choose an exact method.",
-            "--lossy",
-        )
-    return config
-
-
 def _decide(
     source: OpenedSource,
     config: ResFormerConfig,
@@ -299,12 +295,3 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
         names = ", ".join(str(known).removeprefix("torch.") for known in CODES)
         raise ValueError(f"dtype={dtype!r}: expected auto, {names}.")
     return resolved
-
-
-def _connections(method: str, before: ResFormerConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """The source's connection fields, the method's, and `fields`; what is added starts as the identity."""
-    connections = {**method_fields(method, before.num_hidden_layers), **fields}
-    for kind in KINDS:
-        if not kind.is_in(before):
-            connections = kind.plain_start(connections) | connections
-    return {**connections_of(before), **connections}
