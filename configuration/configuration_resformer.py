@@ -21,6 +21,8 @@ from resformer.configuration.sources import (  # noqa: F401  (all three: a bundl
     value_sources,
 )
 
+__all__ = ["ResFormerConfig"]
+
 logger = logging.get_logger(__name__)
 
 #: Keys of `config.json` files and keyword arguments that are not fields here and not misspelt fields either.
@@ -30,6 +32,12 @@ _KNOWN_EXTRA_KEYS = frozenset(
 )
 #: Families whose `config.json` can be read as it is. The converter translates those of other families.
 _SAME_MEANING = ("resformer", "llama", "mistral")
+#: Fields of checkpoints from before the first release -> what they are called now.
+_RENAMED = {
+    "depth_attention": "attention_residuals",
+    "depth_attention_blocks": "attention_residual_blocks",
+    "value_residual_stride": "depth_attention_stride",
+}
 
 
 @as_validated_field
@@ -199,6 +207,8 @@ class ResFormerConfig(PreTrainedConfig):
         if kwargs.pop("use_sliding_window", None) is False:  # Qwen2's switch
             self.sliding_window = None
         kwargs.pop("base_model_tp_plan", None)  # follows from the fields
+        for name in _RENAMED.keys() & kwargs:
+            raise ValueError(f"`{name}` is called `{_RENAMED[name]}` now: rename it, in config.json too.")
         _warn_of_misspelt_fields(kwargs)
         # Copies: Transformers fills the rope dicts in place, and the caller may reuse its lists.
         for f in fields(ResFormerConfig):

@@ -380,6 +380,9 @@ def test_reentrant_checkpointing_is_refused() -> None:
 @pytest.mark.parametrize("variant", ["resformer", "resformer-dense", "denseformer", "svformer"], indirect=True)
 def test_a_pruned_layer_takes_its_coefficients_along_or_is_missed(variant: str) -> None:
     model, naive = tiny_model(variant), tiny_model(variant)
+    alone = modeling_resformer.ResFormerDecoderLayer(naive.config, 0)  # as an engine builds it
+    alone.load_state_dict(naive.model.layers[0].state_dict())
+    naive.model.layers[0] = alone.eval()
     del model.model.layers[3]
     if variant in ("denseformer", "resformer-dense"):
         missed = "cannot be removed or moved" if variant == "denseformer" else "Layer 4 reads the raw_values of layer 3"
