@@ -133,17 +133,6 @@ def test_evaluation_is_the_plain_cross_entropy(tmp_path: Path) -> None:
     assert trainer.evaluate(trainer.train_dataset)["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("fields", "hidden_layers", "words"),
-    [
-        ({"vocab_size": 98}, [-2], "model has 97 tokens, the teacher 98"),
-        ({"hidden_size": 16, "head_dim": 8}, [-2], "states are 32 wide, the teacher's 16"),
-        ({"num_hidden_layers": 4}, [-2, 5], "Hidden state 5 is to be learned; expected -5 to 4"),
-    ],
-)
-def test_a_teacher_of_another_shape_is_refused(
-    tmp_path: Path, fields: dict[str, int], hidden_layers: list[int], words: str
-) -> None:
-    options = {"batch": 1, "accumulate": 1, "hidden_weight": 1.0, "hidden_layers": hidden_layers}
-    with pytest.raises(ValueError, match=words):
-        _trainer(tiny_model(), tiny_model(**fields), tmp_path, **options)
+def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="model has 97 tokens, the teacher 98"):
+        _trainer(tiny_model(), tiny_model(vocab_size=98), tmp_path, batch=1, accumulate=1)

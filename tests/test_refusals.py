@@ -73,6 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ResFormerForCausalLM(ResFormerConfig(**sizes, qk_norm=True, mlp_bias=True)).save_pretrained(folder / "strange")
     ResFormerForSequenceClassification(ResFormerConfig(**sizes, num_labels=3)).save_pretrained(folder / "classifier")
     BertConfig(**sizes).save_pretrained(folder / "bert")
+    ResFormerConfig(**{**sizes, "hidden_size": 64}).save_pretrained(folder / "wide")
     for name in ("gpt2", "phi3", "internlm2", "iquestcoder"):
         shutil.copytree(folder / "source", folder / name)
         change_json(folder / name / "config.json", model_type=name, clip_qkv=8.0)

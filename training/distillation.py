@@ -145,7 +145,7 @@ class DistillationTrainer(Trainer):
         self.teacher, self.weight, self.temperature = teacher, weight, temperature
         self.hidden_weight, self.hidden_layers = hidden_weight, list(hidden_layers)
         if teacher is not None:
-            _check_teacher(self.model.config, teacher.config, self.hidden_layers if hidden_weight else [])
+            check_teacher(self.model.config, teacher.config, self.hidden_layers if hidden_weight else [])
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
 
     def compute_loss(
@@ -185,7 +185,7 @@ class DistillationTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def _check_teacher(config: PreTrainedConfig, teacher: PreTrainedConfig, hidden_layers: list[int]) -> None:
+def check_teacher(config: PreTrainedConfig, teacher: PreTrainedConfig, hidden_layers: Sequence[int]) -> None:
     if config.vocab_size != teacher.vocab_size:
         raise ValueError(
             f"The model has {config.vocab_size:,} tokens, the teacher {teacher.vocab_size:,}; distil from its source."

@@ -51,6 +51,7 @@ from resformer.training.data import (
     load_tokenizer,
     pack_documents,
 )
+from resformer.training.distillation import check_teacher
 from resformer.training.freezing import trained_parameters
 from resformer.training.log import CURVE, LOG, draw_curves
 from resformer.training.options import FinetuneOptions, check_same, weighted_sources
@@ -131,6 +132,9 @@ def _finetune(
     config = _loaded(AutoConfig, options.model)
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         raise CheckpointError(f"{options.model}: is an encoder ({config.model_type}); only causal models are trained.")
+    if options.distill is not None:
+        teacher_config = _loaded(AutoConfig, options.distill).get_text_config()
+        check_teacher(config, teacher_config, options.distill_hidden_layers if options.distill_hidden else [])
     parts = distributed(options, config, arguments)
     if options.push is not None and not isinstance(config, ResFormerConfig):
         raise CheckpointError(
