@@ -77,8 +77,8 @@ def _matrix(analysis: Analysis, key: str, *, changes: bool = False) -> np.ndarra
 
 
 def _style() -> Any:
-    from cycler import cycler
     from matplotlib import rc_context
+    from matplotlib.rcsetup import cycler
 
     look: Any = {"axes.grid": True, "axes.titlelocation": "left", "grid.alpha": 0.3, "legend.frameon": False}
     look |= {"axes.spines.right": False, "axes.spines.top": False}

@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.cli import app
+from resformer.configuration.methods import method_fields
+from resformer.modeling.modeling_resformer import KINDS
 
 Batch = dict[str, torch.Tensor]
 
@@ -145,6 +147,14 @@ def tiny_config(variant: str = "transformer", **fields: Any) -> ResFormerConfig:
     if variant in COMBINATIONS:
         return ResFormerConfig(**{**TINY, **COMBINATIONS[variant], **fields})
     return ResFormerConfig.for_method(variant, **{**TINY, **fields})
+
+
+def starting_as_llama(method: str, num_layers: int) -> dict[str, Any]:
+    """The connection fields of a retrofit."""
+    fields = method_fields(method, num_layers)
+    for kind in KINDS:
+        fields = kind.plain_start(fields) | fields
+    return fields
 
 
 def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:

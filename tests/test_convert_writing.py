@@ -270,12 +270,10 @@ def test_a_generation_config_that_cannot_be_saved_again_is_a_warning(content: st
 @pytest.fixture
 def tampered(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], object]], None]:
     """`tampered(act)`: `act(folder)` runs after the result was written."""
-    check = to_folder.check_headers
+    read = to_folder.read_checkpoint
 
     def patch(act: Callable[[Path], object]) -> None:
-        monkeypatch.setattr(
-            to_folder, "check_headers", lambda folder, tensors: (act(folder), check(folder, tensors))[1]
-        )
+        monkeypatch.setattr(to_folder, "read_checkpoint", lambda folder: (act(folder), read(folder))[1])
 
     return patch
 

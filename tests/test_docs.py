@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import SMOLLM2_135M
+from conftest import starting_as_llama
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.configuration import cache_bytes_by_method
 from resformer.configuration.methods import without_connections
 from resformer.convert.deciding import inexact_because
-from resformer.convert.retrofitting import _connections
 from resformer.model_cards.facts import PAPERS
 from resformer.training.study.table import rows_of
 
@@ -43,7 +43,7 @@ def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
 
 
 def test_table_of_methods_says_what_the_code_does(method: str) -> None:
-    config = ResFormerConfig(**SMOLLM2_135M, **_connections(method, ResFormerConfig(**SMOLLM2_135M), {}))
+    config = ResFormerConfig(**SMOLLM2_135M, **starting_as_llama(method, 30))
     with torch.device("meta"):
         added = ResFormerForCausalLM(config).num_parameters() - 134_515_008
     cache = cache_bytes_by_method(config)

@@ -40,7 +40,8 @@ def test_generate_with_a_static_cache_compiles_one_whole_graph(
     model, batch, backend = small.to(device), moved(RAGGED, device), CompileCounter()
     expected = decoded(model, batch, max_new_tokens=6, use_cache=False)
     torch.compiler.reset()
-    compilation = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    # A function, since `generate` copies the configuration, and functions stay what they are.
+    compilation = CompileConfig(fullgraph=True, backend=lambda *graph: backend(*graph), mode=None)
     compilation._compile_all_devices = True  # generate compiles on accelerators only, unless told
     options = {"cache_implementation": "static", "compile_config": compilation}
     got = decoded(model, batch, max_new_tokens=6, **options)

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import EXACT, FAMILIES
-from conftest import RAGGED, TINY, Batch, randomise
+from conftest import RAGGED, TINY, Batch, randomise, starting_as_llama
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.convert.families import backbone_config
-from resformer.convert.retrofitting import _connections
 from resformer.training.optimizer import is_connection
 
 
@@ -104,7 +103,7 @@ def test_plain_checkpoints_load_with_added_parameters_at_their_start(
 ) -> None:
     assert torch.empty(3).isnan().all()
     randomise(LlamaForCausalLM(LlamaConfig(**TINY))).save_pretrained(tmp_path)
-    config = ResFormerConfig.from_pretrained(tmp_path, **_connections(name, ResFormerConfig(**TINY), {}))
+    config = ResFormerConfig.from_pretrained(tmp_path, **starting_as_llama(name, TINY["num_hidden_layers"]))
     model, info = ResFormerForCausalLM.from_pretrained(tmp_path, config=config, dtype=dtype, output_loading_info=True)
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
