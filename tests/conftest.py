@@ -106,6 +106,15 @@ def pytest_sessionfinish() -> None:
     command_server.stop()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No network, and no cache of the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers_for_every_test() -> None:
     torch.manual_seed(0)
@@ -286,7 +295,6 @@ def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
     def run(folder: Path, *arguments: object) -> Result:
         monkeypatch.chdir(folder)
-        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "home" / "datasets")
         datasets.disable_progress_bars()  # as the command itself does off a terminal, before tqdm is imported
         result = cli(*arguments)
         datasets.enable_progress_bars()

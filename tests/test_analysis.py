@@ -48,9 +48,6 @@ def few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_MOST_WEIGHTS", 200)
 
 
-# The numbers
-
-
 def naive_quantities(model: PreTrainedModel, ids: list[int]) -> dict[str, list[float]]:
     """Quantity -> a number per layer, one product at a time, from eager attention's own weights."""
     base, count = model.base_model, len(ids)
@@ -163,9 +160,6 @@ def test_matrices_are_the_models() -> None:
     assert llama.depth_mixing_matrix == np.eye(6, 7, k=1).tolist()
 
 
-# What it leaves alone, and what it takes
-
-
 @pytest.mark.parametrize(
     ("implementation", "dtype", "tolerance"),
     # In float64 eager attention makes NaN of queries that see nothing: its softmax is in float32.
@@ -234,9 +228,6 @@ def test_one_text_is_read_at_a_time() -> None:
     assert len(done) == 5
 
 
-# What it refuses
-
-
 def test_texts_are_truncated_and_short_ones_counted() -> None:
     model = tiny_model()
     analysis = analyze(model, [[5], *TEXTS], max_tokens=4)
@@ -272,9 +263,6 @@ def test_other_attention_is_refused_by_name() -> None:
         chunked_attention(torch.nn.Identity(), states, states, states, None)
     with pytest.raises(CheckpointError, match="GPT2Model has no `layers` that each have a `self_attn`"):
         analyze(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=97)), TEXTS)
-
-
-# The report
 
 
 @pytest.fixture(scope="module")
@@ -381,9 +369,6 @@ def test_report_is_all_or_nothing(report: tuple[Report, Path], tmp_path: Path, m
     with pytest.raises(ImportError, match=r"pip install '\.\[analysis\]'"):
         write_report(report[0], tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-
-
-# Texts and the command
 
 
 def test_files_are_cut_at_line_ends_into_texts(tmp_path: Path) -> None:

@@ -82,9 +82,6 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-# Without the package
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_the_packages_logits_and_tokens(method: str, bundles: Path, remote: Path) -> None:
     expected, found = (load_file(folder / f"{method}.safetensors") for folder in (bundles / "expected", remote))
@@ -112,9 +109,6 @@ def test_what_remote_code_saves_can_be_bundled(bundles: Path, remote: Path, tmp_
     assert again.items() >= {name: first[name] for name in (*CODE, "model.safetensors")}.items()
 
 
-# With the package
-
-
 @pytest.mark.parametrize("trust", [None, True])
 def test_installed_classes_win(bundles: Path, ids: torch.Tensor, trust: bool | None) -> None:
     model = AutoModelForCausalLM.from_pretrained(bundles / "bundles" / CHOSEN, trust_remote_code=trust)
@@ -122,9 +116,6 @@ def test_installed_classes_win(bundles: Path, ids: torch.Tensor, trust: bool | N
     assert type(model.config) is ResFormerConfig
     expected = load_file(bundles / "expected" / f"{CHOSEN}.safetensors")
     assert torch.equal(numbers(model, ids)["logits"], expected["logits"])
-
-
-# The folder
 
 
 def test_everything_but_the_configuration_goes_along_byte_for_byte(saved: Path, tmp_path: Path) -> None:
@@ -191,9 +182,6 @@ def test_a_checkpoint_of_the_hub_brings_its_card(saved: Path, commands: Commands
     assert Path("bundled/README.md").read_text() == CARD
 
 
-# The command
-
-
 @pytest.mark.slow
 def test_the_command_writes_the_same_bytes_in_every_process(saved: Path, tmp_path: Path) -> None:
     bundle(saved, tmp_path / "here", verify="headers")
@@ -203,9 +191,6 @@ def test_the_command_writes_the_same_bytes_in_every_process(saved: Path, tmp_pat
     assert (done.returncode, done.stderr) == (0, "")
     assert f"wrote         {tmp_path / 'there'}" in done.stdout
     assert contents(tmp_path / "here") == contents(tmp_path / "there")
-
-
-# The code
 
 
 def test_code_is_the_packages_and_imports_nothing_but_torch_and_transformers(tmp_path: Path) -> None:

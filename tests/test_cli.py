@@ -75,6 +75,29 @@ def test_after_an_interrupt_a_command_says_what_it_leaves(
     assert words.format(" ".join(["resformer", *command])) in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "package", "extra"),
+    [
+        ("eval missing --tasks letters", "lm_eval", "eval"),
+        ("pretrain out --data missing.txt --eval letters", "lm_eval", "eval"),
+        ("finetune missing out --data missing.txt --eval letters", "lm_eval", "eval"),
+        ("compare out --data missing.txt --steps 4", "matplotlib", "study"),
+    ],
+)
+def test_a_missing_package_is_named_before_anything_is_read(
+    command: str,
+    package: str,
+    extra: str,
+    invoke: Callable[..., Result],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    done = invoke(tmp_path, *command.split())
+    assert (done.exit_code, f"pip install '.[{extra}]'" in done.stderr) == (1, True), done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 #: Memory, rounding, and the size of a tokenizer differ between versions of libraries.
 VARIES = re.compile(r"(?<=^memory        ).*$|\S+e-\d+|\S+ \wB(?= copied)", re.MULTILINE)
 

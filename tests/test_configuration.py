@@ -43,9 +43,6 @@ def small(**config_fields: Any) -> ResFormerConfig:
     return ResFormerConfig(**{**SMALL, **config_fields})
 
 
-# Plain Llama by default
-
-
 def test_every_llama_field_is_here_with_llamas_default() -> None:
     config, llama = ResFormerConfig(), LlamaConfig()
     assert {field.name for field in fields(LlamaConfig)} <= set(FIELD_NAMES)
@@ -57,9 +54,6 @@ def test_every_llama_field_is_here_with_llamas_default() -> None:
 def test_every_field_is_documented() -> None:
     own = set(FIELD_NAMES) - {field.name for field in fields(LlamaConfig)}
     assert [name for name in sorted(own) if name not in (ResFormerConfig.__doc__ or "")] == []
-
-
-# The named methods
 
 
 def test_arguments_go_on_top_of_a_methods_fields() -> None:
@@ -103,19 +97,10 @@ def test_every_field_survives_json(use_diff: bool) -> None:
     assert again.value_residual_init == [1 / 3, 0.1 + 0.2]
 
 
-# What the model, the cache and the converter read
-
-
-# What combines
-
-
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_combination_is_accepted_without_a_warning(name: str, warned: list[str]) -> None:
     ResFormerForCausalLM(tiny_config(name))
     assert warned == []
-
-
-# Misuse
 
 
 def test_misuse_is_refused_by_name_and_what_does_nothing_is_warned_of(warned: list[str]) -> None:
@@ -130,9 +115,6 @@ def test_misuse_is_refused_by_name_and_what_does_nothing_is_warned_of(warned: li
         return "\n".join(f"warned: {message}" for message in warned) or "taken"
 
     assert_answers("configuration", answer)
-
-
-# Misspelt fields
 
 
 def test_a_family_of_ones_own_gets_no_warning(tmp_path: Path, warned: list[str]) -> None:
@@ -152,9 +134,6 @@ def test_field_misspelt_in_a_file_or_an_override_is_pointed_out(tmp_path: Path, 
     change_json(tmp_path / "config.json", value_source=[0] * 8)
     ResFormerConfig.from_pretrained(tmp_path)
     assert "`value_source`; did you mean `value_sources`" in warned[-1]
-
-
-# Arguments, files and overrides
 
 
 def test_callers_arguments_are_left_alone(tmp_path: Path) -> None:
@@ -214,8 +193,6 @@ def test_depth_can_be_overridden_while_reading(tmp_path: Path) -> None:
     with refused(match="`value_sources` has 8 entries, but `num_hidden_layers` is 3"):
         ResFormerConfig.from_pretrained(tmp_path, num_hidden_layers=3)
 
-
-# Values assigned later
 
 LATE: dict[str, Any] = {
     "num_hidden_layers": 4,

@@ -75,11 +75,6 @@ def copy(good: dict[str, Path], tmp_path: Path) -> Copy:
     return lambda name="llama": Path(shutil.copytree(good[name], tmp_path / "source", symlinks=True))
 
 
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
 def command(*arguments: object) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of `resformer ...`, in this process; what it says is plain text."""
     done = cli(*arguments)

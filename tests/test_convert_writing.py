@@ -71,15 +71,6 @@ def test_shards_that_do_not_change_are_carried_over_whole(link: bool, shards: bo
     assert index["metadata"]["total_size"] == 2 * (report.parameters - added) + 4 * added
 
 
-def test_a_lone_file_is_renamed_or_transformers_would_ignore_the_index(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "source")
-    retrofit(tmp_path / "source", tmp_path / "out")
-    assert list(weights(tmp_path / "out")) == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-    retrofit(tmp_path / "source", tmp_path / "plain", "transformer")
-    assert list(weights(tmp_path / "plain")) == ["model.safetensors"]
-    assert not (tmp_path / "plain" / "model.safetensors.index.json").exists()
-
-
 def test_only_shards_that_lose_a_tensor_are_written_anew(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "source", shards=True)
     report = retrofit(

@@ -84,9 +84,6 @@ def blocks(request: pytest.FixtureRequest, device: str) -> Blocks:
         return Blocks(*request.param)
 
 
-# Values and gradients
-
-
 def test_values_and_gradients_are_the_plain_sums(blocks: Blocks) -> None:
     running = blocks.start()
     averaged = blocks.states(running)[1]
@@ -185,9 +182,6 @@ def test_function_transforms_see_a_plain_sum(blocks: Blocks) -> None:
     assert_equal_up_to_rounding([slopes.sum(dim=0)], expected)
 
 
-# Forms
-
-
 def test_without_gradients_it_gives_the_plain_sum(blocks: Blocks) -> None:
     with torch.no_grad():
         running = blocks.start()
@@ -263,9 +257,6 @@ def test_states_that_change_their_dtype_are_summed_plainly(blocks: Blocks) -> No
     results = [[out, *gradients(out, blocks)] for out in outputs]
     for mine, twin in zip(*results, strict=True):
         torch.testing.assert_close(mine, twin, rtol=1e-6, atol=1e-6)
-
-
-# Memory
 
 
 @pytest.mark.parametrize("frozen", [False, True])

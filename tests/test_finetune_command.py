@@ -180,7 +180,6 @@ def tuned(
 ) -> FinetuneReport:
     """`finetune_checkpoint` in this process, for two steps; `work` as the current folder."""
     monkeypatch.chdir(work)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", work / "home" / "datasets")
     options = {"model": "retrofit", "output": output, "data": ["notes.txt"], "sample_by": "paragraph", "block": 32,
                "held_out": 0.1, "held_out_blocks": 4, "steps": 2, "bf16": False, **values}  # fmt: skip
     known = {name: options.pop(name) for name in FinetuneOptions.__dataclass_fields__ if name in options}

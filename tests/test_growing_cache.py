@@ -55,9 +55,6 @@ def assert_alike(mine: Cache, naive: Cache, query_length: int = 3) -> None:
         assert torch.equal(a, b)
 
 
-# The same as a DynamicCache, whatever is done to it
-
-
 def shallow(cache: Cache) -> Cache:
     twin = copy.copy(cache)
     twin.layers = [copy.copy(layer) for layer in cache.layers]
@@ -164,9 +161,6 @@ def test_what_was_returned_stays_as_it_was() -> None:
     assert all(torch.equal(tensor, then) for tensor, then in seen)
 
 
-# Memory
-
-
 @pytest.mark.parametrize("start", [1, 100, 4096, 20000])
 def test_slack_is_at_most_64_tokens_or_a_sixteenth_and_copies_are_few(start: int) -> None:
     cache, places = GrowingCache(config_of(layers=1)), set()
@@ -189,16 +183,6 @@ def test_rejected_guesses_do_not_have_everything_copied() -> None:
         places.add(keys.data_ptr())
         cache.crop(-20)
     assert len(places) <= 2
-
-
-# Who uses it
-
-
-def test_plain_calls_use_it_unless_they_want_none(variant: str) -> None:
-    model = tiny_model(variant)
-    assert type(model(**RAGGED).past_key_values) is GrowingCache
-    assert type(model.model(**RAGGED).past_key_values) is GrowingCache
-    assert model(**RAGGED, use_cache=False).past_key_values is None
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
@@ -233,9 +217,6 @@ def test_layers_follow_the_configuration_and_come_as_they_are_needed_without_one
     assert isinstance(cache, DynamicCache)
     assert not cache.is_compileable
     assert cache.is_croppable
-
-
-# Gradients
 
 
 @pytest.mark.parametrize("variant", ["resformer", "svformer", "crossed-sharing", "kitchen-sink"], indirect=True)
@@ -301,9 +282,6 @@ def test_a_cache_made_in_one_mode_is_continued_in_another(
     torch.testing.assert_close(got, expected[:, 9:], rtol=1e-4, atol=1e-4)
 
 
-# As others read it
-
-
 @pytest.mark.parametrize("variant", ["resformer", "svformer", "crossed-sharing", "kitchen-sink"], indirect=True)
 def test_it_has_the_leaves_of_a_dynamic_cache(variant: str) -> None:
     # Exporters and pytrees must find the cached tokens, and not the free memory behind them.
@@ -332,9 +310,6 @@ def test_data_parallelism_joins_caches() -> None:
     )
     assert joined.get_seq_length() == 3
     assert torch.equal(joined.layers[0].values, torch.cat([cache.layers[0].values for cache in caches]))
-
-
-# Refusals
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -162,9 +162,6 @@ def test_what_has_not_the_form_of_metadata_is_not_carried(text: str | None, tmp_
     assert carried_metadata(tmp_path / "README.md") == {}
 
 
-# What is refused
-
-
 ENTRY = {"name": "loss", "value": 2.5, "dataset": "WikiText-2", "split": "test"}
 
 
@@ -193,9 +190,6 @@ def test_what_does_not_say_what_it_is_is_refused_by_name(checkpoints: Path) -> N
     assert_said("cards", said)
 
 
-# Results
-
-
 def test_results_on_the_hubs_datasets_have_files_of_their_own() -> None:
     files = eval_result_files(harness_metrics(HARNESS))
     entries = [entry for text in files.values() for entry in parse_eval_result_entries(yaml.safe_load(text))]
@@ -208,9 +202,6 @@ def test_results_on_the_hubs_datasets_have_files_of_their_own() -> None:
     assert "5-shot" in entries[0].notes
     numbered = {**HARNESS["configs"], "arc_easy": {**HARNESS["configs"]["arc_easy"], "dataset_name": 2016}}
     assert harness_metrics({**HARNESS, "configs": numbered})[0].config == "2016"  # as YAML reads a name of digits
-
-
-# The methods' cards
 
 
 def test_method_cards_take_up_our_results() -> None:
@@ -264,9 +255,6 @@ def test_cards_agree_with_the_converter_and_the_configuration(method: str) -> No
         assert f"{fields['dwa_period']} \\text{{ divides }} n+1" in facts.equation
 
 
-# How they look, and whether they work
-
-
 def test_tables_and_equations_come_out(cards: dict[str, str]) -> None:
     markdown = MarkdownIt("commonmark").enable("table").use(dollarmath_plugin)
     for card in (*cards.values(), *map(method_card, METHODS)):
@@ -298,9 +286,6 @@ def test_code_of_a_methods_card_runs(method: str) -> None:
     names: dict[str, Any] = {}
     exec(python_of(method_card(method)), names)
     assert names["model"].config.num_hidden_layers == 8
-
-
-# The command
 
 
 def card(*arguments: object) -> tuple[int, str, str]:

@@ -205,9 +205,6 @@ def test_mixing_gradients_equal_finite_differences(variant: str, float64_through
                 torch.testing.assert_close((parameter.grad.flatten() @ direction), expected, rtol=1e-5, atol=1e-6)
 
 
-# The matrices
-
-
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=str)
 def test_matrices_are_copies_in_float32_on_the_cpu_with_nan_where_a_gate_decides(
     variant: str, default: torch.dtype

@@ -45,9 +45,6 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1
     assert (got - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-# Outputs
-
-
 def test_recorded_states_are_attention_weights_embeddings_raw_blocks_and_the_normed_output(variant: str) -> None:
     model = tiny_model(variant, attention="eager")
     ids, raw = RAGGED["input_ids"][:1], []
@@ -80,9 +77,6 @@ def test_embeddings_give_the_logits_of_their_tokens(variant: str) -> None:
             model(**wrong)
 
 
-# Padding and packing
-
-
 def labels_of(batch: Batch) -> torch.Tensor:
     return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
 
@@ -100,9 +94,6 @@ def test_packed_sequences_equal_separate_ones(variant: str, use_cache: bool | No
         assert_close(got, expected)
         # The control: in one sequence they would see each other.
         assert (logits_of(model, packed)[0, 11:] - expected[11:]).abs().max() > 0.1
-
-
-# Backends
 
 
 @pytest.mark.slow
@@ -148,9 +139,6 @@ def test_attention_functions_get_their_arguments(variant: str, monkeypatch: pyte
     calls.clear()
     logits_of(model.train(), **RAGGED)
     assert [call["dropout"] for call in calls] == [0.25] * 6
-
-
-# Training
 
 
 def loss_and_gradients(model: PreTrainedModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
@@ -225,9 +213,6 @@ def test_mixing_parameters_of_a_bfloat16_model_train_in_bfloat16_or_in_float32(v
         if is_connection(name):
             cosine = torch.cosine_similarity(gradients[name].float().flatten(), exact[name].flatten(), dim=0)
             assert cosine > 0.9, name
-
-
-# Sizes, heads, files
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -326,9 +311,6 @@ def test_layers_offloaded_by_accelerate_give_the_same_logits(variant: str) -> No
     torch.testing.assert_close(got, matrices, rtol=0, atol=0, equal_nan=True)
 
 
-# Compilers
-
-
 COMPILED = ["kitchen-sink", "gated-sink", "depth-sink"]  # all but learnable_plus and fixed coefficients
 
 
@@ -344,9 +326,6 @@ def test_compiling_breaks_no_graph_and_changes_no_gradient(variant: str, device:
     torch.testing.assert_close(got, loss, rtol=1e-5, atol=1e-5)
     for name, _ in model.named_parameters():
         assert_close(gradients[f"_orig_mod.{name}"], expected[name], 1e-4)
-
-
-# Refusals
 
 
 @pytest.mark.parametrize("variant", ["resformer", "svformer", "denseformer", "transformer"], indirect=True)
@@ -372,9 +351,6 @@ def test_what_layers_read_is_asked_a_few_times_for_each(monkeypatch: pytest.Monk
 def test_reentrant_checkpointing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Reentrant gradient checkpointing.*\{'use_reentrant': False\}"):
         tiny_model("resformer").gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-
-
-# Layers taken out or moved
 
 
 @pytest.mark.parametrize("variant", ["resformer", "resformer-dense", "denseformer", "svformer"], indirect=True)

@@ -91,8 +91,6 @@ def caches_of(model: PreTrainedModel, length: int = 20) -> dict[str, Cache]:
     return caches
 
 
-# Every method
-
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "greedy, static": {"cache_implementation": "static"},
@@ -189,9 +187,6 @@ def test_drafts_of_the_first_layers_equal_greedy(variant: str) -> None:
     assert torch.equal(got.sequences, generate(model, FIRST, use_cache=False).sequences)
 
 
-# Several turns
-
-
 @pytest.mark.parametrize("kind", ["default", "growing", "dynamic", "static"])
 def test_a_second_turn_on_a_returned_cache_equals_one_pass(variant: str, kind: str) -> None:
     model = tiny_model(variant)
@@ -209,9 +204,6 @@ def test_a_second_turn_on_a_returned_cache_equals_one_pass(variant: str, kind: s
         ids = torch.cat((got.sequences, said), dim=1)
         mask = torch.cat((batch["attention_mask"], torch.ones(3, NEW_TOKENS + 2, dtype=torch.long)), dim=1)
         batch = {"input_ids": ids, "attention_mask": mask}
-
-
-# Windows
 
 
 @pytest.mark.parametrize("window", [4, 13])
@@ -237,20 +229,6 @@ def test_sliding_windows_with_shared_keys_and_values_generate_as_uncached(varian
     greedy = generate(model, FIRST, use_cache=False).sequences
     assert torch.equal(generate(model, FIRST, assistant_model=model).sequences, greedy)
     assert torch.equal(generate(model, FIRST, prompt_lookup_num_tokens=2).sequences, greedy)
-
-
-# What callers do to a cache
-
-
-@pytest.mark.parametrize("variant", SHARING, indirect=True)
-def test_a_reset_cache_starts_anew(variant: str) -> None:
-    model = tiny_model(variant)
-    for cache in caches_of(model).values():
-        flipped = {**RAGGED, "input_ids": RAGGED["input_ids"].flip(0).clamp(min=1)}
-        logits_in_chunks(model, flipped, [11], cache)
-        cache.reset()
-        got = logits_in_chunks(model, RAGGED, [6, 5], cache)
-        assert_same_on_real_tokens(got, uncached_logits(model, RAGGED), RAGGED["attention_mask"])
 
 
 def test_quantized_caches_hold_what_layers_make_and_refuse_windows(variant: str) -> None:

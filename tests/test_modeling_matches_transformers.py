@@ -85,9 +85,6 @@ def test_generation_gives_the_originals_logits_bit_for_bit(family: str, cache: s
     assert len(got.sequences[:, 11:].unique()) > 3
 
 
-# Plain checkpoints read with connections added
-
-
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Uninitialised memory is NaN."""

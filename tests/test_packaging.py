@@ -112,9 +112,6 @@ def wheel(built: Path) -> dict[str, bytes]:
     return wheel_in(built)
 
 
-# The list of packages
-
-
 def test_every_folder_of_code_is_a_listed_package() -> None:
     outside = {"tests", "docs", "benchmarks"}
     with_code = {
@@ -133,9 +130,6 @@ def test_editors_link_points_at_the_packages_folder(package: str, folder: str) -
         pytest.skip("an sdist has no links")
     assert (os.readlink(link) if link.is_symlink() else link.read_text()) == f"../../{folder}"
     assert f'"src/{package.replace(".", "/")}"' in (ROOT / "ruff.toml").read_text(), "ruff would check it twice"
-
-
-# What is built
 
 
 def test_sdist_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: dict[str, bytes]) -> None:
@@ -180,9 +174,6 @@ def test_sdist_holds_the_project(built: Path) -> None:
     assert {name for name in found if not generated.fullmatch(name)} == expected
 
 
-# What is asked for
-
-
 def requirements() -> list[Requirement]:
     blocks = [CONFIG["options"]["install_requires"], *CONFIG["options.extras_require"].values()]
     return [Requirement(line) for block in blocks for line in block.split("\n") if line]
@@ -220,9 +211,6 @@ def test_constraints_pin_a_version_that_fits_every_requirement() -> None:
     assert unfit == []
 
 
-# What is installed
-
-
 def run(*command: str, cwd: Path, **added: str) -> str:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")} | added
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
@@ -244,8 +232,6 @@ def test_installed_wheel_works_from_any_folder(built: Path, tmp_path: Path) -> N
     card = run(command, "card", "--method", "svformer", cwd=tmp_path, PYTHONPATH=str(target))
     assert "# svformer" in card.lower()  # from a template
 
-
-# What a release needs
 
 #: Script -> its arguments, in an order in which each finds what those before it have written.
 EXAMPLES = {

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-import resformer.trl
 from resformer import ResFormerConfig, ResFormerForCausalLM, ResFormerForSequenceClassification
 from resformer.modeling.value_residual import GateProjection
 from resformer.training.optimizer import FullPrecisionConnections, is_connection
@@ -126,8 +124,6 @@ def test_connections_left_out_of_an_adapter_stay_and_gates_take_lora() -> None:
     assert torch.equal(merged.model.value_residual.bias_own, build("resformer-gated").model.value_residual.bias_own)
 
 
-# TRL
-
 TEXTS = ["Values of the first layer reach the last one. " * n for n in (1, 3, 2, 1, 2, 1, 3, 1)]
 
 
@@ -202,9 +198,6 @@ def test_trainers_build_a_model_by_its_name_and_train_it(checkpoint: Path, tmp_p
     margins = [entry["rewards/margins"] for entry in trainer.state.log_history if "rewards/margins" in entry]
     assert margins[0] == pytest.approx(0.0, abs=1e-6)
     assert margins[-1] > margins[1] > 0.0
-
-
-# The command line
 
 
 @pytest.fixture(scope="module")
@@ -309,18 +302,6 @@ def test_the_page_on_8b_runs_from_top_to_bottom(hub: HubServer, tmp_path: Path) 
     )
     assert before.keys() == after.keys()
     assert not [name for name in before if is_connection(name) and torch.equal(before[name], after[name])]
-
-
-def test_an_unknown_command_of_trl_is_named_with_those_that_exist(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["trl.py", "stf"])
-    with pytest.raises(SystemExit):
-        resformer.trl.main()
-    assert re.search("invalid choice: 'stf'.*dpo.*grpo.*reward", capsys.readouterr().err)
-
-
-# Quantisation
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,16 +158,6 @@ def test_tasks_are_scored_while_it_trains_and_stand_on_the_card(work: Path, monk
     card = Path("out/README.md").read_text()
     assert f"| acc | letters | test | 0 | 4 samples | {score['value']:.4g}" in card
     assert str(checkpoint_card("out").card) == card
-
-
-@pytest.mark.parametrize("command", [["pretrain"], ["finetune", "missing"]])
-def test_tasks_without_the_harness_are_refused_before_data_is_read(
-    command: list[str], work: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    done = invoke(work, *command, "out", "--data", "missing.txt", "--eval", "hellaswag")
-    assert (done.exit_code, "This needs lm_eval: " in done.stderr) == (1, True), done.stderr
-    assert not list(work.glob("out*"))
 
 
 def test_a_card_names_the_licences_and_the_tokens_of_the_data(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ from transformers import BertConfig
 
 from resformer import ResFormerConfig, ResFormerForCausalLM, ResFormerForSequenceClassification, retrofit
 from resformer.record import RECORD
+from resformer.training.options import TokenizeOptions
+from resformer.training.tokenizing import tokenize
 
 NOTES = "--data notes.txt --sample-by paragraph"
 TEXT = "--block 32 --batch 4 --held-out 0.1 --held-out-blocks 6 --no-bf16"
@@ -52,8 +54,11 @@ TEMPLATES = {
     "stubborn": "{{ raise_exception('no') }}",
     "growing": "{{ messages | length }}{{ messages }}",
 }
-#: What other libraries say, in our messages.
-THEIRS = re.compile(r"(loaded: |loaded \(|give it: |of the Hub: |be used: |template: |select one of ).+?(?=\); |$)")
+#: What other libraries say, in our messages, and the sizes of their files.
+THEIRS = re.compile(
+    r"(loaded: |loaded \(|give it: |of the Hub: |be used: |template: |select one of |the file of )"
+    r".+?(?=\); | bytes that |$)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +106,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_file(broken, folder / name / "model.safetensors", {"format": "pt"})
 
     save_notes(folder)
+    tokenize(TokenizeOptions(data=[str(folder / "notes.txt")], output=str(folder / "tokens"), tokenizer="bytes"))
+    shutil.copytree(folder / "tokens", folder / "cut")
+    file = next((folder / "cut").glob("train*.parquet"))
+    file.write_bytes(file.read_bytes()[:-1])
     for name, text in {
         "tiny.txt": "Hardly any text.\n",
         "texts/a.txt": "",
@@ -143,21 +152,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_refusals_are_one_line_with_the_way_out_and_leave_nothing(
     command: str, folder: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail(f"asks {prompt}"))
     for steps in ("_SEARCH_STEPS", "_FINAL_STEPS"):
         monkeypatch.setattr(f"resformer.shrinking.shrink.{steps}", 2)
 
-    def files() -> set[Path]:
-        return {path for path in folder.rglob("*") if (folder / "home") not in (path, *path.parents)}
-
     def answer(asked: str) -> str:
-        before, words = files(), shlex.split(Template(asked).substitute(COMMON))
+        before, words = set(folder.rglob("*")), shlex.split(Template(asked).substitute(COMMON))
         monkeypatch.setattr("sys.argv", ["resformer", *words])
         done = invoke(folder, *words)
         assert done.exit_code in (2, 3), done.output
         assert done.stdout == "", asked
-        assert files() == before, asked
+        assert set(folder.rglob("*")) == before, asked
         said = re.split(r"(?:^|\s)Error: ", done.stderr)[-1].strip()  # behind a bar
         assert [line.startswith("Try: ") for line in said.splitlines()] in ([False], [False, True]), done.stderr
         return f"{done.exit_code} " + THEIRS.sub(r"\1...", said)

@@ -92,9 +92,6 @@ def shareable_model(keys: Shares, values: Shares, **fields: Any) -> ResFormerFor
     return model
 
 
-# The fits of one reader.
-
-
 @pytest.mark.parametrize("rows", [40, 6])  # inputs: 9
 @pytest.mark.parametrize("strength", [1e-8, 0.1])
 def test_ridge_solves_the_augmented_least_squares(rows: int, strength: float) -> None:
@@ -196,9 +193,6 @@ def test_training_lowers_the_divergence_of_attention_or_is_discarded() -> None:
         assert torch.equal(key_fit(calibration, 5).weight, key_fit(calibration, 0).weight)  # exact already
 
 
-# Models that can be shared exactly.
-
-
 @pytest.mark.parametrize(
     ("keys", "values", "fields"),
     [
@@ -248,9 +242,6 @@ def test_sources_are_earlier_layers_of_the_same_type(fields: dict[str, Any], key
     assert smallest(readers.calibration.config, ("key", "value")) == keys.count([]) + values.count([])
     assert smallest(readers.calibration.config, ("value",)) == 4 + values.count([])
     assert smallest(readers.calibration.config, ("both",)) == 2 * keys.count([])
-
-
-# Plans.
 
 
 def cost_of(plan: Plan, costs: Mapping[tuple[str, int], Mapping[int, float]]) -> float:
@@ -313,9 +304,6 @@ def test_rounding_does_not_decide_which_source_an_exact_share_has(rounding: floa
         assert min(costs, key=costs.__getitem__) == 1
 
 
-# From end to end.
-
-
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A checkpoint of 3 layers, and text."""
@@ -324,7 +312,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     words = random.Random(0).choices("the cat sat on a mat and saw seven dogs in fields of green .".split(), k=4000)
     (folder / "text.txt").write_text("\n\n".join(" ".join(words[i : i + 50]) for i in range(0, len(words), 50)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "home" / "datasets")
         patch.setattr(shrinking, "_SEARCH_STEPS", 10)
         patch.setattr(shrinking, "_FINAL_STEPS", 20)
         yield folder

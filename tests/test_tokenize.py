@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from resformer.training import tokenizing
-from resformer.training.data import DataError, load_documents, pack_documents
+from resformer.training.data import load_documents, pack_documents
 from resformer.training.options import TokenizeOptions, count
 
 
@@ -92,20 +92,6 @@ def test_processes_write_the_same_files(text: Path) -> None:
     assert digests(text / "tokens") == digests(text / "whole")
 
 
-def test_another_text_or_tokenizer_is_refused(text: Path, invoke: Callable[..., Any]) -> None:
-    tokenizing.tokenize(options(text))
-    other = invoke(text, "tokenize", text / "text.txt", "tokens", "--tokenizer", "bpe:300")
-    assert (other.exit_code, "tokenizer was 'bytes', is 'bpe:300'" in other.stderr) == (3, True), other.stderr
-
-
-def test_a_file_that_was_cut_is_not_read(text: Path) -> None:
-    tokenizing.tokenize(options(text))
-    file = next((text / "tokens").glob("train*.parquet"))
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(DataError, match="tokenise again"):
-        load_documents([str(text / "tokens")])
-
-
 @pytest.mark.parametrize(("text_", "number"), [("300k", 300_000), ("1.6B", 1_600_000_000), ("2,048", 2048)])
 def test_counts_are_read(text_: str, number: int) -> None:
     assert count(text_) == number
@@ -117,5 +103,3 @@ def test_a_new_model_has_the_tokenizer_of_its_tokens(text: Path, invoke: Callabl
     assert done.exit_code == 0, done.output
     vocabularies = [AutoTokenizer.from_pretrained(text / name).get_vocab() for name in ("same", "tokens/tokenizer")]
     assert vocabularies[0] == vocabularies[1]
-    other = invoke(text, "new", "other", "--data", "tokens", "--tokenizer", "bytes")
-    assert (other.exit_code, "another tokenizer than bytes" in other.stderr) == (3, True), other.stderr

@@ -185,9 +185,6 @@ def test_an_optimizer_that_hides_its_parameters_is_warned_of(trainer: Build) -> 
         set_connection_learning_rate(hidden, run.model, 1e-2)
 
 
-# Which parameters learn
-
-
 @pytest.mark.parametrize("variant", [*COMBINATIONS, "svformer", "cla2"])
 def test_sharing_trains_what_reads_and_what_is_read(variant: str) -> None:
     model = tiny_model(variant)

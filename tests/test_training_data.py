@@ -30,12 +30,6 @@ from resformer.training.data import (
 )
 from resformer.training.options import weighted_sources
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-
-
 TEXTS = [f"Document {index} says {index * index}." for index in range(200)]
 
 
