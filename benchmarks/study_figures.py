@@ -58,6 +58,9 @@ def moments() -> dict[str, dict[int, dict[str, Any]]]:
         methods = by_architecture(runs_of(study))
         groups = json.loads((STUDIES / f"{study}.json").read_text(encoding="utf-8"))["held_out_groups"]
         plain = methods.pop("transformer")
+        if study.endswith("-aligned"):  # Llama in other coordinates: how much runs differ that begin as one function
+            methods["transformer"] = plain
+            plain = by_architecture(runs_of(study.removesuffix("-aligned")))["transformer"]
         for method, runs in methods.items():
             name = method + ALIGNED * study.endswith("-aligned")
             for run, base in zip(runs, plain, strict=True):
@@ -79,10 +82,10 @@ def _studies() -> Iterator[tuple[int, str]]:
 
 def moved(run: dict[str, Any]) -> float:
     """How far the coefficient that moved most is from its start; of large parameters the root mean square moves."""
-    start, end = (run["curve"][place]["coefficients"] for place in (0, -1))
+    start, end = (run["curve"][place].get("coefficients", {}) for place in (0, -1))
     pairs = ((begin, end[name]) for name, begin in start.items())
     lists = ((a, b) if isinstance(a, list) else ([a], [b]) for a, b in pairs)
-    return max(abs(x - y) for a, b in lists for x, y in zip(a, b, strict=True))
+    return max((abs(x - y) for a, b in lists for x, y in zip(a, b, strict=True)), default=0.0)
 
 
 def draw(panels: dict[str, dict[str, list[tuple[float, dict[str, Any]]]]], axis: str, path: Path) -> None:
@@ -111,7 +114,7 @@ def draw(panels: dict[str, dict[str, list[tuple[float, dict[str, Any]]]]], axis:
 def main() -> None:
     here = [study for study in LEADS if (STUDIES / f"{study}.json").is_file()]
     draw({study: leads(study) for study in here}, "training tokens a parameter", STUDIES / "lead.png")
-    if found := moments():
+    if found := {method: by_moment for method, by_moment in moments().items() if len(by_moment) > 1}:
         panel = {method: sorted(by_moment.items()) for method, by_moment in found.items()}
         title = "converted within a training of plain Llama; shaded: 95 % of each method's own paired t-test"
         draw({title: panel}, "per cent of the training before the conversion", STUDIES / "moment.png")

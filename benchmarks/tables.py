@@ -78,15 +78,16 @@ def leads(name: str) -> str:
 
 def moments(name: str) -> str:
     """The gain of a conversion against its moment, and how far the coefficient that moved most is from its start."""
-    methods = study_figures.moments()
-    columns = {moment: f"at {moment} %" if moment else "from scratch" for moment in study_figures.MOMENTS}
-    lines = [f"| method | {' | '.join(columns.values())} |", f"|{'---|' * (len(columns) + 1)}"]
-    for method, found in methods.items():
-        cells = [
-            f"{_with_interval(found[moment])}; {found[moment]['moved']:.2f}" if moment in found else ""
-            for moment in columns
-        ]
-        lines.append(f"| {method} | {' | '.join(cells)} |")
+    lines = ["| converted | as | loss minus plain Llama's | of each start | largest change of a coefficient |"]
+    lines.append(f"|{'---|' * 5}")
+    found = study_figures.moments()
+    for moment in study_figures.MOMENTS:
+        at = f"at {moment} %" if moment else "from scratch"
+        for method, difference in (
+            (method, by_moment[moment]) for method, by_moment in found.items() if moment in by_moment
+        ):
+            starts = ", ".join(f"{value:+.4f}" for value in difference["values"])
+            lines.append(f"| {at} | {method} | {_with_interval(difference)} | {starts} | {difference['moved']:.2f} |")
     return "\n".join(lines)
 
 
