@@ -385,7 +385,7 @@ def _check_argument(name: str, value: Any) -> None:
 def _weights(name: str) -> str:
     """The commit of a checkpoint on the Hub, or a digest of one on this disk."""
     if not Path(name).is_dir():
-        return str(_loaded(AutoConfig, name)._commit_hash)
+        return str(getattr(_loaded(AutoConfig, name), "_commit_hash", None))
     return hashlib.sha256(json.dumps(weight_digests(Path(name))).encode()).hexdigest()
 
 
