@@ -83,11 +83,11 @@ def moments(name: str) -> str:
     found = study_figures.moments()
     for moment in study_figures.MOMENTS:
         at = f"at {moment} %" if moment else "from scratch"
-        for method, difference in (
-            (method, by_moment[moment]) for method, by_moment in found.items() if moment in by_moment
-        ):
-            starts = ", ".join(f"{value:+.4f}" for value in difference["values"])
-            lines.append(f"| {at} | {method} | {_with_interval(difference)} | {starts} | {difference['moved']:.2f} |")
+        for method, by_moment in found.items():
+            if difference := by_moment.get(moment):
+                starts = ", ".join(f"{value:+.4f}" for value in difference["values"])
+                cells = [at, method, _with_interval(difference), starts, f"{difference['moved']:.2f}"]
+                lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
