@@ -55,7 +55,7 @@ early)
     for seed in ${SEEDS:-0 1 2}; do
         start=starts/$FROM-$seed/models/${half//[:=]/-}/transformer/$seed steps=$((1465 - 1221 * FROM / 100))
         recipe=(--seeds 1 --first-seed $((seed + 10)) --steps $steps --block 256 --learning-rate "$RATE"
-            --connection-learning-rate "$RATE" --schedule wsd --decay "$(python -c "print(244 / $steps)")" "${common[@]}")
+            --connection-learning-rate "$RATE" --schedule wsd --decay "$(python -c "print(min(0.95, 244 / $steps))")" "${common[@]}")
         compare "early/$FROM-$seed" --from "$start" --methods "$methods" "${recipe[@]}"
         flock "$start" bash -c "[ -d $start-aligned ] || {
             resformer revert $start $start-llama && python ../../align_values.py $start-llama $start-aligned; }"
