@@ -126,7 +126,7 @@ def analyze(
     with _measured(model, layers) as measure:
         for text in texts:
             if isinstance(text, str) and isinstance(tokenizer, (str, Path)):  # texts of token ids need none
-                from resformer.training.data import load_tokenizer
+                from resformer.training.tokenizers import load_tokenizer
 
                 remedy = "name another with --tokenizer (tokenizer=)"
                 tokenizer = load_tokenizer(tokenizer, model.config.vocab_size, remedy)

@@ -64,7 +64,8 @@ from resformer.shrinking.accounting import compare_predictions, interval
 from resformer.shrinking.calibration import calibrating
 from resformer.shrinking.readers import Plan, Readers
 from resformer.shrinking.shrink import plain_model
-from resformer.training.data import load_documents, pack_all
+from resformer.training.data import load_documents
+from resformer.training.packing import pack_all
 
 #: Bits that a cached number takes, its part of scales and offsets included.
 BITS = {"fp8": 8.0, "int8": 8 + 32 / 64, "int4": 4 + 32 / 64}

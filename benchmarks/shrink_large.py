@@ -22,7 +22,8 @@ from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.environment import peak_memory
 from resformer.shrinking.calibration import calibrating
 from resformer.shrinking.readers import Plan, Readers
-from resformer.training.data import load_documents, pack_all
+from resformer.training.data import load_documents
+from resformer.training.packing import pack_all
 
 RESULTS = Path(__file__).parent / "results" / "shrink_large.json"
 SHAPE = {

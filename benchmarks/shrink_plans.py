@@ -25,7 +25,8 @@ from resformer.shrinking.accounting import block_logits, compare_predictions
 from resformer.shrinking.calibration import Calibration, calibrating, student_of
 from resformer.shrinking.readers import Plan, Readers
 from resformer.shrinking.shrink import plain_model
-from resformer.training.data import load_documents, pack_all
+from resformer.training.data import load_documents
+from resformer.training.packing import pack_all
 
 RESULTS = Path(__file__).parent / "results" / "shrink_plans.json"
 

@@ -26,7 +26,9 @@ from resformer.shrinking.calibration import HELD_OUT, Calibration, calibrating, 
 from resformer.shrinking.options import ShrinkOptions
 from resformer.shrinking.readers import Plan, Readers
 from resformer.shrinking.search import best_plan, single_costs, smallest
-from resformer.training.data import PackedBlocks, load_documents, load_tokenizer, pack_all, pack_documents
+from resformer.training.data import load_documents
+from resformer.training.packing import PackedBlocks, pack_all, pack_documents
+from resformer.training.tokenizers import load_tokenizer
 from resformer.untrusted import read_json
 
 #: Steps of training a query projection: while plans are compared, and for the result.

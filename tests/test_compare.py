@@ -29,10 +29,11 @@ from transformers import AutoModelForCausalLM, TrainerCallback, get_scheduler
 from resformer import METHODS, ResFormerForCausalLM
 from resformer.configuration import mixing_layers
 from resformer.model_cards.metrics import metrics_of
-from resformer.training.data import Blocks, PackedBlocks, is_held_out
+from resformer.training.data import is_held_out
 from resformer.training.flops import forward_flops, training_flops
 from resformer.training.optimizer import ConnectionTrainer, is_connection
 from resformer.training.options import RunSettings, StudyOptions, names
+from resformer.training.packing import Blocks, PackedBlocks
 from resformer.training.study import comparison
 from resformer.training.study import paired_run as paired_run_module
 from resformer.training.study.data import study_data

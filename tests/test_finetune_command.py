@@ -27,10 +27,11 @@ from resformer.errors import CheckpointError, OutputError
 from resformer.files import LISTING, check_target, locked
 from resformer.pushing import HubError
 from resformer.training import recipe
-from resformer.training.data import load_documents, pack_documents
+from resformer.training.data import load_documents
 from resformer.training.freezing import trained_parameters
 from resformer.training.optimizer import is_connection
 from resformer.training.options import FinetuneOptions
+from resformer.training.packing import pack_documents
 from resformer.training.recipe import finetune_checkpoint
 from resformer.training.report import FinetuneReport
 
@@ -300,7 +301,7 @@ def test_a_run_that_died_after_its_last_step_trains_no_more(work: Path, monkeypa
 
 def test_a_stream_is_resumed_where_it_was(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (work / "one.txt").write_text("\n".join(f"Line {n} is another text." for n in range(2000)))
-    monkeypatch.setattr("resformer.training.data._SHUFFLED", 16)
+    monkeypatch.setattr("resformer.training.packing._SHUFFLED", 16)
     model = AutoModelForCausalLM.from_pretrained(work / "shared")
     model.config.attention_dropout = 0.1  # random numbers, too, must be those of the uninterrupted run
     model.save_pretrained(work / "dropout")

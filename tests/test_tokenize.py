@@ -11,8 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from resformer.training import tokenizing
-from resformer.training.data import load_documents, pack_documents
+from resformer.training.data import load_documents
 from resformer.training.options import TokenizeOptions, count
+from resformer.training.packing import pack_documents
 
 
 @pytest.fixture

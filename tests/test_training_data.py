@@ -17,18 +17,15 @@ from tokenizers.processors import TemplateProcessing
 
 from resformer.analysis import analyze
 from resformer.training.data import (
-    Blocks,
     DataError,
-    PackedBlocks,
-    StreamedBlocks,
     held_out_groups,
     is_held_out,
     load_documents,
-    pack_documents,
     standard_library,
     training_texts,
 )
 from resformer.training.options import weighted_sources
+from resformer.training.packing import Blocks, PackedBlocks, StreamedBlocks, pack_documents
 
 TEXTS = [f"Document {index} says {index * index}." for index in range(200)]
 
@@ -203,7 +200,7 @@ def test_a_stream_trains_on_what_a_dataset_does(
     path = str(_jsonl(tmp_path / "rows.jsonl", TEXTS))
     options = {"block": 16, "held_out": 0.2, "held_out_blocks": 5, "separate": separate}
     whole = pack_documents(load_documents([path]), byte_tokenizer(), **options)
-    monkeypatch.setattr("resformer.training.data._SHUFFLED", len(whole.train))
+    monkeypatch.setattr("resformer.training.packing._SHUFFLED", len(whole.train))
     streams = [
         pack_documents(load_documents([path], streaming=True), byte_tokenizer(), **options, seed=seed)
         for seed in (0, 0, 1)
@@ -216,7 +213,7 @@ def test_a_stream_trains_on_what_a_dataset_does(
 
 
 def test_a_stream_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resformer.training.data._READ_AHEAD", 40_000)
+    monkeypatch.setattr("resformer.training.packing.READ_AHEAD", 40_000)
     read = []
 
     def endless() -> object:
@@ -372,7 +369,7 @@ def test_answers_and_completions_alone_are_learned(kind: str, tmp_path: Path, mo
     assert [streamed.held_out[n]["labels"].tolist() for n in range(len(blocks.held_out))] == [
         blocks.held_out[n]["labels"].tolist() for n in range(len(blocks.held_out))
     ]
-    monkeypatch.setattr("resformer.training.data._SHUFFLED", len(blocks.train))
+    monkeypatch.setattr("resformer.training.packing._SHUFFLED", len(blocks.train))
     assert sorted(row["labels"].tolist() for row in islice(streamed.train, len(blocks.train))) == sorted(
         blocks.train[n]["labels"].tolist() for n in range(len(blocks.train))
     )
@@ -380,7 +377,7 @@ def test_answers_and_completions_alone_are_learned(kind: str, tmp_path: Path, mo
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_sources_are_mixed_by_tokens(streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resformer.training.data._SHUFFLED", 40)
+    monkeypatch.setattr("resformer.training.packing._SHUFFLED", 40)
     _jsonl(tmp_path / "a.jsonl", [f"a{n:05}" for n in range(400)])
     chats = [{"prompt": f"b{n:04}", "completion": "b" * 50} for n in range(400)]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, chats)))
@@ -418,7 +415,7 @@ def test_a_share_of_a_single_document_is_a_part_of_it() -> None:
 
 @pytest.mark.parametrize("weights", [None, [0.7, 0.3]])
 def test_a_stream_goes_on_where_it_was(weights: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resformer.training.data._SHUFFLED", 16)
+    monkeypatch.setattr("resformer.training.packing._SHUFFLED", 16)
     paths = [str(_jsonl(tmp_path / f"{name}.jsonl", [name + text for text in TEXTS])) for name in "xy"]
     (tmp_path / "y.jsonl").write_text(json.dumps({"text": "\n".join(f"y {n}" for n in range(900))}))  # cut, generated
 

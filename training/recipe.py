@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, fields
 from importlib.metadata import version
@@ -25,7 +25,9 @@ from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
@@ -44,19 +46,15 @@ from resformer.model_cards import harness_metrics, model_card
 from resformer.pushing import HubError
 from resformer.pushing import push as push_checkpoint
 from resformer.record import weight_digests
-from resformer.training.data import (
-    PackedBlocks,
-    StreamedBlocks,
-    load_documents,
-    load_tokenizer,
-    pack_documents,
-)
+from resformer.training.data import load_documents
 from resformer.training.distillation import check_teacher
 from resformer.training.freezing import trained_parameters
 from resformer.training.log import CURVE, LOG, draw_curves
 from resformer.training.options import FinetuneOptions, check_same, weighted_sources
+from resformer.training.packing import Blocks, PackedBlocks, StreamedBlocks, pack_documents
 from resformer.training.parallel import distributed
 from resformer.training.report import FinetuneReport, perplexity, record_origin
+from resformer.training.tokenizers import load_tokenizer
 from resformer.training.trainer import Bar, EvaluationLines, Place, RecipeTrainer
 from resformer.untrusted import check_folder
 
@@ -117,67 +115,42 @@ def _finetune(
     callbacks: Sequence[TrainerCallback],
     command: str,
 ) -> FinetuneReport:
-    output = Path(options.output)
     first = arguments.process_index == 0
     if options.tasks:
         check_tasks(options.tasks)
     if first:
         inputs = [name for name in (options.model, *options.sources, options.distill, options.tokenizer) if name]
-        check_target(output, *inputs, made_by=command, force=options.force)
+        check_target(Path(options.output), *inputs, made_by=command, force=options.force)
         check_apart(options.unfinished, *inputs[begin is not None :])
         _check_unfinished(options, {**options.run, "processes": arguments.world_size})
         if begin is not None:
             begin()
     PartialState().wait_for_everyone()
-    config = _loaded(AutoConfig, options.model)
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        raise CheckpointError(f"{options.model}: is an encoder ({config.model_type}); only causal models are trained.")
-    if options.distill is not None:
-        teacher_config = _loaded(AutoConfig, options.distill).get_text_config()
-        check_teacher(config, teacher_config, options.distill_hidden_layers if options.distill_hidden else [])
+
+    config = _config(options)
     parts = distributed(options, config, arguments)
-    if options.push is not None and not isinstance(config, ResFormerConfig):
-        raise CheckpointError(
-            f"{options.model}: is no ResFormer model, and a push needs its model card; leave out --push."
-        )
     tokenizer = load_tokenizer(
         options.tokenizer or options.model,
         config.vocab_size,
         "name a checkpoint that has the right one with --tokenizer",
     )
-    positions = config.max_position_embeddings
-    block = options.block or min(1024, positions)
-    if block > positions:
-        raise ValueError(f"block is {block:,}, the model has {positions:,} positions; use --block {positions}.")
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(config)
     trained = trained_parameters(shape, options.train)
     with arguments.main_process_first(desc="packing"):
-        documents = load_documents(
-            options.sources, **options.reading, streaming=options.streaming, chats=True, held_out=options.held_out
-        )
-        blocks = pack_documents(
-            documents,
-            tokenizer,
-            block=block,
-            held_out=options.held_out,
-            held_out_blocks=options.held_out_blocks,
-            separate=options.separate_documents,
-            seed=options.seed,
-            weights=weighted_sources(options.data)[1],
-        )
+        blocks, notes = _blocks(options, config, tokenizer)
     report = FinetuneReport(
         arguments=options.run,
         method=method_of(config) if isinstance(config, ResFormerConfig) else None,
         parameters=shape.num_parameters(),
         trained_parameters=sum(shape.get_parameter(name).numel() for name in trained),
-        block=block,
+        block=blocks.held_out.block,
         training_blocks=len(blocks.train) if isinstance(blocks.train, PackedBlocks) else None,
         held_out_blocks=len(blocks.held_out),
-        held_out_tokens=len(blocks.held_out) * block,
+        held_out_tokens=len(blocks.held_out) * blocks.held_out.block,
         held_out_documents=sum(blocks.held_out_documents.values()),
         held_out_by_source=dict(blocks.held_out_documents),
-        notes=documents.notes,
+        notes=notes,
         versions={"python": platform.python_version()}
         | {name: version(name) for name in ("resformer", "torch", "transformers", "datasets", "accelerate")},
     )
@@ -186,6 +159,87 @@ def _finetune(
         begun["weights"] = [_weights(name) for name in (options.model, options.distill) if name is not None]
         _check_unfinished(options, begun)
 
+    trainer = _trainer(options, arguments, blocks, tokenizer, trained, parts, callbacks)
+    if options.dry_run:
+        trainer.train()
+        report.peak_memory = peak_memory()
+        return report
+    last = broadcast_object_list([last_checkpoint(options.unfinished) if first and options.resume else None])[0]
+    if last is not None and not all(gather_object([(last / "trainer_state.json").is_file()])):
+        raise CheckpointError(f"{last}: is on the first process's disk and not on those of all; use a shared one.")
+    if first:
+        options.unfinished.mkdir(parents=True, exist_ok=True)
+        (options.unfinished / "arguments.json").write_text(json.dumps(begun, indent=2))
+    PartialState().wait_for_everyone()
+    loss = _train(trainer, last, report)
+    if not math.isfinite(loss):
+        raise CheckpointError(f"The loss is {loss}; nothing was written. Try a lower --learning-rate.")
+
+    read = blocks.training_tokens or blocks.train.tokens((report.tokens or 0) // report.block)
+    source_card = record_origin(options, config, report, read)
+    _write(options, config, trainer, report, source_card, command)
+    if first:
+        shutil.rmtree(options.unfinished)
+    PartialState().wait_for_everyone()
+    if first and options.push is not None:
+        report.url = _push(options)
+    return report
+
+
+def _config(options: FinetuneOptions) -> PreTrainedConfig:
+    """The model's configuration; what the options ask of it is checked before the data are read."""
+    config = _loaded(AutoConfig, options.model)
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        raise CheckpointError(f"{options.model}: is an encoder ({config.model_type}); only causal models are trained.")
+    if options.distill is not None:
+        teacher_config = _loaded(AutoConfig, options.distill).get_text_config()
+        check_teacher(config, teacher_config, options.distill_hidden_layers if options.distill_hidden else [])
+    if options.push is not None and not isinstance(config, ResFormerConfig):
+        raise CheckpointError(
+            f"{options.model}: is no ResFormer model, and a push needs its model card; leave out --push."
+        )
+    return config
+
+
+def _blocks(
+    options: FinetuneOptions, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Blocks, list[str]]:
+    """The packed data, and notes on them."""
+    positions = config.max_position_embeddings
+    block = options.block or min(1024, positions)
+    if block > positions:
+        raise ValueError(f"block is {block:,}, the model has {positions:,} positions; use --block {positions}.")
+    documents = load_documents(
+        options.sources, **options.reading, streaming=options.streaming, chats=True, held_out=options.held_out
+    )
+    blocks = pack_documents(
+        documents,
+        tokenizer,
+        block=block,
+        held_out=options.held_out,
+        held_out_blocks=options.held_out_blocks,
+        separate=options.separate_documents,
+        seed=options.seed,
+        weights=weighted_sources(options.data)[1],
+    )
+    return blocks, documents.notes
+
+
+def _trainer(
+    options: FinetuneOptions,
+    arguments: TrainingArguments,
+    blocks: Blocks,
+    tokenizer: PreTrainedTokenizerBase,
+    trained: Collection[str],
+    parts: Mapping[str, Any],
+    callbacks: Sequence[TrainerCallback],
+) -> RecipeTrainer:
+    """The trainer, with the model and, to distil, its teacher.
+
+    Args:
+        trained: the names of the parameters that are trained.
+        parts: of `distributed`.
+    """
     torch.manual_seed(options.seed)
     if options.dtype != "float32":
         warnings.warn(
@@ -223,58 +277,48 @@ def _finetune(
         trainer.remove_callback(callback)
     if not arguments.disable_tqdm:
         trainer.add_callback(Bar())
+    return trainer
 
-    if options.dry_run:
-        trainer.train()
-        report.peak_memory = peak_memory()
-        return report
-    last = broadcast_object_list([last_checkpoint(options.unfinished) if first and options.resume else None])[0]
-    if last is not None and not all(gather_object([(last / "trainer_state.json").is_file()])):
-        raise CheckpointError(f"{last}: is on the first process's disk and not on those of all; use a shared one.")
-    if first:
-        options.unfinished.mkdir(parents=True, exist_ok=True)
-        (options.unfinished / "arguments.json").write_text(json.dumps(begun, indent=2))
-    PartialState().wait_for_everyone()
-    loss = _train(trainer, last, report)
-    if not math.isfinite(loss):
-        raise CheckpointError(f"The loss is {loss}; nothing was written. Try a lower --learning-rate.")
 
-    read = blocks.training_tokens if stream is None else stream.tokens((report.tokens or 0) // block)
-    source_card = record_origin(options, config, report, read)
+def _write(
+    options: FinetuneOptions,
+    config: PreTrainedConfig,
+    trainer: RecipeTrainer,
+    report: FinetuneReport,
+    source_card: Mapping[str, Any],
+    command: str,
+) -> None:
+    """Writes the output; where the weights are sharded, every process takes part."""
+    first, output = trainer.args.process_index == 0, Path(options.output)
     scores = harness_metrics(trainer.results) if trainer.results else []
     report.metrics = [asdict(score) for score in scores]
     writer = replacing(output, made_by=command, force=options.force) if first else nullcontext(options.unfinished)
     with writer as folder:
-        model.config.use_cache = config.use_cache  # which the Trainer sets to False
+        trainer.model.config.use_cache = config.use_cache  # which the Trainer sets to False
         saved = folder if options.save_dtype is None else options.unfinished / "trained"
-        trainer.save_model(str(saved))  # every process takes part where the weights are sharded
-        if first:
-            if options.save_dtype is not None:
-                _model(str(saved), getattr(torch, options.save_dtype)).save_pretrained(folder)
-                tokenizer.save_pretrained(folder)
-            (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
-            if (options.unfinished / LOG).exists():
-                shutil.copyfile(options.unfinished / LOG, folder / LOG)
-                with suppress(ImportError):  # without matplotlib there is no picture
-                    draw_curves([folder], folder / CURVE)
-                    report.recipe["curve"] = CURVE
-            if (options.unfinished / "runs").exists():  # TensorBoard's
-                shutil.copytree(options.unfinished / "runs", folder / "runs")
-            if scores:
-                write_results(trainer.results, folder / "eval.json")
-            facts = {**asdict(report), **weight_digests(folder)}
-            (folder / "metrics.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
-            if isinstance(config, ResFormerConfig):  # cards are for models with cross-layer connections
-                facts |= {"dtype": options.save_dtype or options.dtype, "from_scratch": report.source is None}
-                repository = options.push or output.name
-                card = model_card(facts, repository, config=config, source_card=source_card, metrics=scores)
-                CheckpointCard(card, "", scores).write(folder / "README.md", force=True)
-    if first:
-        shutil.rmtree(options.unfinished)
-    PartialState().wait_for_everyone()
-    if first and options.push is not None:
-        report.url = _push(options)
-    return report
+        trainer.save_model(str(saved))
+        if not first:
+            return
+        if options.save_dtype is not None:
+            _model(str(saved), getattr(torch, options.save_dtype)).save_pretrained(folder)
+            trainer.processing_class.save_pretrained(folder)
+        (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
+        if (options.unfinished / LOG).exists():
+            shutil.copyfile(options.unfinished / LOG, folder / LOG)
+            with suppress(ImportError):  # without matplotlib there is no picture
+                draw_curves([folder], folder / CURVE)
+                report.recipe["curve"] = CURVE
+        if (options.unfinished / "runs").exists():  # TensorBoard's
+            shutil.copytree(options.unfinished / "runs", folder / "runs")
+        if scores:
+            write_results(trainer.results, folder / "eval.json")
+        facts = {**asdict(report), **weight_digests(folder)}
+        (folder / "metrics.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
+        if isinstance(config, ResFormerConfig):  # cards are for models with cross-layer connections
+            facts |= {"dtype": options.save_dtype or options.dtype, "from_scratch": report.source is None}
+            repository = options.push or output.name
+            card = model_card(facts, repository, config=config, source_card=source_card, metrics=scores)
+            CheckpointCard(card, "", scores).write(folder / "README.md", force=True)
 
 
 def _train(trainer: RecipeTrainer, last: Path | None, report: FinetuneReport) -> float:

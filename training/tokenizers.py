@@ -2,16 +2,43 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, IterableDataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from resformer.training.data import load_tokenizer, training_texts
+from resformer.errors import CheckpointError, one_line
+from resformer.training.data import training_texts
+from resformer.untrusted import check_folder
 
 _END = "<|endoftext|>"
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 _LEARNED_FROM = 100_000_000  # characters that a BPE tokenizer is trained on at most, an equal part of each source
+
+
+def load_tokenizer(name: str | Path, vocab_size: int | None, remedy: str, **options: Any) -> PreTrainedTokenizerBase:
+    """A checkpoint's tokenizer, for a model with `vocab_size` tokens, or for any.
+
+    Args:
+        remedy: what to do without one, for the message.
+        options: of `AutoTokenizer.from_pretrained`.
+
+    Raises:
+        CheckpointError: it cannot be loaded, or has more tokens than the model.
+    """
+    if "gguf_file" not in options:
+        check_folder(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
+    except Exception as error:  # a corrupt file raises any
+        raise CheckpointError(f"{name}: has no tokenizer that can be loaded ({one_line(error)}); {remedy}.") from error
+    if vocab_size is not None and len(tokenizer) > vocab_size:
+        raise CheckpointError(
+            f"{name}: its tokenizer has {len(tokenizer):,} tokens, the model {vocab_size:,}; {remedy}."
+        )
+    return tokenizer
 
 
 def make_tokenizer(

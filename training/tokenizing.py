@@ -24,9 +24,10 @@ from transformers import PreTrainedTokenizerBase
 from resformer.errors import CheckpointError, OutputError
 from resformer.files import check_apart, locked, replace_text, replacing, writing
 from resformer.record import file_digest
-from resformer.training.data import INDEX, document_ends, load_documents, load_tokenizer, reading_source, tokenise
+from resformer.training.data import INDEX, load_documents, reading_source
 from resformer.training.options import TokenizeOptions, check_same
-from resformer.training.tokenizers import make_tokenizer
+from resformer.training.packing import document_ends, tokenise
+from resformer.training.tokenizers import load_tokenizer, make_tokenizer
 
 #: The folder of the tokenizer in the output.
 TOKENIZER = "tokenizer"

@@ -16,9 +16,9 @@ from transformers.trainer_callback import ExportableState
 
 from resformer.evaluation import evaluate_in_training
 from resformer.model_cards import harness_metrics
-from resformer.training.data import PackedBlocks, StreamedBlocks
 from resformer.training.distillation import DistillationTrainer
 from resformer.training.optimizer import ConnectionTrainer
+from resformer.training.packing import PackedBlocks, StreamedBlocks
 from resformer.training.report import perplexity
 
 _SHARDS = "shards"  # the folder of a checkpoint that has the processes' parts

@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerBase
 from resformer.configuration import ResFormerConfig
 from resformer.files import check_target, replacing
 from resformer.modeling import ResFormerForCausalLM
-from resformer.training.data import INDEX, DataError, load_documents, load_tokenizer
+from resformer.training.data import INDEX, DataError, load_documents
 from resformer.training.options import NewOptions
 from resformer.training.sizes import known_size, scratch_config
-from resformer.training.tokenizers import make_tokenizer
+from resformer.training.tokenizers import load_tokenizer, make_tokenizer
 from resformer.training.tokenizing import TOKENIZER
 
 

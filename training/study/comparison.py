@@ -28,8 +28,8 @@ from resformer.errors import CheckpointError, did_you_mean
 from resformer.files import locked, replace_text, replacing
 from resformer.model_cards.metrics import architecture_digest
 from resformer.modeling import ResFormerForCausalLM
-from resformer.training.data import PackedBlocks
 from resformer.training.options import OF_A_METHOD, PLAIN, RunSettings, StudyOptions, architecture, check_same
+from resformer.training.packing import PackedBlocks
 from resformer.training.recipe import uses_bf16
 from resformer.training.sizes import CONFIG_FIELDS, SIZES, scratch_config
 from resformer.training.study.data import StudyData, study_data

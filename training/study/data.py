@@ -9,16 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from resformer.training.data import (
-    STANDARD_HELD_OUT,
-    STANDARD_LIBRARY,
-    Blocks,
-    PackedBlocks,
-    held_out_groups,
-    load_documents,
-    pack_documents,
-)
+from resformer.training.data import STANDARD_HELD_OUT, STANDARD_LIBRARY, held_out_groups, load_documents
 from resformer.training.options import StudyOptions
+from resformer.training.packing import Blocks, PackedBlocks, pack_documents
 from resformer.training.tokenizers import make_tokenizer
 
 

@@ -19,11 +19,12 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments, de
 from resformer.configuration import ResFormerConfig
 from resformer.environment import peak_memory
 from resformer.modeling import ResFormerForCausalLM
-from resformer.training.data import Blocks, DataError, PackedBlocks
+from resformer.training.data import DataError
 from resformer.training.flops import training_flops
 from resformer.training.log import coefficients
 from resformer.training.optimizer import ConnectionTrainer
 from resformer.training.options import RunSettings
+from resformer.training.packing import Blocks, PackedBlocks
 from resformer.training.parallel import passes
 from resformer.training.recipe import last_checkpoint, uses_bf16
 from resformer.training.sizes import schedule_arguments
