@@ -7,7 +7,7 @@
 #   starts         plain Llama of half a million parameters, at 10, 25, 50 and 100 % of 5 million bytes at a constant rate, three seeds
 #   early          each of them, converted and trained to the same end (FROM=10, 25, 50 or 100); also with its values aligned
 #   scratch        the same methods from scratch, with the same schedule
-#   capacity       retrofits with capacity of their own, from the end of `starts`
+#   capacity       only what is added is trained, connections and LoRA, on plain Llama of `starts` with its rate brought down
 #   five-rates     2 million parameters on 5 million bytes, three learning rates
 #   five           the same at the rates chosen there, five seeds
 #   smollm2        SmolLM2-135M (the folder or id in FROM), a million tokens, three rates for the connections, two seeds
@@ -65,12 +65,15 @@ scratch)
     compare scratch --methods transformer,resformer,denseformer,resformer-gated,value-embeddings --sizes $half --seeds 3 --steps 1465 \
         --block 256 --learning-rate "$RATE" --schedule wsd --decay "$(python -c "print(244 / 1465)")" "${common[@]}" ;;
 capacity)
-    methods=value-embeddings,resformer-gated,attention-residuals,depth-attention
     for seed in ${SEEDS:-0 1 2}; do
-        compare "capacity/$seed" --from "starts/100-$seed/models/${half//[:=]/-}/transformer/$seed" --methods "$methods" --seeds 1 \
-            --first-seed $((seed + 10)) --steps 1221 --block 256 --learning-rate 1e-3 --connection-learning-rate 2e-3 \
-            "${common[@]}"
+        start=starts/100-$seed/models/${half//[:=]/-}/transformer/$seed
+        flock "$start" bash "$script" annealed "$seed" "$start"
+        python ../../capacity.py "annealed/$seed/models/transformer-$seed/transformer/$((seed + 10))" "capacity/$seed" \
+            --seed $((seed + 20)) --rate "$RATE"
     done ;;
+annealed) # for `capacity`
+    compare "annealed/$2" --from "$3" --methods transformer --seeds 1 --first-seed $(($2 + 10)) --steps 244 --block 256 \
+        --learning-rate "$RATE" --schedule wsd --decay 0.95 --save-models "${common[@]}" ;;
 five-rates)
     compare five-rates --methods "$(swept "transformer resformer svformer denseformer" "2e-3 1e-3 4e-3")" --seeds 1 --steps 1221 \
         --block 256 --learning-rate 2e-3 "${common[@]}" ;;

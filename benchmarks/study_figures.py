@@ -74,6 +74,22 @@ def moments() -> dict[str, dict[int, dict[str, Any]]]:
     return found
 
 
+def capacity(study: str) -> dict[str, dict[str, Any]]:
+    """Arm -> the paired difference from the frozen checkpoint, and how many parameters were trained."""
+    losses: dict[str, list[tuple[float, float]]] = {}
+    trained: dict[str, int] = {}
+    for folder in sorted((STUDIES / study).iterdir()):
+        (frozen,) = runs_of(f"annealed/{folder.name}")
+        for file in sorted(folder.glob("*.json")):
+            run = json.loads(file.read_text(encoding="utf-8"))
+            pair = [losses_of(each, run["held_out_groups"])[1] for each in (run, frozen)]
+            losses.setdefault(run["arm"], []).append(pair)  # type: ignore[arg-type]
+            trained[run["arm"]] = run["trained"]
+    found = {arm: paired_difference(*zip(*pairs, strict=True)) for arm, pairs in losses.items()}
+    arms = sorted(found, key=lambda arm: -trained[arm])
+    return {arm: {**found[arm], "trained": trained[arm]} for arm in arms}  # type: ignore[dict-item]
+
+
 def _studies() -> Iterator[tuple[int, str]]:
     for moment in MOMENTS:
         names = sorted((STUDIES / "early").glob(f"{moment}-*.json")) if moment else [STUDIES / "scratch.json"]

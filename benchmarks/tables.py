@@ -91,6 +91,15 @@ def moments(name: str) -> str:
     return "\n".join(lines)
 
 
+def capacity(name: str) -> str:
+    """What parameters gain that are added to a frozen checkpoint."""
+    lines = ["| added | parameters | loss minus the checkpoint's | of each start |", f"|{'---|' * 4}"]
+    for arm, difference in study_figures.capacity(name).items():
+        starts = ", ".join(f"{value:+.4f}" for value in difference["values"])
+        lines.append(f"| {arm} | {difference['trained']:,} | {_with_interval(difference)} | {starts} |")
+    return "\n".join(lines)
+
+
 def _with_interval(difference: dict[str, Any]) -> str:
     own = difference["own"]
     return f"{difference['mean']:+.4f}" + ("" if own is None else f" [{own['low']:+.4f}, {own['high']:+.4f}]")
@@ -334,6 +343,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "choices": choices,
     "leads": leads,
     "moments": moments,
+    "capacity": capacity,
     "sinks": sinks,
     "coefficients": coefficients,
     "passages": passages,
