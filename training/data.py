@@ -211,6 +211,11 @@ def training_texts(source: str, documents: Dataset | IterableDataset, held_out: 
     """The texts of a source that `pack_documents` does not hold out."""
     with reading_source(source):
         for row in documents:
+            if "input_ids" in row:
+                raise DataError(
+                    f"{source}: has token ids, and no text to train a tokenizer on; name the one that made them with "
+                    "--tokenizer."
+                )
             if (text := checked_text(row)) and not is_row_held_out(row, text, held_out):
                 yield text
 
