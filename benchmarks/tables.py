@@ -123,6 +123,11 @@ def choices(studies: str) -> str:
             cells += [_with_interval(row["difference"]), f"{row['relative_flops']:.3f}"]
             cells += [f"{100 * row['cache_bytes_per_token'] / plain['cache_bytes_per_token']:.0f} %", where]
             lines.append(f"| {' | '.join(cells)} |")
+    for method, by_moment in study_figures.moments().items():
+        for moment, difference in sorted(by_moment.items()):
+            if moment and method in METHODS:
+                cells = [f"a model at {moment} % of its training", f"`{method}`", _with_interval(difference), "", ""]
+                lines.append(f"| {' | '.join(cells)} | `early`: {len(difference['values'])} starts |")
     for row in read("shrink")["rows"]:
         what = f"{row['method']}, {row['setting']}"
         if row["text"] == "WikiText-2" and what in (
