@@ -127,13 +127,33 @@ def draw(panels: dict[str, dict[str, list[tuple[float, dict[str, Any]]]]], axis:
     figure.savefig(path, format="png", dpi=110)
 
 
+def draw_moments(found: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
+    """The paired differences of each method at each moment: the mean, its interval, and a cross for each start."""
+    from matplotlib.figure import Figure
+
+    moments = [moment for moment in MOMENTS if any(moment in by_moment for by_moment in found.values())]
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(0.0, color="black", linewidth=1)
+    for place, (method, by_moment) in enumerate(found.items()):
+        for moment, each in by_moment.items():
+            x = moments.index(moment) + 0.1 * (place - (len(found) - 1) / 2)
+            half = each["own"]["high"] - each["mean"]
+            label = method if moment == max(by_moment) else None
+            axes.errorbar(x, each["mean"], yerr=half, fmt="o", capsize=4, color=f"C{place}", label=label)
+            axes.scatter([x] * len(each["values"]), each["values"], marker="x", s=30, color=f"C{place}")
+    axes.set_xticks(range(len(moments)), [f"after {moment} %" if moment else "from scratch" for moment in moments])
+    axes.set(xlabel="moment of the conversion", ylabel="loss minus plain Llama's, nats a token; below 0 is better")
+    axes.set_title("mean, 95 % interval of the method's own paired t-test, each start")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, format="png", dpi=110)
+
+
 def main() -> None:
     here = [study for study in LEADS if (STUDIES / f"{study}.json").is_file()]
     draw({study: leads(study) for study in here}, "training tokens a parameter", STUDIES / "lead.png")
-    if found := {method: by_moment for method, by_moment in moments().items() if len(by_moment) > 1}:
-        panel = {method: sorted(by_moment.items()) for method, by_moment in found.items()}
-        title = "converted within a training of plain Llama; shaded: 95 % of each method's own paired t-test"
-        draw({title: panel}, "per cent of the training before the conversion", STUDIES / "moment.png")
+    draw_moments(moments(), STUDIES / "moment.png")
 
 
 if __name__ == "__main__":
