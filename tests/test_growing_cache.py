@@ -84,6 +84,7 @@ STEP = st.one_of(
 @settings(max_examples=150, deadline=None)
 @given(steps=st.lists(STEP, max_size=14))
 @example(steps=[("shallow", 0), ("update", 1), ("deepcopy", 0), ("update", 1)])
+@example(steps=[("shallow", 0), ("crop", 1), ("update", 1)])
 @example(steps=[("pickle", 0), ("update", 1), ("shallow", 0), ("update", 1)])
 def test_any_sequence_of_operations_leaves_what_it_leaves_of_a_dynamic_cache(
     device: str, steps: list[tuple[str, int]]
