@@ -78,8 +78,9 @@ class GrowingLayer(DynamicLayer):
         longer = self.keys, self.values
         super().crop(tokens_to_remove)
         for old, new in zip(longer, (self.keys, self.values), strict=True):
-            if new is not old and getattr(old, "room", 0):  # without room, a copy may have grown behind these tokens
-                hand_over_room(old, new, old.room + old.shape[-2] - new.shape[-2])
+            room = getattr(old, "room", 0)  # without any, a copy may have grown behind these tokens
+            if new is not old and room:
+                hand_over_room(old, new, room + old.shape[-2] - new.shape[-2])
 
 
 class GrowingCache(DynamicCache):
