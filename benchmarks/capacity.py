@@ -2,9 +2,9 @@
 
     python benchmarks/capacity.py CHECKPOINT OUTPUT --seed 10 --steps 610 --rate 4e-3
 
-Only what is added is trained, on the text and in the order of `resformer compare`: the connections of each exact method
-with parameters that depend on the input, and adapters of two sizes. OUTPUT/ARM.json has what a run of a study has, and
-`trained`. Finished runs are kept; several processes share the runs.
+Only what is added is trained, on the text and in the order of `resformer compare`: the connections of four exact
+methods, whose effect depends on the input, and adapters of two sizes. OUTPUT/ARM.json has what a run of a study has,
+and `trained`. Finished runs are kept; several processes share the runs.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from resformer import retrofit
 from resformer.files import locked, replace_text
 from resformer.training.optimizer import is_connection
-from resformer.training.options import RunSettings, StudyOptions
+from resformer.training.options import StudyOptions
 from resformer.training.study.data import study_data
 from resformer.training.study.paired_run import paired_run
 
@@ -57,11 +57,17 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=256)
     parser.add_argument("--held-out-blocks", type=int, default=512)
     arguments = parser.parse_args()
-    sizes = {"block": arguments.block, "batch": 16, "steps": arguments.steps}
-    options = StudyOptions(output="", held_out_blocks=arguments.held_out_blocks, **sizes)
+    options = StudyOptions(
+        output="",
+        steps=arguments.steps,
+        batch=16,
+        block=arguments.block,
+        held_out_blocks=arguments.held_out_blocks,
+        learning_rate=arguments.rate,
+        connection_learning_rate=arguments.rate,
+        bf16=False,
+    )
     data = study_data(options, str(arguments.checkpoint))
-    rates = dict.fromkeys(("learning_rate", "connection_learning_rate"), arguments.rate)
-    settings = RunSettings(batch=16, micro_batch=16, steps=arguments.steps, bf16=False, **rates)
     for arm in ARMS:
         file, unfinished = arguments.output / f"{arm}.json", arguments.output / "unfinished" / arm
         with locked(unfinished.with_suffix(".lock")) as free:
@@ -69,7 +75,7 @@ def main() -> None:
                 continue
             model = model_of(arm, arguments.checkpoint, unfinished / "converted")
             trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-            run = paired_run(model, data.blocks, settings, arguments.seed, folder=unfinished)
+            run = paired_run(model, data.blocks, options.settings, arguments.seed, folder=unfinished)
             facts = {"arm": arm, "trained": trained, "rate": arguments.rate, "held_out_groups": data.groups}
             replace_text(file, json.dumps({**facts, **run}, indent=2) + "\n")
             print(f"{file}: {run['loss']:.4f}, {trained:,} parameters trained", flush=True)

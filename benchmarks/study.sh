@@ -12,7 +12,7 @@
 #   five           the same at the rates chosen there, five seeds
 #   smollm2        SmolLM2-135M (the folder or id in FROM), a million tokens, three rates for the connections, two seeds
 # RATES="transformer:learning_rate=4e-3,..." names the methods of `budget`, `context` and `five` with their chosen rates.
-# RATE is that of `starts`, `early` and `scratch`. SEEDS="0" has `starts`, `early` and `capacity` do one of the three,
+# RATE is that of `starts`, `early`, `scratch` and `capacity`. SEEDS="0" has `starts`, `early` and `capacity` do one of the three,
 # FROM="10 100" has `starts` do two of the four.
 set -euo pipefail
 script=$(realpath "${BASH_SOURCE[0]}")

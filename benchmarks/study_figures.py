@@ -79,7 +79,7 @@ def capacity(study: str) -> dict[str, dict[str, Any]]:
     losses: dict[str, list[tuple[float, float]]] = {}
     trained: dict[str, int] = {}
     for folder in sorted((STUDIES / study).iterdir()):
-        (frozen,) = runs_of(f"annealed/{folder.name}")
+        (frozen,) = by_architecture(runs_of(f"early/100-{folder.name}"))["transformer"]  # the same bits as `annealed`
         for file in sorted(folder.glob("*.json")):
             run = json.loads(file.read_text(encoding="utf-8"))
             pair = [losses_of(each, run["held_out_groups"])[1] for each in (run, frozen)]

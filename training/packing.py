@@ -16,14 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from resformer.errors import one_line
-from resformer.training.data import (
-    READ_AHEAD,
-    DataError,
-    checked_text,
-    is_row_held_out,
-    is_text,
-    reading_source,
-)
+from resformer.training.data import READ_AHEAD, DataError, checked_text, is_row_held_out, is_text, reading_source
 from resformer.version import __version__
 
 _SHUFFLED = 1024  # blocks of streams that are shuffled among one another
