@@ -2,9 +2,9 @@
 
     python benchmarks/capacity.py CHECKPOINT OUTPUT --seed 10 --steps 610 --rate 4e-3
 
-Only what is added is trained, on the text and in the order of `resformer compare`: the connections of four exact
-methods, whose effect depends on the input, and adapters of two sizes. OUTPUT/ARM.json has what a run of a study has,
-and `trained`. Finished runs are kept; several processes share the runs.
+Only what is added is trained, on the text and in the order of `resformer compare`: the connections of exact methods,
+and adapters. The arm `checkpoint` adds nothing, and is evaluated. OUTPUT/ARM.json has what a run of a study has,
+`trained`, and the source of each held-out document. Finished runs are kept; several processes share the runs.
 """
 
 import argparse
@@ -17,34 +17,38 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from resformer import retrofit
+from resformer.configuration import METHODS
+from resformer.environment import describe_environment
 from resformer.files import locked, replace_text
+from resformer.training.data import STANDARD_HELD_OUT, STANDARD_LIBRARY, is_row_held_out, load_documents
 from resformer.training.optimizer import is_connection
 from resformer.training.options import StudyOptions
 from resformer.training.study.data import study_data
-from resformer.training.study.paired_run import paired_run
+from resformer.training.study.paired_run import losses_by_document, paired_run
 
-#: Options of LoRA; `None`: the arm is a method.
-ARMS: dict[str, dict[str, Any] | None] = {
-    "value-embeddings": None,
+LORA: dict[str, dict[str, Any]] = {
     "lora-all-linear": {"r": 4, "target_modules": "all-linear"},
-    "resformer-gated": None,
-    "attention-residuals": None,
-    "depth-attention": None,
     "lora-values": {"r": 2, "target_modules": ["v_proj"]},
+    "lora-values-1": {"r": 1, "target_modules": ["v_proj"]},
 }
+#: Methods whose effect depends on the input, and LoRA of about as many parameters.
+ARMS = [
+    *("value-embeddings", "lora-all-linear", "resformer-gated", "attention-residuals", "depth-attention"),
+    "lora-values",
+]
 
 
 def model_of(arm: str, checkpoint: Path, converted: Path) -> Any:
     """The checkpoint, frozen, with the arm's parameters."""
     torch.manual_seed(0)
-    if ARMS[arm] is None:
-        retrofit(checkpoint, converted, arm, force=True, verify="headers", progress=False)
-        model = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(is_connection(name))
-        return model
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **ARMS[arm]))
+    method = arm if arm in METHODS else "transformer"
+    retrofit(checkpoint, converted, method, force=True, verify="headers", progress=False)
+    model = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32)
+    if arm in LORA:
+        return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA[arm]))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_connection(name))
+    return model
 
 
 def main() -> None:
@@ -56,29 +60,51 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=4e-3)
     parser.add_argument("--block", type=int, default=256)
     parser.add_argument("--held-out-blocks", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--micro-batch", type=int)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--arms", nargs="+", choices=["checkpoint", *METHODS, *LORA], default=ARMS)
+    parser.add_argument("--data", nargs="+", default=[STANDARD_LIBRARY])
+    parser.add_argument("--held-out", type=float, default=STANDARD_HELD_OUT)
     arguments = parser.parse_args()
     options = StudyOptions(
         output="",
+        data=arguments.data,
+        held_out=arguments.held_out,
         steps=arguments.steps,
-        batch=16,
+        batch=arguments.batch,
+        micro_batch=arguments.micro_batch,
         block=arguments.block,
         held_out_blocks=arguments.held_out_blocks,
         learning_rate=arguments.rate,
         connection_learning_rate=arguments.rate,
-        bf16=False,
+        bf16=arguments.bf16,
     )
     data = study_data(options, str(arguments.checkpoint))
-    for arm in ARMS:
+    documents = load_documents(arguments.data, held_out=arguments.held_out)
+    sources = [
+        Path(source).name
+        for source, part in documents.items()
+        for row in part
+        if row["text"] and is_row_held_out(row, row["text"], arguments.held_out)
+    ]
+    for arm in arguments.arms:
         file, unfinished = arguments.output / f"{arm}.json", arguments.output / "unfinished" / arm
         with locked(unfinished.with_suffix(".lock")) as free:
             if not free or file.exists():
                 continue
             model = model_of(arm, arguments.checkpoint, unfinished / "converted")
             trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-            run = paired_run(model, data.blocks, options.settings, arguments.seed, folder=unfinished)
-            facts = {"arm": arm, "trained": trained, "rate": arguments.rate, "held_out_groups": data.groups}
+            if arm == "checkpoint":
+                with torch.autocast(model.device.type, torch.bfloat16, enabled=arguments.bf16):
+                    run = {"held_out": losses_by_document(model, data.blocks.held_out.whole, arguments.batch)}
+            else:
+                run = paired_run(model, data.blocks, options.settings, arguments.seed, folder=unfinished)
+            facts = {"arm": arm, "trained": trained, "rate": arguments.rate, "steps": arguments.steps}
+            facts |= {"data": {"name": data.name, **data.fingerprint}, "environment": describe_environment()}
+            facts |= {"held_out_groups": data.groups, "held_out_sources": sources}
             replace_text(file, json.dumps({**facts, **run}, indent=2) + "\n")
-            print(f"{file}: {run['loss']:.4f}, {trained:,} parameters trained", flush=True)
+            print(f"{file}: {run['held_out']['loss']:.4f}, {trained:,} parameters trained", flush=True)
 
 
 if __name__ == "__main__":

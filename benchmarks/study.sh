@@ -10,7 +10,8 @@
 #   capacity       only what is added is trained, connections and LoRA, on plain Llama of `starts` with its rate brought down
 #   five-rates     2 million parameters on 5 million bytes, three learning rates
 #   five           the same at the rates chosen there, five seeds
-#   smollm2        SmolLM2-135M (the folder or id in FROM), a million tokens, three rates for the connections, two seeds
+#   smollm2        connections and LoRA on SmolLM2-135M (the folder or id in FROM), frozen, on three texts (two more in TEXTS): a
+#                  quarter of a million tokens at three rates, and with RATES="resformer:1e-2 ..." a million, two seeds
 # RATES="transformer:learning_rate=4e-3,..." names the methods of `budget`, `context` and `five` with their chosen rates.
 # RATE is that of `starts`, `early`, `scratch` and `capacity`. SEEDS="0" has `starts`, `early` and `capacity` do one of the three,
 # FROM="10 100" has `starts` do two of the four.
@@ -80,8 +81,17 @@ five-rates)
 five)
     compare five --methods "$RATES" --seeds 5 --steps 1221 --block 256 --learning-rate 2e-3 "${common[@]}" ;;
 smollm2)
-    methods=$(for rate in 3e-4 1e-3 3e-3; do for method in resformer resformer-gated denseformer; do
-        echo "$method:connection_learning_rate=$rate"; done; done | paste -sd,)
-    compare smollm2 --from "$FROM" --methods "$methods" --seeds 2 --tokens 1000000 --batch 8 --micro-batch 2 --block 512 ;;
+    recipe=(--data standard-library $TEXTS --held-out 0.05 --held-out-blocks 64 --block 512 --batch 8 --micro-batch 4 --bf16)
+    arms=(resformer resformer-gated denseformer lora-values-1)
+    python ../../capacity.py "$FROM" smollm2 --arms checkpoint "${recipe[@]}"
+    for rate in 3e-3 1e-3 1e-2; do
+        python ../../capacity.py "$FROM" "smollm2/$rate" --rate $rate --steps 61 --arms "${arms[@]}" "${recipe[@]}"
+    done
+    for seed in 0 1; do
+        for rated in ${RATES:-}; do
+            python ../../capacity.py "$FROM" "smollm2/seed-$seed" --seed $seed --rate "${rated#*:}" --steps 245 --arms "${rated%:*}" \
+                "${recipe[@]}"
+        done
+    done ;;
 *) sed -n '2,/^set/s/^# \?//p' "$script" >&2; exit 2 ;;
 esac

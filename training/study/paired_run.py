@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset
@@ -155,7 +156,7 @@ def paired_run(
         if entry.get("coefficients"):
             points[entry["step"]]["coefficients"] = entry["coefficients"]
     curve = [{"step": step, "tokens": step * tokens, **points[step]} for step in sorted(points)]
-    held_out = _losses_by_document(trainer, blocks.held_out.whole)
+    held_out = losses_by_document(trainer.model, blocks.held_out.whole, arguments.per_device_eval_batch_size)
     if arguments.should_save:
         if save_to is not None:
             model.config.use_cache = use_cache  # which the Trainer sets to False
@@ -179,17 +180,17 @@ def paired_run(
 
 
 @torch.no_grad()
-def _losses_by_document(trainer: ConnectionTrainer, blocks: PackedBlocks) -> dict[str, Any]:
+def losses_by_document(model: Any, blocks: PackedBlocks, batch: int) -> dict[str, Any]:
     """The loss of all blocks, and `[tokens, nats]` of each document in the order in which they are packed.
 
-    The first token of a block is not predicted, and not counted. Each process evaluates a part.
+    The first token of a block is not predicted, and not counted. Each process evaluates a part, `batch` at a time.
     """
-    batch = trainer.args.per_device_eval_batch_size
+    state = PartialState()
     tokens, nats = np.zeros(len(blocks.starts), np.int64), np.zeros(len(blocks.starts))
-    model = trainer.model.eval()
-    for first in range(trainer.args.process_index * batch, len(blocks), trainer.args.world_size * batch):
+    model.eval()
+    for first in range(state.process_index * batch, len(blocks), state.num_processes * batch):
         rows = np.arange(first, min(first + batch, len(blocks)))
-        ids = torch.stack([blocks[index]["input_ids"] for index in rows]).to(model.device)
+        ids = torch.stack([blocks[int(index)]["input_ids"] for index in rows]).to(model.device)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # under the autocast of the training
         losses = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
         places = rows[:, None] * blocks.block + np.arange(1, blocks.block)
