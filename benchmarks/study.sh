@@ -81,7 +81,7 @@ five-rates)
 five)
     compare five --methods "$RATES" --seeds 5 --steps 1221 --block 256 --learning-rate 2e-3 "${common[@]}" ;;
 smollm2)
-    recipe=(--data standard-library $TEXTS --held-out 0.05 --held-out-blocks 64 --block 512 --batch 8 --micro-batch 4 --bf16)
+    recipe=(--data standard-library $TEXTS --held-out 0.05 --held-out-blocks 16 --block 512 --batch 8 --micro-batch 2 --bf16)
     arms=(resformer resformer-gated denseformer lora-values-1)
     python ../../capacity.py "$FROM" smollm2 --arms checkpoint "${recipe[@]}"
     for rate in 3e-3 1e-3 1e-2; do

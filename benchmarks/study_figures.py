@@ -90,6 +90,28 @@ def capacity(study: str) -> dict[str, dict[str, Any]]:
     return {arm: {**found[arm], "trained": trained[arm]} for arm in arms}  # type: ignore[dict-item]
 
 
+def smollm2() -> list[dict[str, Any]]:
+    """The runs on SmolLM2, with `differences`: of each text, the loss minus the bare checkpoint's on the documents for
+    choices and on those for reports."""
+    folder = STUDIES / "smollm2"
+    base = _by_text(json.loads((folder / "checkpoint.json").read_text(encoding="utf-8")))
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*/*.json")]
+    for run in runs:
+        run["differences"] = {
+            text: [loss - other for loss, other in zip(losses, base[text], strict=True)]
+            for text, losses in _by_text(run).items()
+        }
+    return sorted(runs, key=lambda run: (run["steps"], run["arm"], run["rate"], run["seed"]))
+
+
+def _by_text(run: dict[str, Any]) -> dict[str, Any]:
+    pairs = list(zip(run["held_out_sources"], run["held_out"]["documents"], strict=True))
+    return {
+        text: losses_of({"held_out": {"documents": [each for source, each in pairs if source == text]}}, None)
+        for text in dict.fromkeys(run["held_out_sources"])
+    }
+
+
 def _studies() -> Iterator[tuple[int, str]]:
     for moment in MOMENTS:
         names = sorted((STUDIES / "early").glob(f"{moment}-*.json")) if moment else [STUDIES / "scratch.json"]

@@ -8,7 +8,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from resformer.training.tokenizers import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+_NUMBERS = "no one two three four five".split()
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -38,8 +39,7 @@ def studies(names: str) -> str:
         f"|{'---|' * 9}",
     ]
     for name in names.split(","):
-        report, plain = read(f"study/{name}"), baseline(name)
-        (rows,) = report["sizes"].values()
+        report, rows, plain = read(f"study/{name}"), study_rows(name), baseline(name)
         tokens = report["steps"] * report["batch"] * report["block"]
         swept = {rate for row in rows for rate in re.findall(r":(?:learning_rate)=([^:]+)", row["method"])}
         cells = [
@@ -100,6 +100,20 @@ def capacity(name: str) -> str:
     return "\n".join(lines)
 
 
+def smollm2(name: str) -> str:
+    """What connections and LoRA gain on SmolLM2, frozen: each run."""
+    runs = study_figures.smollm2()
+    texts = list(runs[0]["differences"])
+    titles = ["added", "parameters", "tokens", "rate", "seed", "for choices, mean of the texts", *texts]
+    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    for run in runs:
+        choices, reports = zip(*(run["differences"][text] for text in texts), strict=True)
+        cells = [run["arm"], f"{run['trained']:,}", f"{run['curve'][-1]['tokens']:,}", f"{run['rate']:g}", run["seed"]]
+        cells += [f"{loss:+.4f}" for loss in (statistics.fmean(choices), *reports)]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def _with_interval(difference: dict[str, Any]) -> str:
     own = difference["own"]
     return f"{difference['mean']:+.4f}" + ("" if own is None else f" [{own['low']:+.4f}, {own['high']:+.4f}]")
@@ -110,11 +124,8 @@ def choices(studies: str) -> str:
     lines = ["| for | method | loss minus plain Llama's | FLOPs | cache | measured |", f"|{'---|' * 6}"]
     for name in studies.split(","):
         report, plain = read(f"study/{name}"), baseline(name)
-        (rows,) = report["sizes"].values()
-        best: dict[str, dict[str, Any]] = {}  # of several rates, by the text for choices
-        for row in (row for row in rows if row["difference"] and row["architecture"] in METHODS):
-            other = best.get(row["architecture"], row)
-            best[row["architecture"]] = min(other, row, key=lambda each: each["choice_loss"])
+        methods = {row["architecture"] for row in study_rows(name) if row["difference"]} & set(METHODS)
+        best = {method: best_row(name, method) for method in methods}
         tokens = report["steps"] * report["batch"] * report["block"] / plain["parameters"]
         seeds = f"{len(plain['seeds'])} seed{'s' * (len(plain['seeds']) > 1)}"
         where = f"`{name}`: {seeds}, {tokens:.1f} tokens a parameter"
@@ -349,6 +360,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "leads": leads,
     "moments": moments,
     "capacity": capacity,
+    "smollm2": smollm2,
     "sinks": sinks,
     "coefficients": coefficients,
     "passages": passages,
@@ -365,11 +377,50 @@ TABLES: dict[str, Callable[[str], str]] = {
 }
 
 
+def study_rows(name: str) -> list[dict[str, Any]]:
+    """Of a study of one size: its rows."""
+    (rows,) = read(f"study/{name}")["sizes"].values()
+    return rows
+
+
 def baseline(name: str) -> dict[str, Any]:
-    """Of a study of one size: the row of its baseline."""
     report = read(f"study/{name}")
-    (rows,) = report["sizes"].values()
-    return next(row for row in rows if row["method"] == report["baseline"])
+    return next(row for row in study_rows(name) if row["method"] == report["baseline"])
+
+
+def best_row(name: str, method: str, loss: str = "choice_loss") -> dict[str, Any]:
+    """The row of a method's best rate, by the text for choices."""
+    return min((row for row in study_rows(name) if row["architecture"] == method), key=lambda row: row[loss])
+
+
+def _of_studies() -> Iterator[str]:
+    """What docs/results.md says of rates and seeds."""
+
+    def rate(name: str, method: str, loss: str = "choice_loss") -> str:
+        return best_row(name, method, loss)["method"].partition("learning_rate=")[2]
+
+    def seeds(name: str, method: str, sign: int) -> str:
+        values = best_row(name, method)["difference"]["values"]
+        return f"{_NUMBERS[sum(sign * value > 0 for value in values)]} of {_NUMBERS[len(values)]}"
+
+    for method in ("transformer", "resformer", "svformer", "denseformer"):
+        for loss in ("choice_loss", "loss"):
+            yield f"In `rates`, {rate('rates', method, loss)} is the best of four for each of four methods"
+    yield f"{rate('continued-rates', 'transformer')} is the best of four for plain Llama"
+    for method in ("resformer", "svformer", "denseformer"):
+        best = rate("budget20-rates", "transformer"), rate("budget20-rates", method)
+        yield "on the text for choices, are {} for plain Llama and {} for the others".format(*best)
+    for method in ("resformer", "denseformer"):
+        yield f"`resformer` and `denseformer` are ahead in {seeds('budget20', method, -1)} seeds"
+    yield f"`svformer` is behind in {seeds('budget20', 'svformer', 1)}"
+    tested = {row["method"]: row["difference"] for row in study_rows("main") if row["difference"]}
+    *first, last = (f"`{method}`" for method, each in tested.items() if each["high"] < 0 and each["own"]["holm"] < 0.05)
+    yield f"{', '.join(first)} and {last} are significantly below plain Llama"
+    added = {moment: each for moment, each in study_figures.moments()["value-embeddings"].items() if moment}
+    each = "each" if max(value for difference in added.values() for value in difference["values"]) < 0 else "not each"
+    yield f"**Value embeddings are ahead in {each} start** at each moment"
+    certain = [str(moment) for moment, difference in added.items() if difference["own"]["high"] < 0]
+    yield f"Only the intervals at {' and '.join(certain)} % leave out 0"
 
 
 def sentences() -> dict[str, list[str]]:
@@ -386,7 +437,7 @@ def sentences() -> dict[str, list[str]]:
     hub, convert, asked = read("hub")["imports"], read("convert"), read("shrink_passages")["passages"]
     speed, tokenised = read("pretrain_speed"), read("tokenize")["runs"][-1]
     rounds = speed["rounds, tokens/s"]
-    longer, (rows,) = baseline("budget20"), read("study/budget20")["sizes"].values()
+    longer, rows = baseline("budget20"), study_rows("budget20")
     cache = {row["architecture"]: row["cache_bytes_per_token"] for row in rows}
     share = 100 * cache["svformer"] / cache["transformer"]
     ours, bare = (statistics.median(each[arm] for each in rounds) for arm in ("pretrain", "bare"))
@@ -429,7 +480,7 @@ def sentences() -> dict[str, list[str]]:
             f"Methods of {baseline('main')['parameters'] / 1e6:.0f} million parameters after {trained / 1e6:.1f} "
             "million bytes of Python",
         ],
-        "docs/results.md": [f"SVFormer has {share:.0f} % of the cache there"],
+        "docs/results.md": [f"SVFormer has {share:.0f} % of the cache there", *_of_studies()],
         "model_cards/facts.yaml": [
             f"nothing in our continued training ({len(baseline('continued')['seeds'])} seeds)",
             f"the difference is not significant ({len(longer['seeds'])} seeds)",
