@@ -14,7 +14,7 @@ from resformer.training.study.table import losses_of, paired_difference
 
 STUDIES = Path(__file__).resolve().parent / "results" / "study"
 #: Studies from scratch whose leads are drawn, each in its own panel.
-LEADS = ("budget20", "trend")
+LEADS = ("budget20", "context1024", "trend")
 #: Per cent of the training after which a plain model was converted; 0: trained with the connections from the start.
 MOMENTS = (0, 10, 25, 50, 100)
 ALIGNED = ", values aligned"
@@ -132,9 +132,9 @@ def draw(panels: dict[str, dict[str, list[tuple[float, dict[str, Any]]]]], axis:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8 * len(panels), 5), layout="constrained")
+    figure = Figure(figsize=(9, 4.5 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (title, methods) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+    for axes, (title, methods) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True):
         axes.axhline(0.0, color="black", linewidth=1)
         for place, (method, points) in enumerate(methods.items()):
             colour = colormaps["tab10"](place % 10)
@@ -143,7 +143,7 @@ def draw(panels: dict[str, dict[str, list[tuple[float, dict[str, Any]]]]], axis:
             own = [(at, each["own"]) for at, each in points if each["own"] is not None]
             low, high = ([interval[end] for _, interval in own] for end in ("low", "high"))
             axes.fill_between([at for at, _ in own], low, high, color=colour, alpha=0.12)
-        axes.set(title=title, xlabel=axis, ylabel="loss minus plain Llama's, nats a token; below 0 is better")
+        axes.set(title=title, xlabel=axis, ylabel="loss minus plain Llama's, nats a token")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     figure.savefig(path, format="png", dpi=110)

@@ -35,8 +35,9 @@ def read(name: str) -> Any:
 def studies(names: str) -> str:
     """What each study trained, on what."""
     lines = [
-        "| study | text | parameters | tokens | per parameter | context | learning rate | seeds | held-out files |",
-        f"|{'---|' * 9}",
+        "| study | text | parameters | tokens | per parameter | context | tokens a step | warm-up | dtype | learning rate "
+        "| seeds | held-out files |",
+        f"|{'---|' * 12}",
     ]
     for name in names.split(","):
         report, rows, plain = read(f"study/{name}"), study_rows(name), baseline(name)
@@ -49,6 +50,9 @@ def studies(names: str) -> str:
             f"{tokens:,}",
             f"{tokens / plain['parameters']:.2f}",
             str(report["block"]),
+            f"{report['batch'] * report['block']:,}",
+            f"{100 * report['warmup']:.0f} %",
+            "bfloat16" if report["bf16"] else "float32",
             ", ".join(sorted(swept, key=float)) or f"{report['learning_rate']:g}",
             str(len(plain["seeds"])),
             f"{report['data']['held_out_documents']:,}",
@@ -413,6 +417,8 @@ def _of_studies() -> Iterator[str]:
     for method in ("resformer", "denseformer"):
         yield f"`resformer` and `denseformer` are ahead in {seeds('budget20', method, -1)} seeds"
     yield f"`svformer` is behind in {seeds('budget20', 'svformer', 1)}"
+    yield f"in `budget20`, in {seeds('context1024', 'resformer', -1)} in `context1024`"
+    yield f"and of `context1024` ahead in {seeds('context1024', 'svformer', -1)}"
     tested = {row["method"]: row["difference"] for row in study_rows("main") if row["difference"]}
     *first, last = (f"`{method}`" for method, each in tested.items() if each["high"] < 0 and each["own"]["holm"] < 0.05)
     yield f"{', '.join(first)} and {last} are significantly below plain Llama"
