@@ -35,8 +35,8 @@ def read(name: str) -> Any:
 def studies(names: str) -> str:
     """What each study trained, on what."""
     lines = [
-        "| study | text | parameters | tokens | per parameter | context | tokens a step | warm-up | dtype | learning rate "
-        "| seeds | held-out files |",
+        "| study | text | parameters | tokens | per parameter | context | tokens a step | warm-up | dtype "
+        "| learning rate | seeds | held-out files |",
         f"|{'---|' * 12}",
     ]
     for name in names.split(","):
@@ -49,7 +49,7 @@ def studies(names: str) -> str:
             f"{plain['parameters']:,}",
             f"{tokens:,}",
             f"{tokens / plain['parameters']:.2f}",
-            str(report["block"]),
+            f"{report['block']:,}",
             f"{report['batch'] * report['block']:,}",
             f"{100 * report['warmup']:.0f} %",
             "bfloat16" if report["bf16"] else "float32",
