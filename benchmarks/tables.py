@@ -76,7 +76,7 @@ def leads(name: str) -> str:
     for method, points in methods.items():
         cells = [method, *(_with_interval(difference) for _, difference in points[::3])]
         moved = [study_figures.moved(run) for run in runs[method] if run["curve"][-1].get("coefficients")]
-        lines.append(f"| {' | '.join(cells)} | {f'{max(moved):.2f}' if moved else 'none'} |")
+        lines.append(f"| {' | '.join(cells)} | {f'{statistics.fmean(moved):.2f}' if moved else 'none'} |")
     return "\n".join(lines)
 
 
