@@ -433,6 +433,8 @@ def _of_studies() -> Iterator[str]:
     yield f"Only the intervals at {' and '.join(certain)} % leave out 0"
     # Of each arm the run at the best rate, by the documents for choices: dict keeps the last.
     chosen = {run["arm"]: run for run in sorted(study_figures.smollm2(), key=_for_choices, reverse=True)}
+    highest = [run["rate"] == max(each["rate"] for each in study_figures.smollm2()) for run in chosen.values()]
+    yield f"{_NUMBERS[sum(highest)]} of the {_NUMBERS[len(highest)]} are best at the highest rate that was tried"
     gains = {arm: [loss for _, loss in run["differences"].values()] for arm, run in chosen.items()}
     lora, others = gains.pop("lora-values-1"), list(gains.values())
     more = "more" if all(min(losses) > loss for *losses, loss in zip(*others, lora, strict=True)) else "not more"
