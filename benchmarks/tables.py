@@ -431,15 +431,22 @@ def _of_studies() -> Iterator[str]:
     yield f"**Value embeddings are ahead in {each} start** at each moment"
     certain = [str(moment) for moment, difference in added.items() if difference["own"]["high"] < 0]
     yield f"Only the intervals at {' and '.join(certain)} % leave out 0"
+    runs = study_figures.smollm2()
+    short = [run for run in runs if run["steps"] == runs[0]["steps"]]
     # Of each arm the run at the best rate, by the documents for choices: dict keeps the last.
-    chosen = {run["arm"]: run for run in sorted(study_figures.smollm2(), key=_for_choices, reverse=True)}
-    highest = [run["rate"] == max(each["rate"] for each in study_figures.smollm2()) for run in chosen.values()]
+    chosen = {run["arm"]: run for run in sorted(short, key=_for_choices, reverse=True)}
+    highest = [run["rate"] == max(each["rate"] for each in short) for run in chosen.values()]
     yield f"{_NUMBERS[sum(highest)]} of the {_NUMBERS[len(highest)]} are best at the highest rate that was tried"
-    gains = {arm: [loss for _, loss in run["differences"].values()] for arm, run in chosen.items()}
-    lora, others = gains.pop("lora-values-1"), list(gains.values())
-    more = "more" if all(min(losses) > loss for *losses, loss in zip(*others, lora, strict=True)) else "not more"
-    yield f"**LoRA gains {more} than any of these connections** on each text"
-    yield f"**Each connection {'gains a little' if max(map(max, others)) < 0 else 'does not gain'} on each text.**"
+    more, gains = True, True
+    for compared in (list(chosen.values()), [run for run in runs if run not in short]):
+        for text in runs[0]["differences"]:
+            lora, others = (
+                [run["differences"][text][1] for run in compared if (run["arm"] == "lora-values-1") == is_lora]
+                for is_lora in (True, False)
+            )
+            more, gains = more and max(lora) < min(others), gains and max(others) < 0
+    yield f"**LoRA gains {'more' if more else 'not more'} than any of these connections** on each text"
+    yield f"**Each connection {'gains a little' if gains else 'does not gain'} on each text.**"
 
 
 def sentences() -> dict[str, list[str]]:
