@@ -50,6 +50,7 @@ from resformer import METHODS, GrowingCache, ResFormerConfig
 from resformer.configuration import cache_bytes_per_token
 from resformer.modeling.growing_cache import moved_to_larger_memory, spare_room
 from resformer.modeling.sharing import update_cache
+from resformer.modeling.versions import CACHE
 
 
 def shape(layers: int, width: int, inner: int, heads: int, vocabulary: int = 32000, **more: Any) -> dict[str, Any]:
@@ -253,11 +254,11 @@ class Decoding:
         self.model.generate(
             self.ids,
             attention_mask=torch.ones_like(self.ids),
-            past_key_values=self.cache,
             max_new_tokens=self.case.tokens,
             do_sample=False,
             disable_compile=self.compilation is None,
             compile_config=self.compilation,
+            **{CACHE: self.cache},
         )
         if isinstance(self.cache, StaticCache):
             for layer in self.cache.layers:
@@ -403,7 +404,7 @@ def cache_sizes(model: PreTrainedModel, device: torch.device) -> Any:
     ids = torch.ones(1, 1, dtype=torch.long, device=device)
     with torch.no_grad():
         for tokens in range(1001, 1601):
-            model(ids, past_key_values=cache, logits_to_keep=1)
+            model(ids, logits_to_keep=1, **{CACHE: cache})
             held = [states for layer in cache.layers for states in (layer.keys, layer.values) if states.numel()]
             exact &= sum(states.nbytes for states in held) * 2 * layers == per_token * tokens * (layers + 1)
             bound = 1 + spare_room(tokens)

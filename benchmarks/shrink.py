@@ -60,6 +60,7 @@ import resformer
 from resformer.configuration import cache_bytes_per_token
 from resformer.convert.families import backbone_config
 from resformer.convert.source import open_source
+from resformer.modeling.versions import CACHE
 from resformer.shrinking.accounting import compare_predictions, interval
 from resformer.shrinking.calibration import calibrating
 from resformer.shrinking.readers import Plan, Readers
@@ -407,8 +408,8 @@ def logits_in_chunks(
     for block in blocks.split(1):
         cache, parts = make_cache(), []
         for ids in block.split(chunk, dim=1):
-            output = model(input_ids=ids, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(input_ids=ids, use_cache=True, **{CACHE: cache})
+            cache = output[CACHE]
             parts.append(output.logits[0])
         yield torch.cat(parts)
 

@@ -76,8 +76,8 @@ annealed) # for `capacity`
     compare "annealed/$2" --from "$3" --methods transformer --seeds 1 --first-seed $(($2 + 10)) --steps 244 --block 256 \
         --learning-rate "$RATE" --schedule wsd --decay 0.95 --save-models "${common[@]}" ;;
 five-rates)
-    compare five-rates --methods "$(swept "transformer resformer svformer denseformer" "2e-3 4e-3 1e-3")" --seeds 1 --steps 1221 \
-        --block 256 --learning-rate 2e-3 "${common[@]}" ;;
+    methods=$(swept "transformer resformer svformer denseformer" "2e-3 4e-3 8e-3"),$(swept "transformer resformer" 1e-3)
+    compare five-rates --methods "$methods" --seeds 1 --steps 1221 --block 256 --learning-rate 2e-3 "${common[@]}" ;;
 five)
     compare five --methods "$RATES" --seeds 5 --steps 1221 --block 256 --learning-rate 2e-3 "${common[@]}" ;;
 smollm2)

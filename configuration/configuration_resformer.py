@@ -139,7 +139,7 @@ class ResFormerConfig(PreTrainedConfig):
     ```"""
 
     model_type = "resformer"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # one thing, from and before Transformers 5.24
     # No pipeline plan: V_0, shared keys and values, and DWA's history do not cross a pipeline stage.
 
     vocab_size: int = positive(default=32000)

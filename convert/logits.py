@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from resformer.convert.reading import Checkpoint
 from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.convert.tensors import numbers
+from resformer.modeling.versions import CACHE
 
 #: Tokens that are decoded one at a time, with a cache.
 _STEPS = 4
@@ -125,11 +126,11 @@ def _logits(
             input_ids=padded[:, start:stop],
             attention_mask=mask[:, :stop],
             position_ids=positions[:, start:stop],
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=min(stop - start, compared - _STEPS),
+            **{CACHE: cache},
         )
-        cache = output.past_key_values
+        cache = output[CACHE]
         parts.append(output.logits.cpu())
     cached = torch.cat(parts, 1)
     loaded.train(was_training)

@@ -49,7 +49,7 @@ from resformer.modeling.neutreno import NEUTRENO, neutreno_term
 from resformer.modeling.sharing import SHARING, update_cache
 from resformer.modeling.value_embedding import VALUE_EMBEDDING, ValueEmbedding, ValueTable
 from resformer.modeling.value_residual import VALUE_RESIDUAL, ValueGate, mixed_layers, value_residual
-from resformer.modeling.versions import record_rejected_tokens
+from resformer.modeling.versions import CACHE, record_rejected_tokens
 
 __all__ = [
     "KINDS",
@@ -224,9 +224,9 @@ class ResFormerAttention(nn.Module):
             else:
                 query_states, _ = apply_rotary_pos_emb(query_states, query_states[:, :1], cos, sin)
 
-        keys, values = update_cache(past_key_values, self.layer_idx, key_states, value_states)
-        keys = keys if self.has_keys else shared_keys
-        values = values if self.has_values else shared_values
+        keys, values = update_cache(
+            past_key_values, self.layer_idx, key_states, value_states, shared_keys, shared_values, kwargs
+        )
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -283,7 +283,9 @@ class ResFormerDecoderLayer(GradientCheckpointingLayer):
         residual = hidden_states
         if block_deltas is not None:
             hidden_states = hidden_states + block_deltas[0]
-        hidden_states, _, made = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states, _, made = self.self_attn(
+            self.input_layernorm(hidden_states), past_key_values=kwargs.pop(CACHE, None), **kwargs
+        )
         hidden_states = residual + hidden_states
 
         residual = hidden_states
@@ -404,6 +406,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
         a packed sequence, which is kept apart; whether a cache is made does not matter, as it does for Llama. For
         positions with gaps within one sequence give an `attention_mask` of ones.
         """
+        past_key_values = kwargs.pop(CACHE, past_key_values)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         if input_ids is None and self.config.value_embeddings:
@@ -423,8 +426,8 @@ class ResFormerModel(ResFormerPreTrainedModel):
                     config=self.config,
                     inputs_embeds=inputs_embeds,
                     attention_mask=attention_mask,
-                    past_key_values=past_key_values,
                     position_ids=position_ids,
+                    **{CACHE: past_key_values},
                 )
                 for kind in dict.fromkeys(self.config.layer_types)
             }
@@ -468,8 +471,8 @@ class ResFormerModel(ResFormerPreTrainedModel):
                 attention_mask=masks[layer.attention_type],
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 use_cache=use_cache,
+                **{CACHE: past_key_values},
                 **arguments,
                 **kwargs,
             )
@@ -477,10 +480,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
             if averages is not None:
                 hidden_states = averages.append(hidden_states)
 
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states),
-            past_key_values=past_key_values,
-        )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: past_key_values})
 
     @staticmethod
     def _crossing_arguments(
@@ -542,7 +542,7 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        config, cache = self.config, model_kwargs.get("past_key_values")
+        config, cache = self.config, model_kwargs.get(CACHE)
         if generation_config.cache_implementation == "quantized":
             # Transformers refuses layers that store nothing. Here they are never updated.
             storing = copy.copy(config)
@@ -550,8 +550,8 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
             generation_config.cache_config = {"config": storing, **(generation_config.cache_config or {})}
         is_chosen_by_caller = cache is not None or generation_config.cache_implementation is not None
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        if not is_chosen_by_caller and type(model_kwargs.get("past_key_values")) is DynamicCache:
-            model_kwargs["past_key_values"] = cache = GrowingCache(config)
+        if not is_chosen_by_caller and type(model_kwargs.get(CACHE)) is DynamicCache:
+            model_kwargs[CACHE] = cache = GrowingCache(config)
             if generation_config.is_assistant:  # rejected tokens are cropped
                 record_rejected_tokens(cache)
 

@@ -17,27 +17,43 @@ from resformer.modeling.versions import BaseQuantizedLayer
 
 
 def update_cache(
-    cache: Cache | None, layer_idx: int, keys: torch.Tensor | None, values: torch.Tensor | None
+    cache: Any,
+    layer_idx: int,
+    keys: torch.Tensor | None,
+    values: torch.Tensor | None,
+    shared_keys: torch.Tensor | None = None,
+    shared_values: torch.Tensor | None = None,
+    kwargs: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Stores what layer `layer_idx` has made of the current tokens; returns it for all tokens.
+    """Stores what layer `layer_idx` has made of the current tokens; returns the keys and values that it attends to.
 
     Args:
         cache: any of Transformers' caches; `None` stores nothing.
         keys, values: `(batch, heads, tokens, head_dim)`, or `None` where the layer reads another's.
+        shared_keys, shared_values: those of the layer that it reads, past tokens included.
+        kwargs: of the attention. A paged cache, that of continuous batching, reads them and adds to them.
     """
-    if cache is None or (keys is None and values is None):
-        return keys, values
+    attended = (shared_keys if keys is None else keys), (shared_values if values is None else values)
+    if cache is None:
+        return attended
+    if kwargs and kwargs.get("block_table") is not None:
+        # Flash attention itself stores all that a layer attends to, in blocks of this layer.
+        return cache.update(*attended, layer_idx, kwargs=kwargs)
+    if keys is None and values is None:
+        return attended
     # A cache layer holds two tensors and takes its length from the first. If this layer computes only one, it is stored
-    # as the first, beside one of width 0.
+    # as the first, beside one that is never read.
     if values is None:
-        return cache.update(keys, _placeholder(cache, layer_idx, keys), layer_idx)[0], None
+        return cache.update(keys, _placeholder(cache, layer_idx, keys), layer_idx, kwargs=kwargs)[0], shared_values
     if keys is None:
-        return None, cache.update(values, _placeholder(cache, layer_idx, values), layer_idx)[0]
-    return cache.update(keys, values, layer_idx)
+        return shared_keys, cache.update(values, _placeholder(cache, layer_idx, values), layer_idx, kwargs=kwargs)[0]
+    return cache.update(keys, values, layer_idx, kwargs=kwargs)
 
 
-def _placeholder(cache: Cache, layer_idx: int, stored: torch.Tensor) -> torch.Tensor:
+def _placeholder(cache: Any, layer_idx: int, stored: torch.Tensor) -> torch.Tensor:
     """The second tensor of a cache layer that stores one: of width 0, unless an exporter has allocated more before."""
+    if not isinstance(cache, Cache):  # a paged one, whose layers have one shape
+        return stored
     width = 0
     if layer_idx < len(cache.layers):
         layer = cache.layers[layer_idx]

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from resformer.configuration import cache_bytes_per_token
 from resformer.errors import CheckpointError
 from resformer.files import AsDict
+from resformer.modeling.versions import CACHE
 
 #: How many blocks' starts are continued, and how long these are.
 _GREEDY_PROMPTS, _GREEDY_PROMPT_TOKENS = 8, 32
@@ -178,8 +179,8 @@ def equal_greedy_tokens(
     new = prompts.to(source.device)
     tokens, cache = [], None
     for _ in range(limit):
-        output = source(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, new = output.past_key_values, output.logits.argmax(-1)
+        output = source(input_ids=new, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+        cache, new = output[CACHE], output.logits.argmax(-1)
         tokens.append(new)
     expected = torch.cat(tokens, dim=1).to(result.device)
     ids = torch.cat((prompts.to(result.device), expected[:, :-1]), dim=1)

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from resformer.configuration import ResFormerConfig
 from resformer.files import writing
 from resformer.modeling import ResFormerForCausalLM
+from resformer.modeling.versions import CACHE
 
 if TYPE_CHECKING:
     from resformer.shrinking.keys import KeyFit
@@ -51,7 +52,7 @@ class Calibration:
         self.position_embeddings = model.model.rotary_emb(example, position_ids=positions)
         self.masks = {
             kind: LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[kind](
-                config=config, inputs_embeds=example, attention_mask=None, past_key_values=None, position_ids=positions
+                config=config, inputs_embeds=example, attention_mask=None, position_ids=positions, **{CACHE: None}
             )
             for kind in set(config.layer_types)
         }

@@ -36,6 +36,7 @@ from resformer.configuration import value_sources
 from resformer.convert import CheckpointError, retrofit
 from resformer.files import LISTING
 from resformer.modeling.connection import plain_matrix
+from resformer.modeling.versions import CACHE
 from resformer.training.optimizer import is_connection
 
 #: Texts of different lengths, as token ids.
@@ -98,7 +99,7 @@ def attended_values(model: PreTrainedModel, raw: dict[int, torch.Tensor], output
         return raw[n].tolist()
     row = model.base_model.value_mixing_matrix()[n].double()
     if row.isnan().any() or model.config.value_embeddings:
-        cached = output.past_key_values.layers[value_sources(model.config)[n]]
+        cached = output[CACHE].layers[value_sources(model.config)[n]]
         values = cached.values if cached.values.numel() else cached.keys  # values alone are stored as the first tensor
         return values[0].transpose(0, 1).flatten(1).tolist()
     return sum(row[m] * raw[m] for m in raw if row[m] != 0).tolist()

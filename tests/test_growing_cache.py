@@ -17,6 +17,7 @@ from transformers.exporters.utils import get_leaf_tensors
 
 from resformer import GrowingCache
 from resformer.modeling.growing_cache import GrowingLayer
+from resformer.modeling.versions import CACHE
 
 HEADS, HEAD_DIM = 2, 4
 
@@ -197,14 +198,14 @@ def test_other_llama_style_models_generate_with_it_as_with_their_own(family: str
         (first, {"do_sample": False, "prompt_lookup_num_tokens": 3}),
     ):
         outputs = []
-        for cache in ({}, {"past_key_values": GrowingCache(model.config)}):
+        for cache in ({}, {CACHE: GrowingCache(model.config)}):
             torch.manual_seed(1)
             more = {"max_new_tokens": 9, "output_logits": True, "return_dict_in_generate": True}
             outputs.append(model.generate(**prompt, **options, **cache, **more))
         assert torch.equal(outputs[0].sequences, outputs[1].sequences)
         for naive, mine in zip(outputs[0].logits, outputs[1].logits, strict=True):
             torch.testing.assert_close(mine, naive, rtol=1e-5, atol=1e-5)
-        assert type(outputs[1].past_key_values) is GrowingCache
+        assert type(outputs[1][CACHE]) is GrowingCache
 
 
 def test_layers_follow_the_configuration_and_come_as_they_are_needed_without_one() -> None:
@@ -231,7 +232,7 @@ def test_gradients_flow_through_the_cache(variant: str) -> None:
             logits = model(ids, use_cache=False).logits
         else:
             parts = (slice(0, 5), slice(5, 6), slice(6, 7), slice(7, 11))
-            logits = torch.cat([model(ids[:, part], past_key_values=cache).logits for part in parts], dim=1)
+            logits = torch.cat([model(ids[:, part], **{CACHE: cache}).logits for part in parts], dim=1)
         nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     for got in gradients[1:]:
@@ -250,12 +251,12 @@ def test_gradients_of_a_step_outlive_later_steps_without_gradients() -> None:
         cache = new_cache()
         model.zero_grad()
         with torch.no_grad():
-            model(ids[:, :5], past_key_values=cache)
-            model(ids[:, 5:6], past_key_values=cache)
-        loss = model(ids[:, 6:8], past_key_values=cache).logits.square().mean()
+            model(ids[:, :5], **{CACHE: cache})
+            model(ids[:, 5:6], **{CACHE: cache})
+        loss = model(ids[:, 6:8], **{CACHE: cache}).logits.square().mean()
         with torch.no_grad():
-            model(ids[:, 8:9], past_key_values=cache)
-            last = model(ids[:, 9:10], past_key_values=cache).logits
+            model(ids[:, 8:9], **{CACHE: cache})
+            last = model(ids[:, 9:10], **{CACHE: cache}).logits
         loss.backward()
         results.append((last, [parameter.grad for parameter in model.parameters() if parameter.requires_grad]))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-9, atol=1e-9)
@@ -273,13 +274,13 @@ def test_a_cache_made_in_one_mode_is_continued_in_another(
     expected = model(ids, use_cache=False).logits
     cache = GrowingCache(model.config)
     with inside():
-        model(ids[:, :4], past_key_values=cache)
-        model(ids[:, 4:6], past_key_values=cache)
+        model(ids[:, :4], **{CACHE: cache})
+        model(ids[:, 4:6], **{CACHE: cache})
     with outside():
-        got = model(ids[:, 6:9], past_key_values=cache).logits
+        got = model(ids[:, 6:9], **{CACHE: cache}).logits
     torch.testing.assert_close(got, expected[:, 6:9], rtol=1e-4, atol=1e-4)
     with inside():
-        got = model(ids[:, 9:], past_key_values=cache).logits
+        got = model(ids[:, 9:], **{CACHE: cache}).logits
     torch.testing.assert_close(got, expected[:, 9:], rtol=1e-4, atol=1e-4)
 
 
@@ -290,8 +291,8 @@ def test_it_has_the_leaves_of_a_dynamic_cache(variant: str) -> None:
     caches = GrowingCache(model.config), DynamicCache(config=model.config)
     with torch.no_grad():
         for cache in caches:
-            model(RAGGED["input_ids"][:, :8], past_key_values=cache)
-            model(RAGGED["input_ids"][:, 8:9], past_key_values=cache)
+            model(RAGGED["input_ids"][:, :8], **{CACHE: cache})
+            model(RAGGED["input_ids"][:, 8:9], **{CACHE: cache})
     mine, naive = map(get_leaf_tensors, caches)
     assert mine.keys() == naive.keys()
     for name, tensor in naive.items():

@@ -10,6 +10,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, StaticCache
 
 from resformer import GrowingCache, ResFormerConfig
 from resformer.configuration import cache_bytes, cache_bytes_by_method, cache_bytes_per_token
+from resformer.modeling.versions import CACHE
 
 
 @pytest.mark.parametrize("new_cache", [DynamicCache, GrowingCache, partial(StaticCache, max_cache_len=11)])
@@ -20,7 +21,7 @@ def test_report_is_what_a_cache_holds(
     model = tiny_model(variant, dtype=dtype, **({} if window is None else {"sliding_window": 4, "layer_types": None}))
     cache = new_cache(config=model.config)
     with torch.no_grad():
-        model(torch.randint(3, 97, (2, 11)), past_key_values=cache)
+        model(torch.randint(3, 97, (2, 11)), **{CACHE: cache})
     held = 0
     for layer in cache.layers:
         for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):

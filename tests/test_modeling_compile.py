@@ -16,6 +16,7 @@ from transformers.exporters.utils import decompose_prefill_decode, get_leaf_tens
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
 from resformer import METHODS, GrowingCache
+from resformer.modeling.versions import CACHE
 
 EVERY_MECHANISM = others_slow(
     [*METHODS, "kitchen-sink", "gated-sink", "depth-sink"], ["resformer", "svformer", "depth-sink"]
@@ -113,8 +114,8 @@ def test_compiled_and_plain_calls_continue_one_anothers_cache(method: str) -> No
         cache, parts = None, []
         for call, start, end in ((first, 0, 4), *calls):
             with torch.no_grad():
-                output = call(ids[:, start:end], past_key_values=cache, use_cache=True)
-            cache, parts = output.past_key_values, [*parts, output.logits]
+                output = call(ids[:, start:end], **{CACHE: cache}, use_cache=True)
+            cache, parts = output[CACHE], [*parts, output.logits]
         assert type(cache) is made
         torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-4)
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from transformers.cache_utils import QuantizedLayer
 
 from resformer import GrowingCache
 from resformer.configuration import key_sources, value_sources
+from resformer.modeling.sharing import update_cache
+from resformer.modeling.versions import CACHE
 
 NEW_TOKENS = 8
 #: The first prompt, which has no padding.
@@ -65,7 +68,7 @@ def logits_in_chunks(model: PreTrainedModel, batch: Batch, sizes: list[int], cac
                     batch["input_ids"][:, part],
                     attention_mask=batch["attention_mask"][:, : part.stop],
                     position_ids=positions[:, part],
-                    past_key_values=cache,
+                    **{CACHE: cache},
                     use_cache=True,
                 ).logits
             )
@@ -114,8 +117,8 @@ def test_generation_with_a_cache_equals_generation_without(variant: str, mode: s
     without = {name: value for name, value in options.items() if name not in of_caches}
     expected = generate(tiny_model(variant), RAGGED, use_cache=False, **without)
     got = generate(model, RAGGED, **options)
-    assert expected.past_key_values is None
-    assert type(got.past_key_values) is CACHES[options.get("cache_implementation")]
+    assert getattr(expected, CACHE) is None
+    assert type(getattr(got, CACHE)) is CACHES[options.get("cache_implementation")]
     assert_same_generation(got, expected)
     # Control: the continuations vary and depend on the prompt, so that a wrong cache would show.
     assert len(got.sequences[:, -NEW_TOKENS:].unique()) > 5
@@ -194,10 +197,10 @@ def test_a_second_turn_on_a_returned_cache_equals_one_pass(variant: str, kind: s
     batch, past = RAGGED, None if kind == "default" else caches_of(model, 40)[kind]
     for turn in range(3):
         expected = generate(model, batch, use_cache=False)
-        got = generate(model, batch, **({} if past is None else {"past_key_values": past}))
+        got = generate(model, batch, **({} if past is None else {CACHE: past}))
         assert_same_generation(got, expected)
-        assert past is None or got.past_key_values is past
-        past = got.past_key_values
+        assert past is None or got[CACHE] is past
+        past = got[CACHE]
         assert past.get_seq_length() == got.sequences.shape[1] - 1, f"turn {turn}"
         # What was generated, and what the user says next: the last new token and these are not in the cache yet.
         said = torch.randint(3, 97, (3, 2), generator=generator)
@@ -243,7 +246,7 @@ def test_quantized_caches_hold_what_layers_make_and_refuse_windows(variant: str)
     torch.testing.assert_close(got.logits[0], expected.logits[0])
     assert torch.cosine_similarity(got.logits[1], expected.logits[1]).median() > 0.95
     sources = key_sources(model.config), value_sources(model.config)
-    for layer, cached in enumerate(got.past_key_values.layers):
+    for layer, cached in enumerate(got[CACHE].layers):
         parts = [part[0] for part in (cached._quantized_keys, cached._quantized_values) if part is not None]
         assert sum(part.numel() > 0 for part in parts) == sum(each[layer] == layer for each in sources)
 
@@ -265,7 +268,7 @@ def test_group_wise_quantized_caches_take_layers_that_store_one_tensor(variant: 
     model = tiny_model(variant)
     cache = QuantizedCache("fp8", config=LlamaConfig(num_hidden_layers=model.config.num_hidden_layers))
     cache.layers = [LosslessLayer(residual_length=3) for _ in cache.layers]
-    got = generate(model, RAGGED, past_key_values=cache, num_beams=beams)
+    got = generate(model, RAGGED, **{CACHE: cache}, num_beams=beams)
     assert_same_generation(got, generate(model, RAGGED, use_cache=False, num_beams=beams))
 
 
@@ -282,3 +285,14 @@ def test_continuous_batching_gives_the_tokens_of_generate(variant: str) -> None:
     )
     by_request = sorted(finished.items(), key=lambda item: int(item[0].rpartition("_")[2]))
     assert [output.generated_tokens for _, output in by_request] == alone
+
+
+@pytest.mark.parametrize("own", [(True, True), (True, False), (False, True), (False, False)])
+def test_layers_that_share_give_flash_attention_what_they_attend_to(own: tuple[bool, bool]) -> None:
+    """On a GPU, continuous batching has flash attention store it in the layer's own blocks."""
+    asked, made = {"block_table": torch.zeros(1)}, torch.randn(2, 1, 2, 3, 4)
+    cache = SimpleNamespace(update=lambda keys, values, layer, kwargs: kwargs.update(layer=layer) or (keys, values))
+    mine = [each if has else None for each, has in zip(made, own, strict=True)]
+    theirs = [None if has else each for each, has in zip(made, own, strict=True)]
+    torch.testing.assert_close(update_cache(cache, 5, *mine, *theirs, asked), tuple(made))
+    assert asked["layer"] == 5
