@@ -8,7 +8,7 @@
 #   early          each of them, converted and trained to the same end (FROM=10, 25, 50 or 100); also with its values aligned
 #   scratch        the same methods from scratch, with the same schedule
 #   capacity       only what is added is trained, connections and LoRA, on plain Llama of `starts` with its rate brought down
-#   five-rates     2 million parameters on 5 million bytes, three learning rates
+#   five-rates     2 million parameters on 5 million bytes, three learning rates, four for two methods
 #   five           the same at the rates chosen there, five seeds
 #   smollm2        connections and LoRA on SmolLM2-135M (the folder or id in FROM), frozen, on three texts (two more in TEXTS): a
 #                  quarter of a million tokens at three rates, and with RATES="resformer:1e-2 ..." a million, two seeds
@@ -76,7 +76,7 @@ annealed) # for `capacity`
     compare "annealed/$2" --from "$3" --methods transformer --seeds 1 --first-seed $(($2 + 10)) --steps 244 --block 256 \
         --learning-rate "$RATE" --schedule wsd --decay 0.95 --save-models "${common[@]}" ;;
 five-rates)
-    methods=$(swept "transformer resformer svformer denseformer" "2e-3 4e-3 8e-3"),$(swept "transformer resformer" 1e-3)
+    methods=$(swept "transformer resformer svformer denseformer" "4e-3 2e-3 8e-3"),$(swept "transformer resformer" 1e-3)
     compare five-rates --methods "$methods" --seeds 1 --steps 1221 --block 256 --learning-rate 2e-3 "${common[@]}" ;;
 five)
     compare five --methods "$RATES" --seeds 5 --steps 1221 --block 256 --learning-rate 2e-3 "${common[@]}" ;;

@@ -414,6 +414,12 @@ def _of_studies() -> Iterator[str]:
     for method in ("transformer", "resformer", "svformer", "denseformer"):
         for loss in ("choice_loss", "loss"):
             yield f"In `rates`, {rate('rates', method, loss)} is the best of four for each of four methods"
+        yield f"In `five-rates`, {rate('five-rates', method)} is the best rate of each method"
+    signs = (
+        best_row("five-rates", method)["difference"]["mean"] for method in ("svformer", "resformer", "denseformer")
+    )
+    ahead = ("ahead" if sign < 0 else "behind" for sign in signs)
+    yield "`svformer` is {}, `resformer` is {} and `denseformer` is {}, as in `trend`".format(*ahead)
     yield f"{rate('continued-rates', 'transformer')} is the best of four for plain Llama"
     for method in ("resformer", "svformer", "denseformer"):
         best = rate("budget20-rates", "transformer"), rate("budget20-rates", method)
