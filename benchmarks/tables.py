@@ -415,11 +415,17 @@ def _of_studies() -> Iterator[str]:
         for loss in ("choice_loss", "loss"):
             yield f"In `rates`, {rate('rates', method, loss)} is the best of four for each of four methods"
         yield f"In `five-rates`, {rate('five-rates', method)} is the best rate of each method"
-    signs = (
-        best_row("five-rates", method)["difference"]["mean"] for method in ("svformer", "resformer", "denseformer")
-    )
-    ahead = ("ahead" if sign < 0 else "behind" for sign in signs)
-    yield "`svformer` is {}, `resformer` is {} and `denseformer` is {}, as in `trend`".format(*ahead)
+    for name in ("five-rates", "trend"):
+        signs = (best_row(name, method)["difference"]["mean"] for method in ("svformer", "resformer", "denseformer"))
+        ahead = ("ahead" if sign < 0 else "behind" for sign in signs)
+        yield "`svformer` is {}, `resformer` is {} and `denseformer` is {}, as in `trend`".format(*ahead)
+    loss = {row["method"]: row["loss"] for row in study_rows("five-rates")}
+    for method in ("svformer", "resformer"):
+        others = [
+            loss[f"{method}:learning_rate={at}"] < loss[f"transformer:learning_rate={at}"] for at in ("2e-3", "8e-3")
+        ]
+        where = "ahead of" if all(others) else "not ahead of"
+        yield f"At 2e-3 and 8e-3, too, `svformer` and `resformer` are {where} plain Llama"
     yield f"{rate('continued-rates', 'transformer')} is the best of four for plain Llama"
     for method in ("resformer", "svformer", "denseformer"):
         best = rate("budget20-rates", "transformer"), rate("budget20-rates", method)

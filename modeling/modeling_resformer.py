@@ -406,7 +406,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
         a packed sequence, which is kept apart; whether a cache is made does not matter, as it does for Llama. For
         positions with gaps within one sequence give an `attention_mask` of ones.
         """
-        past_key_values = kwargs.pop(CACHE, past_key_values)
+        past_key_values = kwargs.pop(CACHE, past_key_values)  # `cache` is its name from Transformers 5.24 on
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         if input_ids is None and self.config.value_embeddings:

@@ -205,6 +205,11 @@ def test_sharing_trains_what_reads_and_what_is_read(variant: str) -> None:
         assert sorted(trained_parameters(model, "connections")) == sorted(connections)
 
 
+def test_predictions_are_logits_without_the_cache(trainer: Build) -> None:
+    predicted = trainer("svformer", use_cache=True).predict(training_rows(4)).predictions
+    assert predicted.shape == (4, 12, TINY["vocab_size"])
+
+
 def test_peak_memory_sees_an_allocation() -> None:
     before = peak_memory()
     with mmap.mmap(-1, before) as fresh:  # not what an allocator has kept
