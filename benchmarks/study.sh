@@ -9,7 +9,7 @@
 #   scratch        the same methods from scratch, with the same schedule
 #   capacity       only what is added is trained, connections and LoRA, on plain Llama of `starts` with its rate brought down
 #   five-rates     2 million parameters on 5 million bytes, three learning rates, four for two methods
-#   five           the same at the rates chosen there, five seeds
+#   five           the same at the rates chosen there, five seeds or SEEDS
 #   smollm2        connections and LoRA on SmolLM2-135M (the folder or id in FROM), frozen, on three texts (two more in TEXTS): a
 #                  quarter of a million tokens at three rates, and with RATES="resformer:1e-2 ..." a million, two seeds
 # RATES="transformer:learning_rate=4e-3,..." names the methods of `budget`, `context` and `five` with their chosen rates.
@@ -79,7 +79,7 @@ five-rates)
     methods=$(swept "transformer resformer svformer denseformer" "4e-3 2e-3 8e-3"),$(swept "transformer resformer" 1e-3)
     compare five-rates --methods "$methods" --seeds 1 --steps 1221 --block 256 --learning-rate 2e-3 "${common[@]}" ;;
 five)
-    compare five --methods "$RATES" --seeds 5 --steps 1221 --block 256 --learning-rate 2e-3 "${common[@]}" ;;
+    compare five --methods "$RATES" --seeds "${SEEDS:-5}" --steps 1221 --block 256 --learning-rate 2e-3 "${common[@]}" ;;
 smollm2)
     recipe=(--data standard-library $TEXTS --held-out 0.05 --held-out-blocks 16 --block 512 --batch 8 --micro-batch 2 --bf16)
     arms=(resformer resformer-gated denseformer lora-values-1)
