@@ -14,7 +14,7 @@ from resformer.training.study.table import losses_of, paired_difference
 
 STUDIES = Path(__file__).resolve().parent / "results" / "study"
 #: Studies from scratch whose leads are drawn, each in its own panel.
-LEADS = ("budget20", "context1024", "trend")
+LEADS = ("budget20", "context1024", "five")
 #: Per cent of the training after which a plain model was converted; 0: trained with the connections from the start.
 MOMENTS = (0, 10, 25, 50, 100)
 ALIGNED = ", values aligned"

@@ -5,6 +5,7 @@ the sentences of a page are compared with `sentences`, which writes nothing.
 """
 
 import json
+import operator
 import re
 import statistics
 import sys
@@ -415,10 +416,15 @@ def _of_studies() -> Iterator[str]:
         for loss in ("choice_loss", "loss"):
             yield f"In `rates`, {rate('rates', method, loss)} is the best of four for each of four methods"
         yield f"In `five-rates`, {rate('five-rates', method)} is the best rate of each method"
-    for name in ("five-rates", "trend"):
-        signs = (best_row(name, method)["difference"]["mean"] for method in ("svformer", "resformer", "denseformer"))
-        ahead = ("ahead" if sign < 0 else "behind" for sign in signs)
-        yield "`svformer` is {}, `resformer` is {} and `denseformer` is {}, as in `trend`".format(*ahead)
+    for method in ("svformer", "resformer"):
+        ahead, behind = seeds("five", method, -1), seeds("five", "denseformer", 1)
+        yield f"`svformer` and `resformer` are ahead in {ahead} seeds, `denseformer` is behind in {behind}"
+        means = (best_row(name, method)["difference"]["mean"] for name in ("trend", "five"))
+        yield f"`svformer` and `resformer` are {'further' if operator.lt(*means) else 'less far'} ahead there"
+    tests = {row["architecture"]: row["difference"] for row in study_rows("five") if row["difference"]}
+    alone = " and ".join(f"`{method}`" for method, each in tests.items() if each["low"] * each["high"] > 0)
+    above = "above" if min(each["own"]["holm"] for each in tests.values()) > 0.05 else "not above"
+    yield f"the pooled interval leaves out 0 for {alone} alone, and p is {above} 5 % for each"
     loss = {row["method"]: row["loss"] for row in study_rows("five-rates")}
     for method in ("svformer", "resformer"):
         others = [

@@ -52,7 +52,7 @@ STUDIES = (Path(__file__).parents[1] / "benchmarks" / "results" / "study").glob(
 REPEATED = [
     path
     for path in STUDIES
-    if path.stem not in ("trend", "five-rates") and not re.search(" --(data|from) ", path.read_text())
+    if path.stem not in ("trend", "five-rates", "five") and not re.search(" --(data|from) ", path.read_text())
 ]
 
 
