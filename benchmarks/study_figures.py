@@ -23,10 +23,9 @@ ALIGNED = ", values aligned"
 def runs_of(study: str) -> list[dict[str, Any]]:
     """The runs of a study, those of its report alone."""
     report = json.loads((STUDIES / f"{study}.json").read_text(encoding="utf-8"))
-    seeds = {row["method"]: row["seeds"] for rows in report["sizes"].values() for row in rows}
+    methods = {row["method"] for rows in report["sizes"].values() for row in rows}
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in (STUDIES / study).glob("runs/**/*.json")]
-    reported = (run for run in runs if run["seed"] in seeds.get(run["method"], ()))
-    return sorted(reported, key=lambda run: (run["architecture"], run["seed"]))
+    return sorted((run for run in runs if run["method"] in methods), key=lambda run: (run["architecture"], run["seed"]))
 
 
 def by_architecture(runs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
