@@ -5,7 +5,6 @@ the sentences of a page are compared with `sentences`, which writes nothing.
 """
 
 import json
-import operator
 import re
 import statistics
 import sys
@@ -419,8 +418,8 @@ def _of_studies() -> Iterator[str]:
     for method in ("svformer", "resformer"):
         ahead, behind = seeds("five", method, -1), seeds("five", "denseformer", 1)
         yield f"`svformer` and `resformer` are ahead in {ahead} seeds, `denseformer` is behind in {behind}"
-        means = (best_row(name, method)["difference"]["mean"] for name in ("trend", "five"))
-        yield f"`svformer` and `resformer` are {'further' if operator.lt(*means) else 'less far'} ahead there"
+        trend, five = (best_row(name, method)["difference"]["mean"] for name in ("trend", "five"))
+        yield f"`svformer` and `resformer` are {'further' if trend < five else 'less far'} ahead there"
     tests = {row["architecture"]: row["difference"] for row in study_rows("five") if row["difference"]}
     alone = " and ".join(f"`{method}`" for method, each in tests.items() if each["low"] * each["high"] > 0)
     above = "above" if min(each["own"]["holm"] for each in tests.values()) > 0.05 else "not above"
