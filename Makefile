@@ -17,7 +17,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --co
 .NOTPARALLEL:
 
 demo: .venv/demo
-	$(BIN)/resformer demo $(ARGS)
+	$(BIN)/python examples/demo.py $(ARGS)
 
 # From scratch: plain Llama and an SVFormer of 3 million parameters on the standard library's sources, in some 25 minutes
 # on two free cores. Checkpoints, cards and curves are in `pretrained`. When it was stopped, the same command goes on.
@@ -61,7 +61,7 @@ docs: .venv/test
 
 # Runs the notebook of the documentation on the demo's model and keeps its outputs.
 tour: .venv/test
-	$(BIN)/python tests/tour.py
+	PYTHONPATH=examples $(BIN)/python tests/tour.py
 
 clean:
 	rm -rf .venv .venv-vllm build dist src/*.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

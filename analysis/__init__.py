@@ -9,7 +9,7 @@ report      writes analysis.json, PNG figures and, with `page`, one HTML page
 
 from resformer.analysis.figures import plots
 from resformer.analysis.measuring import Analysis, analyze
-from resformer.analysis.report import Report, write_report
+from resformer.analysis.report import Report, findings, write_report
 from resformer.analysis.texts import read_texts, standard_texts
 
-__all__ = ["Analysis", "Report", "analyze", "plots", "read_texts", "standard_texts", "write_report"]
+__all__ = ["Analysis", "Report", "analyze", "findings", "plots", "read_texts", "standard_texts", "write_report"]

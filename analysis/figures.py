@@ -12,7 +12,6 @@ from resformer.analysis.measuring import Analysis
 from resformer.environment import require
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 #: Markers tell the lines apart where colours do not.
@@ -62,7 +61,6 @@ def plots(analyses: Sequence[Analysis], *, changes: bool = False) -> dict[str, P
     require("matplotlib", "analysis")
     with _style():
         drawn = [_lines(key, analyses) for key in _LINES]
-        drawn.append(_positions(analyses))
         for key, title in (("value_mixing", "Value mixing matrix M"), ("depth_mixing", "Depth mixing matrix D")):
             if mixing := [analysis for analysis in analyses if _matrix(analysis, key, changes=True).any()]:
                 drawn.append(_maps(key, title, mixing, changes))
@@ -82,11 +80,12 @@ def _style() -> Any:
 
     look: Any = {"axes.grid": True, "axes.titlelocation": "left", "grid.alpha": 0.3, "legend.frameon": False}
     look |= {"axes.spines.right": False, "axes.spines.top": False}
+    look["font.size"] = 12
     look["axes.prop_cycle"] = cycler(color=_COLOURS, marker=_MARKERS, linestyle=_DASHES)
     return rc_context({**look, "text.parse_math": False})  # a checkpoint's name may have a $
 
 
-def _figure(width: float = 6.4, height: float = 3.8, columns: int = 1) -> tuple["Figure", Any]:
+def _figure(width: float = 6.4, height: float = 4.4, columns: int = 1) -> tuple["Figure", Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -94,6 +93,14 @@ def _figure(width: float = 6.4, height: float = 3.8, columns: int = 1) -> tuple[
 
 
 def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
+    from matplotlib.ticker import LogFormatter, MaxNLocator
+
+    class Plain(LogFormatter):
+        """0.9, where `LogFormatter` has 9e-01."""
+
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:,g}" if super().__call__(x, pos) else ""
+
     title, label, logarithmic = _LINES[key]
     figure, (axes,) = _figure()
     for analysis in analyses:
@@ -107,38 +114,14 @@ def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
             named = {"label": "uniform attention"} if analysis is analyses[0] else {}
             axes.axhline(analysis.uniform[key], color=line.get_color(), alpha=0.5, linestyle=":", **named)
     if logarithmic:
-        _logarithmic(axes)
-    return _finished(key, title, figure, axes, "layer", label)
-
-
-def _positions(analyses: Sequence[Analysis]) -> Plot:
-    figure, (axes,) = _figure()
-    for analysis in analyses:
-        layer = int(np.argmax(analysis.mean("importance_ratio")))
-        importance = analysis.importance_by_position[layer]
-        label = f"{analysis.name}, layer {layer}"
-        axes.plot(range(len(importance)), importance, markersize=3, linewidth=1.2, label=label)
-    _logarithmic(axes)
-    title = "Token importance by position"
-    return _finished("importance_by_position", title, figure, axes, "position", "share of what all tokens receive")
-
-
-def _logarithmic(axes: "Axes") -> None:
-    from matplotlib.ticker import LogFormatter
-
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(LogFormatter())
-    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))  # labels on an axis of few decades
-
-
-def _finished(key: str, title: str, figure: "Figure", axes: "Axes", across: str, up: str) -> Plot:
-    from matplotlib.ticker import MaxNLocator
-
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(Plain())
+        axes.yaxis.set_minor_formatter(Plain(minor_thresholds=(2, 0.5)))  # labels on an axis of few decades
     axes.set_title(title)
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
+    axes.set_xlabel("layer")
+    axes.set_ylabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     return Plot(key, title, figure)
 
 

@@ -17,13 +17,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from resformer.analysis.attention import IMPLEMENTATION
-from resformer.configuration import ResFormerConfig
+from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import method_of
 from resformer.environment import usable_device
 from resformer.errors import CheckpointError, one_line
 from resformer.files import AsDict
-from resformer.modeling.connection import plain_matrix
-from resformer.untrusted import check_folder
+from resformer.loading import load_config
+from resformer.modeling.connecting import depth_mixing_matrix, value_mixing_matrix
 
 #: What is measured in each layer of each text.
 DEFINITIONS = {
@@ -41,8 +41,6 @@ DEFINITIONS = {
     "similarity": "Mean cosine between the hidden states X_{n+1} of different tokens; 1 means over-smoothing.",
 }
 _NAMES = list(DEFINITIONS)
-#: The importance of this many first positions is reported one by one.
-_POSITIONS = 64
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,6 @@ class Analysis(AsDict):
     tokens: int
     skipped: int  # texts of fewer than two tokens
     quantities: dict[str, dict[str, list[float]]]  # name in DEFINITIONS -> "mean" and "deviation", per layer
-    importance_by_position: list[list[float]]  # per layer, the mean a'_j of the first 64 positions
     uniform: dict[str, float]  # the quantities of importance under uniform attention to all visible tokens
     value_mixing_matrix: list[list[float]]  # (N, N); NaN where a gate decides for each token
     depth_mixing_matrix: list[list[float]]  # (N, N + 1)
@@ -120,7 +117,6 @@ def analyze(
     base = model.base_model
     layers = _layers(base, name)
     per_text: list[np.ndarray] = []  # (layers, quantities) each
-    importances: list[np.ndarray] = []  # (layers, positions) each
     lengths: list[int] = []
     skipped = 0
     with _measured(model, layers) as measure:
@@ -134,7 +130,7 @@ def analyze(
             if len(ids) < 2:
                 skipped += 1
                 continue
-            values, importance = measure(ids)
+            values = measure(ids)
             if not np.isfinite(values).all():
                 layer, which = np.argwhere(~np.isfinite(values))[0]
                 raise CheckpointError(
@@ -142,7 +138,6 @@ def analyze(
                     f"{len(lengths) + skipped}; is it a trained model, and is its dtype wide enough?"
                 )
             per_text.append(values)
-            importances.append(importance)
             lengths.append(len(ids))
             progress()
     if not lengths:
@@ -150,7 +145,7 @@ def analyze(
     stacked = np.stack(per_text)
     deviation = stacked.std(axis=0, ddof=1) if len(lengths) > 1 else np.full(stacked.shape[1:], np.nan)
     config = model.config
-    connected = isinstance(config, ResFormerConfig)
+    connected = isinstance(config, ConnectionFields)
     count = len(layers)
     return Analysis(
         name=name,
@@ -168,10 +163,9 @@ def analyze(
             quantity: {"mean": stacked[..., i].mean(axis=0).tolist(), "deviation": deviation[:, i].tolist()}
             for i, quantity in enumerate(_NAMES)
         },
-        importance_by_position=np.nanmean(np.stack(importances)[..., : max(lengths)], axis=0).tolist(),
         uniform=dict(zip(_NAMES[:3], np.mean([_uniform(length) for length in lengths], axis=0).tolist(), strict=True)),
-        value_mixing_matrix=(base.value_mixing_matrix() if connected else plain_matrix(count, count)).tolist(),
-        depth_mixing_matrix=(base.depth_mixing_matrix() if connected else plain_matrix(count, count + 1)).tolist(),
+        value_mixing_matrix=value_mixing_matrix(model).tolist(),
+        depth_mixing_matrix=depth_mixing_matrix(model).tolist(),
         neutreno_lambda=config.neutreno_lambda if connected else 0.0,
     )
 
@@ -204,28 +198,23 @@ def _uniform(tokens: int) -> np.ndarray:
 
 
 @contextmanager
-def _measured(
-    model: PreTrainedModel, layers: Sequence[nn.Module]
-) -> Iterator[Callable[[list[int]], tuple[np.ndarray, np.ndarray]]]:
-    """A function from token ids to the quantities, `(layers, quantities)`, and importance, `(layers, positions)`."""
+def _measured(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterator[Callable[[list[int]], np.ndarray]]:
+    """A function from token ids to the quantities, `(layers, quantities)`."""
     base, was, training = model.base_model, model.config._attn_implementation, model.training
     attention: dict[int, torch.Tensor] = {}
     hidden: dict[int, torch.Tensor] = {}
-    shares: dict[int, torch.Tensor] = {}
 
     def take_attention(layer: int, importance: torch.Tensor, value: torch.Tensor) -> None:
         share = importance[0] / importance[0].sum()
         states = value[0].transpose(0, 1).flatten(1).to(share.dtype)
         attention[layer] = torch.cat([_importance_quantities(share), _norm_quantities(states)])
-        missing = max(0, _POSITIONS - len(share))
-        shares[layer] = nn.functional.pad(share[:_POSITIONS], (0, missing), value=torch.nan)
 
     def take_hidden(layer: int, output: Any) -> None:
         states = (output if isinstance(output, torch.Tensor) else output[0])[0]
         states = states.to(torch.promote_types(states.dtype, torch.float32))
         hidden[layer] = torch.cat([_norm_quantities(states), _similarity(states)[None]])
 
-    def measure(ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def measure(ids: list[int]) -> np.ndarray:
         with torch.inference_mode():
             base(
                 input_ids=torch.tensor([ids], device=base.device),
@@ -239,8 +228,7 @@ def _measured(
                 "attention interface."
             )
         rows = [torch.cat([attention[n].cpu(), hidden[n].cpu()]) for n in range(len(layers))]
-        importance = [shares[n].cpu() for n in range(len(layers))]
-        return np.stack([row.double().numpy() for row in rows]), np.stack([row.double().numpy() for row in importance])
+        return np.stack([row.double().numpy() for row in rows])
 
     hooks = [
         layer.register_forward_hook(lambda module, args, output, n=n: take_hidden(n, output))
@@ -267,13 +255,13 @@ def _layers(base: nn.Module, name: str) -> list[nn.Module]:
 
 
 def _load(checkpoint: str, dtype: torch.dtype, device: str | torch.device | None) -> PreTrainedModel:
-    check_folder(checkpoint)
     device = usable_device(device)
     try:
+        config = load_config(checkpoint)
         model, loading = AutoModelForCausalLM.from_pretrained(
-            checkpoint, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            checkpoint, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
-    except ImportError:
+    except (ImportError, CheckpointError):
         raise
     except Exception as error:  # Transformers and safetensors raise many types of exceptions for a bad file
         raise CheckpointError(f"{checkpoint}: cannot be loaded: {one_line(error)}") from error

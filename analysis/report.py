@@ -36,7 +36,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """All numbers, their definitions, the command and the versions."""
         return {
-            "checkpoints": [analysis.as_dict() for analysis in self.analyses],
+            "checkpoints": [analysis.as_dict() | {"findings": findings(analysis)} for analysis in self.analyses],
             "command": self.command,
             "definitions": DEFINITIONS,
             "versions": {
@@ -46,6 +46,39 @@ class Report:
                 "transformers": transformers.__version__,
             },
         }
+
+
+def findings(analysis: Analysis) -> list[str]:
+    """What the numbers say of sinks, drains, peaks and over-smoothing. The papers give no limits, so none are here."""
+    ratio, uniform = analysis.mean("importance_ratio"), analysis.uniform["importance_ratio"]
+    sinks = sum(each > uniform for each in ratio)
+    if sinks:
+        sink = (
+            f"Attention sink: the first token receives more than under uniform attention in {sinks} of {len(ratio)} "
+            f"layers, in layer {ratio.index(max(ratio))} {max(ratio):.3g} times the mean of the others (uniform: "
+            f"{uniform:.3g})."
+        )
+    else:
+        sink = (
+            f"No sink: the first token receives less than uniform attention in every layer, at most {max(ratio):.3g} "
+            f"times the mean of the others (uniform: {uniform:.3g})."
+        )
+    values, hidden = analysis.mean("value_norm_ratio"), analysis.mean("hidden_norm_ratio")
+    least, most = min(values), max(hidden)
+    drain = (
+        f"Value drain: the first token's values are shortest in layer {values.index(least)}, {least:.3g} of the mean "
+        "length of the others."
+        if least < 1
+        else "No value drain: the first token's values are no shorter than the others' in any layer."
+    )
+    peak = (
+        f"Hidden peak: the first token's hidden state is longest after layer {hidden.index(most)}, {most:.3g} times "
+        "the mean of the others."
+        if most > 1
+        else "No hidden peak: the first token's hidden state is no longer than the others' after any layer."
+    )
+    similarity = analysis.mean("similarity")[-1]
+    return [sink, drain, peak, f"Similarity: after the last layer two tokens have a mean cosine of {similarity:.3g}."]
 
 
 def write_report(report: Report, folder: Path, *, force: bool = False) -> None:

@@ -1,14 +1,17 @@
 """What added parameters gain on a frozen checkpoint, beside LoRA of as many.
 
-    python benchmarks/capacity.py CHECKPOINT OUTPUT --seed 10 --steps 610 --rate 4e-3
+    python benchmarks/capacity.py CHECKPOINT OUTPUT.jsonl --seed 10 --steps 610 --rate 4e-3
 
 Only what is added is trained, on the text and in the order of `resformer compare`: the connections of exact methods,
-and adapters. The arm `checkpoint` adds nothing, and is evaluated. OUTPUT/ARM.json has what a run of a study has,
-`trained`, and the source of each held-out document. Finished runs are kept; several processes share the runs.
+and adapters. The arm `checkpoint` adds nothing, and is evaluated. OUTPUT is a record as `compare` writes it, with `arm`
+and `trained` of each run and the source of each held-out document. Finished runs are kept; several processes share the
+runs.
 """
 
 import argparse
-import json
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +22,22 @@ from transformers import AutoModelForCausalLM
 from resformer import retrofit
 from resformer.configuration import METHODS
 from resformer.environment import describe_environment
-from resformer.files import locked, replace_text
+from resformer.files import locked
 from resformer.training.data import STANDARD_HELD_OUT, STANDARD_LIBRARY, is_row_held_out, load_documents
 from resformer.training.optimizer import is_connection
-from resformer.training.options import StudyOptions
+from resformer.training.options import StudyOptions, refuse_other
 from resformer.training.study.data import study_data
 from resformer.training.study.paired_run import losses_by_document, paired_run
+from resformer.training.study.record import add_line, read_record
 
 LORA: dict[str, dict[str, Any]] = {
     "lora-all-linear": {"r": 4, "target_modules": "all-linear"},
     "lora-values": {"r": 2, "target_modules": ["v_proj"]},
     "lora-values-1": {"r": 1, "target_modules": ["v_proj"]},
 }
-#: Methods whose effect depends on the input, and LoRA of about as many parameters.
+#: The bare checkpoint, methods whose effect depends on the input, and LoRA of about as many parameters.
 ARMS = [
-    *("value-embeddings", "lora-all-linear", "resformer-gated", "attention-residuals", "depth-attention"),
+    *("checkpoint", "value-embeddings", "lora-all-linear", "resformer-gated", "attention-residuals", "depth-attention"),
     "lora-values",
 ]
 
@@ -88,23 +92,36 @@ def main() -> None:
         for row in part
         if row["text"] and is_row_held_out(row, row["text"], arguments.held_out)
     ]
+    study = {
+        **{name: getattr(arguments, name) for name in ("block", "batch", "bf16")},
+        "checkpoint": str(arguments.checkpoint),
+        "data": {"name": data.name, **data.fingerprint},
+        "held_out_sources": sources,
+    }
+    file, settings = arguments.output, {"seed": arguments.seed, "rate": arguments.rate, "steps": arguments.steps}
+    with locked(file.with_suffix(".beginning"), wait=True):
+        if file.exists():
+            refuse_other(file, read_record(file)[0][0], study, "study")
+        else:
+            add_line(file, {"study": {"command": shlex.join(["python", *sys.argv]), **study}})
     for arm in arguments.arms:
-        file, unfinished = arguments.output / f"{arm}.json", arguments.output / "unfinished" / arm
+        described = {"arm": arm, **(settings if arm != "checkpoint" else {})}
+        unfinished = file.with_suffix(".unfinished") / "-".join(map(str, described.values()))
         with locked(unfinished.with_suffix(".lock")) as free:
-            if not free or file.exists():
+            (_, runs), *_ = read_record(file)
+            if not free or any(described.items() <= run.items() for run in runs):
                 continue
             model = model_of(arm, arguments.checkpoint, unfinished / "converted")
             trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
             if arm == "checkpoint":
                 with torch.autocast(model.device.type, torch.bfloat16, enabled=arguments.bf16):
-                    run = {"held_out": losses_by_document(model, data.blocks.held_out.whole, arguments.batch)}
+                    held_out = losses_by_document(model, data.blocks.held_out.whole, arguments.batch)
+                    run = {"held_out": held_out, "loss": held_out["loss"]}
             else:
-                run = paired_run(model, data.blocks, options.settings, arguments.seed, folder=unfinished)
-            facts = {"arm": arm, "trained": trained, "rate": arguments.rate, "steps": arguments.steps}
-            facts |= {"data": {"name": data.name, **data.fingerprint}, "environment": describe_environment()}
-            facts |= {"held_out_groups": data.groups, "held_out_sources": sources}
-            replace_text(file, json.dumps({**facts, **run}, indent=2) + "\n")
-            print(f"{file}: {run['held_out']['loss']:.4f}, {trained:,} parameters trained", flush=True)
+                run = paired_run(model, data.blocks, options.settings, arguments.seed, folder=unfinished / "run")
+            add_line(file, {**described, "trained": trained, **run, "environment": describe_environment()})
+            shutil.rmtree(unfinished, ignore_errors=True)
+            print(f"{arm}: {run['loss']:.4f}, {trained:,} parameters trained", flush=True)
 
 
 if __name__ == "__main__":

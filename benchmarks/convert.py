@@ -23,8 +23,8 @@ import torch
 import transformers
 
 import resformer
-from resformer.convert.planning import standard_names
-from resformer.convert.safetensors_format import Tensor, header_bytes
+from resformer.names import standard_names
+from resformer.safetensors_format import Tensor, header_bytes
 
 _IMPORTS = "import resformer.cli, resformer.convert.retrofitting"
 _TORCH = "import torch"
@@ -194,7 +194,7 @@ def measure(work: Path, rounds: int, layers: int) -> dict[str, object]:
         "start_up_peak_mb_beyond_torch": round((statistics.median(peak for _, peak in imports) - torch_alone) / 1e6, 1),
         "memory_bound_mb_beyond_torch": round(1.5 * largest / 1e6 + 100, 1),
         "cases": cases,
-        "note": "cp -r and conversions leave data to be written to the disk later; --durable waits for it (fsync)",
+        "note": "cp -r and conversions leave data to be written to the disk later",
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, local disk, all files in the page cache",
         "versions": {
             "resformer": resformer.__version__,

@@ -48,8 +48,8 @@ from transformers import (
 import resformer
 from resformer import METHODS, GrowingCache, ResFormerConfig
 from resformer.configuration import cache_bytes_per_token
+from resformer.modeling.connections.sharing import update_cache
 from resformer.modeling.growing_cache import moved_to_larger_memory, spare_room
-from resformer.modeling.sharing import update_cache
 from resformer.modeling.versions import CACHE
 
 
@@ -211,9 +211,12 @@ def measure(
 
 
 def built(method: str, shape: dict[str, Any], options: argparse.Namespace) -> PreTrainedModel:
-    """Llama or a method with random parameters, in the dtypes that a checkpoint is loaded in."""
+    """Llama, a method, or Llama `connected` with it, with random parameters, in the dtypes that checkpoints load in."""
     torch.manual_seed(0)
-    config = LlamaConfig(**shape) if method == "llama" else ResFormerConfig.for_method(method, **shape)
+    method, _, connected = method.partition(" ")
+    config = LlamaConfig(**shape) if connected or method == "llama" else ResFormerConfig.for_method(method, **shape)
+    if connected:
+        config = resformer.connected_config(config, method)
     with torch.device(options.device):
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).eval()
 

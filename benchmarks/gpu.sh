@@ -3,14 +3,13 @@
 #
 #   wheels  where there is a package index: what a GPU machine without one lacks beside torch 2.11, for its Python 3.12
 #   1       the tests marked gpu                2  training steps, eager and compiled     3  depth-weighted averages alone
-#   4       decoding                            5  methods compared, trained from scratch 6  a smaller cache, healed
+#   4       decoding                            5  methods compared, trained from scratch
 #
 # Results go to benchmarks/results/cuda, or $OUT. A part measures what these lack, so that it can be given again.
-# TOY=1 DEVICE=cpu tries out the script, in build/gpu-toy. Part 6 takes SOURCE, a checkpoint's folder; its default are
-# random weights of SmolLM2-135M's shape, which tell time and memory and nothing of what healing brings back.
+# TOY=1 DEVICE=cpu tries out the script, in build/gpu-toy.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-part=${1:?give a part: wheels, or 1 to 6} device=${DEVICE:-cuda} toy=${TOY:-} python=${PYTHON:-python3}
+part=${1:?give a part: wheels, or 1 to 5} device=${DEVICE:-cuda} toy=${TOY:-} python=${PYTHON:-python3}
 committed=benchmarks/results/cuda work=build/gpu${toy:+-toy}
 results=${OUT:-${toy:+$work/results}} results=${results:-$committed}
 mkdir -p "$results" "$work"
@@ -61,10 +60,9 @@ case $part in
         --modes eager layers whole --output "$results/train.json"
     ;;
 3)
-    cases=(12x768x8192xbfloat16 24x1024x8192xbfloat16 48x1024x8192xbfloat16 24x1024x8192xfloat32)
-    [ -z "$toy" ] || cases=(12x64x32xbfloat16)
-    [ -e "$results/depth_average.json" ] || benchmark depth_average --cases "${cases[@]}" \
-        --parts alone memory --rounds 15 --output "$results/depth_average.json"
+    shapes=(135M 1B) time=--time
+    [ -z "$toy" ] || shapes=(135M) time=
+    [ -e "$results/traffic.json" ] || run benchmarks/traffic.py "$results/traffic.json" $time "${shapes[@]}"
     ;;
 4)
     options=(--dtype bfloat16 --shape "32 x 2048" --rounds 5 --budget 30 --resume)
@@ -80,35 +78,10 @@ case $part in
     python_sources
     study=(--sizes 10m --seeds 3 --tokens 100000000 --block 512 --batch 64 --tokenizer bpe:8192 --bf16)
     [ -z "$toy" ] || study=(--sizes tiny --seeds 1 --steps 2 --block 32 --tokenizer bytes --held-out-blocks 2)
-    [ ! -e "$results/study.json" ] || exit 0
+    [ ! -e "$results/study.jsonl" ] || exit 0
     run -m resformer compare "$work/study" --data "$work/python.jsonl" \
         --methods resformer,svformer,denseformer --learning-rate 3e-3 "${study[@]}"
-    cp "$work/study/study.json" "$results/study.json"
-    ;;
-6)
-    python_sources
-    source=${SOURCE:-$work/random}
-    small=$work/small-$(basename "$source") healed=$work/healed-$(basename "$source")
-    healing=$results/healing-$(basename "$source").json
-    [ ! -e "$healing" ] || exit 0
-    options=(--steps 3052 --block 512 --batch 32 --bf16)
-    [ -z "$toy" ] || options=(--steps 2 --block 32 --batch 2)
-    [ -d "$source" ] || "$python" - "$source" "${toy:+tiny}" <<'END'
-import sys
-sys.path[:0] = "benchmarks", "tests"
-import torch
-from checkpoints import byte_tokenizer
-from decode import SHAPES
-from transformers import LlamaConfig, LlamaForCausalLM
-torch.manual_seed(0)
-shape = SHAPES[sys.argv[2] or "SmolLM2-135M"]
-LlamaForCausalLM(LlamaConfig(**{**shape, "vocab_size": max(shape["vocab_size"], 257)})).save_pretrained(sys.argv[1])
-byte_tokenizer().save_pretrained(sys.argv[1])
-END
-    [ -d "$small" ] || run -m resformer shrink "$source" "$small" --cache 0.84 --calibrate "$work/python.jsonl"
-    run -m resformer finetune "$small" "$healed" --force --data "$work/python.jsonl" \
-        --distill "$source" --distill-weight 1 --distill-hidden 1 --train sharing --learning-rate 5e-4 "${options[@]}"
-    cp "$healed/metrics.json" "$healing"
+    cp "$work/study/runs.jsonl" "$results/study.jsonl"
     ;;
 *) echo "unknown part: $part" && exit 2 ;;
 esac

@@ -72,7 +72,7 @@ def main() -> None:
         begin = time.process_time()
         again = TokenizeOptions(**{**vars(made), "output": f"{scratch}/again", "tokenizer": str(first / "tokenizer")})
         index = tokenize(again)
-        tokens = sum(index[side]["tokens"] for side in ("train", "validation")) if index else 0
+        tokens = sum(index[side]["tokens"] for side in ("train", "validation"))
         results["tokenize, tokens/s of a core"] = round(tokens / (time.process_time() - begin))
         rounds = []
         for number in range(arguments.rounds):

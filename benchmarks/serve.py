@@ -59,7 +59,7 @@ def save(method: str, shape: dict[str, Any], folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         scale = 0.3 if any(part in name for part in ("value_", "depth_", "residuals")) else 0.15
-        parameter.data = torch.randn(parameter.shape) * scale + ("norm" in name)
+        parameter.data = torch.randn(parameter.shape) * scale + ("norm" in name or "embedding_residual" in name)
     model.save_pretrained(folder)
 
 

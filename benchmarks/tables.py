@@ -1,29 +1,40 @@
-"""Writes the tables that pages take from results: `python benchmarks/tables.py`; `--check` only compares.
+"""Writes the tables and pictures that pages take from results: `python benchmarks/tables.py`; `--check` only compares.
 
 A table of a page stands between `<!-- table: NAME ARGUMENT -->` and `<!-- end -->`. NAME is one of `TABLES`. Figures in
-the sentences of a page are compared with `sentences`, which writes nothing.
+the sentences of a page are compared with `sentences`, which writes nothing. `--reports FOLDER` writes the table and the
+picture of each study there.
 """
 
+import argparse
 import json
+import math
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
-import study_figures
 
 from resformer.commands.terminal import size
 from resformer.configuration import METHODS
 from resformer.training.options import PretrainOptions
 from resformer.training.pretraining import pretrain_plan
 from resformer.training.sizes import SIZES, scratch_config
-from resformer.training.study.table import markdown
+from resformer.training.study.plot import plot
+from resformer.training.study.record import read_record
+from resformer.training.study.report import evidence, markdown, report_of, with_interval
+from resformer.training.study.table import correct, paired_difference
 from resformer.training.tokenizers import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+#: Validation losses of Identity-ResFormer and the Transformer in arXiv 2410.17897: 82, 180 and 468 million parameters,
+#: 20 billion tokens of SlimPajama.
+PAPERS_LOSSES = ((2.7117, 2.7389), (2.4692, 2.5015), (2.2537, 2.2806))
+#: The smallest gain in them, of the loss.
+PAPERS_GAIN = 0.01
+#: The study of the longest training, whose picture README and docs/results.md show.
+PICTURE = "budget20"
 _NUMBERS = "no one two three four five".split()
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -32,238 +43,211 @@ def read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def runs_of(name: str) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Each study of a record, and its runs."""
+    return read_record(RESULTS / "study" / f"{name}.jsonl")
+
+
+def report(name: str) -> dict[str, Any]:
+    """Of a record of one study; the first run's method is the baseline."""
+    ((study, runs),) = runs_of(name)
+    return report_of(study, runs, runs[0]["method"])
+
+
+def study_rows(name: str) -> list[dict[str, Any]]:
+    (rows,) = report(name)["sizes"].values()
+    return rows
+
+
+def rates(name: str) -> dict[str, dict[float, float]]:
+    """Method -> rate -> loss."""
+    losses: dict[str, dict[float, float]] = {}
+    for run in runs_of(name)[0][1]:
+        losses.setdefault(run["architecture"], {})[run["learning_rate"]] = run["loss"]
+    return losses
+
+
+def table(titles: str, rows: Iterable[Iterable[object]]) -> str:
+    """In Markdown; `titles` are those of the columns, with bars between them."""
+    lines = [f"|{'---|' * (titles.count('|') + 1)}", *(f"| {' | '.join(map(str, cells))} |" for cells in rows)]
+    return "\n".join([f"| {titles} |", *lines])
+
+
+def tokens_a_parameter(name: str) -> float:
+    study = report(name)
+    return study["steps"] * study["batch"] * study["block"] / study_rows(name)[0]["parameters"]
+
+
 def studies(names: str) -> str:
-    """What each study trained, on what."""
-    lines = [
-        "| study | text | parameters | tokens | per parameter | context | tokens a step | warm-up | dtype "
-        "| learning rate | seeds | held-out files |",
-        f"|{'---|' * 12}",
-    ]
+    """What the studies from scratch trained."""
+    found = []
+    for name, _, sweep in (pair.partition(":") for pair in names.split(",")):
+        study, chosen = report(name), {run["architecture"]: run["learning_rate"] for run in runs_of(name)[0][1]}
+        plain, others = chosen["transformer"], {rate for method, rate in chosen.items() if method != "transformer"}
+        tried = sorted({rate for losses in rates(sweep).values() for rate in losses}) if sweep else []
+        cells = [f"[{name}](../benchmarks/results/study/{name}.jsonl)", f"{study_rows(name)[0]['parameters']:,}"]
+        cells += [f"{tokens_a_parameter(name):.1f}", f"{study['block']:,}", f"{study['batch'] * study['block']:,}"]
+        cells += [f"[{', '.join(map(power, tried))}](../benchmarks/results/study/{sweep}.jsonl)" if sweep else ""]
+        cells += [power(plain) if others == {plain} else f"{power(plain)}; methods {', '.join(map(power, others))}"]
+        found.append([*cells, len(study_rows(name)[0]["seeds"])])
+    return table(
+        "study | parameters | tokens a parameter | context | tokens a step | rates tried | rate | seeds", found
+    )
+
+
+def power(rate: float) -> str:
+    """A learning rate as it is written in a command."""
+    return f"{1000 * rate:g}e-3"
+
+
+def finding(difference: dict[str, Any], base: float) -> str:
+    """What may be said of a difference from a loss of `base`."""
+    if difference["holm"] < 0.05:
+        return "ahead" if difference["mean"] < 0 else "behind"
+    excluded = max(-difference["low"], difference["high"]) < PAPERS_GAIN * base
+    return f"under {100 * PAPERS_GAIN:.0f} %" if excluded else "cannot tell"
+
+
+def scratch(names: str) -> str:
+    """The differences from plain Llama of studies from scratch, the longest training first."""
+    found = []
     for name in names.split(","):
-        report, rows, plain = read(f"study/{name}"), study_rows(name), baseline(name)
-        tokens = report["steps"] * report["batch"] * report["block"]
-        swept = {rate for row in rows for rate in re.findall(r":(?:learning_rate)=([^:]+)", row["method"])}
-        cells = [
-            f"[{name}](../benchmarks/results/study/{name}.json)",
-            report["data"]["name"],
-            f"{plain['parameters']:,}",
-            f"{tokens:,}",
-            f"{tokens / plain['parameters']:.2f}",
-            f"{report['block']:,}",
-            f"{report['batch'] * report['block']:,}",
-            f"{100 * report['warmup']:.0f} %",
-            "bfloat16" if report["bf16"] else "float32",
-            ", ".join(sorted(swept, key=float)) or f"{report['learning_rate']:g}",
-            str(len(plain["seeds"])),
-            f"{report['data']['held_out_documents']:,}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        plain, *rows = study_rows(name)
+        for row in sorted(rows, key=lambda row: row["difference"]["mean"]):
+            each = row["difference"]
+            cells = [name, row["architecture"], with_interval(each), *evidence(each), ahead(each["values"])]
+            cells.append(f"{100 * row['cache_bytes_per_token'] / plain['cache_bytes_per_token']:.0f} %")
+            found.append([*cells, finding(each, plain["loss"])])
+    by_method = {row["architecture"]: row for row in study_rows("main")}
+    for method in ("svformer", "cla2"):
+        row, other = by_method[method], by_method["transformer:num_key_value_heads=4"]
+        each = paired_difference(row["losses"], other["losses"])
+        assert each is not None
+        cells = ["main", f"{method} minus GQA", with_interval(each), "", f"{each['detectable']:.4f}"]
+        cells += [ahead(each["values"]), f"{100 * row['cache_bytes_per_token'] / plain['cache_bytes_per_token']:.0f} %"]
+        found.append([*cells, "not planned"])
+    return table("study | method | Δ [95 %] | p | detectable | ahead in | cache | finding", found)
 
 
-def study(name: str) -> str:
-    """All methods of a study, without the notes."""
-    return "\n".join(line for line in markdown(read(f"study/{name}")).splitlines() if line.startswith("|"))
+def ahead(values: list[float]) -> str:
+    return f"{sum(value < 0 for value in values)} of {len(values)}"
 
 
-def leads(name: str) -> str:
-    """Loss minus plain Llama's during the training, at every third evaluation, and how far coefficients moved."""
-    methods = study_figures.leads(name)
-    budgets = [budget for budget, _ in next(iter(methods.values()))][::3]
-    titles = [f"{budget:.1f} tokens a parameter" for budget in budgets]
-    lines = [f"| method | {' | '.join(titles)} | largest change of a coefficient |", f"|{'---|' * (len(budgets) + 2)}"]
-    runs = study_figures.by_architecture(study_figures.runs_of(name))
-    for method, points in methods.items():
-        cells = [method, *(_with_interval(difference) for _, difference in points[::3])]
-        moved = [study_figures.moved(run) for run in runs[method] if run["curve"][-1].get("coefficients")]
-        lines.append(f"| {' | '.join(cells)} | {f'{statistics.fmean(moved):.2f}' if moved else 'none'} |")
-    return "\n".join(lines)
+def conversions_early() -> dict[str, dict[int, dict[str, Any]]]:
+    """Method -> per cent of the training before its connections were added (0: from the start) -> the difference from
+    the plain model that went on, over the starts."""
+    losses: dict[tuple[str, int], list[float]] = {}
+    for study, runs in runs_of("early"):
+        start = re.match(r"starts/(\d+)-", study["start"] or "")
+        for run in sorted(runs, key=lambda run: run["seed"]):
+            losses.setdefault((run["architecture"], int(start[1]) if start else 0), []).append(run["loss"])
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for method, moment in losses:
+        if method != "transformer":
+            difference = paired_difference(losses[method, moment], losses["transformer", moment])
+            assert difference is not None
+            found.setdefault(method, {})[moment] = difference
+    correct([difference for by_moment in found.values() for difference in by_moment.values()])
+    return found
 
 
-def moments(name: str) -> str:
-    """The gain of a conversion against its moment, and how far the coefficient that moved most is from its start."""
-    lines = ["| converted | as | loss minus plain Llama's | of each start | largest change of a coefficient |"]
-    lines.append(f"|{'---|' * 5}")
-    found = study_figures.moments()
-    for moment in study_figures.MOMENTS:
-        at = f"at {moment} %" if moment else "from scratch"
-        for method, by_moment in found.items():
-            if difference := by_moment.get(moment):
-                starts = ", ".join(f"{value:+.4f}" for value in difference["values"])
-                cells = [at, method, _with_interval(difference), starts, f"{difference['moved']:.2f}"]
-                lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def early(name: str) -> str:
+    """The gain of connections against the moment at which they are added."""
+    found = conversions_early()
+    moments = sorted({moment for by_moment in found.values() for moment in by_moment})
+    rows = []
+    for method, by_moment in found.items():
+        cells = (by_moment.get(moment) for moment in moments)
+        rows.append([method, *(f"{with_interval(each)} ({each['detectable']:.4f})" if each else "" for each in cells)])
+    return table(" | ".join(["added at", *(f"{moment} %" if moment else "the start" for moment in moments)]), rows)
 
 
-def capacity(name: str) -> str:
+def frozen(name: str) -> str:
     """What parameters gain that are added to a frozen checkpoint."""
-    lines = ["| added | parameters | loss minus the checkpoint's | of each start |", f"|{'---|' * 4}"]
-    for arm, difference in study_figures.capacity(name).items():
-        starts = ", ".join(f"{value:+.4f}" for value in difference["values"])
-        lines.append(f"| {arm} | {difference['trained']:,} | {_with_interval(difference)} | {starts} |")
-    return "\n".join(lines)
+    rows = []
+    for arm, each in sorted(capacity().items(), key=lambda item: item[1]["mean"]):
+        cells = [arm, f"{each['trained']:,}", with_interval(each), f"{each['detectable']:.4f}"]
+        rows.append(["0.4 million", *cells])
+    for arm, each in sorted(smollm2().items(), key=lambda item: item[1]["mean"]):
+        seeds = ", ".join(f"{value:+.4f}" for value in each["values"])
+        rows.append(["SmolLM2-135M", arm, f"{each['trained']:,}", seeds, ""])
+    return table("frozen | added | parameters | Δ [95 %] | detectable", rows)
 
 
-def smollm2(name: str) -> str:
-    """What connections and LoRA gain on SmolLM2, frozen: each run."""
-    runs = study_figures.smollm2()
-    texts = list(runs[0]["differences"])
-    titles = ["added", "parameters", "tokens", "rate", "seed", "for choices, mean of the texts", *texts]
-    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
-    for run in runs:
-        reports = (run["differences"][text][1] for text in texts)
-        cells = [run["arm"], f"{run['trained']:,}", f"{run['curve'][-1]['tokens']:,}", f"{run['rate']:g}", run["seed"]]
-        cells += [f"{loss:+.4f}" for loss in (_for_choices(run), *reports)]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+def capacity() -> dict[str, dict[str, Any]]:
+    """Arm -> the difference from the frozen checkpoint over the checkpoints, and how many parameters were trained."""
+    losses: dict[str, list[float]] = {}
+    trained: dict[str, int] = {}
+    for _, runs in runs_of("capacity"):
+        for run in runs:
+            losses.setdefault(run["arm"], []).append(run["loss"])
+            trained[run["arm"]] = run["trained"]
+    base = losses.pop("checkpoint")
+    return {arm: {**(paired_difference(each, base) or {}), "trained": trained[arm]} for arm, each in losses.items()}
 
 
-def _for_choices(run: dict[str, Any]) -> float:
-    return statistics.fmean(choice for choice, _ in run["differences"].values())
+def smollm2() -> dict[str, dict[str, Any]]:
+    """Arm -> the difference from bare SmolLM2 of each seed after a million tokens, the mean of the texts."""
+    ((study, runs),) = runs_of("smollm2")
+    sources = study["held_out_sources"]
+
+    def loss(run: dict[str, Any]) -> float:
+        sums = {text: [0.0, 0.0] for text in sources}
+        for text, document in zip(sources, run["held_out"]["documents"], strict=True):
+            sums[text] = [old + new for old, new in zip(sums[text], document, strict=True)]
+        return statistics.fmean(nats / tokens for tokens, nats in sums.values())
+
+    (bare,) = (loss(run) for run in runs if run["arm"] == "checkpoint")
+    found: dict[str, dict[str, Any]] = {}
+    for run in (run for run in runs if run.get("steps") == 245):
+        found.setdefault(run["arm"], {"trained": run["trained"], "values": []})["values"].append(loss(run) - bare)
+    return {arm: {**each, "mean": statistics.fmean(each["values"])} for arm, each in found.items()}
 
 
-def _with_interval(difference: dict[str, Any]) -> str:
-    own = difference["own"]
-    return f"{difference['mean']:+.4f}" + ("" if own is None else f" [{own['low']:+.4f}, {own['high']:+.4f}]")
-
-
-def choices(studies: str) -> str:
-    """Which method for what: what it gained, what it costs, and where that was measured."""
-    lines = ["| for | method | loss minus plain Llama's | FLOPs | cache | measured |", f"|{'---|' * 6}"]
-    for name in studies.split(","):
-        report, plain = read(f"study/{name}"), baseline(name)
-        methods = {row["architecture"] for row in study_rows(name) if row["difference"]} & set(METHODS)
-        best = {method: best_row(name, method) for method in methods}
-        tokens = report["steps"] * report["batch"] * report["block"] / plain["parameters"]
-        seeds = f"{len(plain['seeds'])} seed{'s' * (len(plain['seeds']) > 1)}"
-        where = f"`{name}`: {seeds}, {tokens:.1f} tokens a parameter"
-        for method, row in sorted(best.items(), key=lambda item: item[1]["difference"]["mean"]):
-            cells = ["a trained model" if report["start"] else "from scratch", f"`{method}`"]
-            cells += [_with_interval(row["difference"]), f"{row['relative_flops']:.3f}"]
-            cells += [f"{100 * row['cache_bytes_per_token'] / plain['cache_bytes_per_token']:.0f} %", where]
-            lines.append(f"| {' | '.join(cells)} |")
-    for method, by_moment in study_figures.moments().items():
-        for moment, difference in sorted(by_moment.items()):
-            if moment and method in METHODS:
-                cells = [f"a model at {moment} % of its training", f"`{method}`", _with_interval(difference), "", ""]
-                lines.append(f"| {' | '.join(cells)} | `early`: {len(difference['values'])} starts |")
-    for row in read("shrink")["rows"]:
-        what = f"{row['method']}, {row['setting']}"
-        if row["text"] == "WikiText-2" and what in (
-            "int4, stock",
-            "shared, refitted, 83.3 %",
-            "shared, refitted, int4, 83.3 %",
-        ):
-            cells = ["a trained model's cache", what, f"{row['rise']:+.3f}", "", f"{100 * row['cache']:.0f} %"]
-            lines.append(f"| {' | '.join(cells)} | SmolLM2-135M on WikiText-2 |")
-    return "\n".join(lines)
-
-
-def sinks(name: str) -> str:
-    """The first token of each analysed checkpoint: the layer with the strongest sink, drain and peak."""
-    lines = [
-        "| model | texts | importance, largest | of uniform attention | value norm, smallest | hidden norm, largest |",
-        "|---|---|---|---|---|---|",
-    ]
-    for model in read(f"analysis/{name}/analysis")["checkpoints"]:
-        ratios = {key: values["mean"] for key, values in model["quantities"].items() if key.endswith("_ratio")}
-        cells = [model["name"], str(model["texts"])]
-        for key, extreme in (("importance_ratio", max), ("value_norm_ratio", min), ("hidden_norm_ratio", max)):
-            value = extreme(ratios[key])
-            cells.append(f"{value:.3g} (layer {ratios[key].index(value)})")
-        cells.insert(3, f"{model['uniform']['importance_ratio']:.3g}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def passages(name: str) -> str:
-    """Last words that a passage has to be read for, of the source and of shrunken models."""
-    lines = ["| model | right | lost, gained | nats a word, beyond the source's |", "|---|---|---|---|"]
-    for model, row in read(name)["passages"].items():
-        low, high = (f"{100 * end:.0f}" for end in row["interval"])
-        cells = [model if model.startswith("source") else f"{model} % of the cache"]
-        cells += [f"{100 * row['share']:.1f} % ({low} to {high})"]
-        if model == "source":
-            cells += ["", f"0, of {row['nats a word']:.3f}"]
-        else:
-            cells += [f"{row['lost']}, {row['gained']}", f"{row['rise']:+.3f} ± {row['standard error']:.3f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def shrunken(folder: str) -> str:
-    """What each plan of `resformer shrink` costs on held-out text."""
-    lines = [
-        "| cache | loss | KL | 95th percentile | same top token | last words right | passkeys of 5 | plan |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    reports = {path.stem: read(f"{folder}/{path.stem}") for path in (RESULTS / folder).glob("*.json")}
-    for name, report in sorted(reports.items(), key=lambda item: (-item[1]["cache"], item[1]["cost"]["loss"])):
-        cost = report["cost"]
-        low, high = (f"{100 * end:.0f}" for end in cost["intervals"]["last_word_accuracy"])
-        cells = [f"{100 * report['cache']:.1f} %", f"{cost['loss'] - cost['source_loss']:+.4f}"]
-        cells += [f"{cost['kl_mean']:.4f}", f"{cost['kl_p95']:.3f}", f"{100 * cost['top1_agreement']:.1f} %"]
-        cells += [f"{100 * cost['last_word_accuracy']:.1f} % ({low} to {high})"]
-        cells += [", ".join(f"{each['result'] * each['questions']:.0f}" for each in cost["passkey"])]
-        lines.append(f"| {' | '.join(cells)} | {name.partition('-')[2].replace('-', ' ') or 'long search'} |")
-    return "\n".join(lines)
-
-
-def rivals(name: str) -> str:
-    """Rise of the loss on each text, of shared caches and of other ways to a smaller one."""
-    rises: dict[tuple[str, str, float], dict[str, float]] = {}
+def quantised(name: str) -> str:
+    """What quantised caches cost on each text, and what a cache of shared and quantised layers did."""
+    texts, found = ("Python", "documentation", "news", "WikiText-2"), dict[str, dict[str, dict[str, Any]]]()
     for row in read(name)["rows"]:
-        rises.setdefault((row["method"], row["setting"], row["cache"]), {})[row["text"]] = row["rise"]
-    lines = ["| method | setting | cache | WikiText-2 | Python | chats |", "|---|---|---|---|---|---|"]
-    for (method, setting, cache), by_text in sorted(rises.items(), key=lambda item: (item[0][0], -item[0][2])):
-        cells = [f"{by_text[text]:+.3f}" if text in by_text else "" for text in ("WikiText-2", "Python", "chats")]
-        lines.append(f"| {method} | {setting} | {100 * cache:.1f} % | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        found.setdefault(cache_name(row["options"]), {})[row["text"]] = row
+    rows = []
+    for cache, of_text in sorted(found.items(), key=lambda item: -item[1]["news"]["share"]):
+        cells = [f"{of_text[text]['rise']:+.3f} ± {of_text[text]['standard error']:.3f}" for text in texts]
+        rows.append([cache, f"{100 * of_text['news']['share']:.1f} %", *cells])
+    shared = shared_layers()["shared, refitted, int4", "WikiText-2"]
+    last = ["layers shared, 4 bits per token", f"{100 * shared['cache']:.1f} %", "", "", "", f"{shared['rise']:+.3f}"]
+    return f"{table(' | '.join(['cache', 'bytes', *texts]), [*rows, last])}\n\n{_made_by(read(name))}"
 
 
-def healed(name: str) -> str:
-    """The KL divergence of shrunken models before and after all their weights were distilled."""
-    kl = {(row["method"], row["setting"], row["text"]): row["KL"] for row in read(name)["rows"]}
-    lines = ["| cache | rate | tokens | tokens/s on one core | KL, WikiText-2 | Python | chats |", f"|{'---|' * 7}"]
-    for setting, file, before in (
-        ("91.7 %", "91.7-all", "shared, refitted"),
-        ("66.7 %", "66.7-all", "shared, calibrated on all three"),
-    ):
-        metrics = read(f"healing/{file}")
-        cells = [f"{setting} ([metrics](../benchmarks/results/healing/{file}.json))"]
-        cells += [f"{metrics['arguments']['learning_rate']:.0e}".replace("e-0", "e-")]
-        cells += [f"{metrics['tokens']:,}", f"{metrics['tokens_per_second']:.0f}"]
-        for text in ("WikiText-2", "Python", "chats"):
-            after = kl["shared, all weights healed", setting, text]
-            cells.append(f"{kl[before, setting, text]:.3f} to {after:.3f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def cache_name(options: dict[str, Any]) -> str:
+    """`cache_config` in words."""
+    axes = {"quanto": {-1: "channel", 0: "token"}, "hqq": {0: "channel", 1: "token"}}.get(options["backend"])
+    if axes is None:
+        return f"`{options['backend']}`"
+    group = f", groups of {size}" if (size := options.get("q_group_size", 64)) != 64 else ""
+    keys, values = (axes[options[name]] for name in ("axis_key", "axis_value"))
+    per = f"keys and values per {keys}" if keys == values else f"keys per {keys}, values per {values}"
+    return f"`{options['backend']}`, {options['nbits']} bits, {per}{group}"
 
 
-def plans(name: str) -> str:
-    """The rise of the loss with plans that were not searched for; the random ones together."""
-    rises = {plan["plan"]: plan["loss_rise"] for plan in read(name)["plans"]}
-    random = [rises.pop(plan) for plan in list(rises) if plan.startswith("random")]
-    lines = ["| plan | loss |", "|---|---|"]
-    lines += [f"| {plan} | {rise:+.3f} |" for plan, rise in sorted(rises.items(), key=lambda item: item[1])]
-    return "\n".join([*lines, f"| {len(random)} random plans | {min(random):+.3f} to {max(random):+.3f} |"])
+def shared_layers() -> dict[tuple[str, str], dict[str, Any]]:
+    """What sharing layers of a trained model cost, by method and text; WikiText-2's tokens are those of `quantised`."""
+    tokens = [read(name)["texts"]["WikiText-2"]["sha256 of the tokens"] for name in ("sharing", "quantized_cache")]
+    assert tokens[0] == tokens[1]
+    return {(row["method"], row["text"]): row for row in read("sharing")["rows"]}
 
 
 def conversions(name: str) -> str:
     """Times of `resformer convert`, beside copies of the same folder."""
-    lines = ["| | time | `cp -r` | peak memory beyond `import torch` |", "|---|---|---|---|"]
+    rows = []
     for case in read(name)["cases"].values():
-        times = f"{case['seconds_beyond_start_up']:.2f} s | {case['cp_seconds_beyond_start_up']:.2f} s"
-        lines.append(f"| `{case['options']}` | {times} | {case['peak_mb_beyond_torch']:.0f} MB |")
-    return "\n".join(lines)
+        times = [f"{case[key]:.2f} s" for key in ("seconds_beyond_start_up", "cp_seconds_beyond_start_up")]
+        rows.append([f"`{case['options']}`", *times, f"{case['peak_mb_beyond_torch']:.0f} MB"])
+    return table(" | time | `cp -r` | peak memory beyond `import torch`", rows)
 
 
 def moved(name: str) -> str:
     """What commands on Hub ids send and receive."""
-    lines = [
-        "| source | command | downloaded | uploaded | requests | processor time | peak memory |",
-        f"|{'---|' * 7}",
-    ]
+    rows = []
     for source, measured in read(name)["sources"].items():
         for case, cost in measured["cases"].items():
             cells = [f"{source}, {size(measured['bytes_of_weights'])}", case]
@@ -272,88 +256,69 @@ def moved(name: str) -> str:
                 cells += ["", "", f"{size(1e6 * cost['peak_mb'])}, computed"]
             else:
                 cells += [str(cost["requests"]), f"{cost['cpu_seconds']} s", size(1e6 * cost["peak_mb"])]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def coefficients(name: str) -> str:
-    """The learned coefficients of value residuals, layer by layer."""
-    (model,) = (each for each in read(f"analysis/{name}/analysis")["checkpoints"] if each["name"] == "resformer")
-    rows = {n: row for n, row in enumerate(model["value_mixing_matrix"]) if n}
-    return "\n".join(
-        [
-            f"| layer | {' | '.join(map(str, rows))} |",
-            f"|{'---|' * (len(rows) + 1)}",
-            f"| of V_0 | {' | '.join(f'{row[0]:.3f}' for row in rows.values())} |",
-            f"| of its own values | {' | '.join(f'{row[n]:.3f}' for n, row in rows.items())} |",
-        ]
-    )
+            rows.append(cells)
+    return table("source | command | downloaded | uploaded | requests | processor time | peak memory", rows)
 
 
 def served(name: str) -> str:
     """Every method in vLLM, and the command."""
     report = read(name)
-    lines = [
-        "| method | float32: tokens equal | log probabilities within | bfloat16: tokens equal | within "
-        "| tokens of cache in 1 GiB, float32 | bfloat16 |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    rows = {(row["method"], row["dtype"]): row for row in report["rows"]}
+    measured, rows = {(row["method"], row["dtype"]): row for row in report["rows"]}, []
     for method in METHODS:
-        pair = [rows[method, dtype] for dtype in ("float32", "bfloat16")]
+        pair = [measured[method, dtype] for dtype in ("float32", "bfloat16")]
         cells = [cell for row in pair for cell in (f"{row['equal']} of {row['of']}", f"{row['largest']:.1g}")]
-        cells += [f"{row['tokens of cache']:,}" for row in pair]
-        lines.append(f"| {method} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _made_by(report)])
+        rows.append([method, *cells, *(f"{row['tokens of cache']:,}" for row in pair)])
+    titles = "method | float32: tokens equal | log probabilities within | bfloat16: tokens equal | within "
+    titles += "| tokens of cache in 1 GiB, float32 | bfloat16"
+    return f"{table(titles, rows)}\n\n{_made_by(report)}"
 
 
 def serving_speed(name: str) -> str:
     """Throughput of the engines, and the command."""
     report = read(name)
-    lines = ["| | new tokens a second of one thread | of vLLM's Llama |", "|---|---|---|"]
-    lines += [
-        f"| {arm} | {row['tokens a second']:.0f} | {row['of Llama']:.3f} |" for arm, row in report["arms"].items()
-    ]
+    rows = [[arm, f"{row['tokens a second']:.0f}", f"{row['of Llama']:.3f}"] for arm, row in report["arms"].items()]
     rounds = len(report["seconds"]["Llama"])
-    return "\n".join([*lines, "", f"{rounds} {'round' if rounds == 1 else 'rounds'} of {_made_by(report)}"])
+    written = table(" | new tokens a second of one thread | of vLLM's Llama", rows)
+    return f"{written}\n\n{rounds} {'round' if rounds == 1 else 'rounds'} of {_made_by(report)}"
 
 
 def adapters(name: str) -> str:
     """What training an adapter of an 8B model takes."""
-    lines = [
-        "| tokens | weights, the adapter's among them | gradients and AdamW | activations | peak |",
-        f"|{'---|' * 5}",
-    ]
+    rows = []
     for run in read(name)["adapters of 8B"]:
         parts = run["weights"], run["gradients"] + run["optimizer"], run["activations"], run["peak"]
-        lines.append(f"| {run['block']:,} | {' | '.join(f'{part / 1e9:.1f} GB' for part in parts)} |")
-    return "\n".join(lines)
+        rows.append([f"{run['block']:,}", *(f"{part / 1e9:.1f} GB" for part in parts)])
+    return table("tokens | weights, the adapter's among them | gradients and AdamW | activations | peak", rows)
+
+
+def traffic(name: str) -> str:
+    """Kernels and bytes of each method, more than Llama's, at 8B."""
+    counted, rows = read(name)["counted"]["8B"], []
+    for method, steps in counted.items():
+        cells = [f"`{method}`"] if method != "llama" else ["Llama itself"]
+        for step, found in steps.items():
+            llama = counted["llama"][step]
+            more = {what: found[what] - (llama[what] if method != "llama" else 0) for what in found}
+            share = f" ({more['kernels'] / llama['kernels']:+.1%})" if method != "llama" and step == "decode" else ""
+            cells.append(f"{more['kernels']:,}{share}")
+            cells += [f"{more['bytes'] / 1e9:.1f}"] if step != "decode" else []
+        rows.append(cells)
+    return table("method | forward: kernels | GB | backward: kernels | GB | a decoded token: kernels", rows)
 
 
 def sizes(source: str) -> str:
     """Shapes and budgets of the sizes that a model is trained from scratch in."""
-    if source != "code":
-        raise ValueError(f"sizes {source}: they are taken from the code")
-    lines = [
-        "| size | layers | heads | width | MLP | parameters | tokens | a step | rate | steps |",
-        f"|{'---|' * 10}",
-    ]
-    tokenizer = make_tokenizer("bytes", {}, 0.0)
+    rows, tokenizer = [], make_tokenizer("bytes", {}, 0.0)
     for name, shape in SIZES.items():
         vocabulary = 50_277 if shape.hidden_size >= 512 else 4096
         config = scratch_config("transformer", name, tokenizer, vocab_size=vocabulary)
         plan = pretrain_plan(PretrainOptions(output="", data=["text"]), config)
         cells = [f"`{name}`", config.num_hidden_layers, config.num_attention_heads, config.hidden_size]
         cells += [config.intermediate_size, f"{plan.parameters / 1e6:.0f}M", f"{plan.tokens / 1e9:.2f}B"]
-        cells += [
-            f"{plan.sequences * plan.block:,}",
-            f"{plan.learning_rate:.1e}".replace("e-0", "e-"),
-            f"{plan.steps:,}",
-        ]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(
-        [*lines, "| ResFormer's paper, 468M | 24 | 16 | 1024 | 3584 | 468M | 20B | 2,097,152 | 6e-4 | 10,000 |"]
-    )
+        rate = f"{plan.learning_rate:.1e}".replace("e-0", "e-")
+        rows.append([*cells, f"{plan.sequences * plan.block:,}", rate, f"{plan.steps:,}"])
+    rows.append(["ResFormer's paper, 468M", 24, 16, 1024, 3584, "468M", "20B", "2,097,152", "6e-4", "10,000"])
+    return table("size | layers | heads | width | MLP | parameters | tokens | a step | rate | steps", rows)
 
 
 def _made_by(report: dict[str, Any]) -> str:
@@ -363,150 +328,94 @@ def _made_by(report: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[str], str]] = {
     "studies": studies,
-    "study": study,
-    "choices": choices,
-    "leads": leads,
-    "moments": moments,
-    "capacity": capacity,
-    "smollm2": smollm2,
-    "sinks": sinks,
-    "coefficients": coefficients,
-    "passages": passages,
+    "scratch": scratch,
+    "early": early,
+    "frozen": frozen,
     "served": served,
-    "shrunken": shrunken,
-    "rivals": rivals,
     "serving_speed": serving_speed,
-    "healed": healed,
-    "plans": plans,
+    "quantised": quantised,
     "conversions": conversions,
     "moved": moved,
     "adapters": adapters,
     "sizes": sizes,
+    "traffic": traffic,
 }
 
 
-def study_rows(name: str) -> list[dict[str, Any]]:
-    """Of a study of one size: its rows."""
-    (rows,) = read(f"study/{name}")["sizes"].values()
-    return rows
-
-
-def baseline(name: str) -> dict[str, Any]:
-    report = read(f"study/{name}")
-    return next(row for row in study_rows(name) if row["method"] == report["baseline"])
-
-
-def best_row(name: str, method: str, loss: str = "choice_loss") -> dict[str, Any]:
-    """The row of a method's best rate, by the text for choices."""
-    return min((row for row in study_rows(name) if row["architecture"] == method), key=lambda row: row[loss])
-
-
-def _of_studies() -> Iterator[str]:
-    """What docs/results.md says of rates and seeds."""
-
-    def rate(name: str, method: str, loss: str = "choice_loss") -> str:
-        return best_row(name, method, loss)["method"].partition("learning_rate=")[2]
-
-    def seeds(name: str, method: str, sign: int) -> str:
-        values = best_row(name, method)["difference"]["values"]
-        return f"{_NUMBERS[sum(sign * value > 0 for value in values)]} of {_NUMBERS[len(values)]}"
-
-    for method in ("transformer", "resformer", "svformer", "denseformer"):
-        for loss in ("choice_loss", "loss"):
-            yield f"In `rates`, {rate('rates', method, loss)} is the best of four for each of four methods"
-        yield f"In `five-rates`, {rate('five-rates', method)} is the best rate of each method"
-    for method in ("svformer", "resformer"):
-        yield f"below plain Llama**, and ahead in {seeds('five', method, -1)} seeds"
-        yield f"`denseformer` is not: it is behind in {seeds('five', 'denseformer', 1)} seeds"
-        trend, five = (best_row(name, method)["difference"]["mean"] for name in ("trend", "five"))
-        yield f"`svformer` and `resformer` are {'further' if trend < five else 'less far'} ahead there"
-    loss = {row["method"]: row["loss"] for row in study_rows("five-rates")}
-    for method in ("svformer", "resformer"):
-        others = [
-            loss[f"{method}:learning_rate={at}"] < loss[f"transformer:learning_rate={at}"] for at in ("2e-3", "8e-3")
-        ]
-        where = "ahead of" if all(others) else "not ahead of"
-        yield f"At 2e-3 and 8e-3, too, `svformer` and `resformer` are {where} plain Llama"
-    yield f"{rate('continued-rates', 'transformer')} is the best of four for plain Llama"
-    for method in ("resformer", "svformer", "denseformer"):
-        best = rate("budget20-rates", "transformer"), rate("budget20-rates", method)
-        yield "on the text for choices, are {} for plain Llama and {} for the others".format(*best)
-    for method in ("resformer", "denseformer"):
-        yield f"`resformer` and `denseformer` are ahead in {seeds('budget20', method, -1)} seeds"
-    yield f"`svformer` is behind in {seeds('budget20', 'svformer', 1)}"
-    yield f"in `budget20`, in {seeds('context1024', 'resformer', -1)} in `context1024`"
-    yield f"and of `context1024` ahead in {seeds('context1024', 'svformer', -1)}"
-    for name in ("main", "five"):
-        tested = {row["method"].split(":learning_rate")[0]: row["difference"] for row in study_rows(name)}
-        *first, last = (
-            f"`{method}`" for method, each in tested.items() if each and each["high"] < 0 and each["own"]["holm"] < 0.05
-        )
-        yield f"{', '.join(first)} and {last} are significantly below plain Llama"
-    added = {moment: each for moment, each in study_figures.moments()["value-embeddings"].items() if moment}
-    each = "each" if max(value for difference in added.values() for value in difference["values"]) < 0 else "not each"
-    yield f"**Value embeddings are ahead in {each} start** at each moment"
-    certain = [str(moment) for moment, difference in added.items() if difference["own"]["high"] < 0]
-    yield f"Only the intervals at {' and '.join(certain)} % leave out 0"
-    runs = study_figures.smollm2()
-    short = [run for run in runs if run["steps"] == runs[0]["steps"]]
-    # Of each arm the run at the best rate, by the documents for choices: dict keeps the last.
-    chosen = {run["arm"]: run for run in sorted(short, key=_for_choices, reverse=True)}
-    highest = [run["rate"] == max(each["rate"] for each in short) for run in chosen.values()]
-    yield f"{_NUMBERS[sum(highest)]} of the {_NUMBERS[len(highest)]} are best at the highest rate that was tried"
-    more, gains = True, True
-    for compared in (list(chosen.values()), [run for run in runs if run not in short]):
-        for text in runs[0]["differences"]:
-            lora, others = (
-                [run["differences"][text][1] for run in compared if (run["arm"] == "lora-values-1") == is_lora]
-                for is_lora in (True, False)
-            )
-            more, gains = more and max(lora) < min(others), gains and max(others) < 0
-    yield f"**LoRA gains {'more' if more else 'not more'} than any of these connections** on each text"
-    yield f"**Each connection {'gains a little' if gains else 'does not gain'} on each text.**"
+def of_studies() -> dict[str, list[str]]:
+    """What pages say of studies, where it is so."""
+    rows = {name: {row["architecture"]: row for row in study_rows(name)} for name in ("budget20", "five", "main")}
+    longest, plain = dict(rows["budget20"]), rows["budget20"]["transformer"]
+    del longest["transformer"]
+    tokens = {name: f"{tokens_a_parameter(name):.1f}".removesuffix(".0") for name in rows}
+    leads = [rows[name][method]["difference"] for name in ("five", "main") for method in ("resformer", "svformer")]
+    lead = sorted(-each["mean"] for each in leads)
+    seen = {method: row["difference"]["detectable"] for method, row in longest.items()}
+    shares = sorted(100 * each / plain["loss"] for each in seen.values())
+    gains = sorted(100 * (1 - loss / other) for loss, other in PAPERS_LOSSES)
+    ends = [(row["difference"]["low"], row["difference"]["high"]) for row in longest.values()]
+    without = {  # the seed of the rates
+        (name, method): paired_difference(rows[name][method]["losses"][1:], rows[name]["transformer"]["losses"][1:])
+        for name, method in (("five", "resformer"), ("budget20", "denseformer"))
+    }
+    continued = [row["difference"] for row in study_rows("continued")[1:]]
+    largest = max(-each["low"] for each in continued)
+    nothing = f"gained less than {math.ceil(1000 * largest) / 1000} nats"
+    added = conversions_early()
+    (llama, *_), (smol, *_) = (read(f"analysis/{name}/analysis")["checkpoints"] for name in ("from-scratch", "smollm2"))
+    first, sink = (max(model["quantities"]["importance_ratio"]["mean"]) for model in (llama, smol))
+    holds = {
+        "ahead at first": all(each["holm"] < 0.05 for each in leads),
+        "0 and the paper's gains": all(low < -gains[-1] / 100 * plain["loss"] and high > 0 for low, high in ends),
+        "its smallest gain": round(gains[0]) == 100 * PAPERS_GAIN,
+        "value embeddings": all(max(each["values"]) < 0 for at, each in added["value-embeddings"].items() if at),
+        "no sink": first < llama["uniform"]["importance_ratio"],
+    }
+    if wrong := [claim for claim, so in holds.items() if not so]:
+        sys.exit(f"docs/results.md: not what the results are: {', '.join(wrong)}")
+    seeds = len(plain["seeds"])
+    return {
+        "README.md": [
+            f"after {tokens['budget20']} tokens a parameter, {_NUMBERS[seeds]} seeds could not tell them apart. They "
+            f"would have seen a gain of {shares[0]:.0f} to {shares[-1]:.0f} % of the loss; the papers report about "
+            f"{100 * PAPERS_GAIN:.0f} %",
+            f"{nothing} a token ({len(continued[0]['values'])} seeds)",
+        ],
+        "docs/results.md": [
+            f"at {tokens['main']} and {tokens['five']} tokens a parameter by {lead[0]:.3f} to {lead[-1]:.3f} nats",
+            f"at {tokens['budget20']} tokens a parameter, we cannot tell.** {_NUMBERS[seeds].capitalize()} seeds would "
+            f"have seen {seen['resformer']:.3f} nats for `resformer`, {seen['svformer']:.3f} for `svformer` and "
+            f"{seen['denseformer']:.3f} for `denseformer`, which is {shares[0]:.1f} to {shares[-1]:.1f} % of the loss. "
+            f"The ResFormer paper gains {gains[0]:.1f} to {gains[-1]:.1f} %",
+            *(f"`{method}` is at {with_interval(each)} in `{name}`" for (name, method), each in without.items()),
+            nothing,
+            f"The largest gain that any of the {len(continued)} intervals holds is {largest:.4f} nats; up to "
+            f"{max(each['detectable'] for each in continued):.4f} could have been seen",
+            f"no p is below {min(each['holm'] for of_method in added.values() for each in of_method.values()):.2f}",
+            f"at most {first:.1f} times the importance of the others, where uniform attention gives "
+            f"{llama['uniform']['importance_ratio']:.1f}",
+            f"in {smol['name']} it has {sink:.0f} times",
+        ],
+    }
 
 
 def sentences() -> dict[str, list[str]]:
     """Page -> what it states of results, up to line breaks."""
-    rise = {(row["method"], row["setting"], row["text"]): row["rise"] for row in read("shrink")["rows"]}
-    int4 = next(row for row in read("shrink")["rows"] if row["method"] == "int4")
-    plan = [rise["shared, refitted", "83.3 %", text] for text in ("Python", "chats", "WikiText-2")]
-    shrunk, large = read("shrink/83.3"), read("shrink_large")
-    cost, last_words = shrunk["cost"], shrunk["cost"]["intervals"]["source_last_word_accuracy"]
-    lengths = [f"{each['length']:,}" for each in cost["passkey"]]
-    one, two = (read(f"healing/{name}") for name in ("91.7", "83.3"))
-    main = read("study/main")
-    trained = main["steps"] * main["batch"] * main["block"]
-    hub, convert, asked = read("hub")["imports"], read("convert"), read("shrink_passages")["passages"]
+    hub, convert = read("hub")["imports"], read("convert")
     speed, tokenised = read("pretrain_speed"), read("tokenize")["runs"][-1]
     rounds = speed["rounds, tokens/s"]
-    longer, rows = baseline("budget20"), study_rows("budget20")
-    cache = {row["architecture"]: row["cache_bytes_per_token"] for row in rows}
-    share = 100 * cache["svformer"] / cache["transformer"]
+    shared = shared_layers()["shared, refitted", "WikiText-2"]
     ours, bare = (statistics.median(each[arm] for each in rounds) for arm in ("pretrain", "bare"))
+    studied = of_studies()
     return {
-        "docs/shrinking.md": [
-            f"SmolLM2-135M's cache takes {100 * int4['cache']:.0f} % of its bytes for {int4['rise']:.3f} nats a token",
-            "{:.3f} nats a token on Python and {:.3f} on chats, against {:.3f} on WikiText-2 itself".format(*plan),
-            f"calibrated on {shrunk['calibration']['tokens']:,} tokens of WikiText-2's validation part and measured on "
-            f"{cost['tokens']:,} tokens",
-            f"a loss of {cost['source_loss']:.4f} nats a token and gets "
-            f"{100 * cost['source_last_word_accuracy']:.1f} % "
-            f"({100 * last_words[0]:.0f} to {100 * last_words[1]:.0f}) of the last words of sentences right. "
-            f"These are {cost['last_words']} words",
-            f"texts of {', '.join(lengths[:-1])} and {lengths[-1]} tokens",
-            f"the last words of {len(asked['source']['nats'])} sentences",
-            f"{large['peak_bytes'] / 1e9:.1f} GB, of which {large['weights_bytes'] / 1e9:.1f} GB are the weights and "
-            f"{large['inputs_bytes'] / 1e9:.1f} GB the inputs of all layers",
-            f"bfloat16 and {large['calibration_tokens']:,} tokens",
-            f"{one['tokens']:,} tokens for the first, with {one['trained_parameters'] / 1e6:.1f} of its "
-            f"{one['parameters'] / 1e6:.0f} million parameters trained, in {one['seconds'] / 60:.0f} minutes",
-            f"{two['tokens']:,} for the second, with {two['trained_parameters'] / 1e6:.1f} million, in "
-            f"{two['seconds'] / 60:.0f} minutes",
-        ],
         "docs/converting.md": [
             f"start-up ({convert['start_up_seconds']:.1f} s of imports",
             f"Imports take {convert['start_up_peak_mb_beyond_torch']:.0f} MB of the memory",
             f"imports, which alone take {hub['cpu_seconds']:.1f} s and {hub['peak_mb']} MB",
+        ],
+        "docs/serving.md": [
+            f"{100 * shared['cache']:.1f} % of the keys and values left cost {shared['rise']:.3f} nats there and "
+            f"{shared_layers()['shared, refitted', 'Python']['rise']:.3f} on Python",
         ],
         "docs/pretraining.md": [
             f"{tokenised['bytes'] / 1e9:.0f} GB of text took {tokenised['seconds']:.0f} seconds with two workers, "
@@ -515,18 +424,8 @@ def sentences() -> dict[str, list[str]]:
             f"{ours:,.0f} tokens/s against {bare:,.0f} (the medians of {len(rounds)} rounds",
             f"median ratio {speed['ratio']}). `tokenize`, alike: {speed['tokenize, tokens/s of a core']:,} tokens/s",
         ],
-        "README.md": [
-            f"`resformer methods` lists all {len(METHODS)}",
-            f"added to a trained one ({len(baseline('continued')['seeds'])} seeds)",
-            f"significantly ({len(longer['seeds'])} seeds), SVFormer with {share:.0f} % of its cache",
-            f"Methods of {baseline('main')['parameters'] / 1e6:.0f} million parameters after {trained / 1e6:.1f} "
-            "million bytes of Python",
-        ],
-        "docs/results.md": [f"SVFormer has {share:.0f} % of the cache there", *_of_studies()],
-        "model_cards/facts.yaml": [
-            f"nothing in our continued training ({len(baseline('continued')['seeds'])} seeds)",
-            f"the difference is not significant ({len(longer['seeds'])} seeds)",
-        ],
+        "README.md": [f"[{len(METHODS) - 3} other methods](docs/methods.md)", *studied["README.md"]],
+        "docs/results.md": studied["docs/results.md"],
     }
 
 
@@ -540,17 +439,45 @@ def made() -> dict[Path, str]:
     }
 
 
+def write_reports(folder: Path) -> None:
+    """The table and the picture of each study that `compare` has made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted((RESULTS / "study").glob("*.jsonl")):
+        studies = [(study, runs) for study, runs in read_record(path) if "method" in runs[0]]
+        for place, (study, runs) in enumerate(studies):
+            name = path.stem if len(studies) == 1 else f"{path.stem}-{place}"
+            made = report_of(study, runs, runs[0]["method"])
+            (folder / f"{name}.md").write_text(f"{markdown(made)}\n", encoding="utf-8")
+            plot(made, runs, folder / f"{name}.png")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--reports", type=Path)
+    arguments = parser.parse_args()
+    if arguments.reports:
+        write_reports(arguments.reports)
+        return
     stale = {path: text for path, text in made().items() if path.read_text(encoding="utf-8") != text}
     for page, stated in sentences().items():
         text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
-        if missing := [sentence for sentence in stated if " ".join(sentence.split()) not in text]:
+        stated = [" ".join(sentence.split()) for sentence in stated]
+        if missing := [sentence for sentence in stated if sentence not in text]:
             sys.exit(f"{page}: does not say what the results are: {missing}")
-    if "--check" in sys.argv:
+        if page == "docs/results.md":
+            for sentence in stated:
+                text = text.replace(sentence, "")
+            prose = re.sub(r"<!-- table.*?<!-- end -->|\]\([^)]*\)|`[^`]*`", "", text)
+            if figures := re.findall(r"\d+\.\d{2,}|\d[\d,]{4,}", prose):
+                sys.exit(f"{page}: {', '.join(figures)}: in no table and none of `sentences`")
+    if arguments.check:
         names = ", ".join(sorted(path.name for path in stale))
         sys.exit(f"{names}: differ from the results. Run: python benchmarks/tables.py" if stale else 0)
     for path, text in stale.items():
         path.write_text(text, encoding="utf-8")
+    ((study, runs),) = runs_of(PICTURE)
+    plot(report_of(study, runs, runs[0]["method"]), runs, RESULTS / "study" / f"{PICTURE}.png")
 
 
 if __name__ == "__main__":

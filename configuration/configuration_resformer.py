@@ -2,18 +2,26 @@
 
 import copy
 import difflib
-import math
+import functools
+import re
 from dataclasses import fields
-from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
-from huggingface_hub.dataclasses import as_validated_field, strict
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from transformers.utils import logging
 from transformers.utils.type_validators import interval
 
+from resformer.configuration.connection_fields import (
+    ConnectionFields,
+    check_connections,
+    positive,
+    positive_number,
+    reason,
+)
 from resformer.configuration.methods import method_fields
 from resformer.configuration.sources import (  # noqa: F401  (all three: a bundle imports them from here)
     key_sources,
@@ -40,26 +48,29 @@ _RENAMED = {
 }
 
 
-@as_validated_field
-def positive(value: int | None = None) -> None:
-    if value is not None and value < 1:
-        raise ValueError(f"Value must be a positive integer, got {value}")
+def _told_in_one_line(config: Any) -> Any:
+    """Makes errors of a new configuration one line, with the value that was probably meant."""
+    begin = config.__init__
+
+    @functools.wraps(begin)
+    def init(self: Any, *given: Any, **named: Any) -> None:
+        try:
+            begin(self, *given, **named)
+        except StrictDataclassError as error:
+            told = reason(error)
+            if expected := re.search(r"expected one of \((.+)\), got (.+)$", told):
+                close = difflib.get_close_matches(expected[2], re.findall(r"'(\w+)'", expected[1]), n=1)
+                told += "".join(f". Did you mean {each!r}?" for each in close)
+            error.args = (told,)
+            raise error.with_traceback(None) from None
+
+    config.__init__ = init
+    return config
 
 
-@as_validated_field
-def finite(value: float | None = None) -> None:
-    if value is not None and not math.isfinite(value):
-        raise ValueError(f"Value must be a finite number, got {value}")
-
-
-@as_validated_field
-def not_negative(value: float | None = None) -> None:
-    if value is not None and not 0 <= value < math.inf:
-        raise ValueError(f"Value must be a finite number from 0 up, got {value}")
-
-
+@_told_in_one_line
 @strict
-class ResFormerConfig(PreTrainedConfig):
+class ResFormerConfig(ConnectionFields, PreTrainedConfig):
     r"""Configuration of a Llama-style decoder with cross-layer connections.
 
     With nothing set it is plain Llama, bit for bit. The backbone fields bear Llama's names and defaults; with the few
@@ -71,6 +82,8 @@ class ResFormerConfig(PreTrainedConfig):
     `tie_word_embeddings`, `rope_parameters`, `attention_bias`, `attention_dropout`, `mlp_bias` and `head_dim`.
     `num_key_value_heads` below `num_attention_heads` is grouped-query attention (arXiv 2305.13245) and combines with
     everything below. `hidden_size` need not be a multiple of `num_attention_heads` when `head_dim` is given.
+
+    Its connections are the fields of [`~resformer.configuration.ConnectionFields`], and sharing.
 
     Args:
         attention_out_bias (`bool`, *optional*):
@@ -84,48 +97,19 @@ class ResFormerConfig(PreTrainedConfig):
             is set (Mistral), else full everywhere.
         no_rope_layers (`list[int]`, *optional*):
             SmolLM3's list: 1 where a layer uses the rotary embedding, 0 where it has none. Default: all 1.
-        value_residual (`str`, defaults to `"none"`):
-            How the values of a mixing layer are made from its own and earlier layers' (ResFormer, arXiv 2410.17897;
-            Depth-Attention, arXiv 2606.05014): `"none"`, `"identity"`, `"constant"`, `"learnable"`,
-            `"learnable_plus"`, `"dense"`, `"gated"` or `"depth_attention"`, whose equations are in
-            `modeling/value_residual.py` and `modeling/depth_attention.py`. `"depth_attention"` takes `key_sources`, but
-            no `value_sources`.
-        value_residual_init (`list[float]`, defaults to [0.5, 0.5]):
-            The coefficients on V_0 and V_n: the values of `"constant"`, the start of the learned modes. `"identity"`
-            and `"depth_attention"` ignore it. (0, 1) starts as plain Llama.
-        value_residual_layers (`list[int]`, *optional*):
-            The layers that mix, from 1 to `num_hidden_layers - 1`, ascending (Sparse-ResFormer). Default: every layer
-            but 0 that has values of its own.
-        depth_attention_stride (`int`, defaults to 1):
-            The stride s of `"depth_attention"`: layer n mixes layers n, n - s, n - 2s, ..., and the first to mix is s.
-        depth_attention_init (`float`, defaults to 1.0):
-            The start of the gates of `"depth_attention"`. 1 is the paper, 0 plain Llama.
-        value_embeddings (`list[int]`, *optional*):
-            The layers that add to their values a row of a table, picked by the token and gated per key/value head
-            (modded-nanogpt, nanochat; Bank of Values, arXiv 2606.02780), ascending. A table has
-            `vocab_size` x `num_key_value_heads` x `head_dim` numbers. The model then needs `input_ids`.
-        value_embeddings_init (`float`, *optional*):
-            The standard deviation that the tables start with; 0 starts as plain Llama. Default: `initializer_range`, as
-            of every other embedding and projection.
-        neutreno_lambda (`float`, defaults to 0.0):
-            NeuTRENO's term l (V_0 - V'_n), added to the attention output of every layer but 0 (arXiv 2312.00751,
-            0.4 in its language models). Finite and not negative.
+        gated_mlp (`bool`, defaults to `True`):
+            Whether the MLP has a gate, as Llama's. Without, it is `down_proj(hidden_act(up_proj(x)))`; `hidden_act`
+            `"relu2"` makes it nanochat's.
+        final_logit_softcapping (`float`, *optional*):
+            c in c tanh(logits / c), Gemma 2's and nanochat's bound of the logits, in float32; above 0.
+        smear (`bool`, defaults to `False`):
+            Each token's embedding takes some of that of the token before it (nanochat). The model then needs
+            `input_ids`.
         value_sources (`list[int]`, *optional*):
             Layer n attends to the values of layer `value_sources[n]` and has no `v_proj` unless that is n itself.
             `[0] * N` is SVFormer (arXiv 2410.17897, section 3.3).
         key_sources (`list[int]`, *optional*):
             The same for keys and `k_proj`. `[0, 0, 2, 2, ...]` in both is CLA2 (arXiv 2405.12981).
-        dwa (`bool`, defaults to `False`):
-            Depth-weighted averaging of all earlier layers' outputs (DenseFormer, arXiv 2402.02622).
-        dwa_dilation, dwa_period (`int`, default to 1):
-            DenseFormer's k x p: average after every p-th block, over every k-th earlier output.
-        attention_residuals (`bool`, defaults to `False`):
-            Sublayers read, beside the residual stream, a softmax over what earlier blocks of layers added to it (delta
-            attention residuals, arXiv 2605.18855), for each head (arXiv 2607.27230), times a learned gate.
-        attention_residual_blocks (`int`, defaults to 8):
-            Number of blocks, from 1 to `num_hidden_layers`.
-        attention_residual_init (`float`, defaults to 1.0):
-            The start of the gates. 0 starts as plain Llama.
 
     Raises:
         huggingface_hub.errors.StrictDataclassError: a field, or two fields together, do not fit; the message names
@@ -169,31 +153,17 @@ class ResFormerConfig(PreTrainedConfig):
     sliding_window: int | None = positive(default=None)
     layer_types: list[str] | None = None
     no_rope_layers: list[int] | None = None
+    gated_mlp: bool = True
+    final_logit_softcapping: int | float | None = positive_number(default=None)
 
-    value_residual: Literal[
-        "none", "identity", "constant", "learnable", "learnable_plus", "dense", "gated", "depth_attention"
-    ] = "none"
-    value_residual_init: list[int | float] | tuple[int | float, ...] = (0.5, 0.5)
-    value_residual_layers: list[int] | None = None
-    depth_attention_stride: int = positive(default=1)
-    depth_attention_init: int | float = finite(default=1.0)
-    value_embeddings: list[int] | None = None
-    value_embeddings_init: int | float | None = not_negative(default=None)
-    neutreno_lambda: int | float = not_negative(default=0.0)
+    smear: bool = False
     value_sources: list[int] | None = None
     key_sources: list[int] | None = None
-    dwa: bool = False
-    dwa_dilation: int = positive(default=1)
-    dwa_period: int = positive(default=1)
-    attention_residuals: bool = False
-    attention_residual_blocks: int = positive(default=8)
-    attention_residual_init: int | float = finite(default=1.0)
+    #: Called whenever one is made: `resformer.registration` makes the models known, before AutoModel is asked for one.
+    on_new = staticmethod(lambda: None)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ResFormerConfig":
-        # Its import registers the models, before AutoModel can be asked for one; unpickling calls no `__init__`. A
-        # bundle has them in its own folder.
-        if __package__ == "resformer.configuration":
-            import_module("resformer.modeling")
+        ResFormerConfig.on_new()  # here, since unpickling calls no `__init__`
         return super().__new__(cls)
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -243,11 +213,12 @@ class ResFormerConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As the base class, but fields of this class given as keyword arguments replace those of the file before
-        they are validated. `layer_types` that are all alike follow a new depth or window."""
+        they are validated. Fewer layers are the first ones, with their connections. `layer_types` that are all alike
+        follow a new depth or window."""
         fields_here = {f.name for f in fields(cls)} - {f.name for f in fields(PreTrainedConfig)}
         overrides = {key: kwargs.pop(key) for key in fields_here & kwargs.keys()}
         _warn_of_misspelt_fields(kwargs)
-        config_dict = {**config_dict, **overrides}
+        config_dict = {**config_dict, **_of_first_layers(config_dict, overrides), **overrides}
         uniform = len(set(config_dict.get("layer_types") or ())) == 1
         rederive = not overrides.keys().isdisjoint(("num_hidden_layers", "sliding_window"))
         if rederive and "layer_types" not in overrides and uniform:
@@ -258,32 +229,20 @@ class ResFormerConfig(PreTrainedConfig):
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
-        """How tensor parallelism splits each module with parameters. Only modules that exist are listed."""
+        """How tensor parallelism splits each module of the backbone with parameters; only what exists is listed."""
         plan = {
             "layers.*.self_attn.q_proj": "colwise",
             "layers.*.self_attn.k_proj": "colwise",
             "layers.*.self_attn.v_proj": "colwise",
             "layers.*.self_attn.o_proj": "rowwise",
-            "layers.*.mlp.gate_proj": "colwise",
             "layers.*.mlp.up_proj": "colwise",
             "layers.*.mlp.down_proj": "rowwise",
         }
+        if self.gated_mlp:
+            plan["layers.*.mlp.gate_proj"] = "colwise"
         if self.qk_norm:
             plan["layers.*.self_attn.q_norm"] = "replicated_with_grad_allreduce"
             plan["layers.*.self_attn.k_norm"] = "replicated_with_grad_allreduce"
-        mode = self.value_residual if mixing_layers(self) else "none"
-        if mode == "depth_attention":
-            plan["value_residual"] = "local_params"  # each rank has the gates of its own heads
-            plan["value_residual.bias_gate"] = "colwise"
-        elif mode not in ("none", "identity", "constant"):
-            # Each rank mixes the values of its own heads only, so the coefficients' gradients are partial sums.
-            plan["value_residual"] = "replicated_with_grad_allreduce"
-        if mode == "gated":
-            plan["layers.*.self_attn.value_residual.bias_gate"] = "colwise"
-        if self.value_embeddings:
-            plan["layers.*.self_attn.value_embedding.bias_gate"] = "colwise"
-            plan["layers.*.self_attn.value_embedding.bias_table"] = "local_params"
-            plan["layers.*.self_attn.value_embedding.bias_table.weight"] = "rowwise"  # by channels, not by tokens
         return plan
 
     @base_model_tp_plan.setter
@@ -366,37 +325,7 @@ class ResFormerConfig(PreTrainedConfig):
         # One validator, since each step relies on the one before it.
         for name in ("key_sources", "value_sources"):
             self._check_sources(name, getattr(self, name) or [])
-        depth_attention = self.value_residual == "depth_attention"
-        self._check_layers("value_residual_layers", self.depth_attention_stride if depth_attention else 1)
-        self._check_layers("value_embeddings", 0)
-        init = self.value_residual_init
-        if len(init) != 2 or not all(math.isfinite(value) for value in init):
-            raise ValueError(f"`value_residual_init` is {init}: expected two finite numbers (on V_0, on V_n).")
-        if depth_attention and value_sources(self) != list(range(self.num_hidden_layers)):
-            raise ValueError(
-                f"`value_residual` is 'depth_attention', which mixes the values of all layers, but `value_sources` is "
-                f"{self.value_sources}. Share keys alone (`key_sources`), or choose another mode."
-            )
-        if self.attention_residuals and self.attention_residual_blocks > self.num_hidden_layers:
-            raise ValueError(
-                f"`attention_residual_blocks` is {self.attention_residual_blocks}: expected 1 to "
-                f"{self.num_hidden_layers} (`num_hidden_layers`), a block has a layer at least."
-            )
-        self._warn_of_settings_without_effect()
-
-    def _check_layers(self, name: str, first: int) -> None:
-        layers, sources = getattr(self, name) or [], value_sources(self)
-        if layers != sorted(set(layers)) or not all(first <= layer < self.num_hidden_layers for layer in layers):
-            raise ValueError(
-                f"`{name}` is {layers}: expected ascending layers from {first} to {self.num_hidden_layers - 1} "
-                "(`num_hidden_layers` - 1), each once."
-            )
-        for layer in layers:
-            if sources[layer] != layer:
-                raise ValueError(
-                    f"`{name}` holds {layer}, but `value_sources`[{layer}] is {sources[layer]}: that layer has no "
-                    "values of its own."
-                )
+        check_connections(self)
 
     def _check_sources(self, name: str, sources: list[int]) -> None:
         for reader, source in enumerate(sources):
@@ -419,23 +348,40 @@ class ResFormerConfig(PreTrainedConfig):
                     f"{reader}. Rotated queries need rotated keys."
                 )
 
-    def _warn_of_settings_without_effect(self) -> None:
-        mode = f"`value_residual` is {self.value_residual!r}"
-        depth_attention = self.value_residual == "depth_attention"
-        period = f"`dwa_period` ({self.dwa_period}) is above `num_hidden_layers` ({self.num_hidden_layers})"
-        for name, default, used, reason in (
-            ("value_residual", "none", mixing_layers(self), "no layer has earlier values, and its own, to mix"),
-            ("value_residual_layers", None, self.value_residual != "none", mode),
-            ("depth_attention_stride", 1, depth_attention, mode),
-            ("depth_attention_init", 1.0, depth_attention, mode),
-            ("value_embeddings_init", None, self.value_embeddings, f"`value_embeddings` is {self.value_embeddings}"),
-            ("dwa", False, self.dwa_period <= self.num_hidden_layers, period),
-            ("dwa_dilation", 1, self.dwa, "`dwa` is False"),
-            ("dwa_period", 1, self.dwa, "`dwa` is False"),
-            ("attention_residual_blocks", 8, self.attention_residuals, "`attention_residuals` is False"),
-        ):
-            if (value := getattr(self, name)) != default and not used:
-                logger.warning_once(f"`{name}`={value!r} changes nothing: {reason}.")
+
+def _of_first_layers(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `config` that name layers, for its first layers alone, if `overrides` asks for fewer."""
+    layers, before = overrides.get("num_hidden_layers"), config.get("num_hidden_layers")
+    if not isinstance(layers, int) or not isinstance(before, int) or not 0 < layers < before:
+        return {}
+    first: dict[str, Any] = {}
+    for name in ("layer_types", "no_rope_layers", "key_sources", "value_sources"):
+        if isinstance(config.get(name), list):
+            first[name] = config[name][:layers]
+    for name in ("value_residual_layers", "value_embeddings"):
+        if isinstance(config.get(name), list):
+            first[name] = [layer for layer in config[name] if layer < layers]
+    few = f"`num_hidden_layers`={layers} of {before} layers:"
+    if config.get("value_residual") == "learnable_plus" and "value_residual" not in overrides:
+        raise ValueError(
+            f"{few} in mode 'learnable_plus' all layers compete for V_0, so that the first ones are no model by "
+            "themselves. Load all layers, or choose another mode (`value_residual`), which starts anew."
+        )
+    if config.get("backout") and "backout" not in overrides:
+        raise ValueError(
+            f"{few} `backout` takes the middle of all layers out of the last, so that the first ones are no model by "
+            "themselves. Load all layers, or give `backout=False`."
+        )
+    if config.get("attention_residuals") and "attention_residual_blocks" not in overrides:
+        blocks = config.get("attention_residual_blocks", 8)
+        starts = [start for block in range(blocks) if (start := block * before // blocks) < layers]
+        if starts != [block * layers // len(starts) for block in range(len(starts))]:
+            raise ValueError(
+                f"{few} blocks of `attention_residuals` begin at layers {starts}, which are no equal parts of {layers} "
+                f"layers. Load as many layers as a block ends with, or give `attention_residual_blocks`."
+            )
+        first["attention_residual_blocks"] = len(starts)
+    return first
 
 
 def _warn_of_misspelt_fields(extra: dict[str, Any]) -> None:
@@ -445,4 +391,4 @@ def _warn_of_misspelt_fields(extra: dict[str, Any]) -> None:
         if key.startswith("_") or key in _KNOWN_EXTRA_KEYS or key in names:
             continue
         if match := difflib.get_close_matches(key, names, n=1, cutoff=0.75):
-            logger.warning_once(f"ResFormerConfig has no field `{key}`; did you mean `{match[0]}`? Nothing reads it.")
+            logger.warning_once(f"ResFormerConfig has no field {key!r}; did you mean `{match[0]}`? Nothing reads it.")

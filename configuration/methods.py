@@ -5,26 +5,37 @@ configuration from a name. A new method is one more line here.
 """
 
 from collections.abc import Callable
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
+
+from resformer.configuration.connection_fields import ConnectionFields
 
 if TYPE_CHECKING:
     from resformer.configuration.configuration_resformer import ResFormerConfig
 
-#: The configuration fields of connections; all others are the backbone's. Their defaults are plain Llama.
-CONNECTION_FIELDS = (
-    "value_residual value_residual_init value_residual_layers depth_attention_stride depth_attention_init "
-    "neutreno_lambda value_sources key_sources value_embeddings value_embeddings_init dwa dwa_dilation dwa_period "
-    "attention_residuals attention_residual_blocks attention_residual_init"
-).split()
+#: The fields of connections -> their defaults, which are no connection. All other fields are the backbone's.
+CONNECTION_FIELDS: dict[str, Any] = {
+    **{
+        name: list(default) if isinstance(default, tuple) else default
+        for name, default in ((each.name, each.default) for each in fields(ConnectionFields))
+    },
+    **dict.fromkeys(("value_sources", "key_sources")),
+    "smear": False,
+}
 
 
 def _last_third(num_layers: int) -> list[int]:
     """The layers that Sparse-ResFormer mixes: the last three of eight, generalised to the last third, never layer 0.
 
-    Bank of Values has its tables in the last third too; nanochat has them in every second layer, half as many again.
+    Bank of Values has its tables in the last third too.
     """
     return list(range(max(1, num_layers - -(-num_layers // 3)), num_layers))
+
+
+def _every_second(num_layers: int) -> list[int]:
+    """The layers in which nanochat has tables: the last, and every second before it."""
+    return list(range((num_layers - 1) % 2, num_layers, 2))
 
 
 def _pairs(num_layers: int) -> list[int]:
@@ -66,6 +77,7 @@ METHODS: dict[str, Callable[[int], dict[str, Any]]] = {
     },
     "resformer-denseformer": lambda n: {"value_residual": "learnable", "dwa": True},
     "attention-residuals": lambda n: {"attention_residuals": True, "attention_residual_blocks": min(8, n)},
+    "nanochat": lambda n: {"embedding_residual": True, "value_embeddings": _every_second(n), "backout": True},
 }
 
 
@@ -84,34 +96,33 @@ def method_fields(method: str, num_hidden_layers: int) -> dict[str, Any]:
     return METHODS[method](num_hidden_layers)
 
 
-def method_of(config: "ResFormerConfig") -> str | None:
+def method_of(config: Any) -> str | None:
     """The named method that `config` has the connections of; `None` if they have no name.
 
     Initial values of coefficients are compared only where the method sets them.
     """
-    plain = type(config)(num_hidden_layers=config.num_hidden_layers)
+    connections = connections_of(config)
     for name, method in METHODS.items():
-        fields = method(config.num_hidden_layers)
+        chosen = method(config.num_hidden_layers)
         if all(
-            getattr(config, field) == fields.get(field, getattr(plain, field))
+            connections.get(field, CONNECTION_FIELDS[field]) == chosen.get(field, CONNECTION_FIELDS[field])
             for field in CONNECTION_FIELDS
-            if not field.endswith("_init") or field in fields
+            if not field.endswith("_init") or field in chosen
         ):
             return name
     return None
 
 
-def connections_of(config: "ResFormerConfig") -> dict[str, Any]:
+def connections_of(config: Any) -> dict[str, Any]:
     """The connection fields of `config` that are not plain Llama's."""
-    plain = type(config)(num_hidden_layers=config.num_hidden_layers)
-    values = {name: getattr(config, name) for name in CONNECTION_FIELDS}
-    return {name: value for name, value in values.items() if value != getattr(plain, name)}
+    values = {name: getattr(config, name, default) for name, default in CONNECTION_FIELDS.items()}
+    return {name: value for name, value in values.items() if value != CONNECTION_FIELDS[name]}
 
 
 def backbone_fields(config: "ResFormerConfig") -> dict[str, Any]:
     """The fields of `ResFormerConfig` that are not a connection's, with the values of `config`."""
     # Of the class itself: a subclass has annotations of its own.
-    names = next(each.__annotations__ for each in type(config).__mro__ if "value_residual" in each.__annotations__)
+    names = next(each.__annotations__ for each in type(config).__mro__ if "no_rope_layers" in each.__annotations__)
     return {name: getattr(config, name) for name in names if name not in ("pretraining_tp", *CONNECTION_FIELDS)}
 
 

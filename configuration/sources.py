@@ -20,6 +20,21 @@ def value_sources(config: Any) -> list[int]:
     return getattr(config, "value_sources", None) or list(range(config.num_hidden_layers))
 
 
+def value_groups(config: Any) -> list[int | None]:
+    """A number for each layer that has values of its own: layers whose values have one shape have one number."""
+    groups = getattr(config, "value_groups", None)  # of another family's decoder
+    return groups or [0 if source == n else None for n, source in enumerate(value_sources(config))]
+
+
+def value_layers(config: Any, layer: int) -> list[int]:
+    """The layers up to `layer`, ascending, that have values of their own, of the shape of this layer's.
+
+    The first gives V_0. Empty if `layer` itself has none.
+    """
+    groups = value_groups(config)
+    return [] if groups[layer] is None else [n for n in range(layer + 1) if groups[n] == groups[layer]]
+
+
 def mixing_layers(config: Any) -> list[int]:
     """The layers whose values are mixed with earlier layers' (`value_residual`), ascending."""
     if config.value_residual == "none":
@@ -27,5 +42,11 @@ def mixing_layers(config: Any) -> list[int]:
     if config.value_residual_layers is not None:
         return config.value_residual_layers
     first = config.depth_attention_stride if config.value_residual == "depth_attention" else 1
-    sources = value_sources(config)
-    return [layer for layer in range(first, config.num_hidden_layers) if sources[layer] == layer]
+    seen: set[int] = set()
+    layers = []
+    for layer, group in enumerate(value_groups(config)):
+        if group in seen and layer >= first:
+            layers.append(layer)
+        if group is not None:
+            seen.add(group)
+    return layers

@@ -3,12 +3,13 @@
 A checkpoint goes through five rooms, in this order:
 
 open    source: a folder, a GGUF file or the Hub; first the configuration, then the weights' headers
-        (reading, safetensors_format, hub_headers, other_formats)
+        (configurations, reading, safetensors_format, hub_headers, other_formats)
 decide  retrofitting, reverting, bundling: from the source and the options to one `deciding.Decision`
         (families: configurations of other families; connections: the added parameters)
 plan    planning: which files are carried whole, which are written anew
 write   writing (tensors: a change of dtype)
-verify  reading_back: the result's bytes; logits: what it computes
+verify  sameness: what Transformers builds, without weights; reading_back: bytes; tokens: what the tokenizer reads;
+        logits: what is computed
 
 to_folder runs the last three for a folder, to_hub for a Hub repository. comparing and inspection read, and write
 nothing.

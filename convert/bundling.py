@@ -1,7 +1,6 @@
 """Bundles: a ResFormer checkpoint with the code that loads it, for those who have Transformers and not this package."""
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,8 +16,10 @@ from resformer.convert.reading import side_file
 from resformer.convert.source import open_source
 from resformer.convert.to_folder import Options, Report, carry_out
 from resformer.errors import CheckpointError, quoted
-from resformer.files import EVAL_RESULTS, check_target
-from resformer.record import RECORD
+from resformer.files import check_target
+from resformer.modeling.connecting import PREFIX
+from resformer.names import DESCRIPTIONS
+from resformer.untrusted import names_in
 from resformer.version import __version__
 
 _CONFIGURATION, _MODELING = "configuration_resformer", "modeling_resformer"
@@ -32,7 +33,7 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": f"{_MODELING}.ResFormerForSequenceClassification",
     "AutoModelForTokenClassification": f"{_MODELING}.ResFormerForTokenClassification",
 }
-_IMPORT = re.compile(r"from resformer\.(configuration|modeling)\.(\w+) import")
+_IMPORT = re.compile(r"from resformer\.(configuration|modeling\.connections|modeling)\.(\w+) import")
 _NAMES = re.compile(r"from resformer\.configuration import (.+)")
 #: The first lines of each module in a bundle; the module as it is in the package follows.
 _HEAD = """\
@@ -64,7 +65,7 @@ def bundle(
         source: a folder or a Hub id; a bundle may be bundled again, with the code of this version.
         output: a new or empty folder.
         force, revision: as for `resformer.retrofit`.
-        options: `dry_run`, `link`, `verify`, `durable`, `progress`, as for `resformer.retrofit`.
+        options: `dry_run`, `link`, `verify`, `progress`, as for `resformer.retrofit`.
 
     Raises:
         CheckpointError: the source is no causal language model of ours, or `output` is in the way.
@@ -80,9 +81,8 @@ def bundle(
     fetched = opened.fetch(headers_only=settings.dry_run)
     if fetched.config.tie_word_embeddings and not fetched.tied:
         config["tie_word_embeddings"] = False
-    # Its own model card, record and results go along.
-    names = [name for name in ("README.md", RECORD, "metrics.json") if os.path.lexists(opened.folder / name)]
-    names += [f"{EVAL_RESULTS}/{path.name}" for path in sorted((opened.folder / EVAL_RESULTS).glob("*.yaml"))]
+    # What describes it goes along.
+    names = [name for name in names_in(opened.folder) if DESCRIPTIONS.fullmatch(name)]
     report = carry_out(
         Decision(
             source=fetched,
@@ -93,18 +93,22 @@ def bundle(
         target,
         settings,
         partial(BundleReport, code={name: len(text.encode()) for name, text in code.items()}, auto_map=AUTO_MAP),
-        lambda report, weight_files: code,
+        lambda report, digests: code,
     )
     # Code of an older version is replaced, not left behind; its auto_map too.
-    left_behind = [
-        name for name in report.left_behind if name not in {*code, "config.json: auto_map", f"{EVAL_RESULTS}/"}
-    ]
+    left_behind = [name for name in report.left_behind if name not in {*code, "config.json: auto_map"}]
     return replace(report, left_behind=left_behind)
 
 
 def config_with_code(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The content of config.json that makes Transformers load `remote_code()`."""
     if (model_type := config.get("model_type")) != ResFormerConfig.model_type:
+        if isinstance(model_type, str) and model_type.startswith(PREFIX):
+            raise CheckpointError(
+                f"{name}: cannot be bundled: its decoder is that of {model_type.removeprefix(PREFIX)} in Transformers, "
+                "which the package changes in place. Readers install resformer and import it. Or share the "
+                "coefficients alone (resformer.save_connections)."
+            )
         raise CheckpointError(
             f"{name}: is a checkpoint of {quoted(model_type)}, which Transformers loads by itself. `resformer convert` "
             "gives it connections."
@@ -125,13 +129,20 @@ def remote_code() -> dict[str, str]:
     code = {}
     modules = [("configuration", _CONFIGURATION), ("modeling", _MODELING)]
     for package, module in modules:
-        text = (files(f"resformer.{package}") / f"{module}.py").read_text(encoding="utf-8")
+        home = files(f"resformer.{package}")
+        if module == "connections":
+            # The package imports whatever is in its folder; Transformers follows import statements alone.
+            kinds = sorted(each.name for each in (home / module).iterdir() if each.name[0] != "_")
+            kinds = [f"from resformer.modeling.connections.{kind[:-3]} import __doc__  # noqa: F401" for kind in kinds]
+            text = "\n".join(["from resformer.modeling.connection import KINDS  # noqa: F401", *kinds, ""])
+        else:
+            text = (home / f"{module}.py").read_text(encoding="utf-8")
         text = _NAMES.sub(_from_their_homes, text)
         modules += [name for name in _IMPORT.findall(text) if name not in modules]
         code[f"{module}.py"] = _HEAD.format(version=__version__) + _IMPORT.sub(r"from .\2 import", text)
     for auto_class, reference in AUTO_MAP.items():
-        home, name = reference.split(".")
-        code[f"{home}.py"] += _REGISTER.format(name=name, auto_class=auto_class)
+        file, name = reference.split(".")
+        code[f"{file}.py"] += _REGISTER.format(name=name, auto_class=auto_class)
     return dict(sorted(code.items()))
 
 

@@ -1,28 +1,31 @@
 """Two checkpoints side by side: what their configurations build, tensors byte for byte, logits on the same tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 from transformers.modeling_rope_utils import RopeParameters
 
 from resformer.configuration import ResFormerConfig, key_sources, mixing_layers, value_sources
 from resformer.configuration.methods import CONNECTION_FIELDS, backbone_fields
+from resformer.convert.connected_families import facts, in_one_family, is_connected, view
 from resformer.convert.connections import added_shapes, expected_shapes, head_of, read_connections
-from resformer.convert.families import resformer_config
-from resformer.convert.logits import LogitsComparison, compare_logits, free_memory, memory_for_logits
+from resformer.convert.logits import LogitsComparison, compare_logits, free_memory, memory_for_logits, window_of
 from resformer.convert.reading import EMBEDDING, HEAD
-from resformer.convert.safetensors_format import Tensor, same_bytes
+from resformer.convert.sameness import differences
 from resformer.convert.source import OpenedSource, open_source
 from resformer.convert.tensors import numbers
 from resformer.convert.to_folder import Verify, check_verify
+from resformer.convert.tokens import TokensComparison, compare_tokens, fetch_side_files, source_tokenizer
 from resformer.errors import CheckpointError, one_line
 from resformer.files import AsDict
-from resformer.modeling.connection import ConnectionKind
-from resformer.modeling.modeling_resformer import KINDS
+from resformer.modeling.any_decoder import text_config
+from resformer.modeling.connection import Connection
+from resformer.modeling.connections import KINDS
+from resformer.safetensors_format import Tensor, same_bytes
 from resformer.untrusted import MIB, check_folder, read_bounded
 
 #: Fields of `ResFormerConfig` that change no number of a forward pass or its gradient. Both ends of a tie are compared
@@ -47,6 +50,7 @@ class Comparison(AsDict):
     only_in_other: list[str]
     added: list[str]  # those of the two lists above that are parameters of connections
     logits: LogitsComparison | None
+    tokens: TokensComparison | None
     not_compared: list[str]  # sentences: what was not compared, and why
 
     @property
@@ -62,7 +66,8 @@ class Comparison(AsDict):
     @property
     def same(self) -> bool | None:
         """Whether both are the same model; a retrofit and its source are, if it is exact. `None`: not known."""
-        if not self.same_tensors or (self.logits is not None and not self.logits.identical):
+        compared = [each for each in (self.logits, self.tokens) if each is not None]
+        if not (self.same_tensors and all(each.identical for each in compared)):
             return False
         differing = self.configuration.keys() - set(self.without_effect)
         if self.bytes_compared or differing - set(CONNECTION_FIELDS):
@@ -81,13 +86,14 @@ def verify(
     revision: str | None = None,
     other_revision: str | None = None,
 ) -> Comparison:
-    """Compares two checkpoints, a source and its retrofit for example. Their tokenizers are not compared.
+    """Compares two checkpoints, a source and its retrofit for example.
 
     Args:
         one, other: folders, `.gguf` files or Hub ids, of any family that can be converted, or ResFormer's.
-        verify: configurations are always compared. `"headers"` compares names, dtypes and shapes of tensors; `"hashes"`
-            the bytes too; `"logits"` the logits too, each model in its own dtype, one in memory at a time. `"auto"` is
-            logits where the larger fits into free memory. Only logits of language models are compared.
+        verify: configurations and tokenizers are always compared. `"headers"` compares names, dtypes and shapes of
+            tensors; `"hashes"` the bytes too; `"logits"` the logits too, each model in its own dtype, one in memory at
+            a time. `"auto"` is logits where the larger fits into free memory. Only logits of language models are
+            compared.
         tokens: at which logits are compared, at the end of two rows that are longer than any sliding window.
         text: a file whose text, as the tokenizer of `one` reads it, makes the rows; default: random tokens.
         device: where the models run; default: the CPU.
@@ -104,16 +110,18 @@ def verify(
         for each, commit in ((one, revision), (other, other_revision))
     ]
     opened = [source.fetch(headers_only=verify == "headers") for source in sources]
-    configs = [resformer_config(source.config) for source in opened]
+    configs = in_one_family(*(source.config for source in opened))
     tables: list[dict[str, Tensor]] = []
     for source, config in zip(opened, configs, strict=True):
         table = dict(source.checkpoint.tensors)
-        if source.tied and HEAD in expected_shapes(config):  # the model has both ends, a checkpoint one or both
+        # The model has both ends, a checkpoint one or both.
+        if source.tied and not is_connected(config) and HEAD in expected_shapes(config):
             for stored, missing in ((EMBEDDING, HEAD), (HEAD, EMBEDDING)):
                 if missing not in table:
                     table[missing] = table[stored]
         tables.append(table)
     configuration, without_effect = _configurations(opened, configs, tables)
+    configuration |= _built(opened, configuration)
     a, b = tables
     common = [name for name in a if name in b]
     different: dict[str, float | None] = {}
@@ -130,6 +138,8 @@ def verify(
         reasons.append(f"logits ({reason})")
     else:
         logits = _logits(opened, configs, tokens, text, device)
+    same_ids, reason = _tokens(opened)
+    reasons += [reason] if reason else []
     return Comparison(
         one=opened[0].name,
         other=opened[1].name,
@@ -142,6 +152,7 @@ def verify(
         only_in_other=only_b,
         added=sorted({name for config in configs for name in added_shapes(config)} & {*only_a, *only_b}),
         logits=logits,
+        tokens=same_ids,
         not_compared=reasons,
     )
 
@@ -158,13 +169,14 @@ def _check_options(verify: Verify, tokens: int, text: object, device: str | None
 
 
 def _configurations(
-    sources: Sequence[OpenedSource], configs: Sequence[ResFormerConfig], tables: Sequence[dict[str, Tensor]]
+    sources: Sequence[OpenedSource], configs: Sequence[Any], tables: Sequence[dict[str, Tensor]]
 ) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
     """(the fields that build different models, with both values; those whose connections have no effect)."""
     first, second = (_computed(source, config) for source, config in zip(sources, configs, strict=True))
-    differing = {name: (first[name], second[name]) for name in first if first[name] != second[name]}
+    differing = {name: (first.get(name), second.get(name)) for name in {**first, **second}}
+    differing = {name: pair for name, pair in differing.items() if pair[0] != pair[1]}
     for name in differing.keys() & set(CONNECTION_FIELDS):  # as they are stated, if they are: others follow from those
-        differing[name] = getattr(configs[0], name), getattr(configs[1], name)
+        differing[name] = getattr(configs[0], name, None), getattr(configs[1], name, None)
     differing = {name: pair for name, pair in differing.items() if pair[0] != pair[1]}
     neutral = [
         name
@@ -176,8 +188,40 @@ def _configurations(
     return differing, neutral
 
 
-def _computed(source: OpenedSource, config: ResFormerConfig) -> dict[str, Any]:
+def _built(sources: Sequence[OpenedSource], configuration: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What Transformers builds differently, as far as no field of the backbone says so already."""
+    first, second = (source.facts() for source in sources)
+    explained = bool(configuration.keys() - set(CONNECTION_FIELDS))
+    return {
+        each.name: (each.source, each.result)
+        for each in differences(first, second)
+        if each.name.startswith(("generation: ", "special tokens: "))
+        or not (
+            explained or each.name.startswith(("tensors: ", "configuration: ")) or each.name == "tie_word_embeddings"
+        )
+    }
+
+
+def _computed(source: OpenedSource, config: Any) -> dict[str, Any]:
     """The fields that change what a model computes; defaults are filled in, what nothing reads is `None`."""
+    if is_connected(config):
+        values = {name: value for name, value in facts(config).items() if name not in _WITHOUT_EFFECT}
+    else:
+        values = _backbone(config)
+    for kind in KINDS:
+        values |= {name: getattr(config, name, None) if kind.is_in(config) else None for name in kind.fields}
+    learned = {name for name in CONNECTION_FIELDS if name.endswith("_init")}  # the start of what a checkpoint holds
+    values |= dict.fromkeys(learned - ({"value_residual_init"} if config.value_residual == "constant" else set()))
+    shape = view(config)
+    values["value_sources"], values["key_sources"] = value_sources(shape), key_sources(shape)
+    if values["value_residual"] is not None:
+        values["value_residual_layers"] = mixing_layers(shape)
+    values["dtype"] = str(source.stated_dtype).removeprefix("torch.")
+    return values
+
+
+def _backbone(config: ResFormerConfig) -> dict[str, Any]:
+    """The fields of the decoder of this package that change what it computes."""
     values = {name: value for name, value in backbone_fields(config).items() if name not in _WITHOUT_EFFECT}
     rope = {"rope_type": "default", "partial_rotary_factor": 1.0, **(values.pop("rope_parameters") or {})}
     values |= {name: rope.get(name) for name in RopeParameters.__annotations__}
@@ -188,38 +232,28 @@ def _computed(source: OpenedSource, config: ResFormerConfig) -> dict[str, Any]:
     values["no_rope_layers"] = config.no_rope_layers or [1] * config.num_hidden_layers
     if config.attention_out_bias is None:
         values["attention_out_bias"] = config.attention_bias
-    for kind in KINDS:
-        values |= {name: getattr(config, name) if kind.is_in(config) else None for name in kind.fields}
-    learned = {name for name in CONNECTION_FIELDS if name.endswith("_init")}  # the start of what a checkpoint holds
-    values |= dict.fromkeys(learned - ({"value_residual_init"} if config.value_residual == "constant" else set()))
-    values["value_sources"], values["key_sources"] = value_sources(config), key_sources(config)
-    if values["value_residual"] is not None:
-        values["value_residual_layers"] = mixing_layers(config)
-    # Transformers loads a model in the dtype that config.json states.
-    stated = source.raw_config.get("dtype") or source.raw_config.get("torch_dtype")
-    stored = str(source.dtype).removeprefix("torch.")
-    values["dtype"] = stated.removeprefix("torch.") if isinstance(stated, str) and not source.fp8 else stored
     return values
 
 
-def _has_effect(kind: ConnectionKind, config: ResFormerConfig, tensors: dict[str, Tensor]) -> bool:
+def _has_effect(kind: type[Connection], config: Any, tensors: dict[str, Tensor]) -> bool:
     """Whether connections of this kind change what a model computes; True where their coefficients are not here."""
     if not kind.is_in(config):
         return False
     if not all(tensors[name].on_this_disk for name in added_shapes(config)):
         return True
     read = read_connections(config, tensors)
-    modules = [module for name, module in read.items() if kind.module in name.split(".")]
+    modules = [module for name, module in read.items() if kind.name in name.split(".")]
     if not modules:
-        return bool(kind.inexact_because(config))
-    return any(distance != 0 for module in modules for distance, _ in module.deviations())
+        return bool(kind.inexact_because(view(config)))
+    fixed = kind.chosen(config).fixed_effects(view(config))
+    return bool(fixed) or any(distance != 0 for module in modules for distance, _ in module.deviations())
 
 
-def _why_no_logits(sources: Sequence[OpenedSource], configs: Sequence[ResFormerConfig], verify: Verify) -> str:
+def _why_no_logits(sources: Sequence[OpenedSource], configs: Sequence[Any], verify: Verify) -> str:
     """Why logits are not compared; empty if they are."""
     if any(map(head_of, configs)):
         return "only language models have them"
-    sizes = [config.vocab_size for config in configs]
+    sizes = [text_config(config).vocab_size for config in configs]
     if verify not in ("auto", "logits"):
         return f"--verify {verify}"
     if sizes[0] != sizes[1]:
@@ -232,27 +266,31 @@ def _why_no_logits(sources: Sequence[OpenedSource], configs: Sequence[ResFormerC
 
 def _logits(
     sources: Sequence[OpenedSource],
-    configs: Sequence[ResFormerConfig],
+    configs: Sequence[Any],
     tokens: int,
     text: str | Path | None,
     device: str | None,
 ) -> LogitsComparison:
-    window = max((c.sliding_window or 0 for c in configs if "sliding_attention" in (c.layer_types or ())), default=0)
+    window = max(map(window_of, configs))
     row = max(tokens // 2, window + tokens // 4)
-    ids = None if text is None else _token_ids(sources[0], Path(text).expanduser(), configs[0].vocab_size, 2 * row)
+    ids = (
+        None
+        if text is None
+        else _token_ids(sources[0], Path(text).expanduser(), text_config(configs[0]).vocab_size, 2 * row)
+    )
     return compare_logits(sources[0].load, sources[1].load, tokens, row=row, text=ids, window=window, device=device)
 
 
 def _token_ids(source: OpenedSource, path: Path, vocab_size: int, needed: int) -> list[int]:
     """The first `needed` tokens of a text file."""
-    gguf = {} if source.gguf is None else {"gguf_file": source.gguf.name}
-    if not gguf:
-        check_folder(source.folder)
+    if source.gguf is None:
+        check_folder(source.folder)  # a file that does not go along may change the tokens
+    content = read_bounded(path, 64 * MIB).decode("utf-8", "replace")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True, trust_remote_code=False, **gguf)
-    except Exception as error:  # Transformers raises nearly anything for a bad tokenizer
-        raise CheckpointError(f"{source.name}: its tokenizer cannot be read: {one_line(error)}") from error
-    ids: list[int] = tokenizer(read_bounded(path, 64 * MIB).decode("utf-8", "replace"))["input_ids"]
+        with source_tokenizer(source) as tokenizer:
+            ids: list[int] = tokenizer(content)["input_ids"]
+    except CheckpointError as error:
+        raise CheckpointError(f"{source.name}: its tokenizer cannot be read: {error}") from error
     if len(ids) < needed:
         raise CheckpointError(
             f"{path}: has {len(ids):,} tokens, two rows take {needed:,}: give more text, or --tokens."
@@ -260,6 +298,20 @@ def _token_ids(source: OpenedSource, path: Path, vocab_size: int, needed: int) -
     if max(ids) >= vocab_size:
         raise CheckpointError(f"{source.name}: its tokenizer gives the id {max(ids):,}, of {vocab_size:,} tokens.")
     return ids[:needed]
+
+
+def _tokens(sources: Sequence[OpenedSource]) -> tuple[TokensComparison | None, str]:
+    """(the tokenizers, compared; why they are not)."""
+    with ExitStack() as stack:
+        loaded = []
+        for source in sources:
+            fetch_side_files(source)
+            try:
+                loaded.append(stack.enter_context(source_tokenizer(source)))
+            except CheckpointError as error:
+                reason = str(error) if source.gguf or source.checkpoint.tokenizer_files else "it has none"
+                return None, f"tokens (of {source.name}: {reason})"
+        return compare_tokens(*loaded), ""
 
 
 def _distance(one: Tensor, other: Tensor) -> float | None:

@@ -4,22 +4,24 @@ import copy
 import functools
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from resformer.configuration import ResFormerConfig
-from resformer.convert.safetensors_format import Tensor
 from resformer.convert.tensors import to_tensor, to_torch
 from resformer.errors import CheckpointError, one_line
 from resformer.modeling import (
-    ResFormerForCausalLM,
     ResFormerForQuestionAnswering,
     ResFormerForSequenceClassification,
     ResFormerForTokenClassification,
     ResFormerPreTrainedModel,
 )
-from resformer.modeling.connection import Connection
+from resformer.modeling.connected import added_modules
+from resformer.modeling.connection import Added, StartsAsStated
+from resformer.safetensors_format import Tensor
 
 #: Class in `architectures` of config.json -> a model with another head. Every other checkpoint is a language model.
 HEADS: dict[str, type[ResFormerPreTrainedModel]] = {
@@ -30,69 +32,104 @@ HEADS: dict[str, type[ResFormerPreTrainedModel]] = {
 
 def head_of(config: PreTrainedConfig) -> str | None:
     """The class in `HEADS`; `None` for a language model."""
-    return next((name for name in config.architectures or () if name in HEADS), None)
+    if not isinstance(config, ResFormerConfig):
+        return None
+    names = config.architectures if isinstance(config.architectures, list) else []
+    return next((name for name in names if isinstance(name, str) and name in HEADS), None)
 
 
-@functools.lru_cache(maxsize=4)
-def _meta_model(text: str) -> ResFormerPreTrainedModel:
-    config = ResFormerConfig.from_dict(json.loads(text))
-    with torch.device("meta"):
-        return HEADS.get(head_of(config) or "", ResFormerForCausalLM)(config)
+def meta_model(config: Any) -> PreTrainedModel:
+    """A model of the configuration, without memory for its parameters. One of ours may be used elsewhere too."""
+    if hasattr(type(config), "value_residual"):  # it has connections, or may have
+        return _of_ours(config)
+    with no_init_weights(), torch.device("meta"):
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config))
 
 
-def connection_modules(config: ResFormerConfig, *, tables: bool = True) -> dict[str, Connection]:
-    """Name in the model -> the module, on the meta device, for each that holds added parameters.
-
-    Value-embedding tables, which are large and not needed for mixing matrices, are among them with `tables`.
-    """
-    modules = _meta_model(config.to_json_string()).named_modules()
-    return {name: each for name, each in modules if isinstance(each, Connection) and (tables or not each.is_table)}
+def _of_ours(config: Any) -> PreTrainedModel:
+    """One model for all configurations that differ in what a model on the meta device lacks."""
+    known = json.loads(config.to_json_string())
+    left_out = ("base_model", "dtype", "transformers_version")
+    return _meta_model(json.dumps({name: value for name, value in known.items() if name not in left_out}))
 
 
-def expected_shapes(config: ResFormerConfig) -> dict[str, tuple[int, ...]]:
+@functools.lru_cache(maxsize=8)
+def _meta_model(text: str) -> PreTrainedModel:
+    known = json.loads(text)
+    config = CONFIG_MAPPING[known["model_type"]].from_dict(known)
+    model_class: Any = HEADS.get(head_of(config) or "") or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with no_init_weights(), torch.device("meta"):
+        return model_class(config)
+
+
+def tied_names(config: PreTrainedConfig) -> set[str]:
+    """The tensors that are others again, where the configuration ties them."""
+    return set(meta_model(config).all_tied_weights_keys) if config.tie_word_embeddings else set()
+
+
+def connection_modules(config: Any) -> dict[str, Added]:
+    """Name in the model -> the module, on the meta device, of each connection that has one."""
+    return added_modules(_of_ours(config))
+
+
+def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor that a checkpoint holds, both ends of a tie among them."""
     try:
-        tensors = _meta_model(config.to_json_string()).state_dict()
+        tensors = _of_ours(config).state_dict()
         return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     except Exception as error:  # torch's and Transformers' any, for values that no validator looks at
         raise CheckpointError(f"config.json makes no model: {one_line(error)}") from error
 
 
-def added_shapes(config: ResFormerConfig, *, tables: bool = True) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every added parameter."""
-    parameters = _parameters(connection_modules(config, tables=tables))
+def added_shapes(config: Any, *, tables: bool = True) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every added parameter.
+
+    Tables of value embeddings, which are large and not needed for mixing matrices, are among them with `tables`.
+    """
+    parameters = _parameters(connection_modules(config), tables=tables)
     return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
 
-def initial_connections(config: ResFormerConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     """The added parameters at their start; `dtype` is the model's, which tables have."""
     modules = {name: _on_cpu(module, dtype) for name, module in connection_modules(config).items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # tables may start with random numbers: two runs write the same
-        for module in modules.values():
-            module.reset_parameters()
+        for outer in modules.values():
+            for module in outer.modules():
+                if isinstance(module, StartsAsStated):
+                    module.reset_parameters()
     return {name: to_tensor(name, parameter) for name, parameter in _parameters(modules).items()}
 
 
-def read_connections(
-    config: ResFormerConfig, tensors: Mapping[str, Tensor], *, tables: bool = True
-) -> dict[str, Connection]:
-    """`connection_modules` with the checkpoint's parameters, which `check_tensors` has found in their shapes."""
-    modules = {name: _on_cpu(module) for name, module in connection_modules(config, tables=tables).items()}
+def read_connections(config: Any, tensors: Mapping[str, Tensor], *, tables: bool = True) -> dict[str, Added]:
+    """`connection_modules` with the checkpoint's parameters, which `check_tensors` has found in their shapes.
+
+    Without `tables`, these stay on the meta device.
+    """
+    modules = {name: _on_cpu(module, tables=tables) for name, module in connection_modules(config).items()}
     with torch.no_grad():
-        for name, parameter in _parameters(modules).items():
+        for name, parameter in _parameters(modules, tables=tables).items():
             parameter.copy_(to_torch(tensors[name]))
     return modules
 
 
-def _on_cpu(module: Connection, table_dtype: torch.dtype | None = None) -> Connection:
+def _on_cpu(module: Added, table_dtype: torch.dtype | None = None, *, tables: bool = True) -> Added:
     """A copy without values, on the CPU."""
-    return copy.deepcopy(module).to(table_dtype if module.is_table else None).to_empty(device="cpu")
+    module = copy.deepcopy(module)
+    for name, parameter in list(module.named_parameters()):
+        is_table = name in module.tables
+        if tables or not is_table:
+            owner, _, own_name = name.rpartition(".")
+            empty = torch.empty_like(parameter, device="cpu", dtype=table_dtype if is_table else None)
+            module.get_submodule(owner).register_parameter(own_name, torch.nn.Parameter(empty))
+    return module
 
 
-def _parameters(modules: Mapping[str, Connection]) -> dict[str, torch.nn.Parameter]:
+def _parameters(modules: Mapping[str, Added], *, tables: bool = True) -> dict[str, torch.nn.Parameter]:
     return {
         f"{prefix}.{name}": parameter
         for prefix, module in sorted(modules.items())
         for name, parameter in module.named_parameters()
+        if tables or name not in module.tables
     }

@@ -1,14 +1,16 @@
 """The families that the decoder expresses exactly, and their way to `ResFormerConfig` and back.
 
-A table, not branches: the next family is one more entry. `backbone_config` reads a *built* configuration, in which
-Transformers has resolved legacy keys and defaults. `family_config` is its reverse: it builds a family's configuration
-and accepts it if `backbone_config` gives the same backbone again.
+A family is what one class of Transformers computes: Transformers' own table says which class a model_type has.
+`backbone_config` reads a *built* configuration, in which Transformers has resolved legacy keys and defaults.
+`family_config` is its reverse: it builds a family's configuration and accepts it if `backbone_config` gives the same
+backbone again.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import backbone_fields, without_connections
@@ -24,54 +26,49 @@ _COMMON = (
 
 @dataclass(frozen=True)
 class Family:
-    """The fields of a family's configuration beside the common ones and `head_dim`."""
+    """The fields of a configuration that the class reads beside the common ones and `head_dim`."""
 
     names: str = ""  # further fields that bear one name and one meaning here and in `ResFormerConfig`
-    constants: dict[str, Any] = field(default_factory=dict)  # fields of `ResFormerConfig` that the family implies
+    constants: dict[str, Any] = field(default_factory=dict)  # fields of `ResFormerConfig` that the class implies
     windows: bool = False  # has `layer_types`
     window_switch: bool = False  # has `use_sliding_window`
     training_only: tuple[str, ...] = ()  # has no effect but in training, and is left behind
 
 
-#: model_type -> what its configuration adds to the common fields.
-FAMILIES: dict[str, Family] = {
-    "llama": Family("attention_bias mlp_bias"),
-    "mistral": Family("sliding_window"),
-    "qwen2": Family("", {"attention_bias": True, "attention_out_bias": False}, windows=True, window_switch=True),
-    "qwen3": Family("attention_bias", {"qk_norm": True}, windows=True, window_switch=True),
-    "smollm3": Family("attention_bias mlp_bias no_rope_layers", windows=True, window_switch=True),
-    "ministral": Family(windows=True),
-    "cwm": Family("mlp_bias", windows=True),
-    "internlm3": Family("attention_bias mlp_bias"),
-    "seed_oss": Family("attention_bias attention_out_bias mlp_bias", training_only=("residual_dropout",)),
-    "iquestcoder": Family("attention_bias mlp_bias"),
+#: Class of Transformers -> what it reads of its configuration beside the common fields.
+_CLASSES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("attention_bias mlp_bias"),
+    "MistralForCausalLM": Family("sliding_window"),
+    "Qwen2ForCausalLM": Family(
+        "", {"attention_bias": True, "attention_out_bias": False}, windows=True, window_switch=True
+    ),
+    "Qwen3ForCausalLM": Family("attention_bias", {"qk_norm": True}, windows=True, window_switch=True),
+    "SmolLM3ForCausalLM": Family("attention_bias mlp_bias no_rope_layers", windows=True, window_switch=True),
+    "MinistralForCausalLM": Family(windows=True),
+    "CwmForCausalLM": Family("mlp_bias", windows=True),
+    "SeedOssForCausalLM": Family("attention_bias attention_out_bias mlp_bias", training_only=("residual_dropout",)),
+}
+#: model_type -> family: those that Transformers runs with one of these classes.
+FAMILIES = {
+    model_type: family
+    for name, family in _CLASSES.items()
+    for model_type, each in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(), key=lambda pair: pair[0] != "llama")
+    if each == name
 }
 
-#: A way out where a family differs only in the names and layout of its tensors.
-_LLAMAFIED = 'use a checkpoint whose tensors were renamed and split as Llama\'s ("llamafied")'
-#: Why others are not in the table, where the reason is short, and the nearest way.
-_REASONS = {
-    "gemma": "its norms add 1 to their weights and its embeddings are scaled",
-    "gemma2": "it soft-caps its logits, and has norms after its blocks",
-    "gemma3_text": "it norms after the blocks",
-    "olmo": "its norms have no weights",
-    "granite": "it scales embeddings, residuals, attention and logits",
-    "phi3": f"it fuses q, k and v, and gate and up; for Phi-4, {_LLAMAFIED}, such as unsloth/phi-4",
-    "stablelm": "its norms are LayerNorms and its rotary embedding is partial",
-    "glm4": "it norms after attention and MLP, and its rotary embedding is partial",
-    "exaone4": "it norms after attention and MLP",
-    "ministral3": "its attention scales queries by position",
-    "gpt_oss": "it is a mixture of experts with attention sinks",
-    "gpt2": "its positions are learned embeddings",
-    **dict.fromkeys(("arcee", "nemotron"), "its MLP has no gate"),
-    **dict.fromkeys(("phi", "cohere", "cohere2"), "its blocks run attention and MLP side by side"),
-    **dict.fromkeys(("olmo2", "olmo3"), "it norms after attention and MLP, and over all heads' queries at once"),
-    **dict.fromkeys("baichuan exaone internlm internlm2 qwen".split(), f"it needs code of its own; {_LLAMAFIED}"),
-    **dict.fromkeys(
-        "mixtral qwen2_moe qwen3_moe granitemoe olmoe phimoe deepseek_v2 deepseek_v3 dots1 mellum".split(),
-        "it is a mixture of experts",
-    ),
-}
+
+def expressed_names(config: PreTrainedConfig) -> set[str]:
+    """The fields of a configuration that a `ResFormerConfig` is made from, switches of other fields included."""
+    if isinstance(config, ResFormerConfig):
+        return {*config.__dataclass_fields__, "base_model"}
+    family = FAMILIES[config.model_type]
+    names = {*_COMMON, *family.names.split(), "head_dim"}
+    return names | ({"layer_types", "sliding_window", "use_sliding_window"} if family.windows else set())
+
+
+def training_only_names(config: PreTrainedConfig) -> set[str]:
+    """The fields that have no effect but in training, and are left behind."""
+    return set() if isinstance(config, ResFormerConfig) else set(FAMILIES[config.model_type].training_only)
 
 
 def backbone_config(config: PreTrainedConfig) -> ResFormerConfig:
@@ -88,7 +85,7 @@ def backbone_config(config: PreTrainedConfig) -> ResFormerConfig:
     try:
         return ResFormerConfig(**fields)
     except Exception as error:  # any of the validators'
-        raise CheckpointError(f"The source's config.json is not valid: {one_line(error)}") from error
+        raise CheckpointError(f"Its configuration is not valid: {one_line(error)}") from error
 
 
 def resformer_config(config: PreTrainedConfig) -> ResFormerConfig:
@@ -104,10 +101,13 @@ def supported(model_type: object) -> str:
         raise CheckpointError(
             "This is a ResFormer checkpoint already: `resformer revert` makes it plain again, if nothing was learned."
         )
-    reason = f" ({_REASONS[model_type]})" if isinstance(model_type, str) and model_type in _REASONS else ""
+    if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        reason = "Transformers has no causal language model of it, and code of a checkpoint is not run"
+    else:
+        reason = "connections in its decoder are not known to work: not tried, or failed"
     raise CheckpointError(
-        f"Checkpoints of model_type {quoted(model_type)} cannot be converted{reason}: the decoder expresses "
-        f"{', '.join(FAMILIES)} exactly, and no other family."
+        f"Checkpoints of model_type {quoted(model_type)} cannot be converted: {reason}. docs/methods.md has the table "
+        f"of those that can; the decoder of this package expresses {', '.join(FAMILIES)}."
     )
 
 
@@ -115,8 +115,7 @@ def family_config(config: ResFormerConfig, preferred: str | None = None) -> PreT
     """The configuration of a family, if one fits the `preferred`, that means what `config` does without connections."""
     backbone = without_connections(config)
     wanted = backbone_fields(backbone)
-    for model_type in sorted(FAMILIES, key=lambda name: name != preferred):
-        family = FAMILIES[model_type]
+    for model_type, family in sorted(FAMILIES.items(), key=lambda pair: pair[0] != preferred):
         fields = {name: getattr(backbone, name) for name in (*_COMMON, *family.names.split())}
         default = backbone.hidden_size / backbone.num_attention_heads
         if hasattr(CONFIG_MAPPING[model_type], "head_dim") or backbone.head_dim != default:

@@ -1,17 +1,17 @@
 """Files of a Hub repository, read in place: their sizes, and the headers of safetensors by range requests."""
 
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from huggingface_hub import constants, hf_hub_url
+from huggingface_hub import constants, get_session, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined]
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
-from resformer.convert.safetensors_format import Shard, Tensor, check_shard, read_shard
 from resformer.errors import CheckpointError, one_line
+from resformer.hub import HubError, retried
+from resformer.safetensors_format import Shard, Tensor, check_shard, read_shard
 from resformer.untrusted import MOST_BYTES
 
 #: Bytes of the first request of a file: the whole header of most shards of an 8B or 70B model (73 and 24 tensors).
@@ -67,35 +67,32 @@ class HubFiles:
         url = hf_hub_url(self.repo_id, name, revision=self.revision)
         wanted = f"bytes {start}-{start + length - 1}"
         headers = {**build_hf_headers(), "range": wanted.replace(" ", "="), "accept-encoding": "identity"}
-        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        for pause in (1, 2, 4, None):
+
+        def read() -> tuple[bytes, str]:
             content = bytearray()
-            try:
-                # Failed connections are tried again here: `http_stream_backoff` would close the HTTP client, which cuts
-                # off what other threads are reading.
-                with http_stream_backoff(
-                    "GET", url, max_retries=3, retry_on_exceptions=(), headers=headers, timeout=timeout
-                ) as response:
-                    hf_raise_for_status(response)
-                    sent = response.headers.get("content-range", "no range")
-                    for piece in response.iter_bytes():
-                        content += piece
-                        if len(content) > length:
-                            break
-                break
-            except HfHubHTTPError:
-                raise
-            except HTTPError as error:  # of the connection, to the Hub or to the storage that it names
-                if pause is None:
-                    where = error.request.url.host
-                    raise CheckpointError(
-                        f"{self.repo_id}: {name} cannot be read from {where}: {one_line(error)}."
-                    ) from error
-                time.sleep(pause)
+            # Not by huggingface_hub's `http_stream_backoff`, nor by its `HfFileSystem`, which uses it: after a failed
+            # connection they close the HTTP client that other threads are reading with, and take what a server sends.
+            with get_session().stream(
+                "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
+            ) as response:
+                hf_raise_for_status(response)
+                for piece in response.iter_bytes():
+                    content += piece
+                    if len(content) > length:
+                        break
+                return bytes(content), response.headers.get("content-range", "no range")
+
+        try:
+            content, sent = retried(read)
+        except HfHubHTTPError:
+            raise
+        except HTTPError as error:  # of the connection, to the Hub or to the storage that it names
+            where = error.request.url.host
+            raise HubError(f"{self.repo_id}: {name} cannot be read from {where}: {one_line(error)}.") from error
         if len(content) != length or sent.rpartition("/")[0] != wanted:
             raise CheckpointError(
                 f"{self.repo_id}: asked for {length:,} bytes of {name} ({wanted}), the server sent "
                 f"{len(content):,} ({one_line(sent)}). Run the command again; if it stays, download the repository and "
                 "use its folder."
             )
-        return bytes(content)
+        return content

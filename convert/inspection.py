@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from resformer.configuration import ResFormerConfig, cache_bytes_per_token, value_sources
-from resformer.configuration.methods import connections_of, method_of, without_connections
-from resformer.convert.connections import added_shapes, expected_shapes, head_of, read_connections
-from resformer.convert.families import family_config, resformer_config
-from resformer.convert.reading import HEAD
+from resformer.configuration.methods import connections_of, method_of
+from resformer.convert.connected_families import cache_size, connection_config, is_connected, view
+from resformer.convert.connections import added_shapes, expected_shapes, head_of, read_connections, tied_names
+from resformer.convert.families import family_config
 from resformer.convert.source import open_source
 from resformer.errors import CheckpointError
 from resformer.files import AsDict
-from resformer.modeling.connection import mixing_matrix, plain_matrix
+from resformer.modeling.connected import depth_matrix, value_matrix
+from resformer.modeling.connecting import PREFIX
+from resformer.modeling.connection import plain_matrix
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Inspection(AsDict):
     head_dim: int | None
     vocab_size: int
     tied: bool
-    cache_bytes_per_token: int  # in the dtype of most weights
-    cache_share: float  # of a model without sharing
+    cache_bytes_per_token: int | None  # in the dtype of most weights; None: not known, where caches are no rows
+    cache_share: float | None  # of a model without sharing
     value_mixing_matrix: list[list[float]] | None  # (N, N); NaN where a gate decides. None if it is the identity
     depth_mixing_matrix: list[list[float]] | None  # (N, N + 1). None if it is plain Llama's
     warnings: list[str]
@@ -57,16 +58,24 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     """
     opened = open_source(source, revision, resformer=True, heads=True).fetch(headers_only=True)
     config = opened.config
-    backbone = resformer_config(config)
+    backbone = connection_config(config)
+    shape = view(backbone)
     expected = expected_shapes(backbone)
     dtype = opened.dtype
     tensors = opened.checkpoint.tensors
     connections: dict[str, Any] = read_connections(backbone, tensors, tables=False)
-    layers = backbone.num_hidden_layers
-    values = mixing_matrix(layers, layers, connections.get("model.value_residual"))[value_sources(backbone)]
-    depth = mixing_matrix(layers, layers + 1, connections.get("model.depth_average"))
-    per_token = cache_bytes_per_token(backbone, dtype)
-    plain = without_connections(backbone)
+    of_layers: dict[str, dict[int, Any]] = {}
+    of_decoder: dict[str, Any] = {}
+    for name, module in connections.items():
+        *_, layer, kind = name.split(".")
+        if layer.isdecimal():
+            of_layers.setdefault(kind, {})[int(layer)] = module
+        else:
+            of_decoder[kind] = module
+    values = value_matrix(shape, of_layers.get("value_residual", {}), of_decoder.get("value_residual"))
+    depth = depth_matrix(shape, of_layers.get("depth_average", {}))
+    per_token, full = cache_size(backbone, dtype)
+    tied = tied_names(backbone)
     return Inspection(
         source=opened.name,
         revision=opened.revision,
@@ -74,29 +83,31 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         head=head_of(config),
         labels=config.num_labels if head_of(config) else None,
         family=_family(backbone) if backbone is config else config.model_type,
-        method=method_of(backbone),
+        method=method_of(shape),
         fields=connections_of(backbone),
         files=len(opened.checkpoint.shards),
         bytes=sum(shard.size for shard in opened.checkpoint.shards),
-        parameters=sum(math.prod(shape) for name, shape in expected.items() if not (opened.tied and name == HEAD)),
+        parameters=sum(math.prod(shape) for name, shape in expected.items() if not (opened.tied and name in tied)),
         added={name: list(shape) for name, shape in sorted(added_shapes(backbone).items())},
         dtypes=dict(opened.checkpoint.dtypes),
-        layers=layers,
-        hidden_size=backbone.hidden_size,
-        attention_heads=backbone.num_attention_heads,
-        key_value_heads=backbone.num_key_value_heads,
-        head_dim=backbone.head_dim,
-        vocab_size=backbone.vocab_size,
+        layers=shape.num_hidden_layers,
+        hidden_size=shape.hidden_size,
+        attention_heads=shape.num_attention_heads,
+        key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
         tied=opened.tied,
         cache_bytes_per_token=per_token,
-        cache_share=per_token / cache_bytes_per_token(plain, dtype),
+        cache_share=per_token and full and per_token / full,
         value_mixing_matrix=_unless_plain(values),
         depth_mixing_matrix=_unless_plain(depth),
         warnings=list(opened.checkpoint.notes),
     )
 
 
-def _family(config: ResFormerConfig) -> str | None:
+def _family(config: Any) -> str | None:
+    if is_connected(config):
+        return config.model_type.removeprefix(PREFIX)
     try:
         return family_config(config).model_type
     except CheckpointError:

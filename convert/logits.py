@@ -1,23 +1,34 @@
 """The logits of two models on the same tokens, and how much memory they take."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
-from transformers import PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from resformer.convert.connected_families import connection_config
 from resformer.convert.reading import Checkpoint
-from resformer.convert.safetensors_format import FLOATING, Tensor
 from resformer.convert.tensors import numbers
+from resformer.loading import without_a_word
+from resformer.modeling.any_decoder import text_config
 from resformer.modeling.versions import CACHE
+from resformer.safetensors_format import FLOATING, Tensor
 
 #: Tokens that are decoded one at a time, with a cache.
 _STEPS = 4
+
+
+def window_of(config: PreTrainedConfig) -> int:
+    """The sliding window of a model; 0 without one."""
+    text = text_config(connection_config(config))
+    sliding = "sliding_attention" in (getattr(text, "layer_types", None) or ())
+    return getattr(text, "sliding_window", None) or 0 if sliding else 0
 
 
 def not_finite(tensors: Iterable[Tensor]) -> list[str]:
@@ -42,7 +53,7 @@ class LogitsComparison:
     max_difference: float
     mean_kl: float  # KL(source || converted) per token, in nats
     top1_agreement: float  # 0 to 1
-    cache_differences: tuple[float, float]  # in each model, the largest between the two readings of a token
+    cache_differences: Sequence[float]  # in each model, the largest between the two readings of a token
 
     def __str__(self) -> str:
         where = f"on {self.tokens} tokens" + (f", within the sliding window of {self.window:,}" if self.window else "")
@@ -73,7 +84,7 @@ def compare_logits(
         window: the longest sliding window of both.
     """
     row = row or tokens // 2
-    with _no_bars():
+    with without_a_word():
         (expected, first), (actual, second) = (
             _logits(model, tokens // 2, row, text, device) for model in (source, converted)
         )
@@ -108,13 +119,15 @@ def _logits(
     loaded = model if isinstance(model, PreTrainedModel) else model()
     loaded = loaded if device is None else loaded.to(device)
     if text is None:
-        ids = torch.randint(loaded.config.vocab_size, (2, row), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(text_config(loaded.config).vocab_size, (2, row), generator=torch.Generator().manual_seed(0))
     else:
         ids = torch.tensor(text[: 2 * row]).view(2, row)
     ids = ids.to(loaded.device)
     was_training = loaded.training
     loaded.eval()
-    plain = loaded(input_ids=ids, use_cache=False, logits_to_keep=compared).logits.cpu()
+    _, plain = _read(loaded, compared, input_ids=ids, use_cache=False)
+    if CACHE not in signature(type(loaded).forward).parameters:
+        return plain.flatten(0, 1), 0.0
     pad = compared // 4
     padded = torch.stack([torch.cat([ids.new_zeros(pad), ids[0, : row - pad]]), ids[1]])
     mask = torch.ones_like(padded)
@@ -122,16 +135,17 @@ def _logits(
     positions = (mask.cumsum(-1) - 1).clamp(min=0)  # as `generate` counts them
     cache, parts = None, []
     for start, stop in ((0, row - _STEPS), *((n, n + 1) for n in range(row - _STEPS, row))):
-        output = loaded(
+        output, part = _read(
+            loaded,
+            min(stop - start, compared - _STEPS),
             input_ids=padded[:, start:stop],
             attention_mask=mask[:, :stop],
             position_ids=positions[:, start:stop],
             use_cache=True,
-            logits_to_keep=min(stop - start, compared - _STEPS),
             **{CACHE: cache},
         )
         cache = output[CACHE]
-        parts.append(output.logits.cpu())
+        parts.append(part)
     cached = torch.cat(parts, 1)
     loaded.train(was_training)
     del loaded, output, cache
@@ -142,16 +156,12 @@ def _logits(
     return torch.cat([plain[0], plain[1], cached[0, of_padding:], cached[1]]), difference
 
 
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Hides the bars that Transformers shows while it loads a model, in a file of output too."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
+def _read(model: Any, kept: int, **inputs: Any) -> tuple[Any, torch.Tensor]:
+    """(the output, the last `kept` logits); a family may have no argument for some of the inputs."""
+    known = signature(type(model).forward).parameters
+    inputs = {name: value for name, value in {**inputs, "logits_to_keep": kept}.items() if name in known}
+    output = model(**inputs)
+    return output, output.logits[:, -kept:].cpu()
 
 
 def memory_for_logits(checkpoint: Checkpoint, dtype: torch.dtype, added: Iterable[Tensor] = ()) -> int:

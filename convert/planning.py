@@ -6,7 +6,8 @@ from pathlib import Path
 
 from resformer.convert.deciding import Decision
 from resformer.convert.reading import SideFile
-from resformer.convert.safetensors_format import FLOATING, Shard, Tensor, header_bytes
+from resformer.names import standard_names
+from resformer.safetensors_format import FLOATING, Shard, Tensor, header_bytes
 
 _Pair = tuple[Tensor, Tensor]  # a tensor of the source, and as it will be stored
 #: What Transformers writes at most into one file.
@@ -94,13 +95,6 @@ def _planned(name: str, part: Shard | list[_Pair]) -> PlannedShard:
         return PlannedShard(name, part.size, part.tensors, part.tensors, part.path, part.name)
     origins, tensors = zip(*part, strict=True)
     return PlannedShard(name, sum(each.nbytes for each in tensors) + len(header_bytes(tensors)), origins, tensors)
-
-
-def standard_names(count: int) -> list[str]:
-    """What Transformers calls `count` shards."""
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
 def _split(pairs: list[_Pair], most: int) -> list[list[_Pair]]:

@@ -1,6 +1,6 @@
 """Reads the headers and side files of a folder, or Hub repository, of safetensors. No tensor is loaded, no code run.
 
-What it accepts is what Transformers would load, and a folder of shards that has lost its index.
+What it accepts is what Transformers would load.
 """
 
 import json
@@ -11,27 +11,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
 from resformer.convert.hub_headers import HubFiles
-from resformer.convert.safetensors_format import FLOATING, MOST_TENSORS, Shard, Tensor, read_shard, same_bytes
-from resformer.errors import CheckpointError, first_names, one_line, quoted
-from resformer.files import LISTING
-from resformer.untrusted import MIB, MOST_BYTES, TEMPLATE_FOLDERS, bare_name, read_json, regular_file
+from resformer.errors import CheckpointError, first_names, quoted
+from resformer.names import CONFIG, INDEX, LISTING, SETTINGS, SIDE_FILES, SINGLE, TOKENIZERS
+from resformer.safetensors_format import FLOATING, MOST_TENSORS, Shard, Tensor, read_shard, same_bytes
+from resformer.untrusted import MIB, MOST_BYTES, bare_name, names_in, read_json, regular_file
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
-#: Files that every conversion copies: the tokenizer, its chat templates, the licence. Never code or a pickle.
-SIDE_FILES = re.compile(
-    r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json|vocab\.txt"
-    r"|merges\.txt|[\w.-]*\.model|[\w.-]*\.tiktoken|tekken\.json|chat_template\.(jinja|json)|generation_config\.json"
-    r"|(chat_templates|additional_chat_templates)/[\w.-]+\.jinja"
-    r"|(?i:(LICEN[SC]E|NOTICE|COPYING|USE[_-]POLICY|ACCEPTABLE_USE)[\w-]*(\.(txt|md|rst|pdf))?)"
-)
-_TOKENIZERS = re.compile(r"tokenizer\.json|vocab\.(json|txt)|[\w.-]*\.(model|tiktoken)|tekken\.json")
-#: Side files that hold settings, and so may name code ...
-SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.json")
-#: ... under these keys.
-_CODE_KEYS = ("auto_map", "custom_generate", "custom_pipelines")
+ADAPTER = "adapter_config.json"
+#: Transformers loads files of such names in place of all others.
+_DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+#: Settings may name code under these keys.
+CODE_KEYS = ("auto_map", "custom_generate", "custom_pipelines")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 #: Rotary buffers of old Llama checkpoints; Transformers ignores them and computes them from config.json.
 _OLD_BUFFER = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -73,34 +65,24 @@ class Checkpoint:
         return counts
 
     @property
-    def has_tokenizer(self) -> bool:
-        return any(_TOKENIZERS.fullmatch(file.name) for file in self.side_files)
-
-    @property
-    def indexed(self) -> bool:
-        """Whether Transformers finds the weights as they are: one file under the standard name, or an index."""
-        found = (self.folder / SINGLE).is_file() or (self.folder / INDEX).is_file()
-        return found and all(shard.path is not None for shard in self.shards)
+    def tokenizer_files(self) -> list[str]:
+        return [file.name for file in self.side_files if TOKENIZERS.fullmatch(file.name)]
 
 
-def read_checkpoint(folder: Path, hub: HubFiles | None = None, unpickled: Shard | None = None) -> Checkpoint:
+def read_checkpoint(folder: Path, hub: HubFiles | None = None) -> Checkpoint:
     """Reads every header, and lists the files that go along (`SIDE_FILES`) and those that do not.
 
     Args:
         hub: where headers are read that are not in `folder`, a snapshot of it.
-        unpickled: tensors in memory, in the place of safetensors.
     """
-    shards, notes = _shards(folder, hub) if unpickled is None else ([unpickled], [])
-    read = {"config.json", INDEX, LISTING, *(shard.name for shard in shards)}
+    shards, notes = _shards(folder, hub)
+    read = {CONFIG, INDEX, LISTING, *(shard.name for shard in shards)}
     side_files, left_behind = [], []
-    inside = [folder / name for name in TEMPLATE_FOLDERS if not (folder / name).is_symlink()]
-    here = [*({*folder.iterdir()} - {*inside}), *(path for each in inside for path in each.glob("*"))]
-    for path in sorted(here if hub is None else (folder / name for name in hub.sizes)):
-        name = path.relative_to(folder).as_posix()
+    for name in names_in(folder) if hub is None else sorted(hub.sizes):
         if not SIDE_FILES.fullmatch(name):
-            if name not in read:
-                left_behind.append(f"{name}/" if path.is_dir() and not path.is_symlink() else name)
+            left_behind += [] if name in read else [name]
             continue
+        path = folder / name
         try:
             file = side_file(folder, name, hub)
         except CheckpointError as error:
@@ -109,32 +91,48 @@ def read_checkpoint(folder: Path, hub: HubFiles | None = None, unpickled: Shard 
             continue
         if name in SETTINGS and path.exists():
             values = read_json(path)
-            if removed := [key for key in _CODE_KEYS if key in values]:
+            if removed := [key for key in CODE_KEYS if key in values]:
                 notes += [f"{path}: {key} names code and was taken out." for key in removed]
                 kept = {key: value for key, value in values.items() if key not in removed}
                 content = (json.dumps(kept, indent=2) + "\n").encode()
                 file = replace(file, size=len(content), content=content)
         side_files.append(file)
+    if ADAPTER in left_behind:
+        notes.append(
+            f"{folder}: the adapter beside the model ({ADAPTER}) does not go along; where PEFT is installed, "
+            "Transformers applies it to the source. If it is meant, merge it and convert that (`merge_and_unload`)."
+        )
     return Checkpoint(folder, tuple(shards), tuple(side_files), tuple(left_behind), tuple(notes))
 
 
 def _shards(folder: Path, hub: HubFiles | None) -> tuple[list[Shard], list[str]]:
     index = folder / INDEX
     names = {path.name for path in folder.iterdir()} if hub is None else hub.sizes.keys()
+    if distributed := [name for name in names if _DISTRIBUTED.fullmatch(name)]:
+        raise CheckpointError(
+            f"{folder}: Transformers loads {first_names(distributed)} in place of other weights, a distributed "
+            f"checkpoint. Take them away if they are not meant. {plain_way()}"
+        )
     if SINGLE in names:
         notes = [f"{index}: is ignored, by Transformers too: {SINGLE} stands beside it."] if INDEX in names else []
         return _read_all([folder / SINGLE], hub), notes
     if INDEX in names:
         return _indexed_shards(folder, index, hub), []
-    return _unindexed_shards(folder)
+    raise no_weights(folder, names)
 
 
 def read_index(index: Path) -> dict[str, str]:
     """Tensor -> the file beside the index that holds it."""
-    weight_map = read_json(index, 4 * MIB).get("weight_map")
+    content = read_json(index, 4 * MIB)
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map from tensor names to files.")
-    names = {bare_name(name, ".safetensors", str(index)) for name in weight_map.values()}
+    if not isinstance(content.get("metadata"), dict):
+        raise CheckpointError(f'{index}: has no metadata, and Transformers does not load it: add "metadata": {{}}.')
+    names = {
+        bare_name(name, ".safetensors", f"{index}: weight_map of {quoted(tensor)}")
+        for tensor, name in weight_map.items()
+    }
     if len(names) > _MOST_SHARDS:
         raise CheckpointError(f"{index}: names {len(names):,} files; at most {_MOST_SHARDS:,} are read.")
     return weight_map
@@ -159,39 +157,33 @@ def _indexed_shards(folder: Path, index: Path, hub: HubFiles | None) -> list[Sha
     return shards
 
 
-def _unindexed_shards(folder: Path) -> tuple[list[Shard], list[str]]:
-    """Shards that have lost their index: all of one `model-00001-of-00003` series."""
-    names = sorted(path.name for path in folder.iterdir())
-    files = [name for name in names if name.endswith(".safetensors")]
-    if not files:
-        raise CheckpointError(f"{folder}: has no *.safetensors file.{hint(names)}")
-    pattern = re.compile(r"([\w-][\w.-]*)-\d{5}-of-(\d{5})\.safetensors")
-    numbered = [match for name in files if (match := pattern.fullmatch(name))]
-    first = numbered[0] if numbered else None
-    count = min(int(first[2]), _MOST_SHARDS) if first else 0
-    series = [f"{first[1]}-{number:05}-of-{first[2]}.safetensors" for number in range(1, count + 1)] if first else []
-    if not numbered or [match[0] for match in numbered] != series:
-        missing = f", and not {first_names(absent)}" if (absent := set(series) - set(files)) else ""
-        raise CheckpointError(
-            f"{folder}: expected {SINGLE}, or {INDEX}, or one whole series model-00001-of-0000N.safetensors; found "
-            f"{first_names(files)}{missing}."
-        )
-    shards = _read_all([folder / name for name in series])
-    return shards, [f"{folder}: has no {INDEX}; the headers of its {count} shards were read instead."]
+def plain_way(model: str = "AutoModelForCausalLM.from_pretrained(SOURCE)", state: str = "") -> str:
+    """The two lines of Transformers that save a checkpoint as plain safetensors."""
+    return (
+        f'Save it again with Transformers and convert that: {model}.save_pretrained("plain"{state}); '
+        'AutoTokenizer.from_pretrained(SOURCE).save_pretrained("plain").'
+    )
+
+
+def no_weights(where: object, names: Iterable[str]) -> CheckpointError:
+    """That a folder or repository of these files has no weights where Transformers looks for them."""
+    way = hint(names)
+    if not way and any(name.endswith(".safetensors") for name in names):
+        model = "AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(SOURCE))"
+        state = ', state_dict={k: v for f in Path(SOURCE).glob("*.safetensors") for k, v in load_file(f).items()}'
+        way = f" Transformers does not find its *.safetensors either. Get the index back, or: {plain_way(model, state)}"
+    return CheckpointError(f"{where}: has neither {SINGLE} nor {INDEX}.{way}")
 
 
 def hint(names: Iterable[str]) -> str:
-    """What to do about a folder or repository of these files that has no config.json, or no safetensors."""
+    """What to do about a folder or repository of these files that lacks config.json or weights."""
     names = sorted(names)
     if ggufs := [name for name in names if name.endswith(".gguf")]:
         return f" It holds {first_names(ggufs)}: name that file."
-    if "adapter_config.json" in names:
+    if ADAPTER in names:
         return " It is a PEFT adapter: merge it into its model and save that (`merge_and_unload`)."
-    if pickles := [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]:
-        return (
-            f" {one_line(pickles[0])} would have to be unpickled: `resformer convert` does it, restricted to tensors, "
-            "with --allow-pickle (allow_pickle=True)."
-        )
+    if any(name.endswith(".bin") for name in names):
+        return f" Pickles (*.bin) are not read. {plain_way()}"
     if "params.json" in names:
         return " It has Meta's own format: use the repository's Transformers files."
     return ""
@@ -209,6 +201,28 @@ def _read_all(paths: list[Path], hub: HubFiles | None = None) -> list[Shard]:
             raise CheckpointError(f"{path.parent}: holds more than {MOST_TENSORS:,} tensors, the most that are read.")
         shards.append(shard)
     return shards
+
+
+def renamed(checkpoint: Checkpoint, model_type: str) -> Checkpoint:
+    """The checkpoint with the names that Transformers gives tensors of this type while it loads them.
+
+    Files in which a name changes are written anew; no byte of a tensor changes.
+    """
+    rules = get_checkpoint_conversion_mapping(model_type) or ()
+
+    def loaded_name(name: str) -> str:
+        for rule in rules:
+            name, _ = rule.rename_source_key(name)
+        return name
+
+    shards = []
+    for shard in checkpoint.shards:
+        tensors = tuple(replace(tensor, name=loaded_name(tensor.name)) for tensor in shard.tensors)
+        shards.append(shard if tensors == shard.tensors else replace(shard, path=None, tensors=tensors))
+    changed = replace(checkpoint, shards=tuple(shards))
+    if len(changed.tensors) < len(checkpoint.tensors):
+        raise CheckpointError(f"{checkpoint.folder}: tensors get the same name when Transformers loads them.")
+    return changed
 
 
 def check_tensors(
@@ -246,7 +260,10 @@ def check_tensors(
         if _OLD_BUFFER.fullmatch(name) and tensor.dtype in FLOATING:
             continue
         if name not in required:
-            raise CheckpointError(f"{tensor.place}: unexpected: config.json has no place for it.")
+            raise CheckpointError(
+                f"{tensor.place}: unexpected: config.json has no place for it. If it does not belong to the model: "
+                f"{plain_way()}"
+            )
         if tensor.shape != required[name]:
             raise CheckpointError(
                 f"{tensor.place}: has shape {list(tensor.shape)}, config.json asks for {list(required[name])}."

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from resformer.convert.planning import Plan
 from resformer.convert.reading import Checkpoint
-from resformer.convert.safetensors_format import Shard, Tensor
 from resformer.convert.tensors import Rounding, converted
 from resformer.errors import VerificationError, first_names
+from resformer.safetensors_format import Shard, Tensor
 from resformer.untrusted import open_regular, reading
 
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import __version__ as transformers_version
@@ -18,25 +17,26 @@ from resformer.configuration.methods import (
     connections_of,
     method_fields,
     method_of,
-    without_connections,
 )
-from resformer.convert.connections import added_shapes, expected_shapes, initial_connections
+from resformer.convert.connected_families import connection_config, view, with_connections
+from resformer.convert.connections import added_shapes, expected_shapes, initial_connections, tied_names
 from resformer.convert.deciding import Decision, added_kinds, config_text, inexact_because, recorded_family
-from resformer.convert.families import resformer_config
-from resformer.convert.reading import HEAD
+from resformer.convert.reading import plain_way
 from resformer.convert.source import OpenedSource, Source, open_source
-from resformer.convert.tensors import CODES, to_tensor
+from resformer.convert.tensors import CODES
 from resformer.convert.to_folder import Options, Report, Verify, carry_out, folder_name, published_name
 from resformer.convert.to_hub import publish
 from resformer.errors import CheckpointError
 from resformer.files import check_target
 from resformer.model_cards import base_model_of, carried_metadata, model_card
-from resformer.modeling.modeling_resformer import KINDS
-from resformer.record import RECORD, config_digest
+from resformer.modeling.connecting import chosen_fields
+from resformer.modeling.connections import KINDS
+from resformer.names import RECORD
+from resformer.record import config_digest
 from resformer.version import __version__
 
 #: Fields of a report in which two runs may differ.
-_UNRECORDED = ("output", "warnings", "transfer", "memory", "left_behind", "commit", "url")
+UNRECORDED = ("output", "warnings", "transfer", "memory", "left_behind", "commit", "url")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class RetrofitReport(Report):
     source_fields: dict[str, Any]  # those that the source had already; its coefficients stay
     inexact_because: list[str]  # why the connections do not start as the identity; empty if they do
     source_dtype: str  # of most weights of the source; its logits are computed in it
-    dequantised: bool  # the source is a GGUF file or fp8
+    dequantised: bool  # the source is a GGUF file
     dtype: str  # of most weights of the result
     parameters: int
     added: dict[str, int]  # parameter name -> number of elements
@@ -60,9 +60,6 @@ class RetrofitReport(Report):
     def exact(self) -> bool:
         """Whether it computes what its source, dequantised if need be, does bit for bit."""
         return not (self.inexact_because or self.rounding.changed) and self.dtype == self.source_dtype
-
-
-T = TypeVar("T", bound=RetrofitReport)
 
 
 def retrofit(
@@ -80,9 +77,7 @@ def retrofit(
     dtype: str | torch.dtype = "auto",
     link: bool = False,
     verify: Verify = "auto",
-    durable: bool = False,
     max_shard_size: int | str | None = None,
-    allow_pickle: bool = False,
     progress: bool = True,
     **fields: Any,
 ) -> RetrofitReport:
@@ -101,7 +96,7 @@ def retrofit(
     the weights.
 
     Args:
-        source: a folder with safetensors, a `.gguf` file (dequantised), or a Hub id. fp8 is dequantised to bfloat16.
+        source: a folder with safetensors, a `.gguf` file (dequantised), or a Hub id.
         output: a new or empty folder.
         push_to: `owner/name` on the Hub, instead of an output folder; made if there is none.
         private: make that repository private.
@@ -117,10 +112,7 @@ def retrofit(
         verify: `"headers"` reads names, dtypes and shapes back; `"hashes"` also every byte that was written;
             `"logits"` also loads both models, one after the other, and compares their logits on fixed prompts.
             `"auto"` is logits where the model fits into free memory, else hashes.
-        durable: wait until every byte is on the disk before the result is put in place, so that a power failure right
-            after it finds all or nothing. Otherwise the system writes it within its usual half minute, as after `cp`.
         max_shard_size: split weight files that are larger: bytes, or a text such as `"5GB"`.
-        allow_pickle: read `pytorch_model*.bin` where there are no safetensors, restricted to tensors.
         progress: show one bar, in bytes; where there is neither a terminal nor a notebook, a line every 10 seconds.
         fields: connection fields of `ResFormerConfig` that go on top of the method's, `dwa=True` for one.
 
@@ -137,7 +129,6 @@ def retrofit(
         dry_run=dry_run,
         link=link,
         verify=verify,
-        durable=durable,
         max_shard_size=max_shard_size,
         progress=progress,
         push_to=push_to,
@@ -145,6 +136,8 @@ def retrofit(
         accept_license=accept_license,
     )
     target_dtype = _dtype(dtype)
+    if "allow_pickle" in fields:
+        raise ValueError(f"`allow_pickle` is gone: only safetensors and GGUF files are read. {plain_way()}")
     for field in sorted(fields.keys() - set(CONNECTION_FIELDS)):
         known = ", ".join(CONNECTION_FIELDS)
         raise ValueError(f"`{field}` is not a field that a retrofit sets: expected one of {known}.")
@@ -155,125 +148,103 @@ def retrofit(
     if target is not None:
         check_target(target, source, made_by="convert", force=force)  # before anything is read or fetched
     opened = open_source(source, revision, resformer=True)
-    before = resformer_config(opened.config)
-    connections = {**method_fields(method, before.num_hidden_layers), **fields}
+    before = connection_config(opened.config)
+    layers = view(before).num_hidden_layers
+    connections = {**method_fields(method, layers), **fields}
+    if not isinstance(before, ResFormerConfig):
+        chosen_fields(before, method, fields, plain=True)  # refuses methods that share
     for kind in KINDS:
         if not kind.is_in(before):  # what is added starts as the identity
             connections = kind.plain_start(connections) | connections
     connections = {**connections_of(before), **connections}
-    config = without_connections(before, **connections)
-    if connections_of(before) and not added_kinds(config, before):
+    config = with_connections(before, connections)
+    view(config)  # refuses connections that a family's decoder cannot have
+    added = added_kinds(config, before)
+    if connections_of(before) and not added:
         raise CheckpointError(f"{opened.name}: has these connections already: {connections_of(before)}.")
-    if (reasons := inexact_because(config, before)) and not lossy:
+    if (reasons := inexact_because(config, added)) and not lossy:
         raise CheckpointError(
             f"The result would not compute what {opened.name} does: {'; '.join(reasons)}. Allow it with --lossy "
             "(lossy=True), or choose an exact method.",
             "--lossy",
         )
-    fetched = opened.fetch(allow_pickle=allow_pickle, headers_only=dry_run or push_to is not None)
+    fetched = opened.fetch(headers_only=dry_run or push_to is not None)
     set_fields = {name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections}
-    name = method_of(config) if fields or connections_of(before) else method
-    return write_retrofit(
-        fetched, config, target, options, RetrofitReport, dtype=target_dtype, method=name, fields=set_fields
-    )
+    name = method_of(view(config)) if fields or connections_of(before) else method
+    return _write(fetched, config, target, options, reasons, target_dtype, method=name, fields=set_fields)
 
 
-def write_retrofit(
+def _write(
     source: OpenedSource,
-    config: ResFormerConfig,
+    config: Any,
     target: Path | None,
     options: Options,
-    report_class: type[T],
-    *,
-    dtype: torch.dtype | None = None,
-    changed: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    reasons: list[str],
+    target_dtype: torch.dtype | None,
     **facts: Any,
-) -> T:
+) -> RetrofitReport:
     """Decides on the result, and plans, writes and verifies it, its card and its record.
 
     Args:
         target: the folder; `None`: to `options.push_to`.
-        changed: tensors that take the place of the source's.
+        reasons: why the result does not start as its source.
         facts: further fields of the report.
     """
-    before = resformer_config(source.config)
+    before = connection_config(source.config)
     # Beside a GGUF file, a README.md may be of something else.
     source_card = carried_metadata(source.folder / "README.md") if source.gguf is None else {}
-    config.base_model = _base_model(source, source_card)
-    decision, shapes = _decide(source, config, before, dtype, changed)
-    tied = {HEAD} if config.tie_word_embeddings else set()
-
+    family = recorded_family(source) if before is source.config else source.config.model_type
+    config.base_model = _base_model(source, source_card) | {"family": family}
+    config.tie_word_embeddings = source.tied
+    shapes, tied, tensors = expected_shapes(config), tied_names(config), source.checkpoint.tensors
+    dtype = target_dtype or source.dtype
+    added = [each for name, each in initial_connections(config, dtype).items() if name not in tensors]
+    kept = {}
+    if target_dtype is not None:  # coefficients keep their dtype: a conversion would round what they have learned
+        kept = {name: tensors[name] for name in added_shapes(config, tables=False) if name in tensors}
+    dropped = [name for name in expected_shapes(before) if name not in shapes]
+    no_tokenizer = source.gguf is None and not source.checkpoint.tokenizer_files
+    warning = f"{source.name} has no tokenizer that can be read: save one beside the result."
+    decision = Decision(
+        source=source,
+        config=config_text(config, source, target_dtype),
+        dtype=dtype,
+        cast=None if target_dtype is None else CODES[target_dtype],
+        dropped=[*dropped, *kept],
+        added=(*added, *kept.values()),
+        inexact_because=tuple(reasons),
+        warnings=(warning,) * no_tokenizer,
+    )
     report_of = partial(
-        report_class,
-        family=recorded_family(source) if before is source.config else source.config.model_type,
+        RetrofitReport,
+        family=family,
         source_fields=connections_of(before),
-        inexact_because=list(decision.inexact_because),
+        inexact_because=reasons,
         source_dtype=str(source.dtype).removeprefix("torch."),
         dequantised=source.dequantised,
-        dtype=str(decision.dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         parameters=sum(math.prod(shape) for name, shape in shapes.items() if name not in tied),
-        added={
-            tensor.name: tensor.elements for tensor in decision.added if tensor.name not in source.checkpoint.tensors
-        },
-        dropped=[name for name in decision.dropped if name not in shapes],
+        added={tensor.name: tensor.elements for tensor in added},
+        dropped=dropped,
         memory=decision.memory,
         **facts,
     )
 
-    def finish(report: T, weight_files: Mapping[str, Any]) -> dict[str, str]:
-        record = {key: value for key, value in report.as_dict().items() if key not in _UNRECORDED} | {
+    def finish(report: RetrofitReport, digests: Mapping[str, str | None]) -> dict[str, str]:
+        record = {key: value for key, value in report.as_dict().items() if key not in UNRECORDED} | {
             "source": published_name(source),
             "source_card": source_card,
             "config_sha256": config_digest(json.loads(decision.config)),
-            "files": weight_files,
+            "files": {name: {"sha256": digest} for name, digest in digests.items()},
             "versions": {"resformer": __version__, "torch": torch.__version__, "transformers": transformers_version},
         }
         repository = options.push_to or folder_name(report.output)
-        tokenizer = source.gguf is not None or source.checkpoint.has_tokenizer
-        card = model_card(record, repository, config=config, tokenizer=tokenizer)
+        card = model_card(record, repository, config=config, tokenizer=not no_tokenizer)
         return {RECORD: json.dumps(record, indent=2, sort_keys=True) + "\n", "README.md": str(card)}
 
     if target is None:
         return publish(decision, options, report_of, finish)
     return carry_out(decision, target, options, report_of, finish)
-
-
-def _decide(
-    source: OpenedSource,
-    config: ResFormerConfig,
-    before: ResFormerConfig,
-    target_dtype: torch.dtype | None,
-    changed: Mapping[str, torch.Tensor],
-) -> tuple[Decision, dict[str, tuple[int, ...]]]:
-    """(what the result is to be, the shapes of its tensors); `before` is the source's configuration."""
-    expected, shapes = expected_shapes(before), expected_shapes(config)
-    config.tie_word_embeddings, warnings = source.tied, []
-    dtype = target_dtype or source.dtype
-    initial = initial_connections(config, dtype)
-    tensors = source.checkpoint.tensors
-    replaced = {name: to_tensor(name, changed[name]) for name in sorted(changed)}
-    if target_dtype is not None:  # coefficients keep their dtype: a conversion would round what they have learned
-        replaced |= {name: tensors[name] for name in added_shapes(config, tables=False) if name in tensors}
-    if source.gguf is None and not source.checkpoint.has_tokenizer:
-        warnings.append(f"{source.name} has no tokenizer that can be read: save one beside the result.")
-    stated = str(source.raw_config.get("dtype") or source.raw_config.get("torch_dtype") or "").removeprefix("torch.")
-    stored, written = (str(each).removeprefix("torch.") for each in (source.dtype, dtype))
-    if stated not in ("", stored) and not source.fp8:
-        warnings.append(
-            f"{source.name}: its config.json states {stated}, its weights are in {stored}. By default Transformers "
-            f"loads the source in {stated} and the result in {written}."
-        )
-    decision = Decision(
-        source=source,
-        config=config_text(config, "ResFormerForCausalLM", dtype),
-        dtype=dtype,
-        cast=CODES[target_dtype] if target_dtype is not None else None,
-        dropped=[name for name in expected if name not in shapes or name in replaced],
-        added=(*(tensor for name, tensor in initial.items() if name not in tensors), *replaced.values()),
-        inexact_because=tuple(inexact_because(config, before)),
-        warnings=tuple(warnings),
-    )
-    return decision, shapes
 
 
 def _base_model(source: Source, source_card: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,18 +7,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from resformer.configuration import ResFormerConfig
-from resformer.configuration.methods import CONNECTION_FIELDS, connections_of, without_connections
+from resformer.configuration.connection_fields import ConnectionFields
+from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
+from resformer.convert.connected_families import family_of, view, with_connections
 from resformer.convert.connections import connection_modules, expected_shapes, read_connections
 from resformer.convert.deciding import Decision, added_kinds, config_text, recorded_family
 from resformer.convert.families import family_config
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.to_folder import Options, Report, carry_out, published_name
-from resformer.errors import CheckpointError, one_line
+from resformer.errors import CheckpointError, one_line, quoted
 from resformer.files import check_target
-from resformer.record import RECORD, read_record
+from resformer.names import RECORD
+from resformer.record import read_record
 
 #: Names the source of a revert.
 _REVERTED = "resformer_revert.json"
@@ -54,7 +57,7 @@ def revert(
         all: take out all connections. Otherwise those stay that the source of the last conversion had, as its record
             says; without a record all are taken out.
         force, revision: as for `retrofit`.
-        options: `dry_run`, `link`, `verify`, `durable`, `max_shard_size`, `progress`, as for `retrofit`.
+        options: `dry_run`, `link`, `verify`, `max_shard_size`, `progress`, as for `retrofit`.
 
     Raises:
         CheckpointError: it is no ResFormer checkpoint, or its connections have an effect; the message says how large.
@@ -65,19 +68,21 @@ def revert(
     check_target(target, source, made_by=settings.made_by, force=force)
     opened = open_source(source, revision, resformer=True)
     config = opened.config
-    if not isinstance(config, ResFormerConfig):
+    if not isinstance(config, ConnectionFields):
         raise CheckpointError(f"{opened.name}: is a checkpoint of {config.model_type!r} already.")
-    before = without_connections(config) if all else _recorded_config(opened, config)
+    before = with_connections(config) if all else _recorded_config(opened, config)
     for kind in added_kinds(config, before):
-        # Without parameters it cannot have learned to have no effect. The parameters of the others are read below.
-        if kind.module is None and (reasons := kind.inexact_because(config)):
+        # What is learned may have no effect: it is read below.
+        if reasons := kind.chosen(config).fixed_effects(view(config)):
             raise CheckpointError(f"{opened.name}: cannot be reverted: {reasons[0]}. Convert the original again.")
     remaining = connections_of(before)
     if remaining:
         reverted = before
         reverted.base_model = getattr(config, "base_model", None)  # as `retrofit` has left it
-    else:
+    elif isinstance(config, ResFormerConfig):
         reverted = family_config(config, recorded_family(opened))
+    else:
+        reverted = family_of(config)
     decision = _decide(opened.fetch(headers_only=True), config, before, reverted)
     # The coefficients allow it: now download the weights, or dequantise them.
     if not settings.dry_run and (opened.dequantised or not decision.source.on_this_disk):
@@ -87,47 +92,57 @@ def revert(
         target,
         settings,
         partial(RevertReport, family=reverted.model_type, removed=list(decision.dropped), remaining=remaining),
-        finish=lambda done, weight_files: {
+        finish=lambda done, digests: {
             _REVERTED: json.dumps({"source": published_name(opened), "revision": done.revision}, indent=2) + "\n"
         },
     )
 
 
-def _decide(
-    source: OpenedSource, config: ResFormerConfig, before: ResFormerConfig, reverted: PreTrainedConfig
-) -> Decision:
+def _decide(source: OpenedSource, config: Any, before: Any, reverted: PreTrainedConfig) -> Decision:
     """The source without the connections that it has beyond those of `before`, which must have no effect."""
     reverted.tie_word_embeddings, warnings = source.tied, []
     kept = connection_modules(before)
     modules = read_connections(config, source.checkpoint.tensors, tables=source.on_this_disk)
-    if modules.keys() < connection_modules(config).keys():
+    unread = set() if source.on_this_disk else {name for name, module in modules.items() if module.tables}
+    if unread:
         warnings.append(f"{source.name}: its tables of values were not read; if they have learned, it is not reverted.")
     distances = [
         (math.inf if math.isnan(distance) else distance, name + place)
         for name, module in modules.items()
-        if name not in kept
+        if name not in {*kept, *unread}
         for distance, place in module.deviations()
     ]
     distance, where = max(distances, key=lambda each: each[0], default=(0.0, ""))
     if distance:
         raise CheckpointError(
             f"{source.name}: cannot be reverted, its connections have an effect: {where} is {distance:.3g} from plain "
-            "Llama."
+            f"Llama. What they have learned cannot be undone: start again from {_source_of(source)}."
         )
     return Decision(
         source=source,
-        config=config_text(reverted, MODEL_FOR_CAUSAL_LM_MAPPING[type(reverted)].__name__, source.dtype),
+        config=config_text(reverted, source),
         dtype=source.dtype,
         dropped=sorted(expected_shapes(config).keys() - expected_shapes(before).keys()),
         warnings=tuple(warnings),
     )
 
 
-def _recorded_config(source: Source, config: ResFormerConfig) -> ResFormerConfig:
+def _source_of(source: Source) -> str:
+    """The name of the model that it was made of, as its record or its config.json says."""
+    record, base = read_record(source.folder), getattr(source.config, "base_model", None)
+    named = [
+        stated[key]
+        for stated, key in ((record, "source"), (base, "name"))
+        if isinstance(stated, dict) and key in stated
+    ]
+    return quoted(named[0]) if named else "the model without connections"
+
+
+def _recorded_config(source: Source, config: Any) -> Any:
     """The configuration, with those connections that the source of the last conversion had, as the record says."""
     fields = (read_record(source.folder) or {}).get("source_fields")
     known = {name: fields[name] for name in CONNECTION_FIELDS if name in fields} if isinstance(fields, dict) else {}
     try:
-        return without_connections(config, **known)
+        return with_connections(config, known)
     except Exception as error:  # any of the validators'
         raise CheckpointError(f"{source.folder / RECORD}: source_fields are not valid: {one_line(error)}") from error

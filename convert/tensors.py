@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from resformer.convert.reading import Checkpoint
-from resformer.convert.safetensors_format import FLOATING, Tensor
+from resformer.safetensors_format import FLOATING, Tensor
 
 #: torch's dtype of weights -> the code of the safetensors format.
 CODES = {getattr(torch, name): code for code, name in FLOATING.items()}

@@ -6,26 +6,36 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from resformer.convert.deciding import Decision
-from resformer.convert.logits import LogitsComparison, compare_logits, free_memory, memory_for_logits, not_finite
-from resformer.convert.other_formats import save_gguf_extras
+from resformer.convert.logits import (
+    LogitsComparison,
+    compare_logits,
+    free_memory,
+    memory_for_logits,
+    not_finite,
+    window_of,
+)
+from resformer.convert.other_formats import load_model
 from resformer.convert.planning import Plan, make_plan
 from resformer.convert.reading import Checkpoint, read_checkpoint
 from resformer.convert.reading_back import check_bytes, check_headers
-from resformer.convert.safetensors_format import first_bytes
+from resformer.convert.sameness import check_result
 from resformer.convert.source import Source
 from resformer.convert.tensors import Rounding
+from resformer.convert.tokens import TokensComparison, carry_tokenizer
 from resformer.convert.writing import Transfer, can_be_linked, check_space, transfer_of, write_plan
 from resformer.errors import CheckpointError, OutputError, VerificationError, first_names, one_line
 from resformer.files import AsDict, replacing, write_text
 from resformer.progress import progress_bar
 
 Verify = Literal["auto", "headers", "hashes", "logits"]
+#: Logits are compared beyond sliding windows up to this one: longer rows take long. `resformer verify` always does.
+_LONGEST_WINDOW = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +46,11 @@ class Options:
         ValueError: `verify` is no `Verify`, `max_shard_size` no size, or `push_to` no repository.
     """
 
-    made_by: str = "convert"  # the command; `shrink` writes what `convert` does
+    made_by: str = "convert"  # the command
     force: bool = False
     dry_run: bool = False
     link: bool = False
     verify: Verify = "auto"
-    durable: bool = False
     max_shard_size: int | str | None = None
     progress: bool = True
     push_to: str | None = None  # a Hub repository in place of an output folder
@@ -81,6 +90,8 @@ class Report(AsDict):
     transfer: Transfer  # bytes linked, cloned, copied and written
     verified: str = ""  # headers, hashes or logits; copies, on the Hub: headers, and the hashes of all files
     logits: LogitsComparison | None = None
+    tokens: TokensComparison | None = None  # None: the source has no tokenizer that can be loaded
+    tokenizer_classes: tuple[str | None, str | None] | None = None  # that both name, where they differ
     rounding: Rounding = field(default_factory=Rounding)  # by a change of dtype
     left_behind: list[str] = field(default_factory=list)  # files, and keys of config.json, that do not go along
     warnings: list[str] = field(default_factory=list)
@@ -100,8 +111,8 @@ def folder_name(path: str) -> str:
 
 
 R = TypeVar("R", bound=Report)
-#: Given the report and, for the record, a description of each weight file: name -> text of further files.
-Finish = Callable[[R, Mapping[str, Any]], Mapping[str, str]]
+#: Given the report and the SHA-256 of each weight file, where it is known: name -> text of further files.
+Finish = Callable[[R, Mapping[str, str | None]], Mapping[str, str]]
 
 
 def check_verify(verify: str) -> None:
@@ -126,7 +137,7 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         return replace(report, warnings=[*report.warnings, *warnings])
     total = forecast.linked + forecast.moved * (1 if verify == "headers" else 2)  # to be moved, and read back
     with (
-        replacing(output, made_by=options.made_by, force=options.force, durable=options.durable) as partial,
+        replacing(output, made_by=options.made_by, force=options.force) as partial,
         progress_bar(total=total, unit="B", unit_scale=True, desc=output.name, show=options.progress) as bar,
     ):
         check_space(forecast, partial)  # what a killed run left has been removed
@@ -137,19 +148,23 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         logits = _compare(decision, output, partial, written.rounding) if verify == "logits" else None
         warnings += [*written.notes, *generation_warnings(stored)]
         if decision.source.gguf and decision.source.model is not None:
-            warnings += save_gguf_extras(decision.source.gguf, decision.source.model, partial)
+            decision.source.model.generation_config.save_pretrained(partial)
+        tokenizer = carry_tokenizer(decision.source, partial)
         report = replace(
             report,
             transfer=transfer_of(plan, written.linked),
             verified=verify,
             logits=logits,
+            tokens=tokenizer.tokens,
+            tokenizer_classes=tokenizer.classes,
             rounding=written.rounding,
-            warnings=[*report.warnings, *warnings],
+            warnings=[*report.warnings, *warnings, *tokenizer.warnings],
         )
-        files = weight_files(plan, first_bytes(stored.tensors.values()), digests, decision.source.sha256_on_hub())
+        on_hub = decision.source.sha256_on_hub()
+        known = {shard.name: digests.get(shard.name) or on_hub.get(shard.origin or "") for shard in plan.shards}
         # Whether "auto" compared the logits depends on the memory that was free, and no file is to tell that.
         implied = replace(report, verified="hashes", logits=None) if options.verify == "auto" else report
-        for name, text in finish(implied, files).items():
+        for name, text in finish(implied, known).items():
             write_text(partial / name, text)
     return report
 
@@ -157,9 +172,10 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
 def make_report(
     decision: Decision, output: Path | str, plan: Plan, transfer: Transfer, report_of: Callable[..., R]
 ) -> R:
-    """The report of what is to be done."""
+    """The report of what is to be done, after what needs no weights has been compared."""
     source = decision.source
-    along = {file.name for file in plan.side_files}
+    along = {file.name: file for file in plan.side_files}
+    check_result(source.name, source.facts(), plan.config, along)
     left_behind = [name for name in source.checkpoint.left_behind if name not in along]
     return report_of(
         source=source.name,
@@ -193,10 +209,12 @@ def _choose(decision: Decision, options: Options) -> tuple[str, list[str]]:
 def _compare(decision: Decision, output: Path, partial: Path, rounding: Rounding) -> LogitsComparison:
     """Compares the logits of the source and the result, each in the dtype of most of its weights."""
     source, dtype = decision.source, decision.dtype
+    window = window_of(source.config)
     comparison = compare_logits(
         source.load,
-        # Without its generation_config.json: one that Transformers refuses goes along with a warning.
-        lambda: AutoModelForCausalLM.from_pretrained(partial, dtype=dtype, generation_config=GenerationConfig()),
+        lambda: load_model(output, partial, dtype=dtype),
+        row=64 if window > _LONGEST_WINDOW else max(64, window + 32),
+        window=window,
     )
     if not comparison.finite:
         wrong = not_finite(source.checkpoint.tensors.values())
@@ -233,25 +251,3 @@ def generation_warnings(checkpoint: Checkpoint) -> Iterator[str]:
             except Exception as error:  # its own validator's, or of a file that means something else
                 reason = one_line(error)
                 yield f"generation_config.json goes along as it is, but saving the model again will fail: {reason}"
-
-
-def weight_files(
-    plan: Plan, starts: Mapping[str, str], digests: Mapping[str, str], source_digests: Mapping[str, str]
-) -> dict[str, dict[str, Any]]:
-    """For the record: each weight file, where it is from, its SHA-256 if that is known, and the tensors in it.
-
-    `starts` are of the first bytes of tensors, `digests` of files of the result, `source_digests` of the source's.
-    """
-    return {
-        shard.name: {
-            "bytes": shard.size,
-            "carried_from": shard.origin,
-            "sha256": digests.get(shard.name) or source_digests.get(shard.origin or ""),
-            "tensors": {
-                tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape)}
-                | ({"first_bytes": starts[tensor.name]} if tensor.name in starts else {})
-                for tensor in shard.tensors
-            },
-        }
-        for shard in plan.shards
-    }

@@ -4,23 +4,32 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
-from huggingface_hub.hf_api import ModelInfo, RepoFile
-from huggingface_hub.utils.sha import git_hash
+from huggingface_hub.hf_api import ModelInfo
 
 from resformer.convert.deciding import Decision
 from resformer.convert.hub_headers import HubFiles
 from resformer.convert.planning import Plan, PlannedShard, make_plan
-from resformer.convert.reading import INDEX
 from resformer.convert.reading_back import check_headers
-from resformer.convert.safetensors_format import first_bytes, header_bytes
-from resformer.convert.source import asking_hub
-from resformer.convert.to_folder import Finish, Options, R, generation_warnings, make_report, weight_files
+from resformer.convert.to_folder import Finish, Options, R, generation_warnings, make_report
+from resformer.convert.tokens import CarriedTokenizer, carry_tokenizer, copy_file, fetch_side_files
 from resformer.convert.writing import Transfer
-from resformer.errors import CheckpointError, VerificationError, first_names, one_line
-from resformer.hub import Copied, CopyError, HubError, Push, Pushed, digest, hub_api, repository_files
+from resformer.errors import CheckpointError, first_names
+from resformer.hub import (
+    Copied,
+    CopyError,
+    Push,
+    Pushed,
+    asking_hub,
+    hub_api,
+    reading_back,
+    retried,
+)
 from resformer.model_cards import carried_metadata
+from resformer.names import INDEX
+from resformer.safetensors_format import header_bytes
+from resformer.untrusted import MOST_BYTES, read_bounded
 
 #: A file's content: in memory, or copied by the Hub.
 _Content = bytes | Copied
@@ -38,21 +47,27 @@ def publish(decision: Decision, options: Options, report_of: Callable[..., R], f
         raise CheckpointError(f"{repo_id}: is the source; push to another repository.")
     api = hub_api()
     with asking_hub(source.name):
-        info = api.model_info(source.repo_id, revision=source.revision)
-        files = repository_files(api, source.repo_id, source.revision)
+        info = retried(lambda: api.model_info(str(source.repo_id), revision=source.revision))
     terms = _terms(decision, info, options)
     plan = make_plan(decision, options.shard_bytes)
     try:
-        contents = _contents(decision, plan, files, options)
+        contents = _contents(decision, plan, options)
         report = make_report(decision, repo_id, plan, _transfer(contents), report_of)
         warnings = [*report.warnings, *generation_warnings(source.checkpoint)]
         report = replace(report, terms=terms, warnings=warnings, verified="" if options.dry_run else "copies")
         if options.dry_run:
             return report
-        added = [tensor for shard in plan.written for tensor in shard.tensors]
+        fetched = fetch_side_files(source)
+        tokenizer = _carry_tokenizer(decision, plan, contents)
+        report = replace(
+            report,
+            tokens=tokenizer.tokens,
+            tokenizer_classes=tokenizer.classes,
+            warnings=[*report.warnings, *tokenizer.warnings],
+        )
         written = {s.name: hashlib.sha256(contents[s.name]).hexdigest() for s in plan.written}  # type: ignore[arg-type]
-        known = {name: file.lfs.sha256 for name, file in files.items() if file.lfs is not None}
-        described = finish(report, weight_files(plan, first_bytes(added), written, known))
+        known = source.sha256_on_hub()
+        described = finish(report, {s.name: written.get(s.name) or known.get(s.origin or "") for s in plan.shards})
         contents |= {name: text.encode() for name, text in described.items()}
         pushed = Push(
             repo_id=repo_id,
@@ -70,8 +85,10 @@ def publish(decision: Decision, options: Options, report_of: Callable[..., R], f
             f"{source.repo_id}: cannot be copied to {repo_id} on the Hub: {error}. Nothing was committed. Convert to a "
             f"folder, which downloads {size:,} bytes, then: resformer push FOLDER {repo_id}."
         ) from error
-    _check(pushed, contents, plan)
-    return replace(report, transfer=_transfer(contents), commit=pushed.commit, url=pushed.url)
+    _check_headers(pushed, plan)
+    transfer = _transfer(contents)
+    transfer.downloaded += fetched
+    return replace(report, transfer=transfer, commit=pushed.commit, url=pushed.url)
 
 
 def _terms(decision: Decision, info: ModelInfo, options: Options) -> dict[str, str]:
@@ -99,11 +116,11 @@ def _terms(decision: Decision, info: ModelInfo, options: Options) -> dict[str, s
     return {name: value for name, value in terms.items() if value is not None}
 
 
-def _contents(decision: Decision, plan: Plan, files: Mapping[str, RepoFile], options: Options) -> dict[str, _Content]:
+def _contents(decision: Decision, plan: Plan, options: Options) -> dict[str, _Content]:
     """The files of the result, but for those that describe it."""
     if options.verify == "logits":
         raise CopyError("comparing logits takes the weights")
-    repo_id, revision = str(decision.source.repo_id), str(decision.source.revision)
+    repo_id, revision, files = str(decision.source.repo_id), str(decision.source.revision), decision.source.hub_files
     contents: dict[str, _Content] = {}
     for shard in plan.shards:
         contents[shard.name] = Copied(repo_id, revision, files[shard.origin]) if shard.origin else _in_memory(shard)
@@ -117,6 +134,33 @@ def _contents(decision: Decision, plan: Plan, files: Mapping[str, RepoFile], opt
     if unknown := {file.path for file in copies if file.lfs is not None and file.xet_hash is None}:
         raise CopyError(f"the Hub copies what it stores with Xet, and these files it does not: {first_names(unknown)}")
     return contents
+
+
+def _carry_tokenizer(decision: Decision, plan: Plan, contents: dict[str, _Content]) -> CarriedTokenizer:
+    """Has the side files in `contents` give the source's tokenizer."""
+    with TemporaryDirectory(prefix="resformer-") as name:
+        folder = Path(name)
+        for file in plan.side_files:
+            content = file.content
+            if content is None:
+                content = read_bounded(file.path, MOST_BYTES, decision.source.folder)
+            copy_file(content, folder / file.name)
+        copy_file(plan.config.encode(), folder / "config.json")
+        before = _bytes_below(folder)
+        carried = carry_tokenizer(decision.source, folder)
+        after = _bytes_below(folder)
+    for name in before.keys() - after.keys():
+        del contents[name]
+    for name, content in after.items():
+        copied = contents.get(name)
+        # What the Hub does not store by LFS is sent again anyway.
+        if content != before.get(name) or (isinstance(copied, Copied) and copied.file.lfs is None):
+            contents[name] = content
+    return carried
+
+
+def _bytes_below(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def _in_memory(shard: PlannedShard) -> bytes:
@@ -143,35 +187,10 @@ def _transfer(contents: Mapping[str, _Content]) -> Transfer:
     return transfer
 
 
-def _check(pushed: Pushed, contents: Mapping[str, _Content], plan: Plan) -> None:
-    """Reads the commit back: hashes of all files, as the Hub states them, and headers of the weights."""
-    where = f"{pushed.repo_id} at {pushed.commit}"
-    try:
-        stored = repository_files(hub_api(), pushed.repo_id, pushed.commit)
-        wrong = [name for name, content in contents.items() if not _is_stored(content, stored.get(name))]
-        if not wrong:
-            hub = HubFiles(pushed.repo_id, pushed.commit, {name: file.size for name, file in stored.items()})
-            folder = Path(where)
-            shards = hub.read_shards(folder / shard.name for shard in plan.shards)
-            tensors = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
-            check_headers(folder, tensors, plan.tensors)
-    except VerificationError:
-        raise
-    except (HTTPError, CheckpointError) as error:
-        raise HubError(
-            f"{where}: was committed, but cannot be read back: {one_line(error)} Look at it: resformer inspect "
-            f"{pushed.repo_id}."
-        ) from error
-    if wrong:
-        raise VerificationError(
-            f"{where}: these files are not what was sent: {first_names(wrong)}. Delete the repository, or revert the "
-            "commit."
-        )
-
-
-def _is_stored(content: _Content, file: RepoFile | None) -> bool:
-    if file is None:
-        return False
-    if isinstance(content, Copied):
-        return digest(file) == digest(content.file)
-    return digest(file) == (git_hash(content) if file.lfs is None else hashlib.sha256(content).hexdigest())
+def _check_headers(pushed: Pushed, plan: Plan) -> None:
+    """Reads the headers of the weights in the commit."""
+    with reading_back(pushed.repo_id, pushed.commit):
+        hub = HubFiles(pushed.repo_id, pushed.commit, {name: file.size for name, file in pushed.stored.items()})
+        folder = Path(f"{pushed.repo_id} at {pushed.commit}")
+        shards = list(hub.read_shards(folder / shard.name for shard in plan.shards))
+    check_headers(folder, {tensor.name: tensor for shard in shards for tensor in shard.tensors}, plan.tensors)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from resformer.convert.planning import Plan, PlannedShard
-from resformer.convert.safetensors_format import header_bytes
 from resformer.convert.tensors import Rounding, converted
 from resformer.errors import CheckpointError, OutputError
 from resformer.files import folder_above, write_text, writing
+from resformer.safetensors_format import header_bytes
 from resformer.untrusted import MIB, open_regular, reading, regular_file
 
 _COPY_PIECE = 64 * MIB  # bytes of one copy_file_range call; the progress bar moves after each

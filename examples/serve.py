@@ -12,7 +12,7 @@ from openai import APIConnectionError, OpenAI
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "finetuned"
 PORT = 8017
 
-command = [sys.executable, "-m", "resformer.serving", MODEL, "--host", "127.0.0.1", "--port", str(PORT)]
+command = [sys.executable, "-m", "resformer", "serve", MODEL, "--host", "127.0.0.1", "--port", str(PORT)]
 server = subprocess.Popen(command)
 client = OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", timeout=120)
 try:

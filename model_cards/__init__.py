@@ -1,20 +1,19 @@
-"""Model cards of retrofitted and trained checkpoints, and one card for each named method."""
+"""Model cards of retrofitted and trained checkpoints."""
 
-from resformer.model_cards.cards import is_as_made, model_card
-from resformer.model_cards.method_cards import method_card
-from resformer.model_cards.metrics import Metric, eval_result_files, harness_metrics, metrics_of
-from resformer.model_cards.source_card import base_model_of, carried_metadata, licences, well_formed
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Metric",
-    "base_model_of",
-    "carried_metadata",
-    "eval_result_files",
-    "harness_metrics",
-    "is_as_made",
-    "licences",
-    "method_card",
-    "metrics_of",
-    "model_card",
-    "well_formed",
-]
+from resformer.lazy import on_demand
+
+if TYPE_CHECKING:
+    from resformer.model_cards.cards import *  # noqa: F403
+    from resformer.model_cards.metrics import *  # noqa: F403
+    from resformer.model_cards.source_card import *  # noqa: F403
+
+__all__, __getattr__, __dir__ = on_demand(
+    globals(),
+    {
+        "resformer.model_cards.cards": "Part Recipe Run Training is_as_made model_card",
+        "resformer.model_cards.metrics": "Metric harness_metrics metrics_of",
+        "resformer.model_cards.source_card": "base_model_of card_metadata carried_metadata licences well_formed",
+    },
+)

@@ -1,4 +1,4 @@
-"""Papers and the facts of each named method, read from `facts.yaml`: equation, cost, published results, limits."""
+"""Papers and the facts of each named method, read from `facts.yaml`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,18 +14,15 @@ class Paper:
     """A paper, as it is cited."""
 
     arxiv: str
-    key: str
     title: str
     authors: str
     year: int
-    venue: str | None = None
 
     @property
     def bibtex(self) -> str:
-        entry, place = ("inproceedings", f"booktitle = {{{self.venue}}}") if self.venue else ("misc", "")
-        fields = [f"title = {{{self.title}}}", f"author = {{{self.authors}}}", f"year = {{{self.year}}}", place]
+        fields = [f"title = {{{self.title}}}", f"author = {{{self.authors}}}", f"year = {{{self.year}}}"]
         fields += [f"eprint = {{{self.arxiv}}}", "archivePrefix = {arXiv}"]
-        return f"@{entry}{{{self.key},\n" + ",\n".join(f"  {line}" for line in fields if line) + "\n}"
+        return f"@misc{{arxiv{self.arxiv},\n" + ",\n".join(f"  {line}" for line in fields) + "\n}"
 
 
 @dataclass(frozen=True)
@@ -34,14 +31,7 @@ class MethodFacts:
 
     title: str
     summary: str
-    equation: str  # LaTeX
-    use: str
     papers: Sequence[str]
-    avoid: str = ""
-    parameters: str = "0"  # formula of the number added to plain Llama
-    cache: str = "1"  # formula of the share of the full key/value cache
-    limits: str = ""
-    remarks: Sequence[str] = ()
 
 
 _facts = yaml.safe_load(files("resformer.model_cards").joinpath("facts.yaml").read_text(encoding="utf-8"))
@@ -57,5 +47,5 @@ def papers_of(method: str | None, fields: Iterable[str]) -> list[Paper]:
     """The papers of a method, then those of the connection fields that are set beside it."""
     names = list(FACTS[method].papers) if method in FACTS else []
     covered = METHODS[method](2) if method in METHODS else {}
-    names += [FIELDS[field]["paper"] for field in fields if field not in covered]
+    names += [FIELDS[field]["paper"] for field in fields if field not in covered and "paper" in FIELDS[field]]
     return [PAPERS[name] for name in dict.fromkeys(names)]

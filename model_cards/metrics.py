@@ -1,28 +1,18 @@
-"""Results from `metrics.json` files and from lm-evaluation-harness, as rows of a card and files for the Hub."""
+"""Results from `metrics.json` files and from lm-evaluation-harness, as rows of a card."""
 
-import hashlib
-import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from inspect import formatannotation
 from typing import Any, cast
 
-import yaml
-from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_yaml
-
-from resformer.configuration import ResFormerConfig
-from resformer.configuration.methods import backbone_fields, connections_of, method_of
-from resformer.files import EVAL_RESULTS
+from huggingface_hub import EvalResult
 
 #: Values of `dataset_path` that name a file format, not a dataset of the Hub.
 _READERS = ("arrow", "csv", "generator", "json", "pandas", "parquet", "sql", "text", "webdataset", "xml")
 #: The harness evaluates on the first of these that a task has.
 _SPLITS = ("test_split", "validation_split")
-
-#: Fields that training or use may change in the same architecture.
-_ANYWHERE = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -42,8 +32,6 @@ class Metric:
     samples: int | None = None  # number that were used
     of_samples: int | None = None  # number in the dataset; None: the same
     shots: int | None = None
-    method: str | None = None  # in a study: the method of the model
-    model: str | None = None  # in a study: the model's `architecture_digest`
     note: str | None = None  # how it was measured
 
     def __post_init__(self) -> None:
@@ -55,11 +43,13 @@ class Metric:
         if not math.isfinite(self.value):
             raise ValueError(f"`value` {where} is {self.value!r}: no finite number.")
 
-    def is_of(self, config: ResFormerConfig) -> bool:
-        """Whether it was measured of a model of this architecture, or, where only a method is known, of this method."""
-        if self.model is not None:
-            return self.model == architecture_digest(config)
-        return self.method in (None, method_of(config))
+    @property
+    def used(self) -> str:
+        """The number of samples, and of how many if not all were used."""
+        if self.samples is None:
+            return ""
+        of = "" if self.of_samples in (None, self.samples) else f" of {self.of_samples:,}"
+        return f"{self.samples:,}{of} samples"
 
     def as_eval_result(self, task: str) -> EvalResult:
         """The entry of the Hub's `model-index`, for a model of this `pipeline_tag`."""
@@ -74,17 +64,6 @@ class Metric:
             metric_name=self.name,
             metric_value=self.value,
         )
-
-
-def architecture_digest(config: ResFormerConfig) -> str:
-    """SHA-256 of the fields of `ResFormerConfig` that are not at their default, but for tokens' ids and `use_cache`."""
-    plain = type(config)(num_hidden_layers=config.num_hidden_layers)
-    changed = {
-        name: value
-        for name, value in {**backbone_fields(config), **connections_of(config)}.items()
-        if value != getattr(plain, name) and name not in _ANYWHERE
-    }
-    return hashlib.sha256(json.dumps([config.num_hidden_layers, changed], sort_keys=True).encode()).hexdigest()
 
 
 def metrics_of(values: Mapping[str, Any], where: str = "metrics") -> list[Metric]:
@@ -150,38 +129,6 @@ def harness_metrics(results: Mapping[str, Any], where: str = "results") -> list[
     return metrics_of({"metrics": entries}, where)
 
 
-def eval_result_files(metrics: Iterable[Metric]) -> dict[str, str]:
-    """`.eval_results/NAME.yaml` -> its text: the Hub's format for results on its datasets, one file for each score.
-
-    Results on other datasets, or on part of one, cannot be expressed in it: the card and its `model-index` have them.
-    """
-    files = {}
-    for metric in metrics:
-        if metric.dataset_id is None or metric.task is None or metric.of_samples not in (None, metric.samples):
-            continue
-        shots = [] if metric.shots is None else [f"{metric.shots}-shot"]
-        notes = [metric.note, metric.name, *shots, samples_of(metric)]
-        entry = EvalResultEntry(
-            dataset_id=metric.dataset_id,
-            task_id=metric.task,
-            value=metric.value,
-            dataset_revision=metric.revision,
-            notes=", ".join(filter(None, notes)),
-        )
-        parts = [metric.dataset_id, metric.task, metric.name, *shots]
-        name = re.sub(r"[^\w.-]+", "-", "_".join(parts)).strip("-.")
-        files[f"{EVAL_RESULTS}/{name}.yaml"] = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
-    return files
-
-
-def samples_of(metric: Metric) -> str:
-    """The number of samples, and of how many if not all were used."""
-    if metric.samples is None:
-        return ""
-    of = "" if metric.of_samples in (None, metric.samples) else f" of {metric.of_samples:,}"
-    return f"{metric.samples:,}{of} samples"
-
-
 def notes_of(metrics: Iterable[Metric]) -> list[str]:
     """How results were measured: a line for each note, with the names of its metrics."""
     names: dict[str, list[str]] = {}
@@ -189,18 +136,3 @@ def notes_of(metrics: Iterable[Metric]) -> list[str]:
         if metric.note:
             names.setdefault(metric.note, []).append(metric.name)
     return [f"{', '.join(dict.fromkeys(each))}: {note}" for note, each in names.items()]
-
-
-def table_rows(metrics: Sequence[Metric]) -> list[dict[str, str]]:
-    """The rows of a card's table of results."""
-    return [
-        {
-            "what": metric.name + ("" if metric.task in (None, metric.dataset) else f" ({metric.task})"),
-            "dataset": metric.dataset + ("" if metric.config is None else f" ({metric.config})"),
-            "split": metric.split,
-            "shots": "" if metric.shots is None else str(metric.shots),
-            "samples": samples_of(metric),
-            "value": f"{metric.value:.4g}" + ("" if metric.stderr is None else f" ± {metric.stderr:.2g}"),
-        }
-        for metric in metrics
-    ]

@@ -37,13 +37,36 @@ def licences(card: Path) -> list[str]:
     return [licence["license"] for licence in each if licence]
 
 
+class _WithoutAliases(yaml.SafeLoader):
+    """Reads plain YAML: merged aliases of aliases make a few hundred bytes take hours."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not read")
+        return super().compose_node(parent, index)
+
+
+def card_metadata(text: str) -> dict[str, Any]:
+    """The metadata of a model card; empty if it has none.
+
+    Raises:
+        ValueError: they are no mapping in plain YAML.
+    """
+    block = REGEX_YAML_BLOCK.search(text)
+    try:
+        stated = yaml.load(block[2], _WithoutAliases) if block else None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error) or "it is nested too deeply") from error
+    if stated is not None and not isinstance(stated, dict):
+        raise ValueError(f"expected a mapping, found {type(stated).__name__}")
+    return stated or {}
+
+
 def _stated(card: Path) -> dict[str, Any]:
     try:
-        block = REGEX_YAML_BLOCK.search(read_bounded(card, 4 * MIB).decode("utf-8-sig"))
-        stated = yaml.safe_load(block[2]) if block else None
-    except (CheckpointError, ValueError, yaml.YAMLError, RecursionError):
+        return card_metadata(read_bounded(card, 4 * MIB).decode("utf-8-sig"))
+    except (CheckpointError, ValueError):
         return {}
-    return stated if isinstance(stated, dict) else {}
 
 
 def well_formed(stated: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from resformer.convert.connections import expected_shapes
 from resformer.convert.families import backbone_config
-from resformer.convert.planning import standard_names
-from resformer.convert.safetensors_format import Tensor, header_bytes
+from resformer.names import standard_names
+from resformer.safetensors_format import Tensor, header_bytes
 
 #: The methods that can start as the identity.
 EXACT = (
     "transformer resformer resformer-plus resformer-dense resformer-gated depth-attention value-embeddings "
-    "denseformer denseformer-4x5 resformer-denseformer attention-residuals"
+    "denseformer denseformer-4x5 resformer-denseformer attention-residuals nanochat"
 ).split()
 
 SIZES: dict[str, Any] = {
@@ -60,6 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": {"head_dim": 12},
     "seed_oss-biases": {"attention_out_bias": True, "mlp_bias": True},
     "iquestcoder": {"head_dim": 12, "attention_bias": True},
+    "exaone": {"head_dim": 12},  # Llama's class, tensors of other names
 }
 
 #: The shape of SmolLM2-135M.

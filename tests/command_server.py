@@ -1,9 +1,10 @@
 """Runs Python commands in forks of a process that has imported everything: 0.1 s each, where an interpreter takes 5 s.
 
-Tests use `resformer`, `run` and `Run`. The server is a process without threads: a fork of pytest's could inherit a lock
-that is never released. A request is a line of JSON on its stdin, an answer a line on its stdout:
+Tests use `resformer`, `run` and `Run`, and `python` where it has to be a new interpreter. The server is a process
+without threads: a fork of pytest's could inherit a lock that is never released. A request is a line of JSON on its
+stdin, an answer a line on its stdout:
 
-    {"run": arguments, "cwd", "env", "stdout", "stderr": files, "largest_file": bytes or null}    a process id
+    {"run": arguments, "cwd", "env", "stdout", "stderr": files}    a process id
     {"wait": id}    its exit code, negative for a signal
 """
 
@@ -45,6 +46,15 @@ def run(
         return subprocess.CompletedProcess(words, code, *(file.read_text(encoding="utf-8") for file in files))
 
 
+def python(*arguments: object, cwd: Path | None = None, **variables: str) -> str:
+    """What `python ARGUMENTS` prints in a new interpreter, with these environment variables; it must end well."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 class Run:
     """`python ARGUMENTS` in a process that goes on; its words on stderr are in `errors`, or in `log` too."""
 
@@ -55,7 +65,6 @@ class Run:
         errors: Path | None = None,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
-        largest_file: int | None = None,
     ):
         env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or os.environ)}
         read = ("HF_", "TRANSFORMERS_")
@@ -76,7 +85,6 @@ class Run:
             env=env,
             stdout=str(log),
             stderr=str(errors or log),
-            largest_file=largest_file,
         )
 
     def wait(self) -> int:
@@ -110,11 +118,6 @@ def _fork(request: dict[str, Any]) -> int:
         os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["env"])
-        if request["largest_file"] is not None:  # in the place of a full disk
-            import resource
-
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file"], resource.RLIM_INFINITY))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         code = _execute(*request["run"])

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.cli import app
 from resformer.configuration.methods import method_fields
-from resformer.modeling.modeling_resformer import KINDS
+from resformer.modeling.connections import KINDS
 
 Batch = dict[str, torch.Tensor]
 
@@ -71,7 +71,11 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "value_sources": [0, 1, 1, 3, 3, 5],
         "key_sources": [0, 1, 2, 2, 4, 4],
         "value_embeddings": [1, 5],
+        "value_embeddings_gate_channels": 7,
+        "value_embeddings_gate_limit": 2.0,
         "dwa": True,
+        "embedding_residual": True,
+        "backout": True,
         "num_key_value_heads": 1,
     },
     "depth-sink": {
@@ -172,7 +176,8 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         mixing = any(part in name for part in ("value_residual", "value_embedding", "depth_average"))
         noise = torch.randn(parameter.shape, generator=generator) * (0.5 if mixing else 0.3)
-        parameter.data.copy_(noise + 1.0 if "norm" in name else noise)
+        around_one = "norm" in name or "embedding_residual" in name  # a layer forgets the stream at 0
+        parameter.data.copy_(noise + 1.0 if around_one else noise)
     return model
 
 

@@ -17,10 +17,10 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import resformer.training
-from resformer import ResFormerForCausalLM
 
 
 @functools.cache
@@ -56,15 +56,18 @@ def run(folder: Path, kind: str) -> None:
     ids = batch.chunk(2)[rank]
     if kind in ("fsdp", "tp"):
         config = DistributedConfig(**{f"{kind}_size": 2})
-        model = ResFormerForCausalLM.from_pretrained(folder, distributed_config=config)
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
         step(model.train(), batch if kind == "tp" else ids)
         model.save_pretrained(folder / "trained")
         return
-    model = ResFormerForCausalLM.from_pretrained(folder).train()
+    model = AutoModelForCausalLM.from_pretrained(folder).train()
     if kind == "accelerate":
-        sharder = accelerator()
+        name = type(model).__name__
+        sharder, layer = accelerator(), type(model.model.layers[0]).__name__
+        if not layer.startswith("ResFormer"):  # for ours the file says it
+            sharder.state.fsdp_plugin.transformer_cls_names_to_wrap = [layer]
         model, optimizer = sharder.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        assert type(model).__name__ == "FSDPResFormerForCausalLM"
+        assert type(model).__name__ == f"FSDP{name}"
         sharder.backward(model(ids, labels=ids).loss)
         optimizer.step()
         state = sharder.get_state_dict(model)

@@ -63,7 +63,7 @@ class Repository(UserDict[str, Content]):
         self.commits: dict[str, dict[str, Content]] = {}
         self.objects: dict[str, Content] = {}  # SHA-256 -> content of the LFS objects that its commits may name
         self.messages: list[str] = []
-        self.branches: dict[str, str] = {}  # those of pull requests too: refs/pr/1
+        self.branches: dict[str, str] = {}
         self.tags: dict[str, str] = {}
         self.commit({".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"}, "initial commit")
 
@@ -150,15 +150,14 @@ class HubServer(ThreadingHTTPServer):
         """The requests so far that match."""
         return [request for request in self.requests if re.search(pattern, request)]
 
-    def fail(
-        self, pattern: str, fault: Literal["request", "answer", "status", "short", "whole", "away"], times: int = 1
-    ) -> None:
+    def fail(self, pattern: str, fault: str, times: int = 1) -> None:
         """Makes the next requests that match `pattern` fail.
 
         Args:
-            fault: cut the connection in the middle of the request's body; or in the middle of the answer, so that all
-                is done, only the client cannot know; or answer with status 503; or with half of the bytes; or with the
-                whole file instead of the range asked for; or send the client to a host that does not answer.
+            fault: "request" cuts the connection in the middle of the request's body; "answer" in the middle of the
+                answer, so that all is done, only the client cannot know; "503" or another number is the status of the
+                answer; "short" is half of the bytes; "whole" the whole file instead of the range that was asked for;
+                "away" sends the client to a host that does not answer.
         """
         self._faults += [(pattern, fault)] * times
 
@@ -244,8 +243,8 @@ class _Handler(BaseHTTPRequestHandler):
             if self._fault == "away":
                 self._send(b"", 302, {"Location": "http://127.0.0.1:9/elsewhere"})
                 return
-            if self._fault == "status":
-                raise _Answer(503, "the server has a bad day")
+            if self._fault is not None and self._fault.isdigit():
+                raise _Answer(int(self._fault), "a bad day")
             with self.server.lock:
                 self._user = self._known_user()
                 answer = self._route(parts, body)
@@ -268,8 +267,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._describe(f"{owner}/{name}", rest)
             case "POST", ["api", "models", owner, name, what, *rest]:
                 repo_id = f"{owner}/{name}"
-                # Whoever may read may open a pull request.
-                only_read = self._query.get("create_pr") == "1" or what in ("paths-info", "lfs-files")
+                only_read = what in ("paths-info", "lfs-files")
                 repository = (self._readable if only_read else self._writable)(repo_id)
                 if what == "paths-info":
                     return self._paths(repository, *rest, parse_qs(body.decode())["paths"])
@@ -343,7 +341,7 @@ class _Handler(BaseHTTPRequestHandler):
         return _json({"errors": [], "warnings": []})
 
     def _sha(self, repository: Repository, revision: str) -> str:
-        """The commit of a branch, tag, pull request or commit id."""
+        """The commit of a branch, tag or commit id."""
         sha = {**repository.branches, **repository.tags}.get(revision, revision)
         if sha not in repository.commits:
             raise _Answer(404, f"Invalid rev id: {revision}", "RevisionNotFound")
@@ -432,7 +430,6 @@ class _Handler(BaseHTTPRequestHandler):
         return _json({"transfer": "basic", "objects": objects})
 
     def _commit(self, repo_id: str, repository: Repository, branch: str, body: bytes) -> Response:
-        pull_request = self._query.get("create_pr") == "1"
         parent = self._sha(repository, branch)
         files = dict(repository.commits[parent])
         message = ""
@@ -452,10 +449,6 @@ class _Handler(BaseHTTPRequestHandler):
                 case "deletedFile":
                     del files[value["path"]]
         answer: dict[str, Any] = {"success": True}
-        if pull_request:
-            number = 1 + sum(name.startswith("refs/pr/") for name in repository.branches)
-            branch = f"refs/pr/{number}"
-            answer["pullRequestUrl"] = f"{self.server.url}/{repo_id}/discussions/{number}"
         sha = repository.commit(files, message, branch)
         return _json({**answer, "commitUrl": f"{self.server.url}/{repo_id}/commit/{sha}", "commitOid": sha})
 

@@ -73,6 +73,9 @@ def naive_hidden_states(
         depth_blocks = config.attention_residual_blocks
         if n in [block * number_of_layers // depth_blocks for block in range(depth_blocks)]:
             boundaries.append(stream)
+        if config.embedding_residual:
+            r, s = weights[f"{layer}.embedding_residual.weight"]
+            stream = r * stream + s * blocks[0]
         seen = with_deltas(config, weights, 2 * n, stream, boundaries)
         normed = rms_norm(seen, weights[f"{layer}.input_layernorm.weight"], epsilon)  # H_n
 
@@ -93,11 +96,12 @@ def naive_hidden_states(
         if value_source[n] == n:
             raw[n] = heads(linear(normed, weights, f"{layer}.self_attn.v_proj"), groups)
             if n in (config.value_embeddings or ()):
-                table = weights[f"{layer}.self_attn.value_embedding.bias_table.weight"]
-                gates = weights[f"{layer}.self_attn.value_embedding.bias_gate.weight"]
+                table = weights[f"{layer}.value_embedding.table.weight"]
+                gates = weights[f"{layer}.value_embedding.gate.weight"]
                 rows = heads(torch.stack([table[token] for token in tokens]), groups)
                 for head in range(groups):
-                    size = 3 / (1 + torch.exp(-(normed[:, :12] @ gates[head])))
+                    read = normed[:, : config.value_embeddings_gate_channels] @ gates[head]
+                    size = config.value_embeddings_gate_limit / (1 + torch.exp(-read))
                     raw[n][head] = raw[n][head] + size[:, None] * rows[head]
             mixed[n] = [torch.zeros_like(value) for value in raw[n]]
             if config.value_residual == "depth_attention":
@@ -121,7 +125,7 @@ def naive_hidden_states(
                     if weight.isnan():
                         assert config.value_residual == "gated"
                         assert m == 0
-                        gate = weights[f"{layer}.self_attn.value_residual.bias_gate.weight"][head]
+                        gate = weights[f"{layer}.value_residual.gate.weight"][head]
                         weight = (config.value_residual_init[0] + torch.tanh(normed @ gate))[:, None]  # one per token
                     mixed[n][head] = mixed[n][head] + weight * raw[m][head]
 
@@ -141,6 +145,9 @@ def naive_hidden_states(
         inner = gate * torch.sigmoid(gate) * linear(normed, weights, f"{layer}.mlp.up_proj")
         blocks.append(stream + linear(inner, weights, f"{layer}.mlp.down_proj"))
 
+        if config.backout and n == number_of_layers - 1:
+            taken = weights[f"{layer}.backout.weight"] * blocks[number_of_layers // 2 + 1]
+            blocks[-1] = blocks[-1] - taken
         stream = torch.zeros_like(blocks[0])
         for j in range(n + 2):
             stream = stream + depth_mixing[n, j] * blocks[j]
@@ -154,7 +161,7 @@ def with_deltas(
     """What sublayer i reads: the stream, and the deltas of the blocks that have ended, one token and head at a time."""
     if not config.attention_residuals:
         return stream
-    query, gate = (weights[f"model.attention_residuals.bias_{name}"][i] for name in ("query", "gate"))
+    query, gate = (weights[f"model.layers.{i // 2}.attention_residuals.{name}"][i % 2] for name in ("query", "gate"))
     deltas = [boundaries[0], *(boundaries[b] - boundaries[b - 1] for b in range(1, len(boundaries)))]
     number = math.gcd(config.num_key_value_heads, config.hidden_size)
     rows = []
@@ -178,7 +185,7 @@ def depth_gate(config: ResFormerConfig, weights: Weights, n: int, head: int) -> 
     layers = config.value_residual_layers or list(range(config.depth_attention_stride, config.num_hidden_layers))
     if n not in layers:
         return torch.zeros((), dtype=torch.float64)
-    return weights["model.value_residual.bias_gate"][head, layers.index(n)]
+    return weights[f"model.layers.{n}.value_residual.gate"][head]
 
 
 def over_depth(

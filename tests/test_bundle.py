@@ -1,8 +1,6 @@
 """Bundles load, compute, train and save where resformer is not installed; where it is, its own classes are used."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import SIZES, byte_tokenizer, change_json, contents, randomise, save_checkpoint
+from command_server import python
 from hub_server import Commands
 from remote_worker import CHOSEN, numbers
 from safetensors.torch import load_file, save_file
@@ -20,7 +19,7 @@ from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, push, retr
 from resformer.checkpoint_cards import checkpoint_card
 from resformer.convert import bundle, revert
 from resformer.convert.bundling import AUTO_MAP, remote_code
-from resformer.files import LISTING
+from resformer.names import LISTING
 from resformer.version import __version__
 
 CODE = [*remote_code()]
@@ -62,11 +61,8 @@ def remote(bundles: Path) -> Path:
     results.mkdir()
     home = {"HF_HOME": str(bundles / "home"), "HF_MODULES_CACHE": str(bundles / "home" / "modules")}
     threads = str(torch.get_num_threads())  # another number may change the last bits
-    environment = {**os.environ, **home, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}
     worker = Path(__file__).with_name("remote_worker.py")
-    command = [sys.executable, str(worker), str(bundles / "bundles"), str(results)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=results)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python(worker, bundles / "bundles", results, cwd=results, OMP_NUM_THREADS=threads, **home)
     return results
 
 
@@ -91,22 +87,13 @@ def test_every_method_gives_the_packages_logits_and_tokens(method: str, bundles:
 
 
 @pytest.mark.slow
-def test_every_head_loads_saves_and_loads_again_trains_and_pickles(facts: dict[str, Any]) -> None:
+def test_every_head_loads_saves_and_loads_again(facts: dict[str, Any]) -> None:
     for auto_class, head in facts["heads"].items():
         name = AUTO_MAP[auto_class].partition(".")[2]
         assert head == {"class": name, "remote": True, "same": True, "files": CODE, "auto_map": AUTO_MAP}
     assert facts["heads"].keys() == AUTO_MAP.keys() - {"AutoConfig"}
     assert (facts["config is remote"], facts["base of another"], facts["resformer"]) == (True, True, [])
-    before, after = facts["losses"]
-    assert after < before
-    assert (facts["pickled config"], facts["from_config"], facts["named method"]) == (True, True, [0, 0, 0])
-
-
-@pytest.mark.slow
-def test_what_remote_code_saves_can_be_bundled(bundles: Path, remote: Path, tmp_path: Path) -> None:
-    bundle(remote / "AutoModelForCausalLM", tmp_path / "again")
-    first, again = contents(bundles / "bundles" / CHOSEN), contents(tmp_path / "again")
-    assert again.items() >= {name: first[name] for name in (*CODE, "model.safetensors")}.items()
+    assert (facts["from_config"], facts["named method"]) == (True, [0, 0, 0])
 
 
 @pytest.mark.parametrize("trust", [None, True])
@@ -135,8 +122,6 @@ def test_everything_but_the_configuration_goes_along_byte_for_byte(saved: Path, 
 def test_the_record_of_a_retrofit_goes_along(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "llama")
     retrofit(tmp_path / "llama", tmp_path / "retrofit", verify="headers")
-    (tmp_path / "retrofit" / ".eval_results").mkdir()
-    (tmp_path / "retrofit" / ".eval_results" / "arc.yaml").write_text("- value: 1")
     bundle(tmp_path / "retrofit", tmp_path / "out", link=True)
     retrofitted, out = contents(tmp_path / "retrofit"), contents(tmp_path / "out")
     del retrofitted["config.json"], retrofitted[LISTING]
@@ -180,17 +165,6 @@ def test_a_checkpoint_of_the_hub_brings_its_card(saved: Path, commands: Commands
     report = json.loads(commands("bundle", "you/model", "bundled", "--json").stdout)
     assert report["revision"] == commands.hub.commit_id("you/model")
     assert Path("bundled/README.md").read_text() == CARD
-
-
-@pytest.mark.slow
-def test_the_command_writes_the_same_bytes_in_every_process(saved: Path, tmp_path: Path) -> None:
-    bundle(saved, tmp_path / "here", verify="headers")
-    command = [sys.executable, "-m", "resformer", "bundle", saved, tmp_path / "there", "--verify", "headers"]
-    environment = {**os.environ, "PYTHONHASHSEED": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"wrote         {tmp_path / 'there'}" in done.stdout
-    assert contents(tmp_path / "here") == contents(tmp_path / "there")
 
 
 def test_code_is_the_packages_and_imports_nothing_but_torch_and_transformers(tmp_path: Path) -> None:

@@ -9,15 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 from checkpoints import save_checkpoint
 from click.testing import Result
-from command_server import resformer
+from command_server import python, resformer
 from conftest import assert_answers, cli
 
 from resformer import METHODS
-from resformer.cli import _expanded
+from resformer.cli import _expanded, app
+from resformer.commands.terminal import PANELS
 from resformer.model_cards.facts import FACTS
 from resformer.version import __version__
+
+COMMANDS = typer.main.get_group(app)
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +34,42 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_version_and_commands_are_printed() -> None:
     assert resformer("--version").stdout.strip() == __version__
     help_text = resformer("--help").stdout
-    commands = "convert revert bundle shrink verify inspect methods demo env finetune compare analyze eval card push"
+    commands = "convert revert bundle verify inspect methods env finetune compare analyze eval card push"
     for command in commands.split():
         assert command in help_text
+    assert "...\n" not in help_text.partition("\n")[2]  # below the usage, whole sentences
+    assert [panel for panel in PANELS if f"\n{panel}:\n" not in help_text] == []
     assert "[default: 5e-05]" in " ".join(resformer("finetune", "--help").stdout.split())
+
+
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.commands.items() if not command.hidden])
+def test_the_example_of_each_command_is_one(name: str) -> None:
+    example = COMMANDS.commands[name].epilog.partition("Example:")[2]
+    program, given, *arguments = example.split()
+    assert (program, given) == ("resformer", name)
+    COMMANDS.commands[name].make_context(name, arguments)  # raises where an argument is unknown or missing
+
+
+def test_names_of_other_packages_are_taken() -> None:
+    assert cli("retrofit", "--help").stdout.partition("\n")[2] == cli("convert", "--help").stdout.partition("\n")[2]
+    assert "--sizes, --size" in cli("compare", "--help").stdout
+
+
+def test_errors_name_options_and_not_fields() -> None:
+    for command, error in {
+        "compare study": "The length of the runs is open: give --steps or --tokens.",
+        "compare study --steps 1 --tokens 1": "--steps is 1 and --tokens 1: give one of them.",
+        "finetune a b --data c --held-out-blocks 0": "--held-out-blocks is 0; expected more than 0.",
+        "finetune a b --data c --separate-documents --dtype int8": "--dtype is 'int8'; expected one of",
+    }.items():
+        done = cli(*command.split())
+        assert (done.exit_code, f"Error: {error}" in done.stderr) == (2, True), done.stderr
+
+
+def test_methods_need_neither_torch_nor_transformers() -> None:
+    program = "import sys; from resformer.cli import app; app(['methods'], standalone_mode=False)"
+    printed = python("-c", f"{program}; print(sorted({{'torch', 'transformers'}} & {{*sys.modules}}))")
+    assert printed.endswith("[]\n")
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:
@@ -54,7 +90,6 @@ def test_a_traceback_is_shown_if_it_is_asked_for(llama: Path, tmp_path: Path) ->
     [
         (["convert", "a", "b"], "convert.retrofit", "Nothing was left behind"),
         (["push", "a", "you/a"], "pushing.push", "What was uploaded is not sent again"),
-        (["demo"], "demo.run_demo", "stay in the output folder"),
         (["eval", "a", "--tasks", "b"], "evaluation.evaluate", "No results were written"),
         (["compare", "a", "--steps", "1"], "training.study.comparison.run_study", "are kept. Go on with: {}"),
         (["finetune", "a", "b"], "training.recipe.finetune_checkpoint", "from the last checkpoint with: {} --resume"),

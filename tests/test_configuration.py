@@ -1,6 +1,5 @@
 """What `ResFormerConfig` promises: Llama by default, every method by name, and an error that helps for every misuse."""
 
-import copy
 import itertools
 import json
 from dataclasses import fields
@@ -11,12 +10,13 @@ from typing import Any
 import pytest
 import yaml
 from checkpoints import change_json
-from conftest import COMBINATIONS, TINY, assert_answers, tiny_config
+from conftest import COMBINATIONS, assert_answers, tiny_config
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, LlamaConfig
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.configuration import key_sources, value_sources
+from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, without_connections
 
 #: Small enough to build a model from.
@@ -53,7 +53,8 @@ def test_every_llama_field_is_here_with_llamas_default() -> None:
 
 def test_every_field_is_documented() -> None:
     own = set(FIELD_NAMES) - {field.name for field in fields(LlamaConfig)}
-    assert [name for name in sorted(own) if name not in (ResFormerConfig.__doc__ or "")] == []
+    documented = f"{ResFormerConfig.__doc__}{ConnectionFields.__doc__}"
+    assert [name for name in sorted(own) if name not in documented] == []
 
 
 def test_arguments_go_on_top_of_a_methods_fields() -> None:
@@ -86,8 +87,17 @@ def test_every_field_survives_json(use_diff: bool) -> None:
         depth_attention_init=0.1,
         value_embeddings=[0, 3],
         value_embeddings_init=0.1,
+        value_embeddings_gate_channels=5,
+        value_embeddings_gate_limit=2.5,
         dwa_period=3,
         attention_residual_init=1 / 3,
+        embedding_residual=True,
+        embedding_residual_init=1 / 3,
+        backout=True,
+        backout_init=1 / 3,
+        smear=True,
+        gated_mlp=False,
+        final_logit_softcapping=30.0,
         eos_token_id=[2, 3],
     )
     default = ResFormerConfig()
@@ -130,39 +140,10 @@ def test_a_family_of_ones_own_gets_no_warning(tmp_path: Path, warned: list[str])
 def test_field_misspelt_in_a_file_or_an_override_is_pointed_out(tmp_path: Path, warned: list[str]) -> None:
     small().save_pretrained(tmp_path)
     ResFormerConfig.from_pretrained(tmp_path, value_residul="identity")
-    assert "`value_residul`; did you mean `value_residual`" in warned[-1]
+    assert "'value_residul'; did you mean `value_residual`" in warned[-1]
     change_json(tmp_path / "config.json", value_source=[0] * 8)
     ResFormerConfig.from_pretrained(tmp_path)
-    assert "`value_source`; did you mean `value_sources`" in warned[-1]
-
-
-def test_callers_arguments_are_left_alone(tmp_path: Path) -> None:
-    rope = {"rope_type": "linear", "factor": 2.0}
-    fields = copy.deepcopy(COMBINATIONS["kitchen-sink"])
-    arguments = {**TINY, **fields, "rope_parameters": rope, "value_residual_layers": [1, 3]}
-    arguments |= {"value_residual_init": [0, 1], "id2label": {"0": "no", "1": "yes"}}
-    before = copy.deepcopy(arguments)
-    config = ResFormerConfig(**arguments)
-    ResFormerForCausalLM(config)
-    config.save_pretrained(tmp_path)
-    assert arguments == before
-    ResFormerConfig.from_dict(arguments, num_hidden_layers=6)
-    assert arguments == before
-    scaling = {"type": "linear", "factor": 2.0}
-    small(rope_scaling=scaling, rope_theta=5e5)
-    assert scaling == {"type": "linear", "factor": 2.0}
-    arguments["value_sources"][5] = 5
-    assert config.value_sources == before["value_sources"]
-    config.value_residual_init[0] = 9.0  # type: ignore[index]
-    assert small().value_residual_init == [0.5, 0.5]
-
-
-def test_values_are_normalised() -> None:
-    config = small(value_residual="constant", value_residual_init=(2, 1), neutreno_lambda=1, sliding_window=16)
-    assert (config.value_residual_init, config.neutreno_lambda) == ([2.0, 1.0], 1.0)
-    assert isinstance(config.neutreno_lambda, float)
-    assert config.layer_types == ["sliding_attention"] * 8
-    assert set(small(sliding_window=16, use_sliding_window=False).layer_types) == {"full_attention"}
+    assert "'value_source'; did you mean `value_sources`" in warned[-1]
 
 
 def test_llama_checkpoint_read_as_resformer_is_a_resformer(tmp_path: Path) -> None:
@@ -189,9 +170,11 @@ def test_depth_can_be_overridden_while_reading(tmp_path: Path) -> None:
     assert unused == {"something_else": 1}
     config = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=3, dwa=True)
     assert (type(config), config.num_hidden_layers, config.dwa) == (ResFormerConfig, 3, True)
-    small(value_sources=[0] * 8).save_pretrained(tmp_path)
-    with refused(match="`value_sources` has 8 entries, but `num_hidden_layers` is 3"):
-        ResFormerConfig.from_pretrained(tmp_path, num_hidden_layers=3)
+    small(value_sources=[0, 1, *[0] * 6], value_embeddings=[1]).save_pretrained(tmp_path)
+    config = ResFormerConfig.from_pretrained(tmp_path, num_hidden_layers=3)
+    assert (config.value_sources, config.value_embeddings) == ([0, 1, 0], [1])
+    with refused(match="`value_sources` has 8 entries, but `num_hidden_layers` is 9"):
+        ResFormerConfig.from_pretrained(tmp_path, num_hidden_layers=9)
 
 
 LATE: dict[str, Any] = {
@@ -213,17 +196,6 @@ def test_bad_late_value_is_refused_when_used(name: str, value: Any, tmp_path: Pa
             setattr(config, name, value)
             use(config)
     assert not (tmp_path / "config.json").exists()
-
-
-def test_good_late_values_are_used(tmp_path: Path) -> None:
-    config = small()
-    config.value_residual = "constant"
-    config.value_residual_init = [2, 1]
-    config.value_sources = [0, 0, 2, 2, 4, 4, 6, 6]
-    model = ResFormerForCausalLM(config)
-    assert model.model.value_mixing_matrix()[3].tolist() == [2.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    config.save_pretrained(tmp_path)
-    assert ResFormerConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
 
 
 @pytest.mark.parametrize("name", ["value_sources", "key_sources"])

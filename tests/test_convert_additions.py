@@ -78,7 +78,8 @@ def test_all_takes_out_every_connection(tmp_path: Path) -> None:
     retrofit(tmp_path / "qwen", tmp_path / "one", "resformer", verify="headers")
     report = retrofit(tmp_path / "one", tmp_path / "two", "denseformer", verify="headers")
     assert report.family == "qwen2"
-    assert revert(tmp_path / "two", tmp_path / "one again").removed == ["model.depth_average.bias"]
+    removed = revert(tmp_path / "two", tmp_path / "one again").removed
+    assert removed == [f"model.layers.{n}.depth_average.weight" for n in range(6)]
     back = revert(tmp_path / "two", tmp_path / "plain", all=True)
     assert (back.family, back.remaining) == ("qwen2", {})
     assert stored(tmp_path / "plain") == stored(tmp_path / "qwen")
@@ -87,7 +88,7 @@ def test_all_takes_out_every_connection(tmp_path: Path) -> None:
 def test_a_change_of_dtype_leaves_trained_coefficients_alone(tmp_path: Path) -> None:
     source = trained(tmp_path, "resformer")
     retrofit(source, tmp_path / "out", "denseformer", dtype="bfloat16")
-    name = "model.value_residual.bias"
+    name = "model.layers.2.value_residual.weight"
     assert stored(tmp_path / "out")[name] == stored(source)[name]
     assert stored(tmp_path / "out")["model.norm.weight"][0] == torch.bfloat16
 
@@ -96,7 +97,7 @@ def test_what_was_added_and_has_learned_is_not_taken_out(tmp_path: Path) -> None
     retrofit(trained(tmp_path, "resformer"), tmp_path / "both", "denseformer", verify="headers")
     move(tmp_path / "both", tmp_path / "again", "depth_average")
     (tmp_path / "again" / RECORD).write_bytes((tmp_path / "both" / RECORD).read_bytes())
-    with pytest.raises(CheckpointError, match=r"model\.depth_average\[\d, \d\] is .* from plain Llama"):
+    with pytest.raises(CheckpointError, match=r"model\.layers\.\d\.depth_average\[\d\] is .* from plain Llama"):
         revert(tmp_path / "again", tmp_path / "back")
     with pytest.raises(CheckpointError, match="from plain Llama"):
         revert(tmp_path / "both", tmp_path / "back", all=True)

@@ -11,7 +11,6 @@ import struct
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,20 @@ import pytest
 import torch
 import yaml
 from checkpoints import change_json, save_checkpoint
+from command_server import resformer
 from conftest import SNAPSHOTS, assert_one_said, cli
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_planted_folders import KINDS, places
+from test_planted_folders import places
 from transformers import AutoModelForCausalLM
 
 from resformer import retrofit
 from resformer.convert import CheckpointError, inspect, revert, verify
-from resformer.convert.reading import INDEX
-from resformer.convert.reading import SINGLE as WEIGHTS
-from resformer.convert.safetensors_format import read_shard
+from resformer.names import INDEX
+from resformer.names import SINGLE as WEIGHTS
+from resformer.safetensors_format import read_shard
 from resformer.untrusted import parse_json
 
 #: A refusal takes under a second; what blocks or works for long is ended by this limit.
@@ -42,7 +42,7 @@ if sys.platform == "win32":
 CONFIG = "config.json"
 HEAD, NORM = "lm_head.weight", "model.norm.weight"
 Q, V = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.v_proj.weight"
-VALUES = "model.value_residual.bias"
+VALUES = "model.layers.1.value_residual.weight"
 #: Clears the screen, renames the window, rings, turns the text around; and a character that UTF-8 does not have.
 ESCAPES, SURROGATE = "\x1b[2J\x1b]0;owned\x07\u202e", "\ud800"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 16060522240\n"
@@ -143,11 +143,6 @@ def safetensors_file(header: bytes, data: bytes = b"") -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
-def weights(change: Callable[[bytes], bytes]) -> Damage:
-    """Changes the bytes of the weights."""
-    return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
-
-
 def header_bytes(change: Callable[[bytes], bytes]) -> Damage:
     """Changes the text of the header; the data stay."""
 
@@ -179,10 +174,6 @@ EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 
 def added(name: str, entry: object = EMPTY) -> Damage:
     return header(lambda entries: entries.update({name: entry}))
-
-
-def renamed(new: str, old: str = NORM) -> Damage:
-    return header(lambda entries: entries.update({new: entries.pop(old)}))
 
 
 def many_tensors(names: Iterable[str]) -> Damage:
@@ -270,75 +261,48 @@ NO_JSON: dict[str, bytes] = {
 
 #: Files that do not follow the format of safetensors.
 FORMAT: Table = {
-    "cut-in-length": weights(lambda content: content[:5]),
-    "cut-in-header": weights(lambda content: content[:200]),
-    "cut-by-one-byte": weights(lambda content: content[:-1]),
-    "header-with-a-byte-order-mark": header_bytes(lambda text: b"\xef\xbb\xbf" + text),
-    "header-without-tensors": header_bytes(lambda text: b"{}"),
     "nested-as-deep-as-json-goes": header_bytes(lambda text: b'{"a":' + b"[" * 900 + b"]" * 900 + b"}"),
-    "metadata-null": header(lambda entries: entries.update(__metadata__=None)),
-    "metadata-of-numbers": header(lambda entries: entries.update(__metadata__={"a": 1})),
-    "entry-a-list": added("x", ["F32", [0], [0, 0]]),
-    "entry-with-less": header(lambda entries: entries[NORM].pop("shape")),
-    "dtype-of-a-megabyte": norm(dtype="F" * 10**6),
     "shape-of-5000-digits": header_bytes(lambda text: text.replace(b"[32]", b"[" + b"1" * 5000 + b"]")),
-    "hole-at-the-beginning": header(lambda entries: entries.pop(HEAD)),
-    "a-byte-more": weights(lambda content: content + b"\0"),
     "a-name-with-a-lone-surrogate": added(SURROGATE + ".rotary_emb.inv_freq"),
     "a-git-lfs-pointer": written(WEIGHTS, LFS),
 }
 #: Well stored, and not the tensors that config.json asks for.
 TENSORS: Table = {
     "of-eight-bits": tensor(V, lambda old: old.to(torch.float8_e4m3fn)),
-    "transposed": tensor(V, lambda old: old.T),
     "missing": tensors(lambda stored: stored.pop(Q)),
-    "missing-head": tensors(lambda stored: stored.pop(HEAD)),
-    "missing-layer": tensors(lambda stored: [stored.pop(n) for n in list(stored) if n.startswith("model.layers.1.")]),
-    "unexpected-bias": of_shape(Q.replace("weight", "bias"), 2),
     "no-prefix": tensors(
         lambda stored: [stored.update({n.removeprefix("model."): stored.pop(n)}) for n in list(stored)]
     ),
-    "a-name-of-a-megabyte": renamed("x" * 10**6),
     "a-rotary-name-of-nothing": added("lora.rotary_emb.inv_freq", {**EMPTY, "dtype": "U8"}),
-    "a-layer-of-another-number": renamed("model.layers.7.input_layernorm.weight"),
-    "a-layer-with-a-leading-zero": renamed(Q.replace(".1.", ".01."), Q),
-    "a-tied-head-of-(300, 32, 1)": both(config(tie_word_embeddings=True), of_shape(HEAD, 300, 32, 1)),
+    "a-layer-with-a-leading-zero": tensors(lambda stored: stored.update({Q.replace(".1.", ".01."): stored.pop(Q)})),
+    "of-a-compiled-model": tensors(
+        lambda stored: [stored.update({f"_orig_mod.{n}": stored.pop(n)}) for n in list(stored)]
+    ),
+    "beside-a-distributed-checkpoint": written("shard-00000-model-00001-of-00001.safetensors", b""),
     "a-tied-head-of-(0, 32)": both(config(tie_word_embeddings=True), of_shape(HEAD, 0, 32)),
 }
-FIRST, SECOND = "model-00001-of-00006.safetensors", "model-00002-of-00006.safetensors"
+SECOND = "model-00002-of-00006.safetensors"
 MANY = json.dumps({"weight_map": dict.fromkeys(map(str, range(10**5)), "a.safetensors")}).encode()
 INDICES: Table = {
     **{name: written(INDEX, content) for name, content in NO_JSON.items()},
     "100000-tensors": written(INDEX, MANY),
-    "no-weight-map": json_file(INDEX, lambda content: content.pop("weight_map")),
-    "empty-weight-map": index(lambda weight_map: weight_map.clear()),
+    "no-metadata": json_file(INDEX, lambda content: content.pop("metadata")),
     "file-of-500-bytes-in-250-characters": file_of_norm("é" * 238 + ".safetensors"),
-    "all-in-one-file": index(lambda files: files.update(dict.fromkeys(files, FIRST))),
     "in-two-files": in_two_files,
-    "more-than-there-is": index(lambda files: files.update(x=files[NORM])),
     "less-than-there-is": index(lambda files: files.pop(NORM)),
     "one-shard-behind-a-link": under_two_names,
-    "a-shard-is-empty": written(SECOND, b""),
     "no-index-and-a-shard-missing": without(SECOND, INDEX),
-    "no-index-and-no-shards": both(without(INDEX), lambda f: [path.unlink() for path in shards_of(f)]),
 }
 CONFIGS: Table = {
     **{name: written(CONFIG, content) for name, content in NO_JSON.items()},
     "missing": without(CONFIG),
     "huge": written(CONFIG, b" " * (50 * 2**20) + b"{}"),
-    "a-family-of-a-megabyte": config(model_type="x" * 10**6),
-    "rope-nested-deeply": config(rope_parameters=json.loads('{"a":' * 900 + "1" + "}" * 900)),
     "layer-types-a-bomb": config(model_type="qwen2", layer_types=["full_attention"] * 50_000),
-    "rope-scaling-of-nonsense": json_file(
-        CONFIG, lambda content: (content.pop("rope_parameters"), content.update(rope_scaling={"type": {}}))
-    ),
 }
 #: Damages to what a retrofit adds.
 CONNECTIONS: Table = {
     "layers-a-bomb": config(value_residual_layers=[1] * 100_000),
     "missing": tensors(lambda stored: stored.pop(VALUES)),
-    "too-long": of_shape(VALUES, 1000),
-    "integers": tensor(VALUES, lambda old: old.to(torch.int32)),
 }
 #: Title -> the checkpoint, its damages, and what takes the fields of a case like `config {hidden_size: -1}`, which is
 #: in the snapshot alone.
@@ -414,6 +378,7 @@ def test_an_adapter_beside_a_source_is_not_applied(copy: Copy) -> None:
     assert not torch.equal(AutoModelForCausalLM.from_pretrained(source)(ids).logits, expected)
     report = retrofit(source, source.parent / "out")
     assert "adapter_config.json" in report.left_behind
+    assert any("adapter" in warning for warning in report.warnings)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(source.parent / "out")(ids).logits, expected)
 
 
@@ -428,16 +393,6 @@ def test_revert_survives_any_record(content: bytes, copy: Copy) -> None:
         assert revert(source, source.parent / "out").family == "llama"
     except CheckpointError as error:
         assert "resformer_conversion.json" in str(error)  # noqa: PT017
-
-
-@pytest.mark.slow
-def test_a_model_of_as_many_layers_as_a_header_holds_is_refused_in_time(copy: Copy) -> None:
-    """They pass for a model until their shapes are looked at."""
-    source = copy()
-    many_tensors(f"model.layers.{layer}.{n}" for layer in range(1000) for n in range(7))(source)
-    config(num_hidden_layers=1000)(source)
-    assert "missing keys" in convert_refused(source)
-    assert "missing keys" in refused(source.parent, "inspect", source)
 
 
 # Keys that would run code.
@@ -463,10 +418,7 @@ def test_no_code_of_the_source_runs(name: str, copy: Copy, monkeypatch: pytest.M
         attn_implementation="evil/kernels",
         _name_or_path="evil/model",
         use_kernels=True,
-        num_labels=10**9,
         base_model_tp_plan={"layers": "evil"},
-        dtype="evil",
-        torch_dtype="os.system",
     )(source)
     json_file("tokenizer_config.json", lambda content: content.update(auto_map=code))(source)
     json_file("generation_config.json", lambda content: content.update(custom_generate=code, auto_map=code))(source)
@@ -481,27 +433,8 @@ def test_no_code_of_the_source_runs(name: str, copy: Copy, monkeypatch: pytest.M
     assert not marker.exists()
     assert not list(out.rglob("*.py"))
     for path in out.glob("*.json"):
-        for word in ("auto_map", "evil", "trust_remote_code", "os.system", "custom_generate"):
+        for word in ("auto_map", "evil", "trust_remote_code", "custom_generate"):
             assert word not in path.read_text(), path.name
-
-
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
-@pytest.mark.parametrize(
-    "content",
-    [*NO_JSON.values(), b'{"auto_map": 1, "x": "\\ud800"}'],
-    ids=[*NO_JSON, "a-surrogate-beside-code"],
-)
-def test_damaged_settings_are_refused_or_cleaned_of_code(name: str, content: bytes, copy: Copy) -> None:
-    source = copy()
-    out = source.parent / "out"
-    (source / name).write_bytes(content)
-    try:
-        said = retrofit(source, out, verify="headers").warnings
-        assert "auto_map" not in (out / name).read_text()
-    except CheckpointError as error:
-        said = [str(error)]
-        assert list(source.parent.iterdir()) == [source]
-    assert any(name in words for words in said)
 
 
 # What reaches the terminal.
@@ -513,10 +446,13 @@ def test_hostile_names_in_reports_are_plain(hostile: str, copy: Copy, good: dict
     source = copy()
     os.close(os.open(os.fsencode(source) + b"/x" + (b"\xff" if hostile == SURROGATE else hostile.encode()), os.O_CREAT))
     config(**{f"x{hostile}": 1})(source)
-    json_file("generation_config.json", lambda content: content.update(cache_implementation=hostile))(source)
     for options in ((), ("--json",)):
         code, _, stderr = command("convert", source, source.parent / "out", "--verify", "hashes", "--force", *options)
         assert code == 0, stderr
+    settings = (source / "generation_config.json").read_bytes()
+    json_file("generation_config.json", lambda content: content.update(cache_implementation=hostile))(source)
+    assert "cache_implementation" in convert_refused(source, "--force")
+    (source / "generation_config.json").write_bytes(settings)
     added(f"x{hostile}")(source)
     for one in (good["llama"], source):
         code, _, stderr = command("verify", one, source, "--verify", "hashes")
@@ -524,69 +460,45 @@ def test_hostile_names_in_reports_are_plain(hostile: str, copy: Copy, good: dict
         assert "unexpected: config.json has no place for it" in stderr
 
 
-def test_a_folder_whose_name_is_not_utf_8_is_converted_but_not_loaded(copy: Copy) -> None:
-    source = copy("sharded")
-    source = source.rename(os.fsdecode(os.fsencode(source.parent) + b"/na\xffme"))
-    assert "is not valid UTF-8" in convert_refused(source, "--verify", "logits")
-    retrofit(source, source.parent / "out", verify="hashes")
-    assert verify(source, source.parent / "out", verify="hashes").same
+def test_what_libraries_say_of_a_checkpoint_is_plain(copy: Copy) -> None:
+    """Transformers reports unexpected tensors, and this package a key that looks misspelt."""
+    source = copy("retrofit")
+    added(f"model.{ESCAPES}")(source)
+    config(**{"neutreno_lambda\x1b[2J": 1})(source)
+    (source.parent / "t.txt").write_text("some text " * 20)
+    done = resformer("analyze", source, "--text", source.parent / "t.txt", cwd=source.parent)
+    assert done.returncode == 0, done.stderr
+    assert_plain(done.stdout + done.stderr)
+    for words in (r"model.\x1b[2J", r"neutreno_lambda\x1b[2J"):
+        assert words in done.stderr
 
 
-@pytest.mark.parametrize("name", ["x" * 300, "x" * 5000, "a/" * 3000], ids=["300", "5000", "deep"])
-def test_a_source_of_an_impossible_name_is_refused(name: str, tmp_path: Path) -> None:
-    refused(tmp_path, "convert", f"{tmp_path}/{name}", tmp_path / "out")
+@pytest.mark.timeout(20)
+def test_a_few_hundred_bytes_of_yaml_do_not_stop_a_command(copy: Copy) -> None:
+    source, levels = copy("retrofit"), range(1, 9)
+    bomb = "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in levels)
+    (source / "README.md").write_text(f"---\nlicense: mit\na0: &a0 {{b: 1}}\n{bomb}---\n{{{{ x }}}}")
+    for words in (
+        ["convert", "--method", "neutreno", "--lossy", "--dry-run"],
+        ["card", "--dry-run"],
+        ["push", "you/x"],
+    ):
+        name, *options = words
+        output = [source.parent / "out"] if name == "convert" else []
+        code, _, stderr = command(name, source, *output, *options, *(["--dry-run"] if name == "push" else []))
+        assert code == (3 if name == "push" else 0), stderr
+    assert "aliases (*name) are not read" in stderr
 
 
-@pytest.mark.parametrize("name", ["source", "source.gguf"])
-@pytest.mark.parametrize("kind", ["fifo", "socket", "link-to-zero", "link-to-itself"])
-def test_a_source_that_is_no_file_is_refused(name: str, kind: str, tmp_path: Path) -> None:
-    if kind == "link-to-itself":
-        (tmp_path / name).symlink_to(name)
-    else:
-        KINDS[kind](tmp_path / name, tmp_path)
-    assert "source" in refused(tmp_path, "convert", tmp_path / name, tmp_path / "out")
-
-
-# Pickles and GGUF.
-
-
-class Evil:
-    """What an unpickler would touch a file for."""
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (Path("it-ran"),))
-
-
-PICKLES: dict[str, Any] = {
-    "a-list": [torch.zeros(2)],
-    "a-module": torch.nn.Linear(2, 2),
-    "numbers": {NORM: 1},
-    "keys-that-are-numbers": {1: torch.zeros(2)},
-    "integers": {NORM: torch.zeros(2, dtype=torch.int8)},
-    "sparse": {NORM: torch.eye(3).to_sparse()},
-    "on-no-device": {NORM: torch.zeros(3, device="meta")},
-    "a-bomb": {NORM: torch.zeros(1).expand(2**50)},
-    "code": {NORM: Evil()},
-}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("content", PICKLES.values(), ids=PICKLES)
-def test_hostile_pickles_are_refused_and_never_run(content: Any, copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = copy()
-    monkeypatch.chdir(source)
-    (source / WEIGHTS).unlink()
-    torch.save(content, source / "pytorch_model.bin")
-    assert "pytorch_model.bin" in convert_refused(source)
-    assert ".bin" in convert_refused(source, "--allow-pickle")  # and no file was touched
+# GGUF.
 
 
 def gguf_string(text: str) -> bytes:
     return struct.pack("<Q", len(text)) + text.encode()
 
 
-def gguf_file(tensors: int, pairs: int, body: bytes = b"", version: int = 3) -> bytes:
-    return b"GGUF" + struct.pack("<IQQ", version, tensors, pairs) + body
+def gguf_file(tensors: int, pairs: int, body: bytes) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, pairs) + body
 
 
 def gguf_model(**sizes: int) -> bytes:
@@ -599,10 +511,7 @@ ARCHITECTURE = gguf_string("general.architecture") + struct.pack("<I", 8) + gguf
 GGUFS: dict[str, bytes] = {
     "2^31-layers": gguf_model(block_count=2**31),
     "empty": b"",
-    "magic-and-random": b"GGUF" + bytes((n * 7919 + n // 256) % 256 for n in range(10_000)),
-    "version-99": gguf_file(0, 0, version=99),
     "2^60-tensors": gguf_file(2**60, 1, ARCHITECTURE),
-    "2^60-pairs": gguf_file(0, 2**60, ARCHITECTURE),
     "no-tensors-of-a-gigabyte": gguf_model(
         block_count=4, embedding_length=2048, feed_forward_length=8192, vocab_size=100, context_length=64,
         **{"attention.head_count": 4, "attention.head_count_kv": 4},
@@ -706,30 +615,3 @@ def test_every_byte_of_a_file_is_accounted_for_once_or_it_is_refused(content: by
 def test_no_json_raises_anything_else(content: bytes) -> None:
     value, message = outcome_of(lambda: parse_json(content, "here"))
     assert isinstance(value, dict) or message.startswith("here: ")
-
-
-OTHER_FIELDS = (
-    "head_dim no_rope_layers partial_rotary_factor tie_word_embeddings sliding_window layer_types rope_scaling "
-    "rope_theta use_sliding_window max_window_layers"
-).split()
-
-
-@settings(suppress_health_check=SLOW_TO_DRAW)
-@given(data=st.data())
-@pytest.mark.parametrize("name", ["llama", "retrofit"])
-def test_any_configuration_is_read_or_refused(
-    name: str, data: st.DataObject, good: dict[str, Path], tmp_path: Path
-) -> None:
-    """Dry runs: what is read is converted as far as the plan, from every family's keys."""
-    folder = Path(shutil.copytree(good[name], tmp_path / "any", dirs_exist_ok=True))
-    raw = json.loads((good[name] / CONFIG).read_text())
-    if name == "llama":
-        raw["model_type"] = data.draw(st.sampled_from(["llama"] * 4 + ["qwen2", "qwen3", "mistral", "smollm3"]))
-    for key in data.draw(st.lists(st.sampled_from(OTHER_FIELDS), max_size=1)):
-        raw[key] = data.draw(VALUES_OF_JSON)
-    (folder / CONFIG).write_text(json.dumps(data.draw(mutated(raw, most=2))))
-    convert: Any = revert if name == "retrofit" else partial(retrofit, method="resformer-denseformer")
-    for act in (lambda: inspect(folder), lambda: convert(folder, folder.parent / "out", dry_run=True)):
-        _, message = outcome_of(act)
-        assert len(message) < 5000
-    assert not (folder.parent / "out").exists()

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -23,7 +22,6 @@ from command_server import Run
 import resformer.convert.retrofitting as retrofitting
 import resformer.convert.reverting as reverting
 import resformer.convert.to_folder as to_folder
-import resformer.convert.writing as writing
 import resformer.files as files
 from resformer import retrofit
 from resformer.convert import CheckpointError, OutputError, revert
@@ -201,53 +199,29 @@ def failing(real: Callable[..., Any], code: int, at: int, calls: Iterator[int] |
     return call
 
 
-class BrokenSource(io.FileIO):
-    def read(self, size: int | None = -1) -> bytes:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-@pytest.mark.parametrize("at", [1, 7])
-def test_a_copy_that_fails_leaves_nothing_and_names_the_file_at_fault(
-    at: int, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_rename_that_fails_leaves_what_was_there(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel's own copy does not say which of the two files failed."""
-    monkeypatch.setattr(os, "copy_file_range", failing(os.copy_file_range, errno.EIO, at))
-    monkeypatch.setattr(writing, "open_regular", BrokenSource)
-    with pytest.raises(
-        CheckpointError, match=rf"^{small.parent}.*: cannot be read: {os.strerror(errno.EIO)}"
-    ) as caught:
-        retrofit(small, tmp_path / "a" / "b" / "out", verify="headers")
-    assert not isinstance(caught.value, OutputError)
-    assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize(("name", "force"), [("fsync", False), ("fsync", True), ("rename", True)])
-def test_a_call_that_fails_leaves_what_was_there(
-    name: str, force: bool, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever of them fails, the last ones too."""
-    out, old = tmp_path / "place" / "out", OLD if force else {}
-    owner: Any = os if name == "fsync" else Path
+    """Whichever of them fails, the last one too."""
+    out = tmp_path / "place" / "out"
 
     def convert(at: int) -> int:
         """Returns the number of calls."""
         shutil.rmtree(out, ignore_errors=True)
-        write_old(out, old)
+        write_old(out, OLD)
         calls = count(1)
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, failing(getattr(owner, name), errno.EIO, at, calls))
-            retrofit(small, out, verify="headers", force=force, durable=True)
+            patch.setattr(Path, "rename", failing(Path.rename, errno.EIO, at, calls))
+            retrofit(small, out, verify="headers", force=True)
         return next(calls) - 1
 
-    last = convert(10**6)
-    assert name == "rename" or last == len([out, *out.rglob("*")])
-    for at in {1, 2, last - 1, last} & {*range(1, last + 1)}:
+    for at in range(1, convert(10**6) + 1):
         with pytest.raises(OutputError, match=os.strerror(errno.EIO)):
             convert(at)
         if not out.exists():  # the old output lies beside it, and the next run brings it back, and replaces nothing
-            with pytest.raises(OutputError):
+            with pytest.raises(CheckpointError, match="is not empty"):
                 retrofit(small, out, verify="headers")
-        assert contents(out) == old, f"call {at} of {last}"
+        assert contents(out) == OLD, f"call {at}"
         assert names(out.parent) == ["out"]
 
 
@@ -279,64 +253,13 @@ def test_a_disk_with_no_room_is_refused_before_anything_is_written(
     dry = retrofit(small, tmp_path / "new" / "out", verify="headers", dry_run=True)
     assert "would fail" in dry.warnings[-1]
     assert names(tmp_path) == []
-    debris = beside(tmp_path / "out", "partial")  # of a killed run
-    debris.mkdir()
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - any(debris.iterdir())))
-    (debris / "model.safetensors").touch()
-    retrofit(small, tmp_path / "out", verify="headers")
 
 
-@pytest.mark.parametrize("options", [(), ("--dtype", "float16")], ids=["copied", "converted"])
-def test_a_file_that_may_not_grow_leaves_nothing(options: tuple[str, ...], small: Path, tmp_path: Path) -> None:
-    """The system's own limit on a file's size, in the place of a full disk."""
-    place, log = tmp_path / "place", tmp_path / "log"
-    place.mkdir()
-    run = Run("-m", "resformer", "convert", small, place / "out", *options, log=log, largest_file=10_000)
-    assert run.wait() == 1
-    assert "cannot be written: File too large" in log.read_text()
-    assert log.read_text().count("\n") == 1
-    assert names(place) == []
-
-
-#: Output -> what its refusal says, and names.
-NO_PLACES = {
-    "mount": r"mount: is a mount point.*choose a folder in it",
-    "to-mount": r"to-mount: is a mount point.*choose a folder in it",
-    "file/out": "file",
-    "loop": "loop",
-    **({} if os.geteuid() == 0 else {"closed/out": "cannot be written"}),
-}
-
-
-@pytest.mark.parametrize("output", NO_PLACES)
-def test_an_output_that_cannot_be_made_is_refused(
-    output: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / "mount")
-    for name, make in {"mount": Path.mkdir, "file": Path.touch, "closed": lambda path: path.mkdir(0o555)}.items():
-        make(tmp_path / name)
-    for name, target in {"to-mount": "mount", "loop": "loop"}.items():
-        (tmp_path / name).symlink_to(target)
-    before = names(tmp_path)
-    with pytest.raises(CheckpointError, match=NO_PLACES[output]):
+@pytest.mark.parametrize("output", ["\udcff", "\udcff/out"])
+def test_an_output_that_is_not_utf_8_is_refused(output: str, small: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not UTF-8"):
         retrofit(small, tmp_path / output, verify="headers")
-    assert names(tmp_path) == before
-
-
-@pytest.mark.parametrize("length", [200, 245, 255, 256])
-def test_an_output_of_a_long_name_is_written_or_refused_without_debris(
-    length: int, small: Path, small_result: dict[str, bytes], tmp_path: Path
-) -> None:
-    out = tmp_path / "new" / ("x" * length)
-    if length < 256:
-        retrofit(small, out, verify="headers")
-        named = {"README.md": b"", files.LISTING: b""}  # the card's title is the name
-        assert {**contents(out), **named} == {**small_result, **named}
-        assert names(out.parent) == [out.name]
-    else:
-        with pytest.raises(CheckpointError):
-            retrofit(small, out, verify="headers")
-        assert names(tmp_path) == []
+    assert names(tmp_path) == []
 
 
 # A source that changes under the reader's hands.
@@ -386,25 +309,6 @@ def test_a_shard_that_changes_after_it_was_read_is_refused(change: str, way: str
         convert(source, source.parent / "new" / "out", verify="headers")
     assert "cannot be written" not in str(caught.value)
     assert names(source.parent) == there
-
-
-@pytest.mark.parametrize("change", ["deleted", "emptied"])
-@pytest.mark.parametrize("verify", ["hashes", "logits"])
-def test_a_shard_that_vanishes_before_it_is_compared_is_refused(
-    change: str, verify: Any, source: Path, before: Before
-) -> None:
-    shard = sorted(source.glob("*.safetensors"))[1]
-    before(to_folder, "read_checkpoint", lambda: CHANGES[change](shard))
-    with pytest.raises(CheckpointError):
-        retrofit(source, source.parent / "out", verify=verify)
-    assert names(source.parent) == ["llama"]
-
-
-def test_a_tokenizer_that_vanishes_after_it_was_seen_is_named(source: Path, before: Before) -> None:
-    before(retrofitting, "carry_out", (source / "tokenizer.json").unlink)
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        retrofit(source, source.parent / "out", verify="headers")
-    assert names(source.parent) == ["llama"]
 
 
 # Two at once.
@@ -460,37 +364,6 @@ def test_a_link_in_the_place_of_what_lies_beside_the_output_is_not_followed(
     assert not out.is_symlink()
 
 
-@pytest.mark.parametrize(
-    ("part", "make"),
-    [
-        ("partial", Path.touch),
-        ("partial", os.mkfifo),
-        ("partial", lambda path: path.symlink_to("x")),
-        ("lock", Path.mkdir),
-    ],
-    ids=["a file", "a FIFO", "a link to nothing", "a folder as lock"],
-)
-def test_what_is_in_the_way_beside_the_output_is_named(
-    part: str, make: Callable[[Path], object], small: Path, tmp_path: Path
-) -> None:
-    make(beside(tmp_path / "out", part))
-    before = names(tmp_path)
-    with pytest.raises(OutputError, match=f"{part}: cannot be written"):
-        retrofit(small, tmp_path / "out", verify="headers")
-    assert names(tmp_path) == before
-
-
-def test_an_output_behind_a_link_is_written_where_the_link_leads(
-    small: Path, small_result: dict[str, bytes], tmp_path: Path
-) -> None:
-    (tmp_path / "disk" / "real").mkdir(parents=True)
-    (tmp_path / "out").symlink_to("disk/real")
-    retrofit(small, tmp_path / "out", verify="headers")
-    assert (tmp_path / "out").is_symlink()
-    assert contents(tmp_path / "disk" / "real") == small_result
-    assert names(tmp_path / "disk") == ["real"]
-
-
 # Bytes and modes.
 
 
@@ -513,7 +386,7 @@ def test_modes_follow_the_umask(umask: int, way: str, source: Path) -> None:
 
 @pytest.mark.parametrize("way", [*WAYS, "random"])
 def test_two_runs_write_the_same_bytes_and_no_path_of_this_machine(way: str, source: Path) -> None:
-    first, second = source.parent / "one" / "out", source.parent / "two" / "out"
+    first, second = (source.parent / part / ("x" * 245) for part in ("one", "two"))
     options = WAYS.get(way, {"lossy": True, "value_embeddings": [1], "value_embeddings_init": 0.02})
     retrofit(source, first, "resformer-denseformer", verify="headers", **options)
     for path in source.iterdir():

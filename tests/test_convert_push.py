@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import save_checkpoint, sparse_checkpoint
 from conftest import assert_answers, tiny_model
 from hub_server import Commands, HubServer, Repository, Sparse
 from huggingface_hub import get_session
-from safetensors.torch import load_file, save_file
-from test_convert_fp8 import save_fp8
-from transformers import AutoModelForCausalLM
 
 from resformer.convert import inspect, retrofit
-from resformer.convert.logits import compare_logits
-from resformer.files import LISTING
+from resformer.names import LISTING
 
 CARD = "---\nlicense: {}\nlanguage: en\n---\n# A Llama\n"
 #: 4.2 GB of bfloat16.
@@ -66,7 +61,8 @@ def test_the_result_is_that_of_a_conversion_in_one_commit(
     files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name != LISTING}
     assert set(new) == {*files, ".gitattributes"}
     described = {"README.md", "resformer_conversion.json", "config.json"}
-    own = {"base_model": {"name": "them/llama", "revision": source_commit, "license": "apache-2.0"}}
+    origin = {"name": "them/llama", "revision": source_commit, "license": "apache-2.0", "family": "llama"}
+    own = {"base_model": origin}
     assert json.loads(new["config.json"][:]) == {**json.loads(files["config.json"]), **own}
     assert new.items() >= {name: content for name, content in files.items() if name not in described}.items()
     assert new.messages == ["initial commit", f"Retrofit of them/llama at {source_commit[:7]}"]
@@ -81,8 +77,7 @@ def test_the_result_is_that_of_a_conversion_in_one_commit(
         assert stated in card
     recorded = json.loads(new["resformer_conversion.json"][:])["files"]
     assert recorded == {
-        name: {**file, "tensors": recorded[name]["tensors"], "sha256": hashlib.sha256(new[name][:]).hexdigest()}
-        for name, file in json.loads(files["resformer_conversion.json"])["files"].items()
+        name: {"sha256": hashlib.sha256(new[name][:]).hexdigest()} for name in new if name.endswith(".safetensors")
     }
     fetched = json.loads(commands("convert", "them/llama", "fetched", "--json").stdout)
     assert fetched["left_behind"] == report["left_behind"] == [".gitattributes", "README.md"]
@@ -151,10 +146,6 @@ def test_what_may_not_be_published_again_needs_consent(
 def test_what_cannot_be_pushed_is_refused_in_one_line_and_nothing_moves(
     hub: HubServer, commands: Commands, llama: Path, tmp_path: Path
 ) -> None:
-    save_fp8(tmp_path / "fp8", torch.float32)
-    hub.add("them/fp8", tmp_path / "fp8")
-    forecast = json.loads(commands("convert", "them/fp8", "out", "--dry-run", "--json").stdout)["transfer"]
-    assert forecast["downloaded"] == (tmp_path / "fp8" / "model.safetensors").stat().st_size
     before = hub.commit_id("them/llama")
     (tmp_path / "local").symlink_to(llama)
 
@@ -182,23 +173,6 @@ def test_headers_on_the_hub_say_what_a_folder_says(hub: HubServer, commands: Com
     assert expected["depth_mixing_matrix"] is not None
 
 
-def test_a_head_that_is_tied_in_name_only_loads_as_the_sources(
-    hub: HubServer, commands: Commands, tmp_path: Path
-) -> None:
-    save_checkpoint(tmp_path / "llama", tie_word_embeddings=True)
-    (tmp_path / "llama" / "README.md").write_text(CARD.format("mit"))
-    weights = load_file(tmp_path / "llama" / "model.safetensors")
-    weights["lm_head.weight"] = torch.randn_like(weights["model.embed_tokens.weight"])
-    save_file(weights, tmp_path / "llama" / "model.safetensors", {"format": "pt"})
-    hub.add("them/untied", tmp_path / "llama")
-    done = commands("convert", "them/untied", "--push", "you/new")
-    assert done.exit_code == 0, done.stderr
-    assert "they were not compared" in done.stderr
-    one, other = (AutoModelForCausalLM.from_pretrained(name) for name in (tmp_path / "llama", "you/new"))
-    assert not torch.equal(one.lm_head.weight, one.model.embed_tokens.weight)
-    assert compare_logits(one, other).identical
-
-
 def test_a_commit_in_between_is_not_overwritten(hub: HubServer, commands: Commands) -> None:
     target = hub.repositories["you/new"] = Repository()
 
@@ -211,18 +185,6 @@ def test_a_commit_in_between_is_not_overwritten(hub: HubServer, commands: Comman
     assert "somebody else committed to main meanwhile" in said
     assert "Nothing was committed." in said
     assert set(target) == {".gitattributes", "notes.txt"}
-
-
-def test_a_commit_that_holds_something_else_is_found(hub: HubServer, commands: Commands) -> None:
-    def change(request: str) -> None:
-        if "/api/models/you/new/tree/" in request and len(hub.repositories["you/new"].messages) == 2:
-            files = hub.repositories["you/new"].commits[hub.commit_id("you/new")]
-            files["model-00003-of-00013.safetensors"] = files["model-00002-of-00013.safetensors"]
-
-    hub.watch = change
-    said = commands.refused("convert", "them/llama", "--push", "you/new")
-    assert said.startswith("4: ")
-    assert "these files are not what was sent: 'model-00003-of-00013.safetensors'" in said
 
 
 def test_a_commit_that_cannot_be_read_back_is_named(hub: HubServer, commands: Commands) -> None:
@@ -257,7 +219,7 @@ def test_a_killed_push_leaves_the_old_state_or_the_new(hub: HubServer, commands:
     assert ended >= {(-signal.SIGKILL, "old"), (-signal.SIGKILL, "new")}
 
 
-#: Fault -> (part of the message, requests that it meets).
+#: Fault -> (part of the message, requests that it meets). Exit code 1 says that it may pass.
 FAULTS: dict[str, tuple[str, str]] = {
     "header": ("model-00002-of-00004.safetensors: its header claims 200,000,000 bytes; at most 4,194,304 are read", ""),
     "index": ("names 10,000 files; at most 1,000 are read", ""),
@@ -266,7 +228,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "whole": ("(no range). Run the command again", "GET /objects/"),
     "away": ("model-00002-of-00004.safetensors cannot be read from 127.0.0.1", "GET .*model-00002-of-00004"),
     "answer": ("safetensors cannot be read from localhost: peer closed connection", "GET /objects/"),
-    "status": ("503", "GET .*model-00002-of-00004"),
+    "503": ("the Hub answered 503 (a bad day). Run the command again later", "GET .*model-00002-of-00004"),
 }
 
 
@@ -279,14 +241,14 @@ def test_bad_headers_and_servers_end_in_one_error(fault: str, hub: HubServer, co
         source["model-00002-of-00004.safetensors"] = head
     elif fault == "index":
         names = {f"model.layers.{n}.x": f"part-{n}.safetensors" for n in range(10_000)}
-        source["model.safetensors.index.json"] = json.dumps({"weight_map": names}).encode()
+        source["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": names}).encode()
     elif fault == "absent":
         del source["model-00002-of-00004.safetensors"]
     else:
-        hub.fail(requests, fault, 100)  # type: ignore[arg-type]
+        hub.fail(requests, fault, 100)
     sent, session = hub.sent, get_session()
     said = commands.refused("convert", "them/large", "--push", "you/new")
-    assert (said[:3], message in said) == ("3: ", True), said
+    assert (said[:3], message in said) == ("1: " if fault in ("away", "answer", "503") else "3: ", True), said
     assert hub.sent - sent < 1e8  # "whole": what the sockets held when the connections were closed
     assert "you/new" not in hub.repositories
     assert get_session() is session  # to close it would cut off what other threads read

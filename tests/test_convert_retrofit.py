@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import resformer.convert.retrofitting as retrofitting
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, retrofit
 from resformer.convert import CheckpointError, VerificationError, connections, inspect, revert
-from resformer.convert.deciding import inexact_because
+from resformer.convert.deciding import added_kinds, inexact_because
 from resformer.convert.logits import compare_logits
 from resformer.convert.reading import read_checkpoint
-from resformer.convert.safetensors_format import Tensor
 from resformer.convert.tensors import to_torch
-from resformer.files import LISTING
+from resformer.names import LISTING
+from resformer.safetensors_format import Tensor
 
 LOSSY = [name for name in METHODS if name not in EXACT]
 PROMPT = torch.arange(1, 61).view(2, 30)
@@ -60,7 +60,13 @@ def test_exact_methods_leave_logits_bit_exact_and_can_be_reverted(method: str, t
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("tied", "dtype", "shards"), [(False, torch.float32, False), (True, torch.bfloat16, True)], ids=str
+    ("tied", "dtype", "shards"),
+    [
+        (False, torch.float32, False),
+        (True, torch.bfloat16, True),
+        pytest.param(False, torch.float16, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_every_family_is_bit_exact_and_can_be_reverted(
     family: str, tied: bool, dtype: torch.dtype, shards: bool, tmp_path: Path
@@ -69,10 +75,13 @@ def test_every_family_is_bit_exact_and_can_be_reverted(
     report = retrofit(tmp_path / "source", tmp_path / "out", "resformer-denseformer")
     assert (report.family, report.dropped, report.logits.identical) == (source.config.model_type, [], True)
     assert ("config.json: residual_dropout" in report.left_behind) == family.startswith("seed_oss")
-    assert dtype == torch.bfloat16 or same_logits(source, tmp_path / "out")  # `.to(dtype)` rounds rotary frequencies
+    assert dtype != torch.float32 or same_logits(source, tmp_path / "out")  # `.to(dtype)` rounds rotary frequencies
     reverted = revert(tmp_path / "out", tmp_path / "back", verify="hashes")
     assert reverted.family == report.family
-    assert stored(tmp_path / "source") == stored(tmp_path / "back")
+    before, after = stored(tmp_path / "source"), stored(tmp_path / "back")
+    if family == "exaone":  # Transformers loads its tensors under Llama's names, and they stay so
+        before, after = (dict(enumerate(sorted(tensors.values()))) for tensors in (before, after))
+    assert before == after
     unsaid = {"_name_or_path", "max_window_layers"}  # the latter only makes layer_types, which are there
     configs = [AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("source", "back")]
     a, b = ({name: value for name, value in config.items() if name not in unsaid} for config in configs)
@@ -81,21 +90,6 @@ def test_every_family_is_bit_exact_and_can_be_reverted(
     names = {file.name for file in (tmp_path / "source").iterdir()}
     assert {file.name for file in (tmp_path / "back").iterdir()} == names | {LISTING, "resformer_revert.json"}
     assert json.loads((tmp_path / "back" / "resformer_revert.json").read_text()) == {"source": "out", "revision": None}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_tensors_keep_their_bytes_in_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "llama", dtype=dtype, shards=True)
-    # Loaded, not cast: `.to(dtype)` would round the rotary frequencies too.
-    source = AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval()
-    report = retrofit(tmp_path / "llama", tmp_path / "out", "resformer-denseformer")
-    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert converted.dtype == dtype
-    ours = converted.state_dict()
-    for name, tensor in source.state_dict().items():
-        assert torch.equal(ours.pop(name), tensor), name
-    assert sorted(ours) == sorted(report.added)
-    assert same_logits(source, tmp_path / "out", dtype)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +125,8 @@ def test_tables_have_the_sources_dtype_and_are_not_read_by_inspect(
     report = retrofit(tmp_path / "llama", tmp_path / "out", "value-embeddings")
     stored = read_checkpoint(tmp_path / "out").tensors
     assert {name.split(".")[-2]: stored[name].dtype for name in report.added} == {
-        "bias_gate": "F32",
-        "bias_table": "BF16",
+        "gate": "F32",
+        "table": "BF16",
     }
     read: list[str] = []
     monkeypatch.setattr(connections, "to_torch", lambda tensor: read.append(tensor.name) or to_torch(tensor))
@@ -154,20 +148,12 @@ def test_lossy_methods_say_what_they_lose(method: str, tmp_path: Path) -> None:
     assert not loading["unexpected_keys"]
 
 
-def test_sharing_methods_keep_the_sources_projections(tmp_path: Path) -> None:
-    source = save_checkpoint(tmp_path / "llama").state_dict()
-    report = retrofit(tmp_path / "llama", tmp_path / "out", "cla2", lossy=True)
-    names = [f"model.layers.{layer}.self_attn.{kind}_proj.weight" for layer in (1, 3, 5) for kind in "kv"]
-    assert sorted(report.dropped) == sorted(names)
-    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert dict.fromkeys(converted, True) == {name: torch.equal(source[name], converted[name]) for name in converted}
-
-
 def test_reasons_name_the_field() -> None:
     plain = ResFormerConfig(num_hidden_layers=4)
 
     def answer(fields: str) -> str:
-        return "; ".join(inexact_because(ResFormerConfig(num_hidden_layers=4, **json.loads(fields)), plain))
+        config = ResFormerConfig(num_hidden_layers=4, **json.loads(fields))
+        return "; ".join(inexact_because(config, added_kinds(config, plain)))
 
     assert_answers("inexact", answer)
 
@@ -177,25 +163,15 @@ def test_fields_go_on_top_of_the_methods(tmp_path: Path) -> None:
     report = retrofit(tmp_path / "llama", tmp_path / "out", "resformer", dwa=True, value_residual_layers=[2, 3])
     config = AutoConfig.from_pretrained(tmp_path / "out")
     assert (config.dwa, config.value_residual_layers, config.value_residual_init) == (True, [2, 3], [0.0, 1.0])
-    assert report.added == {"model.value_residual.bias": 4, "model.depth_average.bias": 27}
+    assert report.added == {
+        **{f"model.layers.{n}.value_residual.weight": 2 for n in (2, 3)},
+        **{f"model.layers.{n}.depth_average.weight": n + 2 for n in range(6)},
+    }
 
 
 def test_a_missing_tokenizer_is_a_warning(tmp_path: Path) -> None:
     family_model("llama").save_pretrained(tmp_path / "llama")
     assert "no tokenizer that can be read" in retrofit(tmp_path / "llama", tmp_path / "out").warnings[0]
-
-
-def test_a_source_and_an_output_that_are_dots_get_their_folders_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_checkpoint(tmp_path / "llama")
-    (tmp_path / "out").mkdir()
-    for folder, source, output, written in (("llama", ".", "../one", "one"), ("out", "../llama", ".", "out")):
-        monkeypatch.chdir(tmp_path / folder)
-        retrofit(source, output, verify="headers")
-        assert json.loads((tmp_path / written / "resformer_conversion.json").read_text())["source"] == "llama"
-        assert "llama with resformer" in (tmp_path / written / "README.md").read_text()
-    assert 'from_pretrained("out")' in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_wrong_result_is_caught_and_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +181,7 @@ def test_a_wrong_result_is_caught_and_not_written(tmp_path: Path, monkeypatch: p
 
     def off(config: ResFormerConfig, dtype: torch.dtype) -> dict[str, Tensor]:
         tensors = start(config, dtype)
-        torch.frombuffer(tensors["model.value_residual.bias"].data, dtype=torch.float32)[0] += 1e-3
+        torch.frombuffer(tensors["model.layers.1.value_residual.weight"].data, dtype=torch.float32)[0] += 1e-3
         return tensors
 
     monkeypatch.setattr(retrofitting, "initial_connections", off)
@@ -233,6 +209,7 @@ def test_gguf_files_are_dequantised_and_what_lies_beside_them_is_not_used(
     assert dry.kept == len(source.state_dict())
     report = retrofit(tmp_path / "model.gguf", tmp_path / "out", "resformer-denseformer", verify="logits")
     assert report.exact
+    assert report.tokens.identical
     card = ModelCard.load(tmp_path / "out" / "README.md").text
     assert "identical to the source's (which Transformers dequantises to float32) to the bit" in card
     assert "mit" not in ModelCard.load(tmp_path / "out" / "README.md").data.to_dict().values()
@@ -241,16 +218,19 @@ def test_gguf_files_are_dequantised_and_what_lies_beside_them_is_not_used(
         torch.testing.assert_close(converted(PROMPT).logits, source(PROMPT).logits)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert AutoTokenizer.from_pretrained(tmp_path / "out").tokenize("cab") == ["c", "ab"]
-    write_gguf(gguf, source, tmp_path / "scaled.gguf", rope_factor=4.0)
-    with pytest.raises(CheckpointError, match="scales its rotary embedding, which Transformers does not read"):
+    write_gguf(gguf, source, tmp_path / "scaled.gguf", rope_scaling_factor=4.0)
+    with pytest.raises(CheckpointError, match=r"rope\.scaling\.factor is 4\.0, and Transformers does not read"):
         retrofit(tmp_path / "scaled.gguf", tmp_path / "other")
     write_gguf(gguf, family_model("llama", vocab_size=258, attention_bias=True), tmp_path / "biased.gguf")
     with pytest.raises(CheckpointError, match="perhaps without biases"):
         retrofit(tmp_path / "biased.gguf", tmp_path / "other")
 
 
-def write_gguf(gguf: Any, model: Any, path: Path, rope_factor: float | None = None) -> None:
-    """What llama.cpp's own converter writes of a Llama: its names, and q and k permuted to its rotary layout."""
+def write_gguf(gguf: Any, model: Any, path: Path, **changes: Any) -> None:
+    """What llama.cpp's own converter writes of a Llama: its names, and q and k permuted to its rotary layout.
+
+    `changes` are other metadata; `None` leaves one out.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     for name, value in {
@@ -266,10 +246,10 @@ def write_gguf(gguf: Any, model: Any, path: Path, rope_factor: float | None = No
         "vocab_size": config.vocab_size,
         "bos_token_id": 0,
         "eos_token_id": 0,
+        **changes,
     }.items():
-        getattr(writer, f"add_{name}")(value)
-    if rope_factor is not None:
-        writer.add_rope_scaling_factor(rope_factor)
+        if value is not None:
+            getattr(writer, f"add_{name}")(value)
     vocabulary = [token for token, _ in sorted(byte_tokenizer().get_vocab().items(), key=lambda item: item[1])]
     vocabulary.append("ab")
     writer.add_tokenizer_model("gpt2")

@@ -1,26 +1,23 @@
 """The main job, end to end: on a tiny model every time, and on the real SmolLM2-135M in the slow tests."""
 
-import subprocess
 from pathlib import Path
 
+import demo
 import pytest
 import torch
 from checkpoints import save_checkpoint
-from command_server import resformer
+from command_server import run
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from resformer import ResFormerForCausalLM, demo, retrofit
+from resformer import ResFormerForCausalLM, retrofit
 from resformer.convert import CheckpointError
-
-
-def run_demo(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return resformer("demo", "--output", folder, *arguments)
 
 
 def test_demo_runs_from_a_checkpoint_to_a_reloaded_model(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "llama")
-    done = run_demo(tmp_path / "demo", "--model", tmp_path / "llama", "--steps", 3, "--block", 32)
+    script = f"import runpy; runpy.run_path({demo.__file__!r}, run_name='__main__')"
+    done = run("-c", script, *("--output demo --model llama --steps 3 --block 32".split()), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "logits identical to the bit" in done.stderr
     assert "finetuned as ResFormerForCausalLM. It writes:" in done.stdout

@@ -1,35 +1,40 @@
 """Training on two ranks, data-, tensor-parallel or sharded with FSDP2, learns what one process learns, saved whole."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import any_decoder
 import pytest
 import torch
-import yaml
-from accelerate.commands.config import load_config_from_file
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from checkpoints import save_checkpoint
+from command_server import python
 from conftest import QUICK, VARIANTS, tiny_model, training_arguments
-from transformers import AutoModelForCausalLM
+from small_decoders import small_decoder
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import deepspeed
 
 import resformer.training
-from resformer import ResFormerForCausalLM, retrofit
+from resformer import retrofit
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 CONFIGS = Path(next(iter(resformer.training.__path__))) / "configs"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+FAMILIES = ["gemma3_text", "qwen3_moe", "llama"]
+TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node 2".split()
+
+
+def connected(model_type: str) -> PreTrainedModel:
+    model = resformer.connect(small_decoder(model_type), "resformer-denseformer").train()
+    any_decoder.move(model)
+    return model
 
 
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("fsdp", QUICK),
-        *(pytest.param(kind, VARIANTS, marks=pytest.mark.slow) for kind in ("ddp", "fsdp", "accelerate", "tp")),
+        ("fsdp", [*QUICK, "gemma3_text"]),
+        *(pytest.param(kind, [*VARIANTS, *FAMILIES], marks=pytest.mark.slow) for kind in ("ddp", "fsdp", "accelerate")),
+        pytest.param("tp", [*VARIANTS, *FAMILIES], marks=pytest.mark.slow),
     ],
     ids=lambda each: each if isinstance(each, str) else len(each),
 )
@@ -38,7 +43,7 @@ def test_a_step_on_two_ranks_is_the_step_of_one(kind: str, names: Sequence[str],
     expected = {}
     fields = {"num_key_value_heads": 2} if kind == "tp" else {}  # each rank needs one
     for name in names:
-        model = tiny_model(name, **fields).train()
+        model = connected(name) if name in FAMILIES else tiny_model(name, **fields).train()
         model.save_pretrained(tmp_path / name)
         torch.save(ids, tmp_path / name / "batch.pt")
         before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
@@ -46,10 +51,8 @@ def test_a_step_on_two_ranks_is_the_step_of_one(kind: str, names: Sequence[str],
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         expected[name] = before, dict(model.named_parameters())
 
-    worker = str(Path(__file__).with_name("distributed_worker.py"))
-    command = [*TORCHRUN, worker, kind, *(str(tmp_path / name) for name in expected)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    worker = Path(__file__).with_name("distributed_worker.py")
+    python(*TORCHRUN, worker, kind, *(tmp_path / name for name in expected))
     failed = {path.parent.name: path.read_text() for path in tmp_path.glob("*/FAILED.txt")}
     assert not failed, failed
 
@@ -71,23 +74,9 @@ def test_the_documented_script_trains_on_two_processes(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "llama")
     retrofit(tmp_path / "llama", tmp_path / "start", "resformer-denseformer")
     options = "--max_steps 2 --learning_rate 1e-3 --use_cpu True --report_to none --save_strategy no".split()
-    command = [*TORCHRUN, "train.py", "start", "notes.txt", "--output_dir", "out", *options]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    python(*TORCHRUN, "train.py", "start", "notes.txt", "--output_dir", "out", *options, cwd=tmp_path)
     start, trained = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("start", "out"))
     assert not [name for name, tensor in trained.items() if torch.equal(tensor, start[name])]
-
-
-def test_the_fsdp2_configuration_is_read_by_accelerate() -> None:
-    config = load_config_from_file(str(CONFIGS / "fsdp2.yaml"))
-    settings = config.fsdp_config
-    assert config.distributed_type == "FSDP"
-    assert settings["fsdp_version"] == 2
-    assert settings["fsdp_transformer_layer_cls_to_wrap"] in ResFormerForCausalLM._no_split_modules
-    written = yaml.safe_load((CONFIGS / "fsdp2.yaml").read_text())
-    assert written["fsdp_config"] == settings  # nothing is dropped or renamed
 
 
 @pytest.mark.parametrize("stage", [2, 3])

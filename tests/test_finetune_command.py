@@ -3,13 +3,14 @@
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,16 +20,15 @@ from checkpoints import byte_tokenizer, save_checkpoint, save_notes
 from command_server import resformer
 from conftest import Stop
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, default_data_collator
 
 from resformer import ResFormerForCausalLM, retrofit
 from resformer.checkpoint_cards import checkpoint_card
 from resformer.errors import CheckpointError, OutputError
-from resformer.files import LISTING, check_target, locked
-from resformer.pushing import HubError
+from resformer.files import check_target, locked
+from resformer.names import LISTING
 from resformer.training import recipe
 from resformer.training.data import load_documents
-from resformer.training.freezing import trained_parameters
 from resformer.training.optimizer import is_connection
 from resformer.training.options import FinetuneOptions
 from resformer.training.packing import pack_documents
@@ -92,33 +92,36 @@ def test_the_output_is_a_whole_checkpoint_with_true_metrics(work: Path) -> None:
     assert (metrics["steps"], metrics["tokens"]) == (10, 10 * 2 * 4 * 32)
     assert metrics["tokens_per_second"] == pytest.approx(metrics["tokens"] / metrics["seconds"])
     assert [entry["step"] for entry in metrics["evaluations"]] == list(range(11))
-    # One line an evaluation, and nothing else, off a terminal; bitsandbytes says what it lacks when it is imported, and
-    # Transformers that two checkpoints were saved at the same time.
-    lines = [line for line in done.stderr.splitlines() if not re.search("kernels-community|mtime may not", line)]
+    # The plan, one line an evaluation, and nothing else, off a terminal; bitsandbytes says what it lacks when it is
+    # imported, and Transformers that two checkpoints were saved at the same time.
+    plan, *lines = [line for line in done.stderr.splitlines() if not re.search("kernels-community|mtime may not", line)]
     assert [bool(re.match(r"step \d+/10: held-out loss", line)) for line in lines] == [True] * 11, done.stderr
+    (passes,) = metrics["passes"].values()
+    assert passes == pytest.approx(10 * 2 * 4 / metrics["training_blocks"], abs=1e-3)
+    assert plan == f"data: {passes:.3g} passes over notes.txt"
+    assert metrics["data"] == [{"source": "notes.txt", "license": None, "tokens": metrics["tokens"], "passes": passes}]
     model = AutoModelForCausalLM.from_pretrained(work / "out")
     assert isinstance(model, ResFormerForCausalLM)
     assert model.config.use_cache
     assert (model.model.value_mixing_matrix()[1:, 0] != 0).all()
     assert model.generation_config.temperature == 0.7
     assert len(AutoTokenizer.from_pretrained(work / "out")) == 257
+    assert metrics["tokenizer"]["identical"]
     card = (work / "out" / "README.md").read_text()
     assert f"{metrics['perplexity_after']:.3f}" in card
     assert str(checkpoint_card(work / "out").card) == card
-
-
-HEAL = ["--distill", "source", "--distill-weight", "1", "--distill-hidden", "1", "--train", "sharing"]
 
 
 @pytest.mark.slow
 def test_two_processes_learn_what_one_does_and_one_writes(work: Path) -> None:
     # One step on all the data, in whatever order; --held-out-blocks for whole evaluation batches.
     shared = ["--data", "notes.txt", "--sample-by", "paragraph", "--block", "32", "--held-out", "0.1", "--no-bf16"]
-    shared += ["--held-out-blocks", "40", *HEAL]
+    shared += ["--held-out-blocks", "40", "--distill", "source", "--distill-weight", "1"]
     for setting in ("optim=sgd", "warmup_steps=0", "max_grad_norm=0", "per_device_eval_batch_size=4"):
         shared += ["--set", setting]
     shared += ["--learning-rate", "1e-2", "--connection-learning-rate", "1e-2", "--json"]
     blocks = json.loads(finetune(work, "shared", "alone", *shared, "--dry-run").stdout)["training_blocks"] // 2
+    shared += ["--steps", "1"]
     alone = finetune(work, "shared", "alone", *shared, "--batch", blocks, "--accumulate", "2")
     assert alone.returncode == 0, alone.stderr
     launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
@@ -146,8 +149,12 @@ def test_a_plan_names_the_held_out_documents_of_each_source_and_writes_nothing(w
     assert [name for _, name in counts] == ["notes", "other"]
     assert all(int(count) > 4 for count, _ in counts)
     (blocks,) = re.findall(r"data +(\d+) blocks", done.stdout)
-    characters = sum((work / name).stat().st_size for name in ("notes.txt", "other.txt"))
-    assert int(blocks) * 32 < 0.6 * characters  # a fifth of notes.txt, until other.txt is used up
+    characters = [(work / name).stat().st_size for name in ("notes.txt", "other.txt")]
+    assert int(blocks) * 32 == pytest.approx(0.9 * sum(characters), rel=0.1)
+    passes = {name: number for number, name in re.findall(r"passes +(\S+) over (\w+).txt", done.stdout)}
+    assert float(passes["notes"]) == pytest.approx(1, abs=0.1)  # the larger one, for a quarter of the tokens
+    assert float(passes["other"]) == pytest.approx(3 * characters[0] / characters[1], rel=0.1)
+    assert re.search(r"other.txt: is read \S+ times. Beyond 4 passes, text teaches less", done.stderr)
     assert re.search(r"memory +\S+ \wB, the most in one step", done.stdout)
     assert "would write   planned" in done.stdout
     assert {path for path in work.iterdir() if path not in before} <= {work / "home"}
@@ -177,7 +184,7 @@ def test_one_process_at_a_time_trains_an_output(work: Path) -> None:
 
 
 def tuned(
-    work: Path, output: str, monkeypatch: pytest.MonkeyPatch, callbacks: Sequence[Stop] = (), **values: Any
+    work: Path, output: str, monkeypatch: pytest.MonkeyPatch, callbacks: Sequence[TrainerCallback] = (), **values: Any
 ) -> FinetuneReport:
     """`finetune_checkpoint` in this process, for two steps; `work` as the current folder."""
     monkeypatch.chdir(work)
@@ -212,11 +219,10 @@ def test_dtypes_and_attention_are_those_that_were_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("model", "train", "gradient_checkpointing"),
-    [("shared", "sharing", False), ("retrofit", "connections", False), ("shared", "sharing", True)],
+    ("train", "gradient_checkpointing"), [("all", False), ("connections", False), ("connections", True)]
 )
 def test_only_what_is_named_is_trained(
-    work: Path, monkeypatch: pytest.MonkeyPatch, model: str, train: str, gradient_checkpointing: bool
+    work: Path, monkeypatch: pytest.MonkeyPatch, train: str, gradient_checkpointing: bool
 ) -> None:
     trainers: list[Any] = []
     run_trainer = recipe._train
@@ -224,63 +230,33 @@ def test_only_what_is_named_is_trained(
     options = {
         "distill": "source",
         "distill_weight": 1.0,
-        "distill_hidden": 2.0,
         "temperature": 3.0,
         "train": train,
         "force": True,
         "gradient_checkpointing": gradient_checkpointing,
     }
-    report = tuned(work, "healed", monkeypatch, model=model, learning_rate=1e-2, **options)
-    start, healed = (AutoModelForCausalLM.from_pretrained(work / name, dtype="float32") for name in (model, "healed"))
-    before, after = dict(start.named_parameters()), dict(healed.named_parameters())
-    named = set(trained_parameters(start, train))
-    assert {name for name in before if not torch.equal(before[name], after[name])} == named < before.keys()
+    report = tuned(work, "taught", monkeypatch, learning_rate=1e-2, **options)
+    before, after = (
+        dict(AutoModelForCausalLM.from_pretrained(work / name, dtype="float32").named_parameters())
+        for name in ("retrofit", "taught")
+    )
+    named = {name for name in before if train == "all" or is_connection(name)}
+    assert {name for name in before if not torch.equal(before[name], after[name])} == named
     (trainer,) = trainers
     assert sum(len(moments) > 0 for moments in trainer.optimizer.optimizer.state.values()) == len(named)
     assert (trainer.teacher.name_or_path, trainer.weight, trainer.temperature) == ("source", 1.0, 3.0)
-    assert (trainer.hidden_weight, trainer.hidden_layers) == (2.0, [-2])
-    assert report.trained_parameters == sum(before[name].numel() for name in named) < report.parameters
-    card = (work / "healed" / "README.md").read_text()
-    assert f"{report.trained_parameters:,} of {report.parameters:,} parameters were trained: the " in card
-    assert "from `source`, with weight 1.0 on its logits at temperature 3.0 and weight 2.0 on its hidden" in card
-    assert str(checkpoint_card(work / "healed").card) == card
+    assert report.trained_parameters == sum(before[name].numel() for name in named)
+    card = (work / "taught" / "README.md").read_text()
+    rest = ": the connections" if train == "connections" else ""
+    assert f"{report.trained_parameters:,} of {report.parameters:,} parameters were trained{rest}." in card
+    assert "from `source`, with weight 1.0 on its logits at temperature 3.0." in card
+    assert str(checkpoint_card(work / "taught").card) == card
 
 
 def test_bfloat16_weights_are_warned_of(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(UserWarning, match="trained in bfloat16: updates of less than"):
+    with pytest.warns(UserWarning, match="trained in bfloat16, which rounds small updates"):
         tuned(work, "low", monkeypatch, dtype="bfloat16")
     assert load_file(work / "low" / "model.safetensors")["model.embed_tokens.weight"].dtype == torch.bfloat16
-
-
-def test_the_finished_output_alone_is_pushed(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pushed: list[Any] = []
-
-    def push(folder: str, repo_id: str, **options: Any) -> Any:
-        pushed.append((repo_id, options, {path.name for path in Path(folder).iterdir()}))
-        return SimpleNamespace(url="https://hub/commit")
-
-    monkeypatch.setattr(recipe, "push_checkpoint", push)
-    hub = {"push": "you/tuned", "hub_private_repo": True, "hub_revision": "next"}
-    report = tuned(work, "shared-out", monkeypatch, **hub)
-    ((repo_id, options, files),) = pushed
-    assert (repo_id, options) == ("you/tuned", {"private": True, "revision": "next"})
-    assert {"README.md", "model.safetensors", "tokenizer.json", "metrics.json"} <= files
-    assert 'from_pretrained("you/tuned"' in (work / "shared-out" / "README.md").read_text()
-    assert report.url == "https://hub/commit"
-
-
-def test_a_refused_push_says_that_the_run_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe, "push_checkpoint", Mock(side_effect=HubError("The Hub says no.")))
-    words = "out: is finished, but was not pushed: The Hub says no. To push it: resformer push out you/tuned"
-    options = FinetuneOptions(model="a", output="out", data=["c"], push="you/tuned")
-    with pytest.raises(HubError, match=f"{words}$"):
-        recipe._push(options)
-    hub = {"hub_private_repo": True, "hub_revision": "next"}
-    with pytest.raises(HubError, match=f"{words} --private --revision next$"):
-        recipe._push(replace(options, trainer=hub))
-    monkeypatch.setattr(recipe, "push_checkpoint", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(HubError, match="not pushed: interrupted"):
-        recipe._push(options)
 
 
 def test_a_run_that_died_after_its_last_step_trains_no_more(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,6 +275,73 @@ def test_a_run_that_died_after_its_last_step_trains_no_more(work: Path, monkeypa
     assert 3 * 32 < report.evaluation_tokens < 4 * 32  # that are predicted
 
 
+class Ends(TrainerCallback):
+    """Ends a training early, as a time limit does."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = control.should_training_stop or state.global_step == 5
+
+
+def test_a_run_that_anything_has_stopped_is_not_written(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"steps": 8, "save_steps": 4}
+    tuned(work, "whole", monkeypatch, **options)
+    with pytest.raises(
+        CheckpointError, match=r"stopped at step 5 of 8, and nothing .*ended.training/checkpoint-4"
+    ) as e:
+        tuned(work, "ended", monkeypatch, callbacks=[Ends()], **options)
+    assert e.value.option == "--resume"
+    assert not (work / "ended").exists()
+    step = recipe.RecipeTrainer.training_step
+
+    def signalled(self: Any, *given: Any) -> Any:
+        if self.state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # a timer's thread takes the signal up
+        return step(self, *given)
+
+    monkeypatch.setattr(recipe.RecipeTrainer, "training_step", signalled)
+    monkeypatch.setattr("transformers.trainer_jit_checkpoint.CheckpointManager.__init__.__defaults__", (0,))
+    with pytest.raises(
+        CheckpointError, match=r"stopped at step \d of 8, and nothing was written. .*/checkpoint-[23]\."
+    ):
+        tuned(work, "signalled", monkeypatch, enable_jit_checkpoint=True, **options)
+    monkeypatch.setattr(recipe.RecipeTrainer, "training_step", step)
+    whole = load_file(work / "whole" / "model.safetensors")
+    for name in ("ended", "signalled"):
+        tuned(work, name, monkeypatch, **options, resume=True)
+        again = load_file(work / name / "model.safetensors")
+        assert all(torch.equal(tensor, again[key]) for key, tensor in whole.items()), name
+
+
+def test_one_lost_gradient_ends_the_run_with_its_last_checkpoint(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = recipe.RecipeTrainer.training_step
+
+    def lost(self: Any, model: Any, *given: Any) -> Any:
+        loss = step(self, model, *given)
+        if self.state.global_step == 3:
+            next(model.parameters()).grad[0, 0] = math.nan
+        return loss
+
+    monkeypatch.setattr(recipe.RecipeTrainer, "training_step", lost)
+    with pytest.raises(
+        CheckpointError, match=r"Step 4: .* The last checkpoint is .*/checkpoint-3; --resume would come"
+    ):
+        tuned(work, "nan", monkeypatch, steps=8, save_steps=1, save_total_limit=1)
+    model = AutoModelForCausalLM.from_pretrained(work / "nan.training" / "checkpoint-3")
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert not (work / "nan").exists()
+
+
+def test_a_finetuning_with_a_constant_rate_goes_on(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constant = {"lr_scheduler_type": "constant", "keep_optimizer": True}
+    tuned(work, "short", monkeypatch, steps=3, **constant)
+    tuned(work, "short", monkeypatch, steps=6, **constant, resume=True)
+    tuned(work, "long", monkeypatch, steps=6, lr_scheduler_type="constant")
+    short, long = (load_file(work / name / "model.safetensors") for name in ("short", "long"))
+    assert all(torch.equal(tensor, short[key]) for key, tensor in long.items())
+    assert not (work / "long.training").exists()
+
+
 def test_a_stream_is_resumed_where_it_was(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (work / "one.txt").write_text("\n".join(f"Line {n} is another text." for n in range(2000)))
     monkeypatch.setattr("resformer.training.packing._SHUFFLED", 16)
@@ -308,7 +351,7 @@ def test_a_stream_is_resumed_where_it_was(work: Path, monkeypatch: pytest.Monkey
     byte_tokenizer().save_pretrained(work / "dropout")
     options = {"model": "dropout", "data": ["notes.txt:1", "one.txt:2"], "sample_by": "document", "streaming": True}
     options |= {"steps": 8, "accumulate": 2, "batch": 3, "learning_rate": 1e-2, "save_steps": 1}
-    options |= {"train": "sharing", "distill": "source", "distill_weight": 1.0, "distill_hidden": 1.0}
+    options |= {"distill": "source", "distill_weight": 1.0}
     whole = tuned(work, "whole-stream", monkeypatch, **options)
     stop = Stop(lambda state: state.global_step == 6)
     with pytest.raises(KeyboardInterrupt):
@@ -322,6 +365,104 @@ def test_a_stream_is_resumed_where_it_was(work: Path, monkeypatch: pytest.Monkey
     expected, got = (load_file(work / name / "model.safetensors") for name in ("whole-stream", "killed-stream"))
     assert not [name for name in expected if not torch.equal(expected[name], got[name])]
     assert [note.partition(":")[0] for note in whole.notes] == ["notes.txt", "one.txt"]
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_every_step_has_its_batch(work: Path, monkeypatch: pytest.MonkeyPatch, weights: bool) -> None:
+    """Three passes of blocks that no number of steps divides."""
+    data = ["notes.txt:2", "few.txt:1"] if weights else ["notes.txt"]
+    (work / "few.txt").write_text("\n\n".join(f"Layer {index} reads few words." for index in range(40)))
+    sizes: list[int] = []
+    step = recipe.RecipeTrainer.training_step
+    monkeypatch.setattr(
+        recipe.RecipeTrainer,
+        "training_step",
+        lambda self, model, inputs, *more: (sizes.append(len(inputs["input_ids"])), step(self, model, inputs, *more))[
+            1
+        ],
+    )
+    options: dict[str, Any] = {
+        "data": data,
+        "steps": None,
+        "epochs": 1.5,
+        "batch": 16,
+        "accumulate": 3,
+        "save_steps": 0.5,
+    }
+    report = tuned(work, f"full-{weights}", monkeypatch, **options, eval_steps=0.5)
+    assert {*sizes} == {16}
+    assert len(sizes) == 3 * (report.steps or 0)
+    assert report.tokens == (report.steps or 0) * 3 * 16 * 32
+    assert report.passes["notes.txt"] == pytest.approx(1.5, abs=48 / (report.training_blocks or 0))
+    if weights:
+        assert [part.tokens for part in report.data] == pytest.approx(
+            [report.tokens * 2 / 3, report.tokens / 3], abs=64
+        )
+    assert sum(part.tokens for part in report.data) == report.tokens
+    card = (work / f"full-{weights}" / "README.md").read_text()
+    assert f"| notes.txt | unknown | {report.data[0].tokens:,} | {report.passes['notes.txt']:.3g} |" in card
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_batch_that_was_found_automatically_is_resumed_with_its_data(
+    work: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    monkeypatch.setattr("resformer.training.packing._SHUFFLED", 16)
+    step, seen = recipe.RecipeTrainer.training_step, dict[int, torch.Tensor]()
+
+    def small(self: Any, model: Any, inputs: Any, *more: Any) -> Any:
+        if len(inputs["input_ids"]) > 2:
+            raise RuntimeError("CUDA out of memory.")  # which Accelerate looks for
+        seen[self.state.global_step] = inputs["input_ids"].clone()
+        return step(self, model, inputs, *more)
+
+    monkeypatch.setattr(recipe.RecipeTrainer, "training_step", small)
+    options: dict[str, Any] = {
+        "streaming": streaming,
+        "steps": 9,
+        "batch": 8,
+        "auto_find_batch_size": True,
+        "save_steps": 1,
+    }
+    tuned(work, f"auto-{streaming}", monkeypatch, **options)
+    whole = {**seen}
+    assert len(whole) == 9
+    stop = Stop(lambda state: state.global_step == 5)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(work, f"auto-cut-{streaming}", monkeypatch, callbacks=[stop], **options)
+    seen.clear()
+    report = tuned(work, f"auto-cut-{streaming}", monkeypatch, **options, resume=True)
+    assert report.resumed_from == 4
+    assert [*seen] == [*range(4, 9)]
+    assert all(torch.equal(whole[number], ids) for number, ids in seen.items())
+
+
+def test_a_changed_source_of_a_stream_is_noticed(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (work / "changed.txt").write_text((work / "notes.txt").read_text())
+    options = {"data": ["changed.txt"], "streaming": True, "save_steps": 1}
+    with pytest.raises(KeyboardInterrupt):
+        tuned(work, "changed", monkeypatch, callbacks=[Stop(lambda state: state.global_step == 2)], **options)
+    with (work / "changed.txt").open("a") as file:
+        file.write("One paragraph more.")
+    with pytest.raises(CheckpointError, match=r"digest of changed.txt was '\w+', is '"):
+        tuned(work, "changed", monkeypatch, **options, resume=True)
+
+
+def test_a_teacher_whose_ids_mean_other_tokens_is_refused(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(work / "source", work / "other-tokens")
+    content = json.loads((work / "source" / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = sorted(vocabulary)[40:42]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (work / "other-tokens" / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(
+        ValueError, match=f"2 of 256 tokens are others for the teacher: .* is '{re.escape(first)}' here"
+    ):
+        tuned(work, "mistaught", monkeypatch, distill="other-tokens")
+    for path in (work / "other-tokens").glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"other-tokens: has no tokenizer .* can be compared"):
+        tuned(work, "mistaught", monkeypatch, distill="other-tokens")
 
 
 def test_a_run_that_cannot_be_gone_on_with_is_refused(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,6 +493,41 @@ def test_a_run_that_cannot_be_gone_on_with_is_refused(work: Path, monkeypatch: p
     refused(r"weights was \['.*'\], is \['")
 
 
+def test_the_weights_that_a_schedule_free_optimizer_averages_are_saved(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Averaging(torch.optim.SGD):
+        """Adds one to each weight in its evaluation mode."""
+
+        training = True
+
+        def eval(self) -> None:
+            self._to(False, 1.0)
+
+        def train(self) -> None:
+            self._to(True, -1.0)
+
+        def _to(self, training: bool, more: float) -> None:
+            for parameter in self.param_groups[0]["params"] if training != self.training else ():
+                parameter.data += more
+            self.training = training
+
+    make = recipe._trainer
+
+    def averaging(*given: Any) -> Any:
+        trainer = make(*given)
+        trainer.optimizer_cls_and_kwargs = Averaging, {"lr": 0.0}
+        return trainer
+
+    monkeypatch.setattr(recipe, "_trainer", averaging)
+    before = load_file(work / "source" / "model.safetensors")
+    for share in (0.0, 0.1):
+        tuned(work, f"averaged-{share}", monkeypatch, model="source", held_out=share)
+        after = load_file(work / f"averaged-{share}" / "model.safetensors")
+        name = "model.layers.0.mlp.up_proj.weight"
+        torch.testing.assert_close(after[name], before[name] + 1)
+
+
 def test_without_held_out_text_nothing_is_evaluated(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = tuned(work, "unseen", monkeypatch, held_out=0.0, steps=1)
     assert (report.held_out_blocks, report.evaluations, report.loss_after) == (0, [], None)
@@ -360,7 +536,7 @@ def test_without_held_out_text_nothing_is_evaluated(work: Path, monkeypatch: pyt
     assert "No text was held out." in card
     assert "perplexity" not in card
     assert str(checkpoint_card(work / "unseen").card) == card
-    with pytest.raises(CheckpointError, match="The loss is nan; nothing was written"):
+    with pytest.raises(CheckpointError, match=r"Step 1: .* weights are not finite. There is no checkpoint yet"):
         tuned(work, "lost", monkeypatch, held_out=0.0, learning_rate=math.inf)
 
 
@@ -370,7 +546,7 @@ def test_a_dry_run_takes_one_step_and_says_what_it_took(work: Path, monkeypatch:
     monkeypatch.setattr(
         recipe.RecipeTrainer, "training_step", lambda *given: (steps.append(given[0]), train(*given))[1]
     )
-    options = {"train": "sharing", "distill": "source", "batch": 3, "accumulate": 2, "save_steps": 1}
+    options = {"distill": "source", "batch": 3, "accumulate": 2, "save_steps": 1}
     report = tuned(work, "planned", monkeypatch, model="shared", **options, dry_run=True)
     assert len(steps) == 2
     assert sum(len(moments) > 0 for moments in steps[0].optimizer.optimizer.state.values()) > 0

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hub_server import Commands
 from resformer import push
 from resformer.convert import CheckpointError, retrofit
 from resformer.convert.bundling import AUTO_MAP, remote_code
-from resformer.files import LISTING
+from resformer.names import LISTING
 
 
 @pytest.fixture
@@ -62,28 +63,21 @@ def test_push_replaces_weights_that_would_be_loaded_instead(
     # An adapter's base model wins over both, and one model.safetensors over an index.
     (tmp_path / "llama" / "adapter_config.json").write_text("{}")
     old = hub.add("you/model", tmp_path / "llama")
-    old[".eval_results/old.yaml"] = b"- value: 1"  # of the old weights
-    hub.add("you/same", checkpoint)[".eval_results/kept.yaml"] = b"- value: 1"  # of these weights
+    hub.add("you/same", checkpoint)
     same = commands("push", checkpoint, "you/same", "--json")
     branch = commands("push", checkpoint, "you/model", "--revision", "next", "--json")
-    deleted = [".eval_results/old.yaml", "adapter_config.json", "model.safetensors"]
+    deleted = ["adapter_config.json", "model.safetensors"]
     assert sorted(json.loads(branch.stdout)["deleted"]) == deleted, branch.stderr
     assert json.loads(same.stdout)["deleted"] == [], same.stderr
     new = old.commits[old.branches["next"]]
     assert "model.safetensors" not in new
     assert {"model.safetensors.index.json", "model-00002-of-00002.safetensors"} <= set(new)
     assert "model.safetensors" in old, "main is as it was"
-    hub.tokens["hf_other"] = "other"
-    for number, token in enumerate(("hf_test", "hf_other"), start=1):
-        report = json.loads(commands("push", checkpoint, "you/model", "--create-pr", "--json", token=token).stdout)
-        assert report["revision"] == f"refs/pr/{number}"
-        assert report["url"] == f"{hub.url}/you/model/discussions/{number}"
-        assert old.commits[old.branches[f"refs/pr/{number}"]] == new
 
 
 def test_push_tries_again_and_never_commits_twice(checkpoint: Path, commands: Commands) -> None:
     hub = commands.hub
-    hub.fail("POST /api/repos/create", "status")
+    hub.fail("POST /api/repos/create", "503")
     hub.fail("PUT /objects/", "request")
     hub.fail("POST .*/commit/main", "request")
     hub.fail("POST .*/commit/main", "answer")  # made, but nobody hears of it
@@ -93,12 +87,6 @@ def test_push_tries_again_and_never_commits_twice(checkpoint: Path, commands: Co
     repository = hub.repositories["you/model"]
     assert repository.messages == ["initial commit", "Upload resformer checkpoint"]
     assert json.loads(done.stdout)["commit"] == repository.branches["main"] == repository.tags["v1"]
-    (checkpoint / "LICENSE").touch()
-    hub.fail("POST .*/commit/main", "answer")
-    done = commands("push", checkpoint, "you/model", "--create-pr")
-    assert done.exit_code == 1
-    assert "The pull request may have been opened: look before" in done.stderr
-    assert repository.branches.keys() == {"main", "refs/pr/1"}
     hub.fail("POST /api/repos/create", "answer", times=100)
     assert f"you/model: {hub.url} cannot be reached" in commands.refused("push", checkpoint, "you/model")
 
@@ -126,6 +114,36 @@ def test_push_says_in_one_line_what_to_do(checkpoint: Path, tmp_path: Path, comm
     assert not commands.hub.asked("commit")
 
 
+def test_what_is_pushed_is_what_was_checked(checkpoint: Path, commands: Commands) -> None:
+    """Files that change after the check go as they were checked, or not at all."""
+    hub, config = commands.hub, (checkpoint / "config.json").read_bytes()
+    weights = checkpoint / "model-00001-of-00002.safetensors"
+    changes: dict[str, Callable[[], object]] = {
+        "config": lambda: (checkpoint / "config.json").write_bytes(config.replace(b"silu", b"relu")),
+        "weights": lambda: weights.write_bytes(weights.read_bytes()[:-4] + b"\1\1\1\1"),
+    }
+    for name, change in changes.items():
+        hub.watch = lambda request, change=change: "/repos/create" in request and change()
+        done = commands("push", checkpoint, f"you/{name}")
+        if done.exit_code == 0:
+            assert hub.repositories[f"you/{name}"]["config.json"] == config
+        else:
+            assert (done.exit_code, "changed meanwhile" in done.stderr) == (3, True)
+            assert set(hub.repositories[f"you/{name}"]) == {".gitattributes"}
+        (checkpoint / "config.json").write_bytes(config)
+
+
+def test_a_commit_that_holds_something_else_is_found(checkpoint: Path, commands: Commands) -> None:
+    def change(request: str) -> None:
+        if "/tree/" in request and len((files := commands.hub.repositories["you/new"]).messages) == 2:
+            files.data["README.md"] = b"---\nlicense: mit\n---\n"
+
+    commands.hub.watch = change
+    said = commands.refused("push", checkpoint, "you/new")
+    assert said.startswith("4: ")
+    assert "these files are not what was sent: 'README.md'" in said
+
+
 def test_links_out_of_the_folder_are_not_shared(checkpoint: Path, tmp_path: Path) -> None:
     """Not even those of weights, which other commands follow."""
     name = "model-00001-of-00002.safetensors"
@@ -138,9 +156,8 @@ def test_links_out_of_the_folder_are_not_shared(checkpoint: Path, tmp_path: Path
 def test_bundle_is_pushed_with_the_code_that_loads_it_and_all_that_a_push_takes(
     checkpoint: Path, commands: Commands
 ) -> None:
-    more = ["metrics.json", "losses.png", ".eval_results/gsm8k.yaml", "old_module.py", "modeling_resformer.py", "x.log"]
+    more = ["metrics.json", "losses.png", "old_module.py", "modeling_resformer.py", "x.log"]
     for name in more:
-        (checkpoint / name).parent.mkdir(exist_ok=True)
         (checkpoint / name).write_text("raise SystemExit" if name.endswith(".py") else "{}")
     folder = sorted(checkpoint.rglob("*"))
     dry = commands("push", checkpoint, "you/flat", "--bundle", "--json", "--dry-run")
@@ -148,7 +165,7 @@ def test_bundle_is_pushed_with_the_code_that_loads_it_and_all_that_a_push_takes(
     assert "without trust_remote_code=True" in pushed.stderr
     repository, report = commands.hub.repositories["you/flat"], json.loads(pushed.stdout)
     assert report["left_behind"] == ["old_module.py", "x.log"]
-    assert {path.name for path in folder} - {"old_module.py", "x.log", ".eval_results", LISTING} <= {
+    assert {path.name for path in folder} - {"old_module.py", "x.log", LISTING} <= {
         name.rpartition("/")[2] for name in repository
     }
     assert report["files"] == {name: len(repository[name]) for name in sorted(repository) if name[:4] != ".git"}

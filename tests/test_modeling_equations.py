@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from resformer import ResFormerForCausalLM
 from resformer.configuration import mixing_layers, value_sources
 from resformer.configuration.methods import CONNECTION_FIELDS
-from resformer.modeling.connection import Connection
-from resformer.modeling.modeling_resformer import KINDS
+from resformer.modeling.connection import Added
+from resformer.modeling.connections import KINDS, attention_residuals, depth_average
 from resformer.training.optimizer import is_connection
 
 
@@ -52,7 +53,7 @@ def exact_matrices(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     exact = value_mixing.double()
     if model.config.value_residual == "learnable_plus" and mixing_layers(model.config):
         state = model.state_dict()
-        first = state["model.value_residual.bias_scale"] * state["model.value_residual.bias_score"].softmax(dim=0)
+        first = state["model.value_residual.scale"] * state["model.value_residual.score"].softmax(dim=0)
         for layer, weight in zip(mixing_layers(model.config), first.double(), strict=True):
             exact[layer, 0] = weight
         exact = exact[value_sources(model.config)]
@@ -129,6 +130,7 @@ def random_fields(seed: int) -> dict[str, Any]:
         fields["value_embeddings"] = sorted(draw.sample(with_values, draw.randint(1, len(with_values))))
     if owners and draw.random() < 0.4:
         fields["value_residual_layers"] = sorted(draw.sample(owners, draw.randint(1, len(owners))))
+    fields["embedding_residual"], fields["backout"] = draw.random() < 0.4, draw.random() < 0.4
     fields["attention_residuals"] = draw.random() < 0.4
     fields["attention_residual_blocks"] = draw.randint(1, layers)
     return fields
@@ -158,7 +160,7 @@ def model_loss(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: 
 
 def is_mixing(name: str) -> bool:
     """Whether the twin reads it from the matrices; gates it reads by name."""
-    return name.startswith(("model.value_residual", "model.depth_average")) and not name.endswith("bias_gate")
+    return (".value_residual." in name or ".depth_average." in name) and ".gate" not in name
 
 
 def test_gradients_equal_the_twin(variant: str, float64_throughout: None, device: str) -> None:
@@ -268,26 +270,56 @@ def test_value_residuals_start_as_stated(mode: str, start: list[float]) -> None:
         expected[n, 0] = float("nan") if mode == "gated" else a
     torch.testing.assert_close(model.model.value_mixing_matrix(), expected, rtol=1e-6, atol=0, equal_nan=True)
     if mode == "gated":
-        assert all(not layer.self_attn.value_residual.bias_gate.weight.any() for layer in model.model.layers[1:])
+        assert all(not layer.value_residual.gate.weight.any() for layer in model.model.layers[1:])
 
 
 @pytest.mark.parametrize("start", [0.0, 0.25, 1.0])
 def test_gates_start_as_stated(start: float) -> None:
     model = ResFormerForCausalLM(tiny_config("depth-attention", depth_attention_init=start))
-    assert torch.equal(model.model.value_residual.bias_gate, torch.full((2, 3), start))
-    module = ResFormerForCausalLM(
-        tiny_config("attention-residuals", attention_residual_init=start)
-    ).model.attention_residuals
-    assert torch.equal(module.bias_gate, torch.full((12,), start))
-    assert not module.bias_query.any()
+    for layer in model.model.layers[3:]:
+        assert torch.equal(layer.value_residual.gate, torch.full((2,), start))
+    model = ResFormerForCausalLM(tiny_config("attention-residuals", attention_residual_init=start))
+    for layer in model.model.layers:
+        assert torch.equal(layer.attention_residuals.gate, torch.full((2,), start))
+        assert not layer.attention_residuals.query.any()
 
 
 def test_attention_residuals_has_no_effect_at_gates_of_zero_unless_its_queries_are_nan() -> None:
-    module = tiny_model("attention-residuals").model.attention_residuals
-    nn.init.zeros_(module.bias_gate)
+    module = tiny_model("attention-residuals").model.layers[2].attention_residuals
+    nn.init.zeros_(module.gate)
     assert not any(distance for distance, _ in module.deviations())
-    module.bias_query.data[3, 5] = float("nan")
-    assert [place for distance, place in module.deviations() if distance] == [".bias_query"]
+    module.query.data[1, 5] = float("nan")
+    assert [place for distance, place in module.deviations() if distance] == [".query"]
+
+
+FORMS = [
+    ("attention-residuals", {}, attention_residuals, "products_pay"),
+    ("resformer-dense", {}, depth_average, "is_ordinary"),
+    ("resformer-dense", {"value_residual_layers": [2, 3, 4]}, depth_average, "is_ordinary"),
+    ("resformer-dense", {"value_residual_layers": [1, 2, 4]}, depth_average, "is_ordinary"),
+]
+
+
+@pytest.mark.parametrize(("method", "fields", "module", "asked"), FORMS, ids=str)
+def test_one_product_is_its_sums(
+    method: str, fields: dict[str, Any], module: ModuleType, asked: str, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    results = []
+    for product in (True, False):
+        monkeypatch.setattr(module, asked, lambda *tensors, product=product: product)
+        model = tiny_model(method, dtype=torch.float64, **fields).to(device).train()
+        model_loss(model, **moved(RAGGED, device)).backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["resformer", "resformer-plus"])
+def test_values_are_mixed_to_the_same_bits_with_and_without_gradients(method: str) -> None:
+    model = tiny_model(method, dtype=torch.bfloat16)
+    with torch.no_grad():
+        logits = model(**RAGGED).logits
+    assert torch.equal(logits, model(**RAGGED).logits)
 
 
 def test_added_parameters_lie_in_their_modules_and_are_no_scalars(variant: str) -> None:
@@ -295,8 +327,8 @@ def test_added_parameters_lie_in_their_modules_and_are_no_scalars(variant: str) 
     fields = "head_dim num_key_value_heads qk_norm attention_bias attention_out_bias mlp_bias tie_word_embeddings"
     plain = tiny_model(**{field: getattr(model.config, field) for field in fields.split()})
     backbone = {name for name, _ in plain.named_parameters()}
-    connections = {name for name, module in model.named_modules() if isinstance(module, Connection)}
+    connections = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Added))
     for name, parameter in model.named_parameters():
         assert parameter.dim() >= 1, name
-        assert is_connection(name) == (name not in backbone) == (name.rpartition(".")[0] in connections), name
+        assert is_connection(name) == (name not in backbone) == name.startswith(connections), name
     assert sorted(name for kind in KINDS for name in kind.fields) == sorted(CONNECTION_FIELDS)

@@ -1,6 +1,7 @@
 """Cached generation is uncached generation, in every mode and with every cache, and caches hold what they should."""
 
 import copy
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from transformers.cache_utils import QuantizedLayer
 
 from resformer import GrowingCache
 from resformer.configuration import key_sources, value_sources
-from resformer.modeling.sharing import update_cache
+from resformer.modeling.connections.sharing import update_cache
 from resformer.modeling.versions import CACHE
 
 NEW_TOKENS = 8
@@ -109,13 +110,19 @@ MODES: dict[str, dict[str, Any]] = {
 CACHES = {None: GrowingCache, "dynamic": DynamicCache, "static": StaticCache}
 
 
+@functools.cache
+def uncached(variant: str, options: tuple[tuple[str, Any], ...]) -> Any:
+    """What several modes are compared with."""
+    return generate(tiny_model(variant), RAGGED, use_cache=False, **dict(options))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_generation_with_a_cache_equals_generation_without(variant: str, mode: str) -> None:
     options = dict(MODES[mode])
     model = tiny_model(variant, attention=options.pop("attention", "sdpa"))
     of_caches = ("cache_implementation", "prefill_chunk_size", "disable_compile")
     without = {name: value for name, value in options.items() if name not in of_caches}
-    expected = generate(tiny_model(variant), RAGGED, use_cache=False, **without)
+    expected = uncached(variant, tuple(without.items()))
     got = generate(model, RAGGED, **options)
     assert getattr(expected, CACHE) is None
     assert type(getattr(got, CACHE)) is CACHES[options.get("cache_implementation")]
@@ -190,21 +197,21 @@ def test_drafts_of_the_first_layers_equal_greedy(variant: str) -> None:
     assert torch.equal(got.sequences, generate(model, FIRST, use_cache=False).sequences)
 
 
-@pytest.mark.parametrize("kind", ["default", "growing", "dynamic", "static"])
-def test_a_second_turn_on_a_returned_cache_equals_one_pass(variant: str, kind: str) -> None:
-    model = tiny_model(variant)
+def test_a_second_turn_on_a_returned_cache_equals_one_pass(variant: str) -> None:
+    model, batch = tiny_model(variant), RAGGED
     generator = torch.Generator().manual_seed(7)
-    batch, past = RAGGED, None if kind == "default" else caches_of(model, 40)[kind]
+    caches = {"default": None} | {kind: caches_of(model, 40)[kind] for kind in ("growing", "dynamic", "static")}
     for turn in range(3):
         expected = generate(model, batch, use_cache=False)
-        got = generate(model, batch, **({} if past is None else {CACHE: past}))
-        assert_same_generation(got, expected)
-        assert past is None or got[CACHE] is past
-        past = got[CACHE]
-        assert past.get_seq_length() == got.sequences.shape[1] - 1, f"turn {turn}"
+        for kind, past in caches.items():
+            got = generate(model, batch, **({} if past is None else {CACHE: past}))
+            assert_same_generation(got, expected)
+            assert past is None or got[CACHE] is past
+            caches[kind] = got[CACHE]
+            assert caches[kind].get_seq_length() == got.sequences.shape[1] - 1, f"{kind}, turn {turn}"
         # What was generated, and what the user says next: the last new token and these are not in the cache yet.
         said = torch.randint(3, 97, (3, 2), generator=generator)
-        ids = torch.cat((got.sequences, said), dim=1)
+        ids = torch.cat((expected.sequences, said), dim=1)
         mask = torch.cat((batch["attention_mask"], torch.ones(3, NEW_TOKENS + 2, dtype=torch.long)), dim=1)
         batch = {"input_ids": ids, "attention_mask": mask}
 

@@ -15,28 +15,34 @@ from datasets import Dataset
 from hub_server import HubServer
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from small_decoders import small_decoder
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
+import resformer
 from resformer import ResFormerConfig, ResFormerForCausalLM, ResFormerForSequenceClassification
-from resformer.modeling.value_residual import GateProjection
+from resformer.modeling.any_decoder import Decoder
+from resformer.modeling.connections import KINDS
+from resformer.modeling.connections.value_residual import GateProjection
 from resformer.training.optimizer import FullPrecisionConnections, is_connection
 
 METHODS = (
     "transformer resformer resformer-gated resformer-denseformer svformer cla2 attention-residuals depth-attention "
-    "value-embeddings"
+    "value-embeddings nanochat"
 ).split()
-CONNECTIONS = ["value_residual", "value_embedding", "depth_average", "attention_residuals"]
+CONNECTIONS = [kind.name for kind in KINDS]
 IDS = torch.arange(1, 41).view(2, 20)
 
 
 def build(method: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model of 6 layers that starts alike each time; connections stay in float32."""
     torch.manual_seed(0)
-    model = ResFormerForCausalLM(ResFormerConfig.for_method(method, **SIZES, initializer_range=0.2))
+    model = ResFormerForCausalLM(
+        ResFormerConfig.for_method(method, **SIZES, initializer_range=0.2, smear=method == "nanochat")
+    )
     for name, parameter in model.named_parameters():
         if not is_connection(name):
             parameter.data = parameter.data.to(dtype)
@@ -59,6 +65,15 @@ def train(model: nn.Module, steps: int = 3) -> None:
 @torch.no_grad()
 def logits_of(model: nn.Module) -> torch.Tensor:
     return model.eval()(IDS).logits
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_biases_that_an_adapter_trains_are_no_connections(method: str) -> None:
+    config = ResFormerConfig.for_method(method, **SIZES, attention_bias=True)
+    model = adapt(ResFormerForCausalLM(config), ["o_proj"], bias="all")
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert any(name.endswith("q_proj.bias") for name in trained)
+    assert not [name for name in trained if is_connection(name)]
 
 
 @pytest.mark.parametrize(
@@ -115,13 +130,14 @@ def test_an_adapter_trains_saves_reloads_and_merges_lora_and_connections(
 
 def test_connections_left_out_of_an_adapter_stay_and_gates_take_lora() -> None:
     model = adapt(build("resformer-gated"))
-    assert any("bias_gate.lora_A" in name for name, _ in model.named_parameters())
+    assert any("gate.lora_A" in name for name, _ in model.named_parameters())
     train(model)
     expected = logits_of(model)
     merged = model.merge_and_unload()
     assert (logits_of(merged) - expected).abs().max() <= 1e-5 * expected.abs().max()
-    assert merged.model.layers[1].self_attn.value_residual.bias_gate.weight.any()  # it started at 0
-    assert torch.equal(merged.model.value_residual.bias_own, build("resformer-gated").model.value_residual.bias_own)
+    merged, plain = (each.model.layers[1].value_residual for each in (merged, build("resformer-gated")))
+    assert merged.gate.weight.any()  # it started at 0
+    assert torch.equal(merged.weight, plain.weight)
 
 
 TEXTS = ["Values of the first layer reach the last one. " * n for n in (1, 3, 2, 1, 2, 1, 3, 1)]
@@ -208,13 +224,13 @@ def hub(checkpoint: Path) -> Iterator[HubServer]:
 
 
 def trl(hub: HubServer, folder: Path, command: str, rows: list[dict[str, Any]], *options: str) -> Path:
-    """Runs three steps of `python -m resformer.trl COMMAND` on the checkpoint of the Hub; returns what it wrote."""
+    """Runs three steps of `resformer trl COMMAND` on the checkpoint of the Hub; returns what it wrote."""
     (folder / "data").mkdir()
     (folder / "data" / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     fixed = "--model_name_or_path you/gated --dataset_name data --output_dir out --use_cpu --bf16 false --max_steps 3"
     environment = {**os.environ, **hub.environment(folder / "home")}
     more = ["--report_to", "none", "--learning_rate", "1e-3", *options]
-    words = ["-m", "resformer.trl", command, *fixed.split(), *more]
+    words = ["-m", "resformer", "trl", command, *fixed.split(), *more]
     done = run(*words, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "out"
@@ -256,20 +272,6 @@ def test_an_adapter_of_the_command_line_is_pushed_loaded_and_merged(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["dpo", "grpo", "reward"])
-def test_other_commands_train_an_adapter(command: str, hub: HubServer, tmp_path: Path) -> None:
-    pairs = [{name: values[0] for name, values in PAIRS.items()}] * 4
-    options = {
-        "grpo": "--reward_funcs think_format_reward --num_generations 2 --per_device_train_batch_size 2 "
-        "--max_completion_length 4".split(),
-        "reward": ["--lora_task_type", "SEQ_CLS"],
-    }
-    rows = [{"prompt": [{"role": "user", "content": "two"}]}] * 4 if command == "grpo" else pairs
-    out = trl(hub, tmp_path, command, rows, *LORA, *options.get(command, []))
-    assert "base_model.model.model.value_residual.bias_own" in load_file(out / "adapter_model.safetensors")
-
-
-@pytest.mark.slow
 def test_the_page_on_8b_runs_from_top_to_bottom(hub: HubServer, tmp_path: Path) -> None:
     page = (Path(__file__).parents[1] / "docs" / "8b.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(bash|python)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
@@ -291,9 +293,9 @@ def test_the_page_on_8b_runs_from_top_to_bottom(hub: HubServer, tmp_path: Path) 
         commands = [["-c", code]]
         if language == "bash":
             lines = code.replace("\\\n", " ").splitlines()
-            commands = [line.removeprefix("python -m ").split() for line in lines]
+            commands = [line.split() for line in lines]
             on_cpu = ["--use_cpu", "--bf16", "false", "--max_steps", "2", "--report_to", "none"]
-            commands = [["-m", *words, *(on_cpu if words[0] == "resformer.trl" else [])] for words in commands]
+            commands = [["-m", *words, *(on_cpu if words[1] == "trl" else [])] for words in commands]
         for words in commands:
             done = run(*words, cwd=tmp_path, env=environment)
             assert done.returncode == 0, f"{words}\n{done.stderr[-3000:]}"
@@ -327,12 +329,120 @@ def test_connections_of_a_quantised_model_keep_every_bit_until_they_learn(
         checkpoint, quantization_config=four_bits, dtype=torch.float32, device_map=device
     )
     with torch.no_grad():
-        quantised.model.value_residual.bias_own.fill_(1.2345678)
+        quantised.model.layers[1].value_residual.weight.fill_(1.2345678)
     model = adapt(quantised, modules_to_save=CONNECTIONS)
     options = {"learning_rate": 1e-5, "use_cpu": device == "cpu"}
     trainer = sft(tmp_path, model, callbacks=[FullPrecisionConnections()], **options)
-    trained = dict(model.named_parameters())["base_model.model.model.value_residual.modules_to_save.default.bias_own"]
+    name = "base_model.model.model.layers.1.value_residual.modules_to_save.default.weight"
+    trained = dict(model.named_parameters())[name]
     assert trained.dtype == torch.float32
     assert torch.equal(trained, torch.full_like(trained, 1.2345678))
     trainer.train()
     assert (trained != 1.2345678).all()  # bfloat16 would round each step away
+
+
+FAMILIES = ["gemma3_text", *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_moe", "llama"))]
+families = pytest.mark.parametrize("model_type", FAMILIES)
+
+
+def connected(model_type: str, method: str = "resformer-denseformer") -> PreTrainedModel:
+    """A small decoder of another family with connections that start plainly, for byte tokens."""
+    model = small_decoder(model_type)
+    model.resize_token_embeddings(len(byte_tokenizer()))
+    return resformer.connect(model, method)
+
+
+def coefficients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if is_connection(name)}
+
+
+@families
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_trl_trains_connections_of_any_decoder_fully_and_by_lora(
+    model_type: str, adapter: bool, tmp_path: Path
+) -> None:
+    lora = {"peft_config": LoraConfig(r=4, target_modules="all-linear", modules_to_save=CONNECTIONS)} if adapter else {}
+    tuned = {**COMMON, "learning_rate": 1e-3}
+    source = tmp_path / "source"
+    connected(model_type).save_pretrained(source)
+    byte_tokenizer().save_pretrained(source)
+    pairs, texts = Dataset.from_dict(PAIRS), Dataset.from_dict({"text": TEXTS})
+    for trainer in (
+        SFTTrainer(str(source), SFTConfig(tmp_path, **tuned), train_dataset=texts, **lora),
+        DPOTrainer(str(source), args=DPOConfig(tmp_path, **tuned), train_dataset=pairs, **lora),
+    ):
+        before = {n: each for n, each in coefficients(trainer.model).items() if "original_module" not in n}
+        trainer.train()
+        after = coefficients(trainer.model)
+        assert before
+        assert not [name for name in before if torch.equal(before[name], after[name])]
+        trainer.save_model(tmp_path / "saved")
+        if adapter:
+            again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source), tmp_path / "saved")
+        else:
+            again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+        assert torch.allclose(logits_of(again), logits_of(trainer.model), atol=1e-5)
+
+
+@families
+def test_values_of_a_replaced_projection_are_mixed_once(model_type: str) -> None:
+    model = adapt(connected(model_type, "resformer"), ["v_proj"])
+    layers = Decoder(model.get_base_model()).layers
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+        layers[1].value_residual.weight.copy_(torch.tensor([0.25, -2.0]))
+    places = [layer.value_residual.register_forward_hook(keep) for layer in layers[1:2]]
+    seen.clear()
+    projected = [layer.self_attn._modules["v_proj"].register_forward_hook(keep) for layer in layers[:2]]
+    logits_of(model)
+    first, own, mixed = (states.flatten(2) for states in seen)
+    assert torch.allclose(mixed, 0.25 * first - 2.0 * own, atol=1e-6)
+    assert len([*places, *projected]) == len(seen) == 3
+    merged = model.merge_and_unload()
+    assert type(Decoder(merged).layers[1].self_attn._modules["v_proj"]) is nn.Linear
+    expected = mixed
+    seen.clear()
+    logits_of(merged)
+    assert torch.allclose(seen[-1].flatten(2), expected, atol=1e-5)
+
+
+seen: list[torch.Tensor] = []
+
+
+def keep(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+    seen.append(output.detach())
+
+
+@families
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_decoders_of_any_family_keep_their_connections(model_type: str, bits: int, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = connected(model_type)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_connection(name):
+                parameter.add_(0.123456789)
+    expected = coefficients(model)
+    model.save_pretrained(tmp_path)
+    options = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=options, dtype=torch.float32)
+    assert type(Decoder(loaded).layers[1].self_attn._modules["v_proj"]) is not nn.Linear
+    found = coefficients(loaded)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    similarity = torch.cosine_similarity(logits_of(loaded).float(), logits_of(model), dim=-1)
+    assert similarity.median() > (0.99 if bits == 8 else 0.9)
+
+
+def test_a_quantised_model_can_be_connected_and_trained(tmp_path: Path) -> None:
+    small_decoder("gemma3_text").save_pretrained(tmp_path)
+    options = BitsAndBytesConfig(load_in_4bit=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=options, dtype=torch.float32)
+    expected = logits_of(model)
+    model = resformer.connect(model, "resformer-denseformer")
+    assert torch.equal(logits_of(model), expected)
+    before = coefficients(model)
+    train(adapt(model, ["q_proj"], modules_to_save=CONNECTIONS))
+    after = {name.replace("modules_to_save.default.", ""): each for name, each in coefficients(model).items()}
+    assert not [name for name in before if torch.equal(before[name], after[name])]

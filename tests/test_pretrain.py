@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from resformer.checkpoint_cards import checkpoint_card
 from resformer.errors import CheckpointError
 from resformer.model_cards import model_card
 from resformer.training import pretraining
-from resformer.training.log import TrainingLog
+from resformer.training.log import LossGuard
 from resformer.training.options import FinetuneOptions, PretrainOptions, TokenizeOptions
 from resformer.training.report import FinetuneReport, record_origin
 from resformer.training.tokenizing import tokenize
@@ -60,16 +62,15 @@ def test_the_result_is_a_checkpoint_from_scratch(work: Path, invoke: Callable[..
     assert {"grad_norm", "learning_rate", "tokens", "tokens_per_second"} <= losses[-1].keys()
     assert [entry["step"] for entry in log if "eval_loss" in entry] == [0, 4, 8]
     assert max(entry["learning_rate"] for entry in losses) == report["plan"]["learning_rate"]
-    assert not Path("out.training").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("source", ["text.txt", "tokens"])
-def test_a_stopped_run_ends_with_the_same_weights(source: str, streaming: bool, work: Path) -> None:
+@pytest.mark.parametrize(("source", "optim"), [("text.txt", "muon"), ("tokens", None)])
+def test_a_stopped_run_ends_with_the_same_weights(source: str, optim: str | None, streaming: bool, work: Path) -> None:
     if source == "tokens":
         tokenize(TokenizeOptions(data=["text.txt"], output=source, tokenizer="bytes", held_out=0.1, sample_by="line"))
-    options = {"data": [source], "streaming": streaming, **SMALL}
+    options = {"data": [source], "streaming": streaming, "optim": optim, **SMALL}
     pretraining.pretrain(PretrainOptions(output="whole", **options))
     Path("stopped.training/.start.resformer-partial").mkdir(parents=True)  # of a run that was killed as it began
     for step in (1, 5):  # before the first checkpoint, and between two
@@ -86,31 +87,72 @@ def test_a_stopped_run_ends_with_the_same_weights(source: str, streaming: bool, 
     assert [entry.get("loss") for entry in logs[0]] == [entry.get("loss") for entry in logs[1]]
 
 
+def test_a_finished_run_goes_on_and_branches_as_a_longer_one(work: Path) -> None:
+    options = {"data": ["text.txt"], **SMALL, "fields": {**NARROW, "attention_dropout": 0.1}}
+
+    def trained(output: str, steps: int | None, **more: Any) -> FinetuneReport:
+        tokens = None if steps is None else 128 * steps
+        return pretraining.pretrain(PretrainOptions(output=output, **{**options, "tokens": tokens, **more}))[1]
+
+    def same(one: str, other: str) -> bool:
+        return Path(one, "model.safetensors").read_bytes() == Path(other, "model.safetensors").read_bytes()
+
+    first = trained("run", 20, schedule="constant", warmup=0.1)
+    assert [path.name for path in Path("run.training").glob("checkpoint-*")] == ["checkpoint-20"]
+    # What changes no step may be another; the rate, which followed from the tokens, is that of the beginning.
+    free = {"report_to": ["tensorboard"], "trainer": {"save_total_limit": 1}, "evaluations": 2}
+    longer = trained("run", 32, schedule="constant", warmup=0.1, resume=True, gradient_checkpointing=True, **free)
+    assert (longer.resumed_from, longer.steps) == (20, 32)
+    rate = {"learning_rate": first.arguments["learning_rate"], "warmup": 2}
+    trained("whole", 32, schedule="constant", **rate)
+    assert same("run", "whole")
+    branch = trained("branch", None, start="run", schedule="wsd", decay=0.2, warmup=0.1)
+    assert (branch.resumed_from, branch.steps) == (32, 40)
+    trained("wsd", 40, schedule="wsd", decay=0.2, **rate)
+    assert same("branch", "wsd")
+    rates = [entry["learning_rate"] for entry in json.loads(Path("branch/log.json").read_text()) if "loss" in entry]
+    assert max(rates) > rates[-2] > rates[-1]
+    with pytest.raises(CheckpointError, match=r"seed was 0, is 1, .* A branch differs in --tokens"):
+        trained("other", None, start="run", schedule="wsd", seed=1, warmup=0.1)
+    with pytest.raises(CheckpointError, match=r"run.training: is at step 32 .* here it falls at 28"):
+        trained("other", 35, start="run", schedule="wsd", warmup=0.1)
+    with pytest.raises(CheckpointError, match="steps was 40, is 50"):
+        trained("branch", 50, start="run", schedule="wsd", resume=True, warmup=0.1)
+
+
+def history(losses: list[float], **last: float) -> list[dict[str, float]]:
+    """Of logs at every second step, and one in between."""
+    entries = [{"loss": loss, "grad_norm": 1.0, "step": 2 * number} for number, loss in enumerate(losses, start=1)]
+    return [{**entries[0], "step": 1}, *entries[:-1], {**entries[-1], **last}]
+
+
 @pytest.mark.parametrize(
-    ("entry", "stops"),
+    ("losses", "last", "said"),
     [
-        ({"loss": 3.0, "grad_norm": 1.0}, False),
-        ({"loss": 4.9, "grad_norm": 1.0}, False),
-        ({"loss": 5.1, "grad_norm": 1.0}, True),
-        ({"loss": math.nan, "grad_norm": 1.0}, True),
-        ({"loss": 2.9, "grad_norm": math.inf}, True),
-        ({"eval_loss": 9.0}, False),
+        ([3.0, 5.1, 5.1, 5.1], {}, "the last losses are 5.1000, 5.1000 and 5.1000, the lowest was 3.0000"),
+        ([3.0, 2.9, 5.1, 5.1, 4.8], {}, ""),
+        ([3.0, 9.0, 9.0], {}, ""),
+        ([3.0, 9.0, 3.0, 9.0, 9.0], {}, ""),
+        ([3.0, math.nan], {}, "the loss is nan, the norm of the gradient 1.0000"),
+        ([3.0, 2.9], {"grad_norm": math.inf}, "the norm of the gradient inf"),
     ],
 )
-def test_a_lost_loss_stops_the_training(entry: dict[str, float], stops: bool, tmp_path: Path) -> None:
-    history = [{"loss": 3.0, "grad_norm": 1.0, "step": 1}, {**entry, "step": 2}]
-    state = SimpleNamespace(
-        log_history=history, num_input_tokens_seen=64, is_world_process_zero=True, global_step=2, max_steps=4
-    )
-    log, control = TrainingLog(tmp_path, flops=1.0), TrainerControl(should_save=True)
-    log.on_step_end(SimpleNamespace(), state, control)
+def test_a_lost_loss_stops_the_training(losses: list[float], last: Any, said: str, tmp_path: Path) -> None:
+    state = SimpleNamespace(log_history=history(losses, **last), global_step=9, logging_steps=2)
+    arguments, control = SimpleNamespace(output_dir=tmp_path, fp16=False), TrainerControl(should_save=True)
+    LossGuard(2.0).on_step_end(arguments, state, control, model=torch.nn.Linear(1, 1))
     assert control.should_log  # before the checkpoint
-    if stops:
-        with pytest.raises(CheckpointError, match="go on from the last with --resume"):
-            log.on_log(SimpleNamespace(bf16=False), state, control, model=torch.nn.Linear(1, 1))
-    else:
-        log.on_log(SimpleNamespace(bf16=False), state, control, model=torch.nn.Linear(1, 1))
-    assert len(json.loads((tmp_path / "log.json").read_text())) == 2
+    if not said:
+        LossGuard(2.0).on_log(arguments, state, control)
+        return
+    with pytest.raises(CheckpointError, match=f"{said}. There is no checkpoint yet"):
+        LossGuard(2.0).on_log(arguments, state, control)
+    (tmp_path / "checkpoint-8").mkdir()
+    (tmp_path / "checkpoint-8" / "trainer_state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"The last checkpoint is .*/checkpoint-8"):
+        LossGuard(2.0).on_log(arguments, state, control)
+    if math.isfinite(losses[-1]) and not last:
+        LossGuard(0.0).on_log(arguments, state, control)  # the way out
 
 
 def test_a_step_is_as_large_on_any_number_of_devices(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +175,14 @@ def test_a_dry_run_writes_nothing(work: Path, invoke: Callable[..., Any], monkey
     assert done.exit_code == 0, done.output
     plan = json.loads(done.stdout)["plan"]
     assert plan["hours"] == pytest.approx(plan["tokens"] / plan["tokens_per_second"] / 3600)
+    assert plan["estimated_memory"] < 10 * plan["memory"]
+    monkeypatch.setattr(pretraining, "_measured", lambda *given: pytest.fail("allocated"))
+    monkeypatch.setattr(pretraining, "free_memory", lambda: 20 * 10**9)
+    large = invoke(work, "pretrain", "out", "--size", "468m", *arguments[:4], "--micro-batch", 16, "--dry-run")
+    assert large.exit_code == 0, large.output
+    (gigabytes,) = re.findall(r"memory +about (\S+) GB on a device; here 20.0 GB are free", large.stdout)
+    assert 40 < float(gigabytes) < 200  # without gradient checkpointing
+    assert "not measured: it does not fit." in large.stdout
     assert not list(work.glob("out*"))
 
 
@@ -171,10 +221,10 @@ def test_a_card_names_the_licences_and_the_tokens_of_the_data(work: Path, monkey
     monkeypatch.setattr("resformer.training.report.cached_file", cached_file)
     options = FinetuneOptions(model="m", output="out", data=["text.txt"])
     report = FinetuneReport({}, "svformer", 1, 1, 32, None, 0, 0, 0, {}, tokens=10, steps=1)
-    tokens = {"text.txt": 1, "you/one": 2, "you/many:subset": 3, "you/none": 4000}
+    tokens = {"text.txt": (1, 1.0), "you/one": (2, 1.0), "you/many:subset": (3, 1.0), "you/none": (4000, 1.0)}
     record_origin(options, ResFormerConfig(), report, tokens)
     assert report.datasets == ["you/one", "you/many", "you/none"]
-    card = str(model_card(vars(report), "you/new", config=ResFormerConfig.for_method("svformer")))
+    card = str(model_card(asdict(report), "you/new", config=ResFormerConfig.for_method("svformer")))
     for row in ("text.txt | unknown | 1", "you/one | odc-by | 2", "you/many:subset | mit, apache-2.0 | 3"):
         assert f"| {row} |" in card
     assert "| you/none | unknown | 4,000 |" in card

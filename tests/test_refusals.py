@@ -4,7 +4,6 @@ The files of `snapshots/refusals` hold the commands, which run in a folder of br
 """
 
 import json
-import math
 import re
 import shlex
 import shutil
@@ -23,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig
 
 from resformer import ResFormerConfig, ResFormerForCausalLM, ResFormerForSequenceClassification, retrofit
-from resformer.record import RECORD
+from resformer.names import RECORD
 from resformer.training.options import TokenizeOptions
 from resformer.training.tokenizing import tokenize
 
@@ -34,7 +33,6 @@ SHAPE = "tiny:hidden_size=32:intermediate_size=48:num_hidden_layers=6:num_attent
 COMMON = {
     "scratch": f"--sizes {SHAPE} {NOTES} --tokenizer bytes {TEXT}",
     "continued": f"--from source {NOTES} {TEXT}",
-    "texts": "--calibrate notes.txt --sample-by paragraph --tokens 1280 --block 64",
 }
 #: Method -> a field that keeps a retrofit of it from being exact.
 LOSSY: dict[str, dict[str, Any]] = {
@@ -63,22 +61,17 @@ THEIRS = re.compile(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of three layers, whole and broken, texts, plans and folders with files of somebody else's."""
+    """Checkpoints of three layers, whole and broken, texts and folders with files of somebody else's."""
     folder = tmp_path_factory.mktemp("refusals")
     save = partial(save_checkpoint, num_hidden_layers=3)
     save(folder / "source")
     retrofit(folder / "source", folder / "retrofit", "resformer-denseformer")
     retrofit(folder / "source", folder / "shared", "svformer", lossy=True)
     save(folder / "narrow", vocab_size=200)
-    save(folder / "qwen3", "qwen3")
-    windows = ["full_attention", "sliding_attention", "full_attention"]
-    save(folder / "ministral", "ministral", layer_types=windows)
-    save(folder / "smollm3", "smollm3", no_rope_layers=[1, 0, 1])
     sizes = {**SIZES, "num_hidden_layers": 3}
     ResFormerForCausalLM(ResFormerConfig(**sizes, qk_norm=True, mlp_bias=True)).save_pretrained(folder / "strange")
     ResFormerForSequenceClassification(ResFormerConfig(**sizes, num_labels=3)).save_pretrained(folder / "classifier")
     BertConfig(**sizes).save_pretrained(folder / "bert")
-    ResFormerConfig(**{**sizes, "hidden_size": 64}).save_pretrained(folder / "wide")
     for name in ("gpt2", "phi3", "internlm2", "iquestcoder"):
         shutil.copytree(folder / "source", folder / name)
         change_json(folder / name / "config.json", model_type=name, clip_qkv=8.0)
@@ -87,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name / RECORD).write_text(json.dumps({"source_fields": fields}))
     for method, field in LOSSY.items():
         retrofit(folder / "source", folder / method, method, lossy=True, verify="headers", **field)
-    for name in ("coded", "pickled", "torn", "gap", "nan", "nan-head"):
+    for name in ("coded", "pickled", "torn", "gap"):
         shutil.copytree(folder / "source", folder / name)
     shutil.copytree(folder / "source", folder / "bare", ignore=shutil.ignore_patterns("*token*"))
     change_json(folder / "coded" / "config.json", auto_map={"AutoConfig": "code.Class"}, model_type="strange")
@@ -101,9 +94,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     missing = "model.layers.2.self_attn.q_proj.weight"
     whole = {name: tensor for name, tensor in weights.items() if name != missing}
     save_file(whole, folder / "gap" / "model.safetensors", {"format": "pt"})
-    for name, tensor in (("nan", "model.layers.1.mlp.up_proj.weight"), ("nan-head", "lm_head.weight")):
-        broken = {**weights, tensor: weights[tensor].clone().index_fill_(0, torch.tensor(3), math.nan)}
-        save_file(broken, folder / name / "model.safetensors", {"format": "pt"})
 
     save_notes(folder)
     tokenize(TokenizeOptions(data=[str(folder / "notes.txt")], output=str(folder / "tokens"), tokenizer="bytes"))
@@ -133,18 +123,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer = byte_tokenizer()
         tokenizer.chat_template = template
         tokenizer.save_pretrained(folder / name)
+    (folder / "loop").symlink_to("loop")
     one = Dataset.from_dict({"text": ["one"]})
     DatasetDict({"train": one, "test": one}).save_to_disk(folder / "saved")
-    plans = {
-        "short": {"value_sources": [0, 0]},
-        "chain": {"value_sources": [0, 0, 1]},
-        "none": {"fields": {"value_sources": [0, 1, 2]}},
-        "list": {"fields": [0, 0, 2]},
-        "keys": {"key_sources": [0, 0, 2]},
-        "last": {"value_sources": [0, 0, 2]},
-    }
-    for name, plan in plans.items():
-        (folder / f"{name}.json").write_text(json.dumps(plan))
     return folder
 
 
@@ -153,8 +134,6 @@ def test_refusals_are_one_line_with_the_way_out_and_leave_nothing(
     command: str, folder: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail(f"asks {prompt}"))
-    for steps in ("_SEARCH_STEPS", "_FINAL_STEPS"):
-        monkeypatch.setattr(f"resformer.shrinking.shrink.{steps}", 2)
 
     def answer(asked: str) -> str:
         before, words = set(folder.rglob("*")), shlex.split(Template(asked).substitute(COMMON))

@@ -24,7 +24,7 @@ from resformer import ResFormerConfig, ResFormerForCausalLM, bundle
 
 PAGE = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
 PROMPT = "Keys and values of"
-STARTS = re.findall(r"^    ((?:python -m resformer\.serving|vllm serve) .*)$", PAGE, re.MULTILINE)
+STARTS = re.findall(r"^    ((?:resformer serve|vllm serve) .*)$", PAGE, re.MULTILINE)
 CLIENT, SCORES = re.findall(r"^```python\n(.*?)^```", PAGE[PAGE.index("An OpenAI server") :], re.MULTILINE | re.DOTALL)
 TRANSFORMERS = [pytest.mark.slow, pytest.mark.skipif(not is_serve_available(), reason="no `transformers serve`")]
 VLLM = [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="no vLLM: make test-vllm")]
@@ -60,7 +60,10 @@ def serving(command: str, log: Path, **environment: str) -> Iterator[int]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     program, *arguments = command.replace("8000", str(port)).split()
-    launch = {"python": [sys.executable], "vllm": [sys.executable, "-m", "vllm.entrypoints.cli.main"]}[program]
+    launch = {
+        "resformer": [sys.executable, "-m", "resformer"],
+        "vllm": [sys.executable, "-m", "vllm.entrypoints.cli.main"],
+    }[program]
     quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1", **environment}
     with log.open("w") as output:
         server = subprocess.Popen(
@@ -123,5 +126,5 @@ def test_the_tensor_parallel_plan_names_what_the_model_has(variant: str) -> None
     model = tiny_model(variant)
     names = {re.sub(r"\d+", "*", name.rpartition(".")[0]) for name in model.state_dict()}
     assert model.tp_plan.keys() <= names | {re.sub(r"\d+", "*", name) for name in model.state_dict()}
-    replicated = ("norm", "depth_average", "attention_residuals")
+    replicated = ("norm", "depth_average", "attention_residuals", "embedding_residual", "backout", "smear")
     assert {name for name in names if not any(part in name for part in replicated)} <= model.tp_plan.keys()

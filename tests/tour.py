@@ -6,10 +6,9 @@ import tempfile
 from pathlib import Path
 
 import nbformat
+from demo import smollm2
 from hub_server import HubServer
 from nbclient import NotebookClient
-
-from resformer.demo import smollm2
 
 TOUR = Path(__file__).parents[1] / "docs" / "tour.ipynb"
 

@@ -1,13 +1,12 @@
-"""Distillation of a conversion's source: logits (arXiv 1503.02531) and hidden states (SwiftKV, arXiv 2410.03960)."""
+"""Distillation of a conversion's source: its logits (arXiv 1503.02531)."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig, PreTrainedModel, Trainer
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 _IGNORED = -100
 
@@ -25,27 +24,17 @@ def distillation_loss(
     """(1 - w) CE(labels, student) + w T^2 KL(teacher || student), both distributions at temperature T in the second.
 
     Position t predicts label t + 1; positions whose label is -100 count in neither term. The logarithms are taken in
-    float32 at least, of `chunk` positions at a time, and taken again in the backward pass: beyond the logits and their
-    gradient, this takes the memory of a few chunks.
+    float32 at least, of `chunk` positions at a time (default: 64 on a CPU, 512 elsewhere), and taken again in the
+    backward pass: beyond the logits and their gradient, this takes the memory of a few chunks.
 
     Args:
-        logits: (batch, length, vocabulary), the student's.
-        teacher_logits: the same shape; no gradient goes into it.
+        logits, teacher_logits: (batch, length, vocabulary); no gradient goes into the second.
         labels: (batch, length), not shifted.
-        weight: w, in [0, 1].
-        temperature: T > 0.
         num_items: the sums over positions are divided by this; default: by the number of labels that count.
-        chunk: default: 64 on a CPU, whose caches hold so many positions of a large vocabulary, 512 elsewhere.
-
-    Returns:
-        A scalar, in nats per token.
-
-    Raises:
-        ValueError: the shapes of the logits differ.
     """
     if logits.shape != teacher_logits.shape:
         raise ValueError(f"The logits are of shape {tuple(logits.shape)}, the teacher's {tuple(teacher_logits.shape)}.")
-    targets = _targets(labels, logits.device)
+    targets = F.pad(labels[:, 1:], (0, 1), value=_IGNORED).flatten().to(logits.device)  # what each position predicts
     chunk = chunk or (64 if logits.device.type == "cpu" else 512)
     parts = zip(
         logits.flatten(0, 1).split(chunk),
@@ -54,50 +43,7 @@ def distillation_loss(
         strict=True,
     )
     sums = [checkpoint(_chunk_sum, *part, weight, temperature, use_reentrant=False) for part in parts]
-    return torch.stack(sums).sum() / _number_of_items(num_items, targets)
-
-
-def hidden_state_loss(
-    hidden_states: Sequence[torch.Tensor],
-    teacher_states: Sequence[torch.Tensor],
-    labels: torch.Tensor,
-    *,
-    num_items: torch.Tensor | int | None = None,
-) -> torch.Tensor:
-    """The mean over positions t and the given hidden states of |h_t - g_t|^2 / |g_t|^2, in float32 at least.
-
-    h_t is the student's state, g_t the teacher's. Each position is measured against the teacher's own norm there: in
-    some models the first token's is a hundred times that of others, and would be all that a plain mean squared error
-    sees. The positions that count are those of `distillation_loss`.
-
-    Args:
-        hidden_states: one or more of (batch, length, hidden_size), the student's.
-        teacher_states: as many of the same shape; no gradient goes into them.
-        labels: (batch, length), not shifted.
-        num_items: as for `distillation_loss`.
-
-    Returns:
-        A scalar without unit; 1 for a student whose states are 0.
-    """
-    targets = _targets(labels, hidden_states[0].device)
-    counted = (targets != _IGNORED).view(labels.shape)
-    errors = []
-    for states, teacher in zip(hidden_states, teacher_states, strict=True):
-        dtype = torch.promote_types(states.dtype, torch.float32)
-        states, teacher = states[counted].to(dtype), teacher.detach()[counted].to(dtype)
-        errors.append(((states - teacher).square().sum(-1) / teacher.square().sum(-1)).sum())
-    return torch.stack(errors).mean() / _number_of_items(num_items, targets)
-
-
-def _targets(labels: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The label that each position predicts, (batch * length,)."""
-    return F.pad(labels[:, 1:], (0, 1), value=_IGNORED).flatten().to(device)
-
-
-def _number_of_items(num_items: torch.Tensor | int | None, targets: torch.Tensor) -> torch.Tensor | int:
-    if num_items is None:
-        return (targets != _IGNORED).sum()
-    return num_items.to(targets.device) if isinstance(num_items, torch.Tensor) else num_items
+    return torch.stack(sums).sum() / ((targets != _IGNORED).sum() if num_items is None else num_items)
 
 
 def _chunk_sum(
@@ -122,13 +68,9 @@ class DistillationTrainer(Trainer):
     Args:
         teacher: the source model, whole on every device; `None`: no distillation.
         weight, temperature: of `distillation_loss`.
-        hidden_weight: W, `hidden_state_loss` times it is added.
-        hidden_layers: the states that it compares, as indices into Transformers' `hidden_states`: 0 are the embeddings,
-            n is the output of the n-th layer, -2 that of the last layer but one, -1 the last layer's after the norm.
 
     Raises:
-        ValueError: the vocabularies of teacher and student differ, or with `hidden_weight` their widths, or one has no
-            such layer.
+        ValueError: the vocabularies of teacher and student differ.
     """
 
     def __init__(
@@ -137,15 +79,12 @@ class DistillationTrainer(Trainer):
         teacher: PreTrainedModel | None = None,
         weight: float = 0.5,
         temperature: float = 1.0,
-        hidden_weight: float = 0.0,
-        hidden_layers: Sequence[int] = (-2,),
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         self.teacher, self.weight, self.temperature = teacher, weight, temperature
-        self.hidden_weight, self.hidden_layers = hidden_weight, list(hidden_layers)
         if teacher is not None:
-            check_teacher(self.model.config, teacher.config, self.hidden_layers if hidden_weight else [])
+            check_teacher(self.model.config, teacher.config)
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
 
     def compute_loss(
@@ -159,8 +98,6 @@ class DistillationTrainer(Trainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["labels"]
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
-        if self.hidden_weight:
-            inputs["output_hidden_states"] = self.hidden_layers  # Transformers keeps these alone
         outputs = model(**inputs)
         with torch.no_grad(), self.accelerator.autocast():
             teacher_outputs = self.teacher(**inputs, use_cache=False)
@@ -172,30 +109,27 @@ class DistillationTrainer(Trainer):
             temperature=self.temperature,
             num_items=num_items_in_batch,
         )
-        if self.hidden_weight:
-            states, teacher_states = (
-                [each.hidden_states[layer] for layer in self.hidden_layers] for each in (outputs, teacher_outputs)
-            )
-            loss = loss + self.hidden_weight * hidden_state_loss(
-                states, teacher_states, labels, num_items=num_items_in_batch
-            )
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             # Data-parallel training takes the mean of the processes' gradients, and num_items counts all processes.
-            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+            loss = loss * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
 
 
-def check_teacher(config: PreTrainedConfig, teacher: PreTrainedConfig, hidden_layers: Sequence[int]) -> None:
+def check_teacher_tokens(tokenizer: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError if an id means other letters to the teacher; tokens that were added to either may differ."""
+    added = tokenizer.added_tokens_decoder.keys() | teacher.added_tokens_decoder.keys()
+    theirs = {number: token for token, number in teacher.get_vocab().items()}
+    ids = {number: token for token, number in tokenizer.get_vocab().items() if number not in added}
+    if different := sorted(number for number, token in ids.items() if theirs.get(number) != token):
+        number = different[0]
+        raise ValueError(
+            f"{len(different):,} of {len(ids):,} tokens are others for the teacher: {number} is {ids[number]!r} here "
+            f"and {theirs.get(number)!r} there; distil from the model's source."
+        )
+
+
+def check_teacher(config: PreTrainedConfig, teacher: PreTrainedConfig) -> None:
     if config.vocab_size != teacher.vocab_size:
         raise ValueError(
             f"The model has {config.vocab_size:,} tokens, the teacher {teacher.vocab_size:,}; distil from its source."
         )
-    if hidden_layers and config.hidden_size != teacher.hidden_size:
-        raise ValueError(
-            f"The model's hidden states are {config.hidden_size:,} wide, the teacher's {teacher.hidden_size:,}; distil "
-            "from its source, or from logits alone."
-        )
-    states = 1 + min(config.num_hidden_layers, teacher.num_hidden_layers)
-    for layer in hidden_layers:
-        if not -states <= layer < states:
-            raise ValueError(f"Hidden state {layer} is to be learned; expected {-states} to {states - 1}.")

@@ -2,8 +2,16 @@
 
 from typing import Any
 
-from resformer.configuration import key_sources, value_sources
-from resformer.modeling.modeling_resformer import KINDS
+import torch
+from transformers import AutoModelForCausalLM
+
+from resformer.configuration import ResFormerConfig
+from resformer.convert.connected_families import view
+from resformer.modeling.any_decoder import text_config
+from resformer.modeling.connection import kinds_in
+from resformer.training.optimizer import is_connection
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def forward_flops(config: Any, tokens: int) -> dict[str, float]:
@@ -11,33 +19,39 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
 
     | part | per layer and token |
     |---|---|
-    | `projections` | 2 x the weights of q, k, v, o and the MLP; a shared key or value has no k or v |
+    | `projections` | 2 x the weights of all matrices but the head; of experts a token passes its share |
     | `attention` | 4 x query heads x head_dim x keys, the mean number of keys that a causal token sees |
-    | `connections` | the sum of `flops` over `KINDS` |
+    | `connections` | the sum of their `flops` |
     | `head` | once, 2 x hidden_size x vocab_size |
 
-    Embeddings, norms, rotary embedding, softmax and activations are left out: they are the same for all methods.
+    Embeddings, norms, rotary embedding, softmax and activations are left out: they are the same for all methods. Of
+    another family's decoder it is an estimate: each matrix is taken to be used once by each token.
     """
-    layers, width = config.num_hidden_layers, config.hidden_size
-    queries = config.num_attention_heads * config.head_dim
-    values = config.num_key_value_heads * config.head_dim
-    projected = sum(  # keys and values that layers compute themselves
-        source == layer
-        for sources in (key_sources(config), value_sources(config))
-        for layer, source in enumerate(sources)
+    seen, text = view(config), text_config(config)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    experts = next((n for name in _EXPERTS if (n := getattr(text, name, None))), 1)
+    share = (getattr(text, "num_experts_per_tok", None) or experts) / experts if experts > 1 else 1
+    ends = [each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
+    weights = sum(
+        parameter.numel() * (share if ".experts" in name else 1)
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1 and not is_connection(name) and not any(parameter is end for end in ends)
     )
-    weights = layers * (2 * width * queries + 3 * width * config.intermediate_size) + projected * width * values
-
-    keys = 0.0
-    for layer_type in config.layer_types:
-        window = tokens if layer_type == "full_attention" else min(tokens, config.sliding_window)
-        keys += (window * (window + 1) / 2 + (tokens - window) * window) / tokens
-
+    if isinstance(config, ResFormerConfig):
+        queries = [config.num_attention_heads * seen.head_dim] * config.num_hidden_layers
+    else:
+        queries = [each.query_heads * each.values.head_dim if each.values is not None else 0 for each in seen.places]
+    attention = 0.0
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(queries)
+    for kind, width in zip(kinds, queries, strict=True):
+        window = min(tokens, getattr(text, "sliding_window", None) or tokens) if kind == "sliding_attention" else tokens
+        attention += 4 * width * (window * (window + 1) / 2 + (tokens - window) * window) / tokens
     return {
         "projections": 2 * weights,
-        "attention": 4 * queries * keys,
-        "connections": sum(kind.flops(config) for kind in KINDS),
-        "head": 2 * width * config.vocab_size,
+        "attention": attention,
+        "connections": sum(kind.flops(seen) for kind in kinds_in(seen)),
+        "head": 2 * seen.hidden_size * seen.vocab_size,
     }
 
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from resformer.modeling.modeling_resformer import KINDS
+from resformer.modeling.connections import KINDS
 
 
 def is_connection(parameter_name: str) -> bool:
     """Whether the parameter belongs to an added connection: it lies under the module of one of `KINDS`."""
-    return not {kind.module for kind in KINDS}.isdisjoint(parameter_name.split("."))
+    return not {kind.name for kind in KINDS}.isdisjoint(parameter_name.split("."))
 
 
 def set_connection_learning_rate(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float) -> None:
@@ -22,14 +22,42 @@ def set_connection_learning_rate(optimizer: torch.optim.Optimizer, model: nn.Mod
     for group in optimizer.param_groups:
         moved += [parameter for parameter in group["params"] if id(parameter) in connections]
         group["params"] = [parameter for parameter in group["params"] if id(parameter) not in connections]
+    trained = any(parameter.requires_grad for parameter in model.parameters() if id(parameter) in connections)
     if moved:
         optimizer.add_param_group({"params": moved, "lr": learning_rate, "weight_decay": 0.0})
-    elif any(parameter.requires_grad for parameter in model.parameters() if id(parameter) in connections):
-        warnings.warn(
-            f"{type(optimizer).__name__} does not hold the connections in its groups: they learn at its learning rate, "
-            f"not at {learning_rate}.",
-            stacklevel=2,
-        )
+    if trained and (not moved or hasattr(optimizer, "fused_backward")):  # LOMO steps in the backward pass
+        told = f"{type(optimizer).__name__} has one learning rate, at which the connections learn: not {learning_rate}."
+        warnings.warn(told, stacklevel=2)
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """`torch.optim.Muon` for groups that say `muon`, `torch.optim.AdamW` for the others; the state is in one place.
+
+    Muon's steps are as large as AdamW's (arXiv 2502.16982), so that the same rates suit both.
+    """
+
+    def __init__(self, groups: Any, **options: Any):
+        nothing = [nn.Parameter(torch.empty(0, 0))]
+        self.muon = torch.optim.Muon(nothing, adjust_lr_fn="match_rms_adamw")
+        self.adamw = torch.optim.AdamW(nothing)
+        super().__init__(groups, {**self.muon.defaults, **self.adamw.defaults, "muon": False, **options})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in (self.muon, self.adamw):
+            part.state = self.state
+            part.param_groups = [group for group in self.param_groups if group["muon"] == (part is self.muon)]
+            part.step()
+
+    def set_learning_rate(self, model: nn.Module, learning_rate: float) -> None:
+        """Gives the matrices of the layers to Muon, those of connections left out."""
+        of_layers = [(name, p) for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2]
+        matrices = {id(parameter) for name, parameter in of_layers if not is_connection(name)}
+        for group in [*self.param_groups]:
+            moved = [parameter for parameter in group["params"] if id(parameter) in matrices]
+            if moved:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in matrices]
+                more = {"lr": learning_rate, "weight_decay": group["weight_decay"], "muon": True}
+                self.add_param_group({"params": moved, **more})
 
 
 class ConnectionTrainer(Trainer):
@@ -37,12 +65,23 @@ class ConnectionTrainer(Trainer):
 
     Args:
         connection_learning_rate: `None`: that of everything else.
+        muon_learning_rate: of Muon for the matrices of the layers; `None`: no Muon.
     """
 
-    def __init__(self, *args: Any, connection_learning_rate: float | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        connection_learning_rate: float | None = None,
+        muon_learning_rate: float | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
         self.optimizer: torch.optim.Optimizer | None
-        self.connection_learning_rate = connection_learning_rate
+        self.connection_learning_rate, self.muon_learning_rate = connection_learning_rate, muon_learning_rate
+        if muon_learning_rate is not None:
+            options = {"lr": self.args.learning_rate, "eps": self.args.adam_epsilon}
+            options["betas"] = self.args.adam_beta1, self.args.adam_beta2
+            self.optimizer_cls_and_kwargs = MuonAndAdamW, options
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -51,6 +90,8 @@ class ConnectionTrainer(Trainer):
                 set_connection_learning_rate(
                     self.optimizer, self.model if model is None else model, self.connection_learning_rate
                 )
+            if isinstance(self.optimizer, MuonAndAdamW) and self.muon_learning_rate is not None:
+                self.optimizer.set_learning_rate(self.model if model is None else model, self.muon_learning_rate)
         return self.optimizer
 
 

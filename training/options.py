@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from typer import Argument, Option
 
 from resformer.errors import CheckpointError, first_names, one_line
@@ -18,7 +17,9 @@ SAMPLE_BY = ("document", "paragraph", "line")
 #: Of the learning rate; "wsd" is warm-up, stable, decay.
 SCHEDULES = ("cosine", "constant", "wsd")
 #: What `finetune --train` takes.
-TRAIN = ("all", "sharing", "connections")
+TRAIN = ("all", "connections")
+#: The file that says with what an unfinished run has begun.
+BEGUN = "arguments.json"
 
 _UNITS = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _LAUNCH_OPTIONS = ("resume", "force", "dry_run")  # options that do not change the result
@@ -35,8 +36,9 @@ def count(text: str | int) -> int:
 
 
 def names(text: str) -> list[str]:
-    """The names of a list such as `svformer,transformer:num_key_value_heads=4`; lists among the values keep commas."""
-    return [name.strip() for name in re.split(r",(?![^\[]*\])", text) if name.strip()]
+    """The names of a list such as `svformer,resformer:value_residual_init=2,1`; numbers belong to their value."""
+    parts = re.split(r",(?![^\[]*\])(?!\s*[\d.eE+-]+\s*(?:[,:]|$))", text)
+    return [name.strip() for name in parts if name.strip()]
 
 
 def weighted_sources(sources: Sequence[str]) -> tuple[list[str], list[float] | None]:
@@ -54,16 +56,26 @@ def weighted_sources(sources: Sequence[str]) -> tuple[list[str], list[float] | N
     return names, [weight / sum(weights) for weight in weights] or None
 
 
-def check_same(record: Path, now: dict[str, Any], what: str, way_out: str = "Give another folder.") -> None:
-    """Raises CheckpointError if a folder was begun with something else than `now`, as the JSON in `record` says."""
+def read_begun(folder: Path, name: str = BEGUN) -> dict[str, Any]:
+    """With what a folder was begun; raises CheckpointError if that cannot be read."""
     try:
-        before = json.loads(record.read_text(encoding="utf-8"))
+        return dict(json.loads((folder / name).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{record}: cannot be read ({one_line(error)}); remove its folder.") from error
+        raise CheckpointError(f"{folder / name}: cannot be read ({one_line(error)}); remove its folder.") from error
+
+
+def refuse_other(
+    folder: Path, before: dict[str, Any], now: dict[str, Any], what: str, way_out: str = "Give another folder."
+) -> None:
+    """Raises CheckpointError if `before`, with which `folder` was begun, differs from `now`."""
     now = json.loads(json.dumps(now))
     if different := sorted(name for name in now if now[name] != before.get(name)):
         changes = ", ".join(f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in different)
-        raise CheckpointError(f"{record.parent}: holds another {what}: {changes}. {way_out}")
+        raise CheckpointError(f"{folder}: holds another {what}: {changes}. {way_out}")
+
+
+def unfinished_of(output: str) -> Path:
+    return Path(output).with_name(f"{Path(output).name}.training")
 
 
 class _Checked:
@@ -75,7 +87,7 @@ class _Checked:
                 raise ValueError(f"{name} is {value!r}; expected {what}.")
 
     def _positive(self, *names: str) -> None:
-        self._expect("more than 0", lambda value: value > 0, *names)
+        self._expect("more than 0", lambda value: isinstance(value, (int, float)) and value > 0, *names)
 
     def _whole(self, *names: str) -> None:
         self._expect("an integer of more than 0", lambda value: isinstance(value, int) and value > 0, *names)
@@ -90,10 +102,7 @@ class DataOptions(_Checked):
 
     data: Annotated[
         list[str],
-        Option(
-            help="Text, JSON, CSV, parquet file; folder; Hub id[:configuration]; standard-library; repeatable, with "
-            "weights as in a:0.7. Columns: input_ids, text; finetune: messages, prompt and completion."
-        ),
+        Option(help="File, folder, Hub id[:configuration], standard-library; repeatable, with weights as in a:0.7."),
     ] = field(default_factory=list)
     split: Annotated[str, Option(help="Split of a Hub dataset.")] = "train"
     text_column: Annotated[str, Option(help="Column that holds the text.")] = "text"
@@ -114,13 +123,20 @@ class DataOptions(_Checked):
         return {"split": self.split, "text_column": self.text_column, "sample_by": self.sample_by}
 
 
+ParseSpecial = Annotated[
+    bool, Option("--parse-special", help="Special tokens that the text spells are tokens, not their letters.")
+]
 Bf16 = Annotated[bool | None, Option("--bf16/--no-bf16", help="Autocast.  [default: where the processor has bfloat16]")]
+KeepOptimizer = Annotated[
+    bool, Option("--keep-optimizer/--drop-optimizer", help="Whether --resume with more steps can go on after the end.")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(DataOptions):
     """What `finetune` and `pretrain` have in common."""
 
+    parse_special: ParseSpecial = False
     streaming: Annotated[bool, Option("--streaming", help="Read as it trains, never all.")] = False
     held_out: Annotated[float, Option(help="Share of the documents to evaluate on; 0: none.")] = 0.02
     held_out_blocks: Annotated[int, Option(help="Evaluate on at most this many blocks.")] = 256
@@ -129,36 +145,31 @@ class RunOptions(DataOptions):
     gradient_checkpointing: Annotated[bool, Option("--gradient-checkpointing", help="Less memory, more time.")] = False
     compile: Annotated[bool, Option("--compile", help="Compile each layer with torch.compile.")] = False
     attn_implementation: Annotated[str | None, Option(help="sdpa, eager, flash_attention_2.  [default: sdpa]")] = None
-    report_to: Annotated[list[str], Option(help="tensorboard, trackio, wandb; repeatable.  [default: none]")] = field(
+    report_to: Annotated[list[str], Option(help="tensorboard, trackio, wandb; repeatable.")] = field(
         default_factory=list
     )
-    tasks: Annotated[
-        list[str],
-        Option("--eval", help="Tasks of lm-evaluation-harness, at each evaluation and at the end; repeatable."),
-    ] = field(default_factory=list)
+    tasks: Annotated[list[str], Option("--eval", help="Tasks of lm-evaluation-harness; repeatable.")] = field(
+        default_factory=list
+    )
+    optim: Annotated[str | None, Option(help="muon, or one of Transformers.  [default: adamw_torch_fused]")] = None
+    muon_learning_rate: Annotated[float | None, Option(help="Of the matrices.  [default: --learning-rate]")] = None
+    spike: Annotated[float, Option(help="Stop if the loss stays so far above its lowest; 0: never.")] = 2.0
+    keep_optimizer: KeepOptimizer = False
     shard: Annotated[int, Option(help="FSDP2: so many devices share weights, gradients and moments.")] = 1
-    tensor_parallel: Annotated[int, Option(help="So many devices share each layer's matrices and sequences.")] = 1
-    push: Annotated[str | None, Option(metavar="REPO", help="Push the finished OUTPUT to this Hub id.")] = None
     resume: Annotated[bool, Option("--resume", help="Go on with a run that was stopped.")] = False
     force: Annotated[bool, Option("--force", help="Replace an earlier result, and discard an unfinished run.")] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.data:
-            raise ValueError("data is empty; name some with --data.")
-        self._positive("held_out_blocks", "shard", "tensor_parallel")
-        for name in ("shard", "tensor_parallel"):
-            for other in ("compile", "distill"):
-                if getattr(self, name) > 1 and getattr(self, other, None):
-                    raise ValueError(f"{name} is {getattr(self, name)}, with {other}; leave one of them out.")
-        if self.tensor_parallel > 1 and self.streaming:
-            raise ValueError(
-                f"tensor_parallel is {self.tensor_parallel}, with streaming; write tokens with `resformer tokenize`, "
-                "and read these."
-            )
+            raise ValueError("There is nothing to train on: name a file, a folder or a Hub id with --data.")
+        self._positive("held_out_blocks", "shard", "muon_learning_rate")
+        self._expect("0 or more", lambda spike: spike >= 0, "spike")
+        alone = {each: getattr(self, each, None) for each in ("compile", "distill")}
+        alone["optim muon, which needs whole matrices"] = self.optim == "muon"
+        if others := [each for each, given in alone.items() if given and self.shard > 1]:
+            raise ValueError(f"shard is {self.shard}, with {others[0]}; leave one of them out.")
         self._expect("a share of the documents, from 0 to below 1", lambda share: 0 <= share < 1, "held_out")
-        if self.push is not None:
-            validate_repo_id(self.push)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,13 +180,13 @@ class ScheduleOptions(_Checked):
     """
 
     micro_batch: Annotated[
-        int | None, Option(help="Sequences per device and pass.  [default: all; pretrain: 16,384 tokens or fewer]")
+        int | None, Option(help="Sequences per device and pass.  [default: all, or 16,384 tokens]")
     ] = None
     learning_rate: float | None = None
     connection_learning_rate: Annotated[
         float | None, Option(help="Of the connections.  [default: --learning-rate; of compare --from: 3e-4]")
     ] = None
-    warmup: Annotated[float, Option(help="Share of the steps.")] = 0.05
+    warmup: Annotated[float, Option(help="Share of the steps, or how many.")] = 0.05
     schedule: Annotated[str, Option(help="cosine, constant, or wsd: down in the last --decay of the steps.")] = "cosine"
     decay: Annotated[float, Option(help="Share of the steps, with --schedule wsd.")] = 0.2
     weight_decay: Annotated[float, Option(help="Of matrices; never of connections.")] = 0.1
@@ -183,14 +194,11 @@ class ScheduleOptions(_Checked):
 
     def __post_init__(self) -> None:
         self._whole("micro_batch", "evaluations")
-        self._expect(
-            "a number of more than 0",
-            lambda value: isinstance(value, (int, float)) and value > 0,
-            *("learning_rate", "connection_learning_rate"),
-        )
-        self._expect("a share of the steps from 0 to less than 1", lambda share: 0 <= share < 1, "warmup", "decay")
+        self._positive("learning_rate", "connection_learning_rate")
+        self._expect("0 or more", lambda value: value >= 0, "warmup")
+        self._expect("a share of the steps from 0 to less than 1", lambda share: 0 <= share < 1, "decay")
         self._one_of(SCHEDULES, "schedule")
-        if self.schedule == "wsd" and self.warmup + self.decay > 1:
+        if self.schedule == "wsd" and 1 > self.warmup > 1 - self.decay:
             raise ValueError(f"warmup is {self.warmup} and decay {self.decay}; expected at most all steps together.")
 
 
@@ -204,54 +212,31 @@ class FinetuneOptions(RunOptions):
     epochs: Annotated[float | None, Option(help="Passes over the data.  [default: 1]")] = None
     block: Annotated[int | None, Option(help="Tokens per sequence.  [default: 1024, or all positions]")] = None
     separate_documents: Annotated[
-        bool,
-        Option(
-            "--separate-documents/--join-documents",
-            help="Whether documents that are packed into a sequence are hidden from each other.",
-        ),
+        bool, Option("--separate-documents/--join-documents", help="Documents of a sequence apart, or joined.")
     ] = True
     batch: Annotated[int, Option(help="Sequences per device and pass.")] = 8
     accumulate: Annotated[int, Option(help="Passes per step.")] = 1
-    learning_rate: Annotated[float, Option(help="Of the backbone.")] = 5e-5
+    learning_rate: Annotated[float, Option("--learning-rate", "--lr", help="Of the backbone.")] = 5e-5
     connection_learning_rate: Annotated[float, Option(help="Of the cross-layer connections.")] = 3e-4
     distill: Annotated[str | None, Option(help="Learn from this checkpoint's logits, too: MODEL's source.")] = None
     distill_weight: Annotated[float, Option(help="Weight of the teacher's loss, 0 to 1.")] = 0.5
     temperature: Annotated[float, Option(help="Of the teacher's and the model's softmax.")] = 1.0
-    distill_hidden: Annotated[float, Option(help="Weight of the teacher's hidden states.")] = 0.0
-    distill_hidden_layers: Annotated[
-        list[int], Option(help="Which of Transformers' hidden_states; repeatable; -2 is the last layer's input.")
-    ] = field(default_factory=lambda: [-2])
-    train: Annotated[
-        str,
-        Option(
-            help="all parameters; sharing: projections and norms that sharing touched, and connections; connections "
-            "alone."
-        ),
-    ] = "all"
+    train: Annotated[str, Option(help="all parameters, or connections: those that connections add.")] = "all"
     dtype: Annotated[str, Option(help="Of the weights in training, float32 or bfloat16.")] = "float32"
     save_dtype: Annotated[str | None, Option(help="Of the weights as saved.  [default: --dtype]")] = None
-    optim: Annotated[str | None, Option(help="Of Transformers, such as adamw_8bit.  [default: adamw_torch_fused]")] = (
-        None
-    )
     tokenizer: Annotated[str | None, Option(help="Checkpoint with the tokenizer.  [default: MODEL]")] = None
     trainer: Annotated[
-        dict[str, Any],
-        Option("--set", metavar="NAME=VALUE", help="Any field of Transformers' TrainingArguments; repeatable."),
+        dict[str, Any], Option("--set", metavar="NAME=VALUE", help="Any field of TrainingArguments; repeatable.")
     ] = field(default_factory=dict)
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Pack the data, take one step and say what memory it took; write nothing.")
-    ] = False
+    dry_run: Annotated[bool, Option("--dry-run", help="Pack the data, measure one step; write nothing.")] = False
+    branch: str | None = None  # the folder of a run that this one goes on from
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._positive("steps", "epochs", "batch", "accumulate", "temperature")
         self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
         self._expect("0 to 1", lambda weight: 0 <= weight <= 1, "distill_weight")
-        self._expect("a finite number from 0 up", lambda w: math.isfinite(w) and w >= 0, "distill_hidden")
-        self._expect("a layer at least", len, "distill_hidden_layers")
         self._one_of(TRAIN, "train")
-        if self.distill_hidden and self.distill is None:
-            raise ValueError(f"distill_hidden is {self.distill_hidden}, without a teacher; name it with --distill.")
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps is {self.steps} and epochs {self.epochs}; give one of them.")
         if self.streaming and self.steps is None:
@@ -263,11 +248,7 @@ class FinetuneOptions(RunOptions):
         if self.separate_documents and self.batch > 1 and "flash" in (self.attn_implementation or ""):
             raise ValueError(
                 f"batch is {self.batch}; with FlashAttention, documents of a block are kept apart in batches of one "
-                "alone. Use --batch 1 and --accumulate, --attn-implementation sdpa, or --join-documents."
-            )
-        if self.dtype == "float16":
-            raise ValueError(
-                "dtype is float16; its gradients underflow. Train in float32, and save in it with --save-dtype float16."
+                "alone. Use --batch 1 and --accumulate (pretrain: --micro-batch 1), --join-documents, or sdpa."
             )
         self._one_of(("float32", "bfloat16"), "dtype")
         self._one_of(("float32", "bfloat16", "float16"), "save_dtype")
@@ -275,8 +256,7 @@ class FinetuneOptions(RunOptions):
     @property
     def unfinished(self) -> Path:
         """The folder beside the output that holds the checkpoints until the run ends."""
-        output = Path(self.output)
-        return output.with_name(f"{output.name}.training")
+        return unfinished_of(self.output)
 
     @property
     def run(self) -> dict[str, Any]:
@@ -284,23 +264,28 @@ class FinetuneOptions(RunOptions):
         return {name: value for name, value in asdict(self).items() if name not in _LAUNCH_OPTIONS}
 
 
+Backbone = Annotated[
+    str | None,
+    Option(metavar="FAMILY|CONFIG.JSON", help="The decoder of another family, qwen3_moe for one.  [default: ours]"),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class NewOptions(DataOptions):
     """What `resformer new` takes."""
 
     output: Annotated[str, Argument(help="The folder to write; new or empty.")]
-    size: Annotated[str, Option(help="tiny, 10m, 82m, 180m, 320m or 468m.")] = "tiny"
+    size: Annotated[str, Option(help="tiny, 10m, 82m, 180m, 320m or 468m, with :FIELD=VALUE... or without.")] = "tiny"
     method: Annotated[str, Option(help="A named method: see `resformer methods`.")] = "resformer"
+    backbone: Backbone = None
     tokenizer: Annotated[
         str | None,
-        Option(
-            help="bytes; bpe:N, trained on --data; folder or Hub id.  [default: that of --data, if they are tokens; "
-            "else bpe:4096 up to 10m, bpe:32768 above]"
-        ),
+        Option(help="bytes; bpe:N, trained on --data; folder; Hub id.  [default: of --data, or bpe:4096, bpe:32768]"),
     ] = None
     block: Annotated[int | None, Option(help="Tokens a sequence.  [default: 512 up to 10m, else 2048]")] = None
     fields: Annotated[
-        dict[str, Any], Option("--set", metavar="FIELD=VALUE", help="A field of ResFormerConfig; repeatable.")
+        dict[str, Any],
+        Option("--set", metavar="FIELD=VALUE", help="A field of ResFormerConfig, or the backbone's; repeatable."),
     ] = field(default_factory=dict)
     seed: Annotated[int, Option(help="Of the random numbers.")] = 0
     force: Annotated[bool, Option("--force", help="Replace an earlier result.")] = False
@@ -318,11 +303,19 @@ class PretrainOptions(NewOptions, RunOptions, ScheduleOptions):
         int | None, Option(parser=count, metavar="TOKENS", help="300k, 1.6B.  [default: 20 for each parameter]")
     ] = None
     batch_tokens: Annotated[
-        int | None,
-        Option(parser=count, metavar="TOKENS", help="A step's, on all devices.  [default: follows from the size]"),
+        int | None, Option(parser=count, metavar="TOKENS", help="A step's.  [default: follows from the size]")
     ] = None
-    learning_rate: Annotated[float | None, Option(help="The highest.  [default: follows from the size]")] = None
+    start: Annotated[
+        str | None, Option("--from", help="Go on from the last step of this OUTPUT, which had a constant rate.")
+    ] = None
+    learning_rate: Annotated[
+        float | None, Option("--learning-rate", "--lr", help="The highest.  [default: follows from the size]")
+    ] = None
     held_out: Annotated[float, Option(help="Share of the documents to evaluate on; 0: none.")] = 0.01
+    keep_optimizer: KeepOptimizer = True
+    trainer: Annotated[
+        dict[str, Any], Option("--trainer", metavar="NAME=VALUE", help="Any field of TrainingArguments; repeatable.")
+    ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -336,27 +329,17 @@ class TokenizeOptions(DataOptions):
     data: Annotated[list[str], Argument(help="Files, folders, Hub ids, standard-library.")]
     output: Annotated[str, Argument(help="The folder to write, or to go on with.")]
     tokenizer: Annotated[str, Option(help="bytes; bpe:N, trained on DATA; folder or Hub id.")]
+    parse_special: ParseSpecial = False
     workers: Annotated[int, Option(help="Processes.")] = 1
-    shard: Annotated[str, Option(metavar="I/N", help="Only the I-th of N parts; one machine each.")] = "1/1"
     tokens_per_file: Annotated[
-        int,
-        Option(parser=count, metavar="TOKENS", help="A file ends after so many.  [default: 64M]", show_default=False),
+        int, Option(parser=count, metavar="TOKENS", help="Of a file.  [default: 64M]", show_default=False)
     ] = 64_000_000
     held_out: Annotated[float, Option(help="Share of the documents to evaluate on.")] = 0.01
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._positive("workers")
-        part, slash, parts = self.shard.partition("/")
-        if not (part.isdecimal() and slash and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-            raise ValueError(f"shard is {self.shard!r}; expected I/N, with I from 1 to N.")
         self._expect("a share of the documents, from 0 to below 1", lambda share: 0 <= share < 1, "held_out")
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """(I, N) of `shard`."""
-        part, _, parts = self.shard.partition("/")
-        return int(part), int(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,7 +348,7 @@ class RunSettings(ScheduleOptions):
 
     steps: int
     batch: Annotated[int, Option(help="Sequences per step, on all devices together.")] = 8
-    learning_rate: float = 6e-4
+    learning_rate: float | None = 6e-4  # None: the size's
     bf16: Bf16 = None
 
     def __post_init__(self) -> None:
@@ -378,59 +361,51 @@ class StudyOptions(RunSettings, DataOptions):
     """What `resformer compare` takes."""
 
     output: Annotated[str, Argument(help="The folder of the study; new, empty, or one to go on with.")]
-    data: Annotated[
-        list[str],
-        Option(
-            help="Text, JSON, CSV or parquet file, folder, Hub id[:configuration]; repeatable.  [default: Python's "
-            "standard library]"
-        ),
-    ] = field(default_factory=list)
+    data: Annotated[list[str], Option(help="As of finetune; repeatable.  [default: standard-library]")] = field(
+        default_factory=list
+    )
     methods: Annotated[
         list[str], Option(help="NAME[:FIELD=VALUE...], separated by commas; transformer is always one of them.")
     ] = field(default_factory=lambda: ["resformer,denseformer,svformer"])
     baseline: Annotated[str | None, Option(help="What is compared with.  [default: the first transformer]")] = None
-    start: Annotated[
-        str | None,
-        Option(
-            "--from", help="Continue this Llama-style checkpoint, converted to each method, instead of from scratch."
-        ),
-    ] = None
+    start: Annotated[str | None, Option("--from", help="Continue this checkpoint, converted to each method.")] = None
+    backbone: Backbone = None
     sizes: Annotated[
-        list[str],
-        Option(help="tiny, 10m, 82m, 180m, 320m, 468m, or NAME:FIELD=VALUE...; commas between.  [default: tiny]"),
+        list[str], Option("--sizes", "--size", help="As --size of pretrain; commas between.  [default: tiny]")
     ] = field(default_factory=list)
     seeds: Annotated[int, Option(help="Paired runs of each method.")] = 3
     first_seed: Annotated[int, Option(min=0, help="The first run's; the others count on from it.")] = 0
     steps: Annotated[int | None, Option(help="Steps of each run; or give --tokens.")] = None  # type: ignore[assignment]
     tokens: Annotated[
-        int | None,
-        Option(parser=count, metavar="TOKENS", help="Of each run, rounded up to steps: 300k, 1.6B."),
+        int | None, Option(parser=count, metavar="TOKENS", help="Of each run, rounded up to steps: 300k, 1.6B.")
     ] = None
-    tokenizer: Annotated[
-        str | None,
-        Option(
-            help="bytes, bpe:N trained on the data, a folder or a Hub id.  [default: bpe:4096, or the checkpoint's]"
-        ),
-    ] = None
+    tokenizer: Annotated[str | None, Option(help="As of pretrain.  [default: bpe:4096, or the checkpoint's]")] = None
     block: Annotated[int, Option(help="Tokens per sequence.")] = 512
-    learning_rate: Annotated[float | None, Option(help="The highest.  [default: 6e-4, or 5e-5 with --from]")] = None  # type: ignore[assignment]
+    parse_special: ParseSpecial = False
+    separate_documents: Annotated[
+        bool, Option("--separate-documents/--join-documents", help="Documents of a sequence apart, as of pretrain.")
+    ] = False
+    learning_rate: Annotated[
+        float | None, Option("--learning-rate", "--lr", help="The highest.  [default: the size's; --from: 5e-5]")
+    ] = None
     held_out: Annotated[float, Option(help="Share of the documents of --data to evaluate on.")] = 0.02
     held_out_blocks: Annotated[int, Option(help="The most that is evaluated on before a run's end.")] = 128
     save_models: Annotated[bool, Option("--save-models", help="Keep the models of the first seed.")] = False
 
     def __post_init__(self) -> None:
         self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
-        if (self.steps is None) == (self.tokens is None):
+        if self.steps is None and self.tokens is None:
+            raise ValueError("The length of the runs is open: give --steps or --tokens.")
+        if self.steps is not None and self.tokens is not None:
             raise ValueError(f"--steps is {self.steps} and --tokens {self.tokens}: give one of them.")
         defaults: dict[str, Any] = {
             name: [each for text in getattr(self, name) for each in names(text)] for name in ("methods", "sizes")
         }
         if self.tokens is not None:
             defaults["steps"] = math.ceil(self.tokens / max(self.batch * self.block, 1))
-        if self.learning_rate is None:
-            defaults["learning_rate"] = 6e-4 if self.start is None else 5e-5
-        if self.connection_learning_rate is None and self.start is not None:
-            defaults["connection_learning_rate"] = 3e-4
+        if self.start is not None:
+            defaults["learning_rate"] = self.learning_rate or 5e-5
+            defaults["connection_learning_rate"] = self.connection_learning_rate or 3e-4
         for name, value in defaults.items():
             object.__setattr__(self, name, value)
         RunSettings.__post_init__(self)
@@ -438,6 +413,8 @@ class StudyOptions(RunSettings, DataOptions):
         self._positive("seeds", "held_out_blocks")
         self._expect("a share of the documents between 0 and 1", lambda share: 0 < share < 1, "held_out")
         self._one_of(self.all_methods, "baseline")
+        if self.start is not None and self.backbone is not None:
+            raise ValueError(f"backbone is {self.backbone}, but the decoder is that of {self.start}; give one of them.")
         if self.start is not None and self.sizes:
             raise ValueError(
                 f"sizes are {', '.join(self.sizes)}, but the size is that of {self.start}; give one of them."

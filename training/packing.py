@@ -1,8 +1,12 @@
 """Documents to blocks of tokens: packed back to back, from a memory-mapped column or from streams."""
 
 import hashlib
+import json
+import math
+import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from typing import Any
@@ -16,26 +20,28 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from resformer.errors import one_line
-from resformer.training.data import READ_AHEAD, DataError, checked_text, is_row_held_out, is_text, reading_source
+from resformer.training.data import READ_AHEAD, DataError, content, has_chats, is_row_held_out, reading_source
 from resformer.version import __version__
 
-_SHUFFLED = 1024  # blocks of streams that are shuffled among one another
+#: Passes over the same text that teach about as much as new text would, arXiv 2305.16264.
+MANY_PASSES = 4
+_COUNTS = ("before", "blocks", "shown")  # of a place, which add up to the blocks given
+_SHUFFLED = 4096  # blocks, of all streams, that are shuffled with those near them
 _TOKENS = Features({"input_ids": List(Value("int32"))})
+_SPELT = "\ufdd0{}\ufdd1"  # stands for a special token in a chat; Unicode keeps these characters out of texts
 
 
 class PackedBlocks(torch.utils.data.Dataset):
     """Blocks of `block` tokens, read from a memory-mapped column of token ids where they lie.
 
-    Item i is `input_ids` and `labels`, int64 of shape (block,), and with `separate` also `position_ids` that start
-    again at each document: attention implementations of Transformers then keep the documents of a block apart,
-    FlashAttention in batches of one alone. Labels of first tokens are -100 there, since no token before them belongs
-    to their document.
+    Items are `input_ids` and `labels`, and with `separate` also `position_ids` that start again at each document:
+    Transformers' attention then keeps the documents of a block apart, FlashAttention in batches of one alone. Labels of
+    first tokens are -100 there, since no token before them belongs to their document.
 
     Args:
-        tokens: all documents, back to back.
-        starts: ascending, the index of each document's first token.
+        starts: ascending, the index of each document's first token in `tokens`.
         most: keep at most so many blocks, at an even stride over all of them.
-        masked: whether there are tokens that are no labels, stored as -1 - id. Blocks of these alone are left out.
+        masked: tokens that are no labels are stored as -1 - id. Blocks of these alone are left out.
     """
 
     def __init__(
@@ -63,7 +69,10 @@ class PackedBlocks(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         begin = int(self.begins[index])
-        ids = torch.from_numpy(self.tokens.slice(begin, self.block).to_numpy().astype("int64"))
+        chunks, ends = self._chunks
+        first, last = np.searchsorted(ends, (begin, begin + self.block - 1), "right")  # `slice` would go through them
+        within = pa.chunked_array(chunks[first : last + 1]).slice(begin - ends[first] + len(chunks[first]), self.block)
+        ids = torch.from_numpy(within.to_numpy().astype("int64"))
         labels, ids = ids.masked_fill(ids < 0, -100), torch.where(ids < 0, -1 - ids, ids)
         if not self.separate:
             return {"input_ids": ids, "labels": labels}
@@ -77,6 +86,11 @@ class PackedBlocks(torch.utils.data.Dataset):
             "labels": labels.index_fill(0, starts, -100),
             "position_ids": positions - document_start.cummax(0).values,
         }
+
+    @cached_property
+    def _chunks(self) -> tuple[list[pa.Array], np.ndarray]:
+        """The chunks of `tokens`, and where each ends."""
+        return self.tokens.chunks, np.cumsum([len(chunk) for chunk in self.tokens.chunks])
 
     @cached_property
     def digest(self) -> str:
@@ -101,155 +115,206 @@ class PackedBlocks(torch.utils.data.Dataset):
         return np.unique(np.concatenate([np.arange(0), *map(np.arange, firsts, ends)]))
 
 
+class RunBlocks(torch.utils.data.Dataset):
+    """The blocks of a whole run in the order of its training: no step is short, and a longer run begins alike.
+
+    Pass follows pass, each in a new random order. With weights, the sources share the tokens of each part of the run,
+    and each is passed over as often as that takes.
+
+    Args:
+        source_of: of each block, the number of its source.
+        weights: shares of the tokens, one for each source; `None`: one pass is over all.
+        length: of the number of blocks until each was given once, how many the run trains on.
+    """
+
+    def __init__(
+        self,
+        blocks: PackedBlocks,
+        sizes: Mapping[str, int],
+        source_of: np.ndarray,
+        weights: Sequence[float] | None,
+        length: Callable[[float], int],
+        seed: int,
+    ):
+        self.blocks, self.digest, self.one_pass, self._sizes = blocks, blocks.digest, len(blocks), sizes
+        self._source_of = None if weights is None else source_of
+        parts, shares = [np.arange(len(blocks))], [1.0]
+        if weights is not None:
+            parts, shares = [np.flatnonzero(source_of == number) for number in range(len(sizes))], list(weights)
+            for (source, count), part in zip(sizes.items(), parts, strict=True):
+                if not len(part):
+                    raise _short(source, count, blocks.block)
+        count = length(max(len(part) / share for part, share in zip(parts, shares, strict=True)))
+        orders, times = [], []
+        for number, (part, share) in enumerate(zip(parts, shares, strict=True)):
+            passes = range(-(-(int(count * share) + 2) // len(part)))
+            orders += [np.random.default_rng([seed, number, each]).permutation(part) for each in passes]
+            times.append((np.arange(len(passes) * len(part)) + 0.5) / share)
+        self.order = np.concatenate(orders)[np.concatenate(times).argsort(kind="stable")[:count]]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.blocks[int(self.order[index])]
+
+    def read(self, given: int) -> dict[str, tuple[int, float]]:
+        """Source -> its tokens in the first `given` blocks, and the passes over it."""
+        if self._source_of is None:  # a small source may begin no block
+            counts: Any = given * np.array([*self._sizes.values()]) / max(sum(self._sizes.values()), 1)
+            passes = np.full(len(counts), given / len(self.blocks))
+        else:
+            counts = np.bincount(self._source_of[self.order[:given]], minlength=len(self._sizes))
+            passes = counts / np.bincount(self._source_of)
+        tokens = (counts * self.blocks.block).round().astype(int).tolist()
+        return dict(zip(self._sizes, zip(tokens, passes.round(3).tolist(), strict=True), strict=True))
+
+
 class StreamedBlocks(torch.utils.data.IterableDataset):
     """Blocks of streams without end, mixed by tokens; items as of `PackedBlocks`.
 
-    The next block is of the stream that has given the fewest for its weight. A stream that has ended begins again;
-    without weights, when all have ended, so that no text is read twice before another was read once. Blocks are
-    shuffled among each 1,024 that follow one another.
-
-    Args:
-        streams: source -> documents.
-        tokenise: of a batch of documents, as `tokenise`.
-
-    Raises:
-        DataError: a stream does not fill a block.
+    The next block is of the stream that has given the fewest for its weight; without weights, of those that have begun
+    again least often the one that has given the fewest since. Of each pass, blocks are shuffled with some thousands
+    near them. (`datasets.interleave_datasets` mixes by documents, be they long or short, and loses the content of its
+    shuffle buffer where a run goes on; the state of a stream that packs in `map` would lose the tail of each batch.)
     """
+
+    one_pass = None  # is not known
 
     def __init__(
         self,
         streams: Mapping[str, IterableDataset],
         tokenise: Callable[..., dict[str, list[list[int]]]],
         block: int,
-        *,
         weights: Sequence[float] | None = None,
         separate: bool = False,
         seed: int = 0,
     ):
-        self.weights, self.seed = weights, seed
-        self._sources, self._block = list(streams), block
-        self._streams = [_PackedStream(stream, tokenise, block, separate) for stream in streams.values()]
-        count = len(self._streams)
-        self._start: dict[str, Any] = {"window": 0, "given": 0, "places": [None] * count, "ended": [False] * count}
-        self._start |= {"blocks": [0] * count, "before": [0] * count}
+        self.streams, self.tokenise, self.block = [*streams.items()], tokenise, block
+        self.weights, self.separate, self.seed = weights, separate, seed
+        # The reader's state and the tokens left over before the documents whose blocks are shuffled together, and the
+        # number of these blocks that were given; the passes begun, and the blocks of this one and of those before.
+        start: dict[str, Any] = {"reader": None, "left": [[], []], "shown": 0, "passes": 1, "blocks": 0, "before": 0}
+        self.resume({"given": 0, "streams": [start] * len(streams)})
         digest = hashlib.sha256()
-        for source, stream in zip(streams, self._streams, strict=True):
-            with reading_source(source):
-                first = next(iter(stream), None)
-            if first is None:
-                raise DataError(
-                    f"{source}: its training documents have {stream.tail:,} tokens and do not fill a block of "
-                    f"{block:,}; use more text or a smaller --block."
-                )
-            digest.update(first["input_ids"].numpy().tobytes())
-        self.digest = digest.hexdigest()  # of each stream's first block
-        self._begin()
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        window, given = self._begin()
-        mixed = self._mixed()
-        while True:
-            self._windows[window] = self._now(window)
-            numbers, blocks = zip(*islice(mixed, _SHUFFLED), strict=True)
-            order = np.random.default_rng([self.seed, window]).permutation(_SHUFFLED)
-            self._windows[window]["order"] = np.array(numbers)[order].tolist()
-            for index in order[given:]:
-                yield blocks[index]
-            window, given = window + 1, 0
-
-    def _begin(self) -> tuple[int, int]:
-        start = self._start
-        for stream, place in zip(self._streams, start["places"], strict=True):
-            stream.place = place
-        self._blocks, self._before, self._ended = (list(start[name]) for name in ("blocks", "before", "ended"))
-        self._windows = {start["window"]: start}
-        return start["window"], start["given"]
+        for number in range(len(streams)):
+            digest.update(next(self._read(number, 1))["input_ids"].numpy().tobytes())
+        self.digest = digest.hexdigest()  # of a block of each
 
     def resume(self, place: dict[str, Any]) -> None:
         """Has iteration begin where `place` says."""
-        self._start = place
-        self._begin()
+        self.start, self._places = place, [*place["streams"]]
+        self._recent = {place["given"]: place["streams"]}
 
     def place(self, given: int) -> dict[str, Any]:
         """Where iteration is after so many blocks since the beginning, for JSON: what `resume` takes.
 
-        As more may have been read ahead, the places of all windows are known from that of the last call on.
+        As more may have been read ahead, the places after each block are known from that of the last call on. Another
+        process than the first, which reads for all, knows none.
         """
-        window = given // _SHUFFLED
-        self._windows = {number: place for number, place in self._windows.items() if number >= window}
-        return {**self._windows.get(window, self._now(window)), "given": given % _SHUFFLED}
+        self._recent = {number: places for number, places in self._recent.items() if number >= given}
+        return {"given": given, "streams": self._recent.get(given, self._places)}
 
-    def _now(self, window: int) -> dict[str, Any]:
-        places = [stream.place for stream in self._streams]
-        counts = {"blocks": list(self._blocks), "before": list(self._before), "ended": list(self._ended)}
-        return {"window": window, **counts, "places": places}
-
-    def tokens(self, given: int) -> dict[str, int]:
-        """Source -> its tokens in so many blocks since the beginning."""
-        place = self.place(given)
-        within = np.bincount(place.get("order", [])[: place["given"]], minlength=len(self._sources))
-        counts = self._block * (np.array(place["blocks"]) + place["before"] + within)
-        return dict(zip(self._sources, counts.tolist(), strict=True))
-
-    def _mixed(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        iterators = [iter(stream) for stream in self._streams]
-        weights = self.weights or [1.0] * len(iterators)
-        while True:
-            number = min(
-                (number for number, ended in enumerate(self._ended) if not ended),
-                key=lambda number: self._blocks[number] / weights[number],
-            )
-            with reading_source(self._sources[number]):
-                block = next(iterators[number], None)
-            if block is not None:
-                self._blocks[number] += 1
-                yield number, block
-                continue
-            iterators[number] = iter(self._streams[number])
-            self._ended[number] = self.weights is None
-            if all(self._ended):
-                self._before = [sum(counts) for counts in zip(self._before, self._blocks, strict=True)]
-                self._ended, self._blocks = [False] * len(iterators), [0] * len(iterators)
-
-
-class _PackedStream:
-    """The blocks of one stream. `place` is where iteration is, and where it begins: `None` at either end."""
-
-    def __init__(self, documents: IterableDataset, tokenise: Callable[..., Any], block: int, separate: bool):
-        self.documents, self.tokenise, self.block, self.separate = documents, tokenise, block, separate
-        self.place: dict[str, Any] | None = None
-        self.tail = 0  # tokens that did not fill a block at the end
+    def read(self, given: int) -> dict[str, tuple[int, float]]:
+        """Source -> its tokens in the first `given` blocks, and the passes over it that have begun."""
+        places = zip(self.streams, self.place(given)["streams"], strict=True)
+        return {name: (sum(map(each.get, _COUNTS)) * self.block, each["passes"]) for (name, _), each in places}
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        # The reader's state before a batch of documents, the tokens left over from those before, the blocks given.
-        place = self.place or {"reader": None, "left": [[], []], "given": 0}
-        reader, left, given = place["reader"], place["left"], place["given"]
-        self.documents.load_state_dict(reader)
-        for batch in self.documents.iter(batch_size=64):
-            ids, starts = map(list, left)
-            for document in self.tokenise(batch)["input_ids"]:
-                starts.append(len(ids))
-                ids += document
-            tokens = pa.chunked_array([pa.array(ids, pa.int32())])
-            blocks = PackedBlocks(tokens, np.array(starts, np.int64), self.block, separate=self.separate, masked=True)
-            for index in range(given, len(blocks)):
-                self.place = {"reader": reader, "left": left, "given": index + 1}
-                yield blocks[index]
-            whole = len(ids) // self.block * self.block
-            left = [ids[whole:], [start - whole for start in starts if start >= whole]]
-            reader, given = self.documents.state_dict(), 0
-        self.place, self.tail = None, len(left[0])
+        self.resume(self.start)
+        shares = self.weights or [1 / len(self.streams)] * len(self.streams)
+        readers = [self._read(number, math.ceil(_SHUFFLED * share)) for number, share in enumerate(shares)]
+        given = self.start["given"]
+        while True:
+            if self.weights is None:
+                turns: list[Any] = [(each["passes"], each["blocks"] + each["shown"]) for each in self._places]
+            else:
+                turns = [sum(map(p.get, _COUNTS)) / share for p, share in zip(self._places, shares, strict=True)]
+            number = turns.index(min(turns))
+            block, given = next(readers[number]), given + 1
+            self._recent[given] = [*self._places]
+            yield block
+
+    def _read(self, number: int, together: int) -> Iterator[dict[str, torch.Tensor]]:
+        """The blocks of a stream, about so many `together` shuffled; keeps its place."""
+        for place, blocks in self._windows(number, together):
+            order = np.random.default_rng([self.seed, number, place["before"] + place["blocks"]]).permutation(
+                len(blocks)
+            )
+            for shown in range(place["shown"], len(blocks)):
+                self._places[number] = {**place, "shown": shown + 1}
+                packed, index = blocks[order[shown]]
+                yield packed[index]
+
+    def _windows(self, number: int, together: int) -> Iterator[tuple[dict[str, Any], list[tuple[PackedBlocks, int]]]]:
+        """Blocks of a stream that follow one another in a pass, again and again, and the place where they begin."""
+        (source, documents), place = self.streams[number], self._places[number]
+        while True:
+            with reading_source(source):
+                documents.load_state_dict(place["reader"])
+                blocks, (ids, starts) = [], map(list, place["left"])
+                for batch in documents.iter(batch_size=64):
+                    for document in self.tokenise(batch)["input_ids"]:
+                        starts.append(len(ids))
+                        ids += document
+                    tokens = pa.chunked_array([pa.array(ids, pa.int32())])
+                    packed = PackedBlocks(
+                        tokens, np.array(starts, int), self.block, separate=self.separate, masked=True
+                    )
+                    blocks += [(packed, index) for index in range(len(packed))]
+                    whole = len(ids) // self.block * self.block
+                    ids, starts = ids[whole:], [start - whole for start in starts if start >= whole]
+                    if len(blocks) >= together:
+                        yield place, blocks
+                        place = {**place, "reader": documents.state_dict(), "left": [[*ids], [*starts]], "shown": 0}
+                        place["blocks"] += len(blocks)
+                        blocks = []
+            if blocks:
+                yield place, blocks
+            count, passes = place["blocks"] + len(blocks), place["passes"] + 1
+            if not count:
+                raise _short(source, len(ids), self.block)
+            if passes == MANY_PASSES + 1:
+                warn_of_passes(source, passes)
+            place = {**place, "before": place["before"] + count, "blocks": 0, "shown": 0, "passes": passes}
+            place |= {"reader": None, "left": [ids, starts]}
+
+
+def _short(source: str, tokens: int, block: int) -> DataError:
+    return DataError(
+        f"{source}: its training documents have {tokens:,} tokens and do not fill a block of {block:,}; use more text "
+        "or a smaller --block."
+    )
+
+
+def warn_of_passes(source: str, passes: float) -> None:
+    """Warns if text is read so often that it teaches less than new text would."""
+    if passes > MANY_PASSES:
+        warnings.warn(
+            f"{source}: is read {passes:.3g} times. Beyond {MANY_PASSES} passes, text teaches less and less (arXiv "
+            "2305.16264): use more text, a smaller weight or a shorter training.",
+            stacklevel=2,
+        )
+
+
+def bytes_per_token(blocks: PackedBlocks, tokenizer: PreTrainedTokenizerBase) -> float:
+    """Bytes of text per label, special tokens counted; a loss in nats per token over this and ln 2 is in bits per byte.
+
+    A character that the ends of the blocks cut counts as what a decoder shows for it.
+    """
+    rows = (blocks[index] for index in range(len(blocks)))
+    labels = [row["labels"][row["labels"] >= 0] for row in rows]
+    texts = tokenizer.batch_decode(labels, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return sum(len(text.encode("utf-8", "replace")) for text in texts) / sum(map(len, labels))
 
 
 @dataclass(frozen=True)
 class Blocks:
     """The blocks to train on and the held-out ones, which are none where no share is held out."""
 
-    train: Any  # PackedBlocks; StreamedBlocks of streams
+    train: Any  # PackedBlocks; RunBlocks if a length is given; StreamedBlocks of streams
     held_out: PackedBlocks
     held_out_documents: Mapping[str, int]  # source -> how many of its documents have tokens in the held-out blocks
-    #: Source -> the tokens of its training documents; empty of streams.
-    training_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -267,49 +332,42 @@ def pack_documents(
     separate: bool = False,
     seed: int = 0,
     weights: Sequence[float] | None = None,
-    remedy: str = "a larger --held-out",
+    length: Callable[[float], int] | None = None,
+    parse_special: bool = False,
 ) -> Blocks:
     """Packs documents back to back; of either side the tail alone is lost.
 
     A document begins with the beginning-of-sequence token if the tokenizer itself adds one, and ends with the
-    end-of-sequence token. Tokens of a `Dataset` are cached by `datasets` and read from the disk; an `IterableDataset`
-    is tokenised as it comes.
+    end-of-sequence token. Tokens of a `Dataset` are cached and read from the disk, those of a stream made as it comes.
 
     Args:
         documents: of `load_documents`; all are datasets, or all are streams.
-        held_out: the share of documents that is held out, by `is_held_out` or as `load_documents` has chosen; 0: none.
-        held_out_blocks: the most blocks that are made of them, at an even stride over all held-out tokens. Of streams
-            these are the ones in the first 2**25 characters, an equal part of each stream, or as many more as fill the
-            blocks.
-        separate: keep the documents of a block apart, see `PackedBlocks`.
-        seed: of the order in which the blocks of streams are trained on.
-        weights: shares of the training tokens, one for each source: of datasets as many documents as it takes until
-            one is used up, of streams without end. Default: all documents of all sources. Held-out documents come from
-            all sources in any case.
-        remedy: of too few held-out documents, for the message.
+        held_out: the share of documents that is held out, of all sources; 0: none.
+        held_out_blocks: the most blocks of them, at an even stride over all held-out tokens. Of streams these are in
+            the first 2**25 characters, an equal part of each, or as many more as fill the blocks.
+        separate, weights: of `PackedBlocks`, `RunBlocks`.
+        length: of `RunBlocks`; default: each block once, without weights in the order of the documents.
+        parse_special: whether special tokens that the texts spell are tokens, and not their letters.
 
     Raises:
-        DataError: either side does not fill one block.
+        DataError: either side does not fill one block, or a source that has a weight does not.
     """
-    options = {"tokenizer": tokenizer, "share": held_out, **document_ends(tokenizer)}
-    masked = any({"messages", "completion"} & set(part.column_names or ()) for part in documents.values())
+    options = {"tokenizer": tokenizer, "share": held_out, "parse_special": parse_special, **document_ends(tokenizer)}
     streams = {source: part for source, part in documents.items() if isinstance(part, IterableDataset)}
-    train: PackedBlocks | StreamedBlocks
-    counts: dict[str, int] = {}
+    train: Any
     if streams:
         encode = partial(tokenise, **options, wanted=False)
-        train = StreamedBlocks(streams, encode, block, weights=weights, separate=separate, seed=seed)
+        train = StreamedBlocks(streams, encode, block, weights, separate, seed)
     else:
         tables = [_token_table(part, options, wanted=False) for part in documents.values()]
-        sums = [pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 0 for table in tables]
-        if weights is not None:  # until a source is used up
-            total = min(count / weight for count, weight in zip(sums, weights, strict=True))
-            sums = [round(total * weight) for weight in weights]
-        counts = dict(zip(documents, sums, strict=True))
-        train = _packed(tables, block, "training", counts=sums, separate=separate, masked=masked)
+        masked = any(has_chats(part) for part in documents.values())
+        train, source_of, sizes = _packed(tables, block, "training", separate=separate, masked=masked)
+        if length is not None or weights is not None:
+            counts = dict(zip(documents, sizes, strict=True))
+            train = RunBlocks(train, counts, source_of, weights, length or round, seed)
     if not held_out:
         nothing = PackedBlocks(pa.chunked_array([], pa.int32()), np.arange(0), block)
-        return Blocks(train, nothing, dict.fromkeys(documents, 0), counts)
+        return Blocks(train, nothing, dict.fromkeys(documents, 0))
     if streams:
         enough = -(-held_out_blocks * block // len(streams))
         parts = []
@@ -318,19 +376,27 @@ def pack_documents(
                 parts.append(_read_ahead(part, READ_AHEAD // len(streams), enough, options))
     else:
         parts = [_token_table(part, options, wanted=True) for part in documents.values()]
-    held = _packed(parts, block, "held-out", remedy, most=held_out_blocks, separate=separate, masked=True)
+    remedy = "a larger --held-out"
+    held, _, _ = _packed(parts, block, "held-out", remedy, most=held_out_blocks, separate=separate, masked=True)
     source_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     held_out_counts = np.bincount(source_of[held.documents], minlength=len(parts)).tolist()
-    return Blocks(train, held, dict(zip(documents, held_out_counts, strict=True)), counts)
+    return Blocks(train, held, dict(zip(documents, held_out_counts, strict=True)))
 
 
-def pack_all(
-    documents: Mapping[str, Dataset], tokenizer: PreTrainedTokenizerBase, *, block: int, most: int, side: str
-) -> PackedBlocks:
-    """Packs documents as `pack_documents` does, none held out: at most `most` blocks, at an even stride over all."""
-    options = {"tokenizer": tokenizer, "share": 0.0, **document_ends(tokenizer)}
-    tables = [_token_table(part, options, wanted=False) for part in documents.values()]
-    return _packed(tables, block, side, most=most)
+def _specials(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Special tokens, longer ones first, as one may begin another."""
+    return sorted((str(token) for token in tokenizer.added_tokens_decoder.values() if token.special), key=len)[::-1]
+
+
+def spelt_specials(documents: Mapping[str, Dataset | IterableDataset], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Notes on the sources whose first documents spell special tokens, as text does that a template was applied to."""
+    notes = []
+    for source, part in documents.items():
+        with reading_source(source):
+            text = "\n".join(str(content(row)) for row in islice(part, 16))
+        if spelt := [token for token in _specials(tokenizer) if token in text]:
+            notes.append(f"{source}: {spelt[0]} in its text is read as text; --parse-special makes it a token")
+    return notes
 
 
 def document_ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
@@ -351,6 +417,7 @@ def tokenise(
     end: list[int],
     share: float,
     wanted: bool,
+    parse_special: bool = False,
     version: str = "",
 ) -> dict[str, list[list[int]]]:
     """The token ids of those documents that are on the `wanted` side of the split, those not learned as -1 - id.
@@ -358,56 +425,76 @@ def tokenise(
     `datasets` names its cache after the arguments, hence the package's version, and not after this code.
     """
     rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-    chosen = [row for row in rows if (text := _text(row, tokenizer)) and is_row_held_out(row, text, share) == wanted]
+    chosen = [each for row in rows if (each := content(row)) and is_row_held_out(row, each, share) == wanted]
     if "input_ids" in batch:
-        ids = [row["input_ids"] for row in chosen]
-        if (largest := max(map(max, ids), default=0)) >= len(tokenizer):
+        if (largest := max(map(max, chosen), default=0)) >= len(tokenizer):
             raise DataError(
                 f"The data have the token {largest:,}, and the tokenizer {len(tokenizer):,} tokens; name the one that "
                 "made them with --tokenizer."
             )
-        return {"input_ids": ids}
-    plain = [row["text"] for row in chosen if is_text(row)]
-    encoded = iter(tokenizer(plain, add_special_tokens=False, verbose=False)["input_ids"] if plain else [])
+        return {"input_ids": chosen}
+    specials = [] if parse_special else _specials(tokenizer)
+    encode = partial(tokenizer, add_special_tokens=False, verbose=False)
+    plain = [text for text in chosen if isinstance(text, str)]
+    encoded = iter(encode(plain, split_special_tokens=not parse_special)["input_ids"] if plain else [])
     return {
         "input_ids": [
-            begin + next(encoded) + end if is_text(row) else _answers(row, tokenizer, begin, end) for row in chosen
+            begin + next(encoded) + end if isinstance(each, str) else _answers(each, tokenizer, begin, end, specials)
+            for each in chosen
         ]
     }
 
 
-def _text(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
-    """A document's text, or the bytes of its tokens: their hash decides on which side it is."""
-    if (ids := row.get("input_ids")) is not None:
-        return np.array(ids, "<i4").tobytes().decode("latin-1")
-    if is_text(row):
-        return checked_text(row)
-    if isinstance(row.get("completion"), str):
-        return (row["prompt"] or "") + row["completion"]
-    if not row.get("messages") and row.get("completion") is None:  # an empty cell
-        return ""
-    return _apply_template(tokenizer, _messages(row), tokenize=False)
-
-
-def _messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    return [*(row.get("messages") or []), *(row.get("prompt") or []), *(row.get("completion") or [])]
-
-
-def _answers(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, begin: list[int], end: list[int]) -> list[int]:
+def _answers(
+    chat: dict[str, Any], tokenizer: PreTrainedTokenizerBase, begin: list[int], end: list[int], specials: Sequence[str]
+) -> list[int]:
     """Token ids; -1 - id of those not learned: all but a completion, or the assistant's messages of a chat.
 
-    A prompt is tokenised by itself, and so is each part of a chat up to a message, as TRL does.
+    A prompt is tokenised by itself, and so is each part of a chat up to a message, as TRL does. A message of the
+    assistant with a `weight` of 0 is not learned (OpenAI's and Mistral's files).
+
+    Args:
+        specials: tokens that the template alone makes.
     """
-    if isinstance(row.get("completion"), str):
-        prompt, completion = tokenizer([row["prompt"] or "", row["completion"]], add_special_tokens=False)["input_ids"]
-        return [-1 - token for token in begin + prompt] + completion + end
-    messages = _messages(row)
-    ids = _apply_template(tokenizer, messages)
+    encode = partial(tokenizer, add_special_tokens=False, verbose=False)
+    prompt, completion = chat.get("prompt") or "", chat.get("completion") or ""
+    if isinstance(prompt, str) and isinstance(completion, str) and not chat.get("messages"):
+        before, after = encode([prompt, completion], split_special_tokens=bool(specials))["input_ids"]
+        return [-1 - token for token in begin + before] + after + end
+    text = json.dumps(chat, ensure_ascii=False)
+    for number, token in enumerate(specials):
+        text = text.replace(token, _SPELT.format(number))
+    chat = json.loads(text)
+    given = _messages(chat.get("prompt"), "user")
+    messages = [*_messages(chat.get("messages"), ""), *given, *_messages(chat.get("completion"), "assistant")]
+    tools = chat.get("tools") or None
+    options = {
+        "tools": json.loads(tools) if isinstance(tools, str) else tools,
+        **(chat.get("chat_template_kwargs") or {}),
+    }
+
+    def ids_of(count: int, **more: Any) -> list[int]:
+        try:
+            text = tokenizer.apply_chat_template(messages[:count], tokenize=False, **options, **more)
+            if tools and "tools" not in tokenizer.get_chat_template(None, options["tools"]):
+                raise ValueError("it does not render `tools`; use another --tokenizer, or drop the column")
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise DataError(f"A chat does not fit the tokenizer's chat template: {one_line(error)}") from error
+        ids: list[int] = []
+        for number, piece in enumerate(re.split(_SPELT.format(r"(\d+)"), text)):
+            literal = number % 2 == 1
+            piece = specials[int(piece)] if literal else piece
+            ids += encode(piece, split_special_tokens=literal)["input_ids"] if piece else []
+        return ids
+
+    ids = ids_of(len(messages))
     marked = [-1 - token for token in ids]
-    for number in range(len(row.get("prompt") or []), len(messages)):
-        if messages[number].get("role") == "assistant":
-            before = _apply_template(tokenizer, messages[:number], add_generation_prompt=True)
-            until = _apply_template(tokenizer, messages[: number + 1])
+    for number in range(len(given), len(messages)):
+        message = messages[number]
+        if (weight := message.get("weight", 1)) not in (0, 1):
+            raise DataError(f"A message's weight is {weight!r}; expected 0, not learned, or 1.")
+        if message.get("role") == "assistant" and weight:
+            before, until = ids_of(number, add_generation_prompt=True), ids_of(number + 1)
             if ids[: len(until)] != until or until[: len(before)] != before:
                 raise DataError(
                     "The tokenizer's chat template renders a message differently when others follow, so that answers "
@@ -417,11 +504,9 @@ def _answers(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, begin: 
     return marked
 
 
-def _apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], **options: Any) -> Any:
-    try:
-        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
-    except (TemplateError, TypeError, KeyError, ValueError) as error:
-        raise DataError(f"A chat does not fit the tokenizer's chat template: {one_line(error)}") from error
+def _messages(part: Any, role: str) -> list[dict[str, Any]]:
+    """A list of messages; a text is one of `role`."""
+    return [{"role": role, "content": part}] if isinstance(part, str) and part else part or []
 
 
 def _token_table(documents: Dataset, options: dict[str, Any], *, wanted: bool) -> pa.Table:
@@ -460,24 +545,17 @@ def _read_ahead(documents: IterableDataset, characters: int, enough: int, option
 
 
 def _packed(
-    tables: Sequence[pa.Table],
-    block: int,
-    side: str,
-    remedy: str | None = None,
-    counts: Sequence[int | None] | None = None,
-    **options: Any,
-) -> PackedBlocks:
-    """The blocks of the first `counts` tokens of each table, or of all; a document may be all there is of a source."""
+    tables: Sequence[pa.Table], block: int, side: str, remedy: str | None = None, **options: Any
+) -> tuple[PackedBlocks, np.ndarray, list[int]]:
+    """The blocks of all tables, the number of the table in which each begins, and the tokens of each table."""
     chunks: list[pa.Array] = []
-    starts, length = [np.arange(0)], 0
-    for table, count in zip(tables, counts or [None] * len(tables), strict=True):
+    starts, sizes = [np.arange(0)], list[int]()
+    for table in tables:
         documents = table["input_ids"]
-        part = pa.chunked_array([chunk.flatten() for chunk in documents.chunks], pa.int32()).slice(0, count)
         lengths = pc.list_value_length(documents).to_numpy()
-        begins = lengths.cumsum() - lengths
-        starts.append(length + (begins if count is None else begins[begins < count]))
-        chunks += part.chunks
-        length += len(part)
+        starts.append(sum(sizes) + lengths.cumsum() - lengths)
+        sizes.append(int(lengths.sum()))
+        chunks += [chunk.flatten() for chunk in documents.chunks]
     tokens = pa.chunked_array(chunks, pa.int32())
     blocks = PackedBlocks(tokens, np.concatenate(starts), block, **options)
     if not len(blocks) and len(tokens) >= block:
@@ -487,4 +565,4 @@ def _packed(
         raise DataError(
             f"The {side} documents have {len(tokens):,} tokens, too few for one block of {block:,}; use {remedies}."
         )
-    return blocks
+    return blocks, np.searchsorted(np.cumsum(sizes), blocks.begins, "right"), sizes

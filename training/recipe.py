@@ -5,14 +5,14 @@ import json
 import math
 import os
 import platform
-import shlex
+import re
 import shutil
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
+from tqdm import tqdm
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
@@ -34,46 +35,40 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
+from transformers.distributed import DistributedConfig
 
-from resformer.checkpoint_cards import CheckpointCard
-from resformer.configuration import ResFormerConfig
+from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import method_of
 from resformer.environment import cpu_has_bf16, peak_memory
-from resformer.errors import CheckpointError, OutputError, ResFormerError, did_you_mean, one_line
+from resformer.errors import CheckpointError, OutputError, did_you_mean, one_line
 from resformer.evaluation import check_tasks, write_results
-from resformer.files import check_apart, check_target, locked, replacing
+from resformer.files import check_apart, check_target, locked, replacing, write_text
+from resformer.loading import load_config
 from resformer.model_cards import harness_metrics, model_card
-from resformer.pushing import HubError
-from resformer.pushing import push as push_checkpoint
 from resformer.record import weight_digests
-from resformer.training.data import load_documents
-from resformer.training.distillation import check_teacher
-from resformer.training.freezing import trained_parameters
-from resformer.training.log import CURVE, LOG, draw_curves
-from resformer.training.options import FinetuneOptions, check_same, weighted_sources
-from resformer.training.packing import Blocks, PackedBlocks, StreamedBlocks, pack_documents
-from resformer.training.parallel import distributed
+from resformer.training.data import load_documents, source_digest
+from resformer.training.distillation import check_teacher, check_teacher_tokens
+from resformer.training.log import LOG, LossGuard, last_checkpoint
+from resformer.training.optimizer import is_connection
+from resformer.training.options import BEGUN, FinetuneOptions, read_begun, refuse_other, weighted_sources
+from resformer.training.packing import Blocks, StreamedBlocks, pack_documents, spelt_specials, warn_of_passes
 from resformer.training.report import FinetuneReport, perplexity, record_origin
-from resformer.training.tokenizers import load_tokenizer
+from resformer.training.sizes import replicas
+from resformer.training.tokenizers import load_tokenizer, save_tokenizer
 from resformer.training.trainer import Bar, EvaluationLines, Place, RecipeTrainer
-from resformer.untrusted import check_folder
 
 #: The folder, in that of an unfinished run, of an untrained checkpoint that it has begun with.
 START = "start"
-_OPTION_NAMES = {  # field of TrainingArguments -> the option that sets it
-    "activation_checkpointing": "gradient_checkpointing",
-    "data_seed": "seed",
-    "gradient_accumulation_steps": "accumulate",
-    "hub_model_id": "push",
-    "max_steps": "steps",
-    "num_train_epochs": "epochs",
-    "output_dir": "output",
-    "per_device_train_batch_size": "batch",
-    "push_to_hub": "push",
-    "resume_from_checkpoint": "resume",
-    "torch_compile": "compile",
-}
-_PUSH_FIELDS = ("hub_private_repo", "hub_revision")
+#: Options and fields of `TrainingArguments` that change no step, and may be others where a run goes on.
+_FREE = {"report_to", "tasks", "evaluations", "gradient_checkpointing", "keep_optimizer", "spike", "branch", "warmup"}
+_FREE_ARGUMENTS = re.compile(
+    r"(save|eval|logging|log|dataloader)_.*|disable_tqdm|run_name|project|enable_jit_checkpoint"
+)
+#: Fields of `TrainingArguments` that options set.
+_SET = (
+    *("activation_checkpointing", "data_seed", "gradient_accumulation_steps", "max_steps", "num_train_epochs"),
+    *("output_dir", "per_device_train_batch_size", "resume_from_checkpoint", "torch_compile"),
+)
 
 
 def finetune_checkpoint(
@@ -93,9 +88,8 @@ def finetune_checkpoint(
         command: whose results are replaced with `options.force`.
 
     Raises:
-        CheckpointError: the model or its tokenizer cannot be loaded, it has nothing of what `options.train` names, or
-            the output or an unfinished run is in the way.
-        DataError: the data cannot be read or do not suffice.
+        CheckpointError: the model, its tokenizer or the data cannot be used, the output or an unfinished run is in the
+            way, or the training ended before its last step.
         OutputError: another process is training the same output, or it cannot be written.
         ValueError: an argument of the Trainer makes no sense.
     """
@@ -120,7 +114,7 @@ def _finetune(
         check_tasks(options.tasks)
     if first:
         inputs = [name for name in (options.model, *options.sources, options.distill, options.tokenizer) if name]
-        check_target(Path(options.output), *inputs, made_by=command, force=options.force)
+        check_target(Path(options.output), *inputs, made_by=command, force=_replaces(options))
         check_apart(options.unfinished, *inputs[begin is not None :])
         _check_unfinished(options, {**options.run, "processes": arguments.world_size})
         if begin is not None:
@@ -128,24 +122,40 @@ def _finetune(
     PartialState().wait_for_everyone()
 
     config = _config(options)
-    parts = distributed(options, config, arguments)
+    groups, parts = replicas(options.shard, arguments.world_size), {}
+    if options.shard > 1 and arguments.load_best_model_at_end:
+        raise ValueError("load_best_model_at_end is set; the weights of sharded checkpoints are not loaded at the end.")
+    if options.shard > 1:  # each process loads its part
+        parts["distributed_config"] = DistributedConfig(fsdp_size=options.shard, dp_replicate_size=groups)
     tokenizer = load_tokenizer(
         options.tokenizer or options.model,
         config.vocab_size,
         "name a checkpoint that has the right one with --tokenizer",
     )
+    if options.distill is not None:
+        remedy = "save the one of its training in its folder, so that they can be compared"
+        check_teacher_tokens(tokenizer, load_tokenizer(options.distill, None, remedy))
+    if first:  # a tokenizer that cannot go along is told before the training
+        with tempfile.TemporaryDirectory(prefix="resformer-") as folder:
+            config.save_pretrained(folder)
+            save_tokenizer(tokenizer, Path(folder))
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(config)
-    trained = trained_parameters(shape, options.train)
+    trained = [name for name, _ in shape.named_parameters() if options.train == "all" or is_connection(name)]
+    if not trained:
+        raise CheckpointError(
+            "train is 'connections', but the connections of the model have no parameters; "
+            "convert it to a method that has, such as resformer, or use --train all."
+        )
     with arguments.main_process_first(desc="packing"):
-        blocks, notes = _blocks(options, config, tokenizer)
+        blocks, notes = _blocks(options, arguments, config, tokenizer)
     report = FinetuneReport(
         arguments=options.run,
-        method=method_of(config) if isinstance(config, ResFormerConfig) else None,
+        method=method_of(config) if isinstance(config, ConnectionFields) else None,
         parameters=shape.num_parameters(),
         trained_parameters=sum(shape.get_parameter(name).numel() for name in trained),
         block=blocks.held_out.block,
-        training_blocks=len(blocks.train) if isinstance(blocks.train, PackedBlocks) else None,
+        training_blocks=blocks.train.one_pass,
         held_out_blocks=len(blocks.held_out),
         held_out_tokens=len(blocks.held_out) * blocks.held_out.block,
         held_out_documents=sum(blocks.held_out_documents.values()),
@@ -154,8 +164,16 @@ def _finetune(
         versions={"python": platform.python_version()}
         | {name: version(name) for name in ("resformer", "torch", "transformers", "datasets", "accelerate")},
     )
+    if blocks.train.one_pass:
+        report.passes = {source: passes for source, (_, passes) in blocks.train.read(len(blocks.train)).items()}
     begun = {**options.run, "processes": arguments.world_size, "data_sha256": blocks.digest}
+    begun["warmup_steps"] = arguments.get_warmup_steps(arguments.max_steps)
+    if options.streaming:
+        begun |= {f"digest of {source}": source_digest(source) for source in options.sources}
     if first:
+        for source, passes in report.passes.items():
+            tqdm.write(f"data: {passes:.3g} passes over {source}", file=sys.stderr)
+            warn_of_passes(source, passes)
         begun["weights"] = [_weights(name) for name in (options.model, options.distill) if name is not None]
         _check_unfinished(options, begun)
 
@@ -164,25 +182,25 @@ def _finetune(
         trainer.train()
         report.peak_memory = peak_memory()
         return report
-    last = broadcast_object_list([last_checkpoint(options.unfinished) if first and options.resume else None])[0]
+    last = broadcast_object_list([_last(options, begun) if first else None])[0]
     if last is not None and not all(gather_object([(last / "trainer_state.json").is_file()])):
         raise CheckpointError(f"{last}: is on the first process's disk and not on those of all; use a shared one.")
     if first:
         options.unfinished.mkdir(parents=True, exist_ok=True)
-        (options.unfinished / "arguments.json").write_text(json.dumps(begun, indent=2))
+        (options.unfinished / BEGUN).write_text(json.dumps(begun, indent=2))
     PartialState().wait_for_everyone()
-    loss = _train(trainer, last, report)
-    if not math.isfinite(loss):
-        raise CheckpointError(f"The loss is {loss}; nothing was written. Try a lower --learning-rate.")
+    _train(trainer, last, report)
 
-    read = blocks.training_tokens or blocks.train.tokens((report.tokens or 0) // report.block)
+    read = blocks.train.read((report.tokens or 0) // report.block)
+    report.passes = {source: passes for source, (_, passes) in read.items()}
     source_card = record_origin(options, config, report, read)
     _write(options, config, trainer, report, source_card, command)
     if first:
-        shutil.rmtree(options.unfinished)
+        kept = last_checkpoint(options.unfinished) if options.keep_optimizer else None
+        for path in [options.unfinished] if kept is None else options.unfinished.glob("checkpoint-*"):
+            if path != kept:
+                shutil.rmtree(path)
     PartialState().wait_for_everyone()
-    if first and options.push is not None:
-        report.url = _push(options)
     return report
 
 
@@ -192,23 +210,19 @@ def _config(options: FinetuneOptions) -> PreTrainedConfig:
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         raise CheckpointError(f"{options.model}: is an encoder ({config.model_type}); only causal models are trained.")
     if options.distill is not None:
-        teacher_config = _loaded(AutoConfig, options.distill).get_text_config()
-        check_teacher(config, teacher_config, options.distill_hidden_layers if options.distill_hidden else [])
-    if options.push is not None and not isinstance(config, ResFormerConfig):
-        raise CheckpointError(
-            f"{options.model}: is no ResFormer model, and a push needs its model card; leave out --push."
-        )
+        check_teacher(config, _loaded(AutoConfig, options.distill).get_text_config())
     return config
 
 
 def _blocks(
-    options: FinetuneOptions, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+    options: FinetuneOptions, arguments: TrainingArguments, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Blocks, list[str]]:
     """The packed data, and notes on them."""
     positions = config.max_position_embeddings
     block = options.block or min(1024, positions)
     if block > positions:
         raise ValueError(f"block is {block:,}, the model has {positions:,} positions; use --block {positions}.")
+    each = arguments.train_batch_size * options.accumulate * arguments.world_size  # sequences a step
     documents = load_documents(
         options.sources, **options.reading, streaming=options.streaming, chats=True, held_out=options.held_out
     )
@@ -221,8 +235,11 @@ def _blocks(
         separate=options.separate_documents,
         seed=options.seed,
         weights=weighted_sources(options.data)[1],
+        length=lambda one_pass: each * (options.steps or math.ceil((options.epochs or 1) * one_pass / each)),
+        parse_special=options.parse_special,
     )
-    return blocks, documents.notes
+    notes = [] if options.parse_special else spelt_specials(documents, tokenizer)
+    return blocks, [*documents.notes, *notes]
 
 
 def _trainer(
@@ -234,19 +251,11 @@ def _trainer(
     parts: Mapping[str, Any],
     callbacks: Sequence[TrainerCallback],
 ) -> RecipeTrainer:
-    """The trainer, with the model and, to distil, its teacher.
-
-    Args:
-        trained: the names of the parameters that are trained.
-        parts: of `distributed`.
-    """
+    """The trainer, with the model, of which the parameters `trained` are, and its teacher."""
     torch.manual_seed(options.seed)
     if options.dtype != "float32":
-        warnings.warn(
-            f"Weights are trained in {options.dtype}: updates of less than about three thousandths of a weight are "
-            "rounded away. Train in float32, which --bf16 computes with at the same speed.",
-            stacklevel=2,
-        )
+        told = f"Weights are trained in {options.dtype}, which rounds small updates away; --bf16 is as fast without."
+        warnings.warn(told, stacklevel=2)
     attention = {"attn_implementation": options.attn_implementation}
     model = _model(options.model, getattr(torch, options.dtype), **attention, **parts)
     for name, parameter in model.named_parameters():
@@ -255,8 +264,10 @@ def _trainer(
     teacher = None
     if options.distill is not None:
         teacher = _model(options.distill, torch.bfloat16 if arguments.bf16 else torch.float32, **attention)
-    stream = blocks.train if isinstance(blocks.train, StreamedBlocks) else None
-    arguments.ignore_data_skip = stream is not None  # which goes on where it was
+    callbacks = [*callbacks, EvaluationLines(), LossGuard(options.spike)]
+    if isinstance(blocks.train, StreamedBlocks):  # which goes on where it was
+        arguments.ignore_data_skip = True
+        callbacks.append(Place(blocks.train))
     trainer = RecipeTrainer(
         model=model,
         args=arguments,
@@ -264,14 +275,13 @@ def _trainer(
         eval_dataset=blocks.held_out if options.held_out else None,
         data_collator=default_data_collator,
         processing_class=tokenizer,  # saved with each checkpoint
-        callbacks=[*callbacks, EvaluationLines(), *([] if stream is None else [Place(stream)])],
+        callbacks=callbacks,
         teacher=teacher,
         weight=options.distill_weight,
         temperature=options.temperature,
-        hidden_weight=options.distill_hidden,
-        hidden_layers=options.distill_hidden_layers,
         tasks=options.tasks,
         connection_learning_rate=options.connection_learning_rate,
+        muon_learning_rate=(options.muon_learning_rate or options.learning_rate) if options.optim == "muon" else None,
     )
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
@@ -292,7 +302,7 @@ def _write(
     first, output = trainer.args.process_index == 0, Path(options.output)
     scores = harness_metrics(trainer.results) if trainer.results else []
     report.metrics = [asdict(score) for score in scores]
-    writer = replacing(output, made_by=command, force=options.force) if first else nullcontext(options.unfinished)
+    writer = replacing(output, made_by=command, force=_replaces(options)) if first else nullcontext(options.unfinished)
     with writer as folder:
         trainer.model.config.use_cache = config.use_cache  # which the Trainer sets to False
         saved = folder if options.save_dtype is None else options.unfinished / "trained"
@@ -301,28 +311,24 @@ def _write(
             return
         if options.save_dtype is not None:
             _model(str(saved), getattr(torch, options.save_dtype)).save_pretrained(folder)
-            trainer.processing_class.save_pretrained(folder)
+        report.tokenizer = save_tokenizer(trainer.processing_class, folder)
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
         if (options.unfinished / LOG).exists():
             shutil.copyfile(options.unfinished / LOG, folder / LOG)
-            with suppress(ImportError):  # without matplotlib there is no picture
-                draw_curves([folder], folder / CURVE)
-                report.recipe["curve"] = CURVE
         if (options.unfinished / "runs").exists():  # TensorBoard's
             shutil.copytree(options.unfinished / "runs", folder / "runs")
         if scores:
             write_results(trainer.results, folder / "eval.json")
         facts = {**asdict(report), **weight_digests(folder)}
         (folder / "metrics.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
-        if isinstance(config, ResFormerConfig):  # cards are for models with cross-layer connections
+        if isinstance(config, ConnectionFields):  # cards are for models with cross-layer connections
             facts |= {"dtype": options.save_dtype or options.dtype, "from_scratch": report.source is None}
-            repository = options.push or output.name
-            card = model_card(facts, repository, config=config, source_card=source_card, metrics=scores)
-            CheckpointCard(card, "", scores).write(folder / "README.md", force=True)
+            card = model_card(facts, output.name, config=config, source_card=source_card, metrics=scores)
+            write_text(folder / "README.md", str(card))
 
 
-def _train(trainer: RecipeTrainer, last: Path | None, report: FinetuneReport) -> float:
-    """Evaluates, trains, evaluates, and fills in the report; the loss afterwards, or without held-out text in all."""
+def _train(trainer: RecipeTrainer, last: Path | None, report: FinetuneReport) -> None:
+    """Evaluates, trains, evaluates, and fills in the report; raises CheckpointError if it ends before the last step."""
     seen_before = 0
     # Not by `evaluate()` before `train()`: Accelerate takes a model that was prepared for evaluation to be prepared for
     # training too, and the gradients of several processes would not be averaged.
@@ -334,18 +340,25 @@ def _train(trainer: RecipeTrainer, last: Path | None, report: FinetuneReport) ->
             trainer.train_dataset.resume(state["stateful_callbacks"][Place.__name__]["attributes"])
             trainer.random_states = str(last)
     start = time.perf_counter()
-    result = trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    trainer.train(resume_from_checkpoint=None if last is None else str(last))
     report.seconds = time.perf_counter() - start
     state = trainer.state
+    if state.global_step < state.max_steps:
+        saved = last_checkpoint(Path(trainer.args.output_dir))
+        place = "There is no checkpoint" if saved is None else f"The last checkpoint is {saved}"
+        stopped = f"The training was stopped at step {state.global_step:,} of {state.max_steps:,}"
+        raise CheckpointError(f"{stopped}, and nothing was written. {place}.", "--resume")
     evaluations = [entry for entry in state.log_history if "eval_loss" in entry]
     since = 0 if last is None else report.resumed_from + 1
     report.seconds -= sum(entry.get("eval_runtime", 0.0) for entry in state.log_history if entry["step"] >= since)
     report.steps, report.tokens = state.global_step, int(state.num_input_tokens_seen)
     report.tokens_per_second = (report.tokens - seen_before) / report.seconds
     report.peak_memory = peak_memory()
+    optimizer: Any = trainer.optimizer
+    optimizer.eval()  # of a schedule-free optimizer: the averaged weights are saved
     if trainer.eval_dataset is None:
         trainer.evaluate()
-        return float(result.training_loss)
+        return
     if not evaluations or evaluations[-1]["step"] != state.global_step:
         evaluations.append({**trainer.evaluate(), "step": state.global_step})
     report.evaluations = [{"step": entry["step"], "loss": entry["eval_loss"]} for entry in evaluations]
@@ -353,8 +366,8 @@ def _train(trainer: RecipeTrainer, last: Path | None, report: FinetuneReport) ->
     after = trainer.evaluate() if best else evaluations[-1]
     report.loss_before, report.loss_after = evaluations[0]["eval_loss"], after["eval_loss"]
     report.perplexity_before, report.perplexity_after = perplexity(report.loss_before), perplexity(report.loss_after)
+    report.bits_per_byte = report.loss_after / math.log(2) / trainer.bytes_per_token
     report.evaluation_tokens = round(trainer.labels_per_block * report.held_out_blocks)
-    return report.loss_after
 
 
 def uses_bf16(asked: bool | None) -> bool:
@@ -378,9 +391,9 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
         "bf16": uses_bf16(options.bf16),
         "activation_checkpointing": options.gradient_checkpointing,
         "torch_compile": options.compile,
-        "num_train_epochs": 1.0 if options.epochs is None else options.epochs,
+        "num_train_epochs": 1.0,  # of `RunBlocks`, which are all that the run takes, in order
         "max_steps": -1 if options.steps is None else options.steps,
-        **({} if options.optim is None else {"optim": options.optim}),
+        **({} if options.optim in (None, "muon") else {"optim": options.optim}),
         "report_to": options.report_to or "none",
     }
     if options.dry_run:  # one step, which writes nothing
@@ -398,6 +411,7 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
         "logging_steps": 10,
         "logging_nan_inf_filter": False,
         "prediction_loss_only": True,
+        "train_sampling_strategy": "sequential",
         "include_num_input_tokens_seen": "all",
         "disable_tqdm": not sys.stderr.isatty(),
         "use_cpu": not torch.accelerator.is_available(),
@@ -412,16 +426,14 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
 
 def _check_argument(name: str, value: Any) -> None:
     """Refuses a field of `TrainingArguments` that does not exist, has an option of its own, or would do harm."""
-    options = [each.name for each in fields(FinetuneOptions)]
-    if (name in options and name != "optim") or name in _OPTION_NAMES:
-        raise ValueError(f"{name}: is called {_OPTION_NAMES.get(name, name)} here, an option of its own.")
-    if name == "hub_token":
-        raise ValueError(f"{name}: would be written to metrics.json; set HF_TOKEN instead.")
-    if name.startswith("hub_") and name not in _PUSH_FIELDS:
-        raise ValueError(f"{name}: only the finished output is pushed, once; expected {', '.join(_PUSH_FIELDS)}.")
+    options = {each.name for each in fields(FinetuneOptions)} - {"optim"}
+    known = [each.name for each in fields(TrainingArguments) if each.init]
+    if name in options or name in _SET:
+        raise ValueError(f"{name}: is set by an option of its own.")
+    if name.startswith(("hub_", "push_")):
+        raise ValueError(f"{name}: nothing is pushed in training; push the finished output with `resformer push`.")
     if name == "label_smoothing_factor" and value:
         raise ValueError(f"{name}: held-out losses and perplexities would be smoothed, too; leave it out.")
-    known = [each.name for each in fields(TrainingArguments) if each.init]
     if name not in known:
         raise ValueError(f"There is no option {name!r}.{did_you_mean(name, [*options, *known])}")
 
@@ -433,6 +445,18 @@ def _weights(name: str) -> str:
     return hashlib.sha256(json.dumps(weight_digests(Path(name))).encode()).hexdigest()
 
 
+def _deciding(begun: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the result of a run that has begun."""
+    free = _FREE_ARGUMENTS.fullmatch
+    trainer = {name: value for name, value in begun["trainer"].items() if not free(name) and name != "warmup_steps"}
+    return {name: value for name, value in begun.items() if name not in _FREE} | {"trainer": trainer}
+
+
+def _replaces(options: FinetuneOptions) -> bool:
+    """Whether an output is replaced: with --force, or as the result of a run that goes on."""
+    return options.force or (options.resume and (options.unfinished / BEGUN).is_file())
+
+
 def _check_unfinished(options: FinetuneOptions, now: dict[str, Any]) -> None:
     """Refuses to lose an unfinished run, or to go on with one that had begun otherwise than `now`."""
     folder = options.unfinished
@@ -440,8 +464,11 @@ def _check_unfinished(options: FinetuneOptions, now: dict[str, Any]) -> None:
     if not folder.exists() or all(START in path.name.split(".") for path in folder.iterdir()):
         return
     if options.resume:
-        check_same(folder / "arguments.json", now, "run", "Go on as it began, or use --force alone.")
-    elif options.force and (folder / "arguments.json").is_file():
+        before, now = read_begun(folder), _deciding(now)
+        if (now["steps"] or 0) > (before["steps"] or 0) and _is_constant(before):
+            now.pop("steps")
+        refuse_other(folder, _deciding(before), now, "run", "Go on as it began, or use --force alone.")
+    elif options.force and (folder / BEGUN).is_file():
         if not options.dry_run:
             shutil.rmtree(folder)
     else:
@@ -450,40 +477,40 @@ def _check_unfinished(options: FinetuneOptions, now: dict[str, Any]) -> None:
         )
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that was written to its end: its state comes last."""
-    for path in sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
-        try:
-            json.loads((path / "trainer_state.json").read_text())
-        except (OSError, ValueError):
-            continue
-        return path
-    return None
+def _is_constant(begun: Mapping[str, Any]) -> bool:
+    """Whether the rate has not begun to fall at the end of a run, which then may be longer."""
+    return str(begun["trainer"].get("lr_scheduler_type")).startswith("constant")
+
+
+def _last(options: FinetuneOptions, now: dict[str, Any]) -> Path | None:
+    """The checkpoint to go on from: of this run, or else of the one from which it branches."""
+    if options.resume and (own := last_checkpoint(options.unfinished)) is not None:
+        return own
+    if options.branch is None:
+        return None
+    folder = Path(options.branch)
+    before, last = read_begun(folder), last_checkpoint(folder)
+    own_ones = ("steps", "model", "output", "branch", "trainer")
+    common, others = ({k: v for k, v in _deciding(each).items() if k not in own_ones} for each in (before, now))
+    refuse_other(folder, common, others, "run", "A branch differs in --tokens, --schedule and --decay alone.")
+    begun = 0 if last is None else int(last.name.rpartition("-")[2])
+    falls = (options.steps or 0) - options.trainer["lr_scheduler_kwargs"].get("num_decay_steps", 0)
+    if last is None or not _is_constant(before) or falls < begun:
+        raise CheckpointError(
+            f"{folder}: is at step {begun:,} of a run with --schedule {before['trainer'].get('lr_scheduler_type')}; "
+            f"expected constant_with_warmup, and a rate that falls from then on: here it falls at {falls:,}."
+        )
+    return last
 
 
 def _loaded(auto_class: Any, name: str, **options: Any) -> Any:
     """Never runs, nor asks on stdin to run, a checkpoint's code."""
-    check_folder(name)
     try:
-        return auto_class.from_pretrained(name, trust_remote_code=False, **options)
+        config = load_config(name)
+        return config if auto_class is AutoConfig else auto_class.from_pretrained(name, config=config, **options)
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(
             f"{name}: is no checkpoint folder or Hub id that can be loaded: {one_line(error)}"
-        ) from error
-
-
-def _push(options: FinetuneOptions) -> str | None:
-    """The URL of the commit that holds the finished output."""
-    assert options.push is not None
-    private, revision = (options.trainer.get(name) for name in ("hub_private_repo", "hub_revision"))
-    again = ["resformer", "push", options.output, options.push]
-    again += ["--private"] * bool(private) + ([] if revision is None else ["--revision", revision])
-    try:
-        return push_checkpoint(options.output, options.push, private=bool(private), revision=revision).url
-    except (ResFormerError, KeyboardInterrupt) as error:
-        raise HubError(
-            f"{options.output}: is finished, but was not pushed: {str(error) or 'interrupted.'} To push it: "
-            f"{shlex.join(again)}"
         ) from error
 
 

@@ -4,22 +4,28 @@ From 82m on the names are numbers of parameters with the paper's vocabulary of 5
 dimensions. The paper plots 320m but does not give its shape; ours has its other models' MLP of 3.5 widths.
 """
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 from resformer.configuration import ResFormerConfig
+from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.errors import did_you_mean
+from resformer.modeling.any_decoder import text_config
+from resformer.modeling.connecting import connected_config
+from resformer.modeling.measured import MEASURED
+from resformer.untrusted import read_json
 
 #: Fields of a ResFormerConfig, without those that all configurations have.
 CONFIG_FIELDS = {field.name for field in fields(ResFormerConfig)} - {field.name for field in fields(PreTrainedConfig)}
 
 _TOKENS_PER_PARAMETER = 20  # arXiv 2203.15556
 _WIDE = 512  # from this width on matrices start with Llama's deviation of 0.02, as in the paper
-_HIGHEST_RATE = 2e-3  # the best of four for 2 million parameters (docs/results.md), where the fit says 4e-3
 
 
 @dataclass(frozen=True)
@@ -49,16 +55,80 @@ SIZES: Mapping[str, Size] = {
 }
 
 
-def known_size(name: str) -> Size:
-    """One of `SIZES`; raises ValueError if there is none of this name."""
-    if name not in SIZES:
-        raise ValueError(f"size is {name!r}; expected one of {', '.join(SIZES)}.")
-    return SIZES[name]
+def with_fields(text: str, known: Collection[str], what: str, allowed: Collection[str]) -> tuple[str, dict[str, Any]]:
+    """`NAME:FIELD=VALUE...` as a known name and the fields; a value is JSON or a text, or several between commas."""
+    name, *pairs = text.split(":")
+    if name not in known:
+        raise ValueError(f"{what} is {name!r}; expected one of {', '.join(known)}, with :FIELD=VALUE... or without.")
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or key not in allowed:
+            hint = did_you_mean(key, allowed) if equals else ""
+            raise ValueError(f"{what} {text}: {pair!r} is no FIELD=VALUE of the model.{hint}")
+        try:
+            values[key] = json.loads(f"[{value}]" if "," in value and value[0] != "[" else value)
+        except json.JSONDecodeError:
+            values[key] = value
+    return name, values
+
+
+def known_size(text: str, allowed: Collection[str] = CONFIG_FIELDS) -> tuple[Size, dict[str, Any]]:
+    """One of `SIZES`, and the fields that are said with it."""
+    name, values = with_fields(text, SIZES, "size", allowed)
+    return SIZES[name], values
+
+
+def known_fields(backbone: str | None) -> set[str]:
+    """The fields that a configuration takes: ours, or those of a backbone and of its connections."""
+    if backbone is None:
+        return CONFIG_FIELDS
+    family = type(_backbone(backbone))
+    return {each.name for each in fields(family)} | {*family.attribute_map, *CONNECTION_FIELDS}
+
+
+def _backbone(name: str) -> PreTrainedConfig:
+    """The configuration of a family, by its model type or in a config.json."""
+    if name.endswith(".json"):
+        values = {key: value for key, value in read_json(Path(name)).items() if key != "quantization_config"}
+        name = str(values.pop("model_type", None))
+    else:
+        values = {}
+    if name not in MEASURED:
+        raise ValueError(f"backbone is {name!r}; expected a config.json, or one of {', '.join(sorted(MEASURED))}.")
+    config = CONFIG_MAPPING[name].from_dict(values)
+    if text_config(config) is not config:
+        decoder = text_config(config).model_type
+        raise ValueError(f"backbone is {name!r}, which is more than a decoder; take its decoder, {decoder!r}.")
+    return config
+
+
+def _family_config(backbone: str, method: str, size: Size, shape: Mapping[str, Any]) -> Any:
+    """The configuration of a family's decoder of this size; that of a config.json has a size of its own.
+
+    Experts are 8, of which a token takes 2 of half the width: the work is that of a decoder without.
+    """
+    config, given = _backbone(backbone), dict(shape)
+    if not backbone.endswith(".json"):
+        half, heads = size.intermediate_size // 2, size.num_attention_heads
+        usual = {"num_key_value_heads": heads, "head_dim": size.hidden_size // heads, "num_experts_per_tok": 2}
+        usual |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
+        usual |= {"moe_intermediate_size": half, **size.shape}
+        given = {name: value for name, value in usual.items() if hasattr(config, name)} | given
+    fields = {name: given.pop(name) for name in CONNECTION_FIELDS if name in given}
+    values = config.to_diff_dict() if backbone.endswith(".json") else {}
+    config = type(config).from_dict({**values, **given, "dtype": "float32"})
+    return connected_config(config, method, **fields)
 
 
 def scratch_config(
-    method: str, size: str, tokenizer: PreTrainedTokenizerBase, block: int | None = None, **values: Any
-) -> ResFormerConfig:
+    method: str,
+    size: str,
+    tokenizer: PreTrainedTokenizerBase,
+    block: int | None = None,
+    backbone: str | None = None,
+    **values: Any,
+) -> Any:
     """The configuration of an untrained model.
 
     Matrices of narrow models start with a deviation of sqrt(2 / (5 hidden_size)), arXiv 1910.05895: with Llama's 0.02
@@ -67,26 +137,34 @@ def scratch_config(
     Args:
         size: one of `SIZES`.
         block: positions; default: the size's.
+        backbone: the model type of another family, or its config.json, whose decoder gets the connections.
         values: fields that replace those of the size and the method.
 
     Raises:
         ValueError: the method, the size or a field is unknown, or the tokenizer has more tokens than `vocab_size`.
     """
-    for name in values.keys() - CONFIG_FIELDS:
-        raise ValueError(f"{name} is no field of a ResFormerConfig.{did_you_mean(name, CONFIG_FIELDS)}")
-    known = known_size(size)
+    allowed = known_fields(backbone)
+    for name in values.keys() - allowed:
+        what = "a ResFormerConfig" if backbone is None else backbone
+        raise ValueError(f"{name} is no field of {what}.{did_you_mean(name, allowed)}")
+    known, own = known_size(size, allowed)
     shape = {
         "vocab_size": len(tokenizer),
         "max_position_embeddings": block or known.block,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
-        **known.shape,
+        **(known.shape if backbone is None else {}),
+        **own,
         **values,
     }
     if shape["vocab_size"] < len(tokenizer):
         raise ValueError(f"vocab_size is {shape['vocab_size']:,}, but the tokenizer has {len(tokenizer):,} tokens.")
-    width = shape["hidden_size"]
+    if backbone is not None and backbone.endswith(".json"):
+        return _family_config(backbone, method, known, shape)
+    width = shape.get("hidden_size", known.hidden_size)
     deviation = 0.02 if width >= _WIDE else round(math.sqrt(2 / (5 * width)), 3)
+    if backbone is not None:
+        return _family_config(backbone, method, known, {"initializer_range": deviation, **shape})
     return ResFormerConfig.for_method(method, **{"initializer_range": deviation, **shape})
 
 
@@ -94,8 +172,7 @@ def budget(parameters: int, flops_per_token: float, tokens: int | None = None) -
     """(training tokens, tokens a step, learning rate) of a training from scratch.
 
     20 tokens a parameter; the batch and the rate are DeepSeek LLM's fit to the operations of the training, C:
-    0.292 C^0.3271 tokens and 0.3118 C^-0.125 (arXiv 2401.02954, section 3.1), the rate at most 2e-3. At this budget the
-    batch is smaller and the rate higher than in the ResFormer paper: 2 million tokens and 6e-4, of 20 billion tokens.
+    0.292 C^0.3271 tokens and 0.3118 C^-0.125 (arXiv 2401.02954, section 3.1).
 
     Args:
         flops_per_token: of forward and backward pass.
@@ -103,29 +180,40 @@ def budget(parameters: int, flops_per_token: float, tokens: int | None = None) -
     """
     tokens = _TOKENS_PER_PARAMETER * parameters if tokens is None else tokens
     operations = flops_per_token * tokens
-    return tokens, round(0.292 * operations**0.3271), min(0.3118 * operations**-0.125, _HIGHEST_RATE)
+    return tokens, round(0.292 * operations**0.3271), 0.3118 * operations**-0.125
 
 
 def schedule_arguments(name: str, steps: int, warmup: float, decay: float = 0.2) -> dict[str, Any]:
-    """The fields of `TrainingArguments` for AdamW (0.9, 0.95) and a schedule that ends at a tenth of the learning rate.
+    """The fields of `TrainingArguments` for AdamW (0.9, 0.95) and a schedule.
 
     Args:
-        name: "cosine"; "constant", whose models can be trained further as if they had never stopped; or "wsd", constant
-            and then falling linearly in the share `decay` of the steps (arXiv 2405.18392).
-        warmup: share of the steps.
+        name: "cosine", to a tenth of the rate; "constant"; or "wsd", which is constant and then falls to 0 in the share
+            `decay` of the steps (arXiv 2405.18392).
+        warmup: share of the steps, or from 1 on how many.
     """
     scheduler, options = {
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
         "constant": ("constant_with_warmup", {}),
-        "wsd": (
-            "warmup_stable_decay",
-            {"num_decay_steps": math.ceil(decay * steps), "decay_type": "linear", "min_lr_ratio": 0.1},
-        ),
+        "wsd": ("warmup_stable_decay", {"num_decay_steps": math.ceil(decay * steps), "decay_type": "linear"}),
     }[name]
     return {
         "lr_scheduler_type": scheduler,
         "lr_scheduler_kwargs": options,
-        "warmup_steps": math.ceil(warmup * steps),
+        "warmup_steps": math.ceil(warmup * steps if warmup < 1 else warmup),
         "adam_beta2": 0.95,
         "max_grad_norm": 1.0,
     }
+
+
+def replicas(shard: int, devices: int) -> int:
+    """How many groups of devices hold the model, each of them whole; raises ValueError if they do not divide."""
+    if devices % shard:
+        raise ValueError(f"shard is {shard}; expected a divisor of the number of processes, {devices}.")
+    return devices // shard
+
+
+def passes(sequences: int, micro: int) -> int:
+    """How often a device takes `micro` of its sequences in a step; raises ValueError if they cannot be divided so."""
+    if sequences % micro:
+        raise ValueError(f"micro_batch is {micro}; expected a divisor of the {sequences} sequences of a device.")
+    return sequences // micro

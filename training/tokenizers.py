@@ -1,44 +1,44 @@
 """Tokenizers of a model from scratch: bytes, one trained on the data, or that of another checkpoint."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from resformer.errors import CheckpointError, one_line
+from resformer.convert import tokens
+from resformer.errors import CheckpointError
+from resformer.loading import check_source
 from resformer.training.data import training_texts
-from resformer.untrusted import check_folder
 
 _END = "<|endoftext|>"
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+_LONG = 1024  # characters of a word that are learned from together: each merge goes through a word again
 _LEARNED_FROM = 100_000_000  # characters that a BPE tokenizer is trained on at most, an equal part of each source
 
 
 def load_tokenizer(name: str | Path, vocab_size: int | None, remedy: str, **options: Any) -> PreTrainedTokenizerBase:
-    """A checkpoint's tokenizer, for a model with `vocab_size` tokens, or for any.
-
-    Args:
-        remedy: what to do without one, for the message.
-        options: of `AutoTokenizer.from_pretrained`.
-
-    Raises:
-        CheckpointError: it cannot be loaded, or has more tokens than the model.
-    """
+    """A checkpoint's tokenizer, for a model with `vocab_size` tokens, or for any; `remedy` says what to do without."""
     if "gguf_file" not in options:
-        check_folder(name)
+        check_source(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
-    except Exception as error:  # a corrupt file raises any
-        raise CheckpointError(f"{name}: has no tokenizer that can be loaded ({one_line(error)}); {remedy}.") from error
+        tokenizer = tokens.load_tokenizer(name, **options)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: has no tokenizer that can be loaded ({error}); {remedy}.") from error
     if vocab_size is not None and len(tokenizer) > vocab_size:
         raise CheckpointError(
             f"{name}: its tokenizer has {len(tokenizer):,} tokens, the model {vocab_size:,}; {remedy}."
         )
     return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tokens.TokensComparison:
+    """Writes it into the folder of a checkpoint, so that `AutoTokenizer` gives it, or its equal, of that."""
+    tokenizer.save_pretrained(folder)
+    return tokens.keep_tokenizer(tokenizer, folder)
 
 
 def make_tokenizer(
@@ -48,12 +48,6 @@ def make_tokenizer(
 
     Args:
         name: "bytes"; "bpe:N", trained on the documents that are not held out; a folder or Hub id.
-        documents: of `load_documents`.
-        held_out: as of `pack_documents`.
-
-    Raises:
-        CheckpointError: the tokenizer cannot be loaded.
-        ValueError: `name` is "bpe:" without a number of at least 257, or there are no documents to train it on.
     """
     kind, _, size = name.partition(":")
     if name == "bytes":
@@ -66,24 +60,16 @@ def make_tokenizer(
         if not documents:
             raise ValueError(f"tokenizer is {name!r}, which is trained on data; name some with --data.")
         model = Tokenizer(models.BPE())
-        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(_LONG)])
         trainer = trainers.BpeTrainer(
             vocab_size=int(size), special_tokens=[_END], initial_alphabet=_ALPHABET, show_progress=False
         )
-        parts = [training_texts(source, part, held_out) for source, part in documents.items()]
-        most = _LEARNED_FROM // len(parts)
-        model.train_from_iterator(chain.from_iterable(_bounded(texts, most) for texts in parts), trainer)
+        most = _LEARNED_FROM // len(documents)
+        parts = (training_texts(source, part, held_out, most) for source, part in documents.items())
+        model.train_from_iterator(chain.from_iterable(parts), trainer)
+        model.pre_tokenizer = words
     else:
         return load_tokenizer(name, None, "expected bytes, bpe:N, a folder or a Hub id")
     model.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=model, eos_token=_END)
-
-
-def _bounded(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """The texts until they have so many characters."""
-    seen = 0
-    for text in texts:
-        yield text
-        seen += len(text)
-        if seen >= characters:
-            return

@@ -1,5 +1,7 @@
 """The Trainer of `finetune` and `pretrain`, and what it prints."""
 
+import math
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -7,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -14,11 +17,12 @@ from tqdm import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from resformer.errors import OutputError, one_line
 from resformer.evaluation import evaluate_in_training
 from resformer.model_cards import harness_metrics
 from resformer.training.distillation import DistillationTrainer
 from resformer.training.optimizer import ConnectionTrainer
-from resformer.training.packing import PackedBlocks, StreamedBlocks
+from resformer.training.packing import PackedBlocks, StreamedBlocks, bytes_per_token
 from resformer.training.report import perplexity
 
 _SHARDS = "shards"  # the folder of a checkpoint that has the processes' parts
@@ -49,12 +53,23 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
         if eval_dataset is not None:
             rows = [eval_dataset[index]["labels"] for index in range(len(eval_dataset))]
             self.labels_per_block = _labels_per_row(torch.stack(rows))
+            self.bytes_per_token = bytes_per_token(eval_dataset, self.processing_class)
 
     def _parts(self) -> dict[str, Any]:
         """What this process has of the model and of the optimizer's state."""
         optimizer: Any = self.optimizer
         model_state, optimizer_state = get_state_dict(self.model, optimizer.optimizer)
         return {"model": model_state, "optimizer": optimizer_state}
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch says nothing of a full disk
+            free = shutil.disk_usage(self.args.output_dir).free
+            raise OutputError(
+                f"{self.args.output_dir}: a checkpoint cannot be written, {free:,} bytes are free ({one_line(error)}). "
+                "Make room, then go on with --resume."
+            ) from error
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         # A checkpoint of a sharded model has the weights beside the optimizer's state.
@@ -84,12 +99,6 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
         )
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
 
-    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # of all processes; those of a tensor-parallel group have the same
-        new = self.state.num_input_tokens_seen - before
-        self.state.num_input_tokens_seen = before + new // self.get_tp_size()
-
     def get_batch_samples(self, *given: Any) -> Any:
         samples = super().get_batch_samples(*given)
         if self.random_states is not None:  # the loader of a stream has drawn a number when it began
@@ -110,6 +119,12 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
         loss = loss * _labels_per_row(inputs["labels"]) / self.labels_per_block
         return (loss, outputs) if return_outputs else loss
 
+    def log(self, logs: dict[str, float], *given: Any) -> None:
+        if "eval_loss" in logs:
+            logs["eval_bits_per_byte"] = logs["eval_loss"] / math.log(2) / self.bytes_per_token
+        super().log(logs, *given)
+
+    @torch.random.fork_rng(devices=[])  # loaders draw numbers: dropout would depend on the evaluations before
     def evaluate(self, *given: Any, **more: Any) -> dict[str, float]:
         losses: dict[str, float] = {} if self.eval_dataset is None else super().evaluate(*given, **more)
         if self.tasks:
@@ -138,13 +153,17 @@ class Place(TrainerCallback, ExportableState):
     """Has the place in a stream saved with each checkpoint, in its trainer_state.json."""
 
     def __init__(self, stream: StreamedBlocks):
-        self.stream, self.blocks = stream, 0
+        self.stream, self.place = stream, stream.start
+
+    def on_train_begin(self, *given: Any, **kwargs: Any) -> None:
+        self.place = self.stream.start  # once more where `auto_find_batch_size` begins again
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.blocks = state.global_step * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        blocks = state.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self.place = self.stream.place(self.place["given"] + blocks)
 
     def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": self.stream.place(self.blocks)}
+        return {"args": {}, "attributes": self.place}
 
 
 class EvaluationLines(TrainerCallback):
@@ -155,6 +174,9 @@ class EvaluationLines(TrainerCallback):
             loss = metrics["eval_loss"]
             steps = f"{state.global_step}/{state.max_steps}"
             line = f"step {steps}: held-out loss {loss:.4f}, perplexity {perplexity(loss):.3f}"
+            line += f", {metrics['eval_bits_per_byte']:.4f} bits per byte"
+            left = next((each["hours_left"] for each in reversed(state.log_history) if "hours_left" in each), 0.0)
+            line += f", {left:.1f} hours left" if left >= 0.05 else ""
             tqdm.write(line, file=sys.stderr)
 
 

@@ -1,72 +1,67 @@
 """Checkpoints of models that are not trained yet, which any training engine can start from."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from resformer.configuration import ResFormerConfig
 from resformer.files import check_target, replacing
-from resformer.modeling import ResFormerForCausalLM
 from resformer.training.data import INDEX, DataError, load_documents
 from resformer.training.options import NewOptions
-from resformer.training.sizes import known_size, scratch_config
-from resformer.training.tokenizers import load_tokenizer, make_tokenizer
+from resformer.training.sizes import known_fields, known_size, scratch_config
+from resformer.training.tokenizers import load_tokenizer, make_tokenizer, save_tokenizer
 from resformer.training.tokenizing import TOKENIZER
 
 
-def new_checkpoint(
-    options: NewOptions, *, weights: bool = True, held_out: float = 0.0, dry_run: bool = False
-) -> ResFormerConfig:
-    """Writes config.json, the tokenizer and, with `weights`, random weights in float32; all or nothing.
-
-    Args:
-        held_out: the share of documents that a tokenizer is not trained on.
-    """
+def new_checkpoint(options: NewOptions, *, weights: bool = True, dry_run: bool = False) -> Any:
+    """Writes config.json, the tokenizer and, with `weights`, random weights in float32; all or nothing."""
     output = Path(options.output)
     inputs = options.sources + ([] if options.tokenizer is None else [options.tokenizer])
     check_target(output, *inputs, made_by="new", force=options.force)
-    config, tokenizer = untrained(options, held_out)
+    config, tokenizer = untrained(options, 0.0)
     if not dry_run:
         write_untrained(options, config, tokenizer, weights=weights)
     return config
 
 
-def untrained(options: NewOptions, held_out: float) -> tuple[ResFormerConfig, PreTrainedTokenizerBase]:
-    """The configuration and the tokenizer of a new checkpoint: by default that of the data, if they are tokens."""
+def untrained(options: NewOptions, held_out: float) -> tuple[Any, PreTrainedTokenizerBase]:
+    """The configuration and the tokenizer of a new checkpoint: by default that of the data, if they are tokens.
+
+    Args:
+        held_out: the share of documents that a tokenizer is not trained on.
+    """
     sources = options.sources
     tokenised = [Path(source) / TOKENIZER for source in sources if (Path(source) / INDEX).is_file()]
-    name = options.tokenizer or str(tokenised[0] if tokenised else known_size(options.size).tokenizer)
+    size, _ = known_size(options.size, known_fields(options.backbone))
+    name = options.tokenizer or str(tokenised[0] if tokenised else size.tokenizer)
     documents = load_documents(
-        sources if name.startswith("bpe:") else (),
-        **options.reading,
-        streaming=True,
-        held_out=held_out,
+        sources if name.startswith("bpe:") else (), **options.reading, streaming=True, held_out=held_out
     )
     tokenizer = make_tokenizer(name, documents, held_out)
     for folder in tokenised:
         if load_tokenizer(folder, None, "tokenise again").get_vocab() != tokenizer.get_vocab():
             raise DataError(f"{folder.parent}: has the tokens of another tokenizer than {name}; use {folder}.")
-    config = scratch_config(options.method, options.size, tokenizer, options.block, **options.fields)
+    config = scratch_config(options.method, options.size, tokenizer, options.block, options.backbone, **options.fields)
     tokenizer.model_max_length = config.max_position_embeddings
     return config, tokenizer
 
 
 def write_untrained(
-    options: NewOptions, config: ResFormerConfig, tokenizer: PreTrainedTokenizerBase, *, weights: bool = True
+    options: NewOptions, config: Any, tokenizer: PreTrainedTokenizerBase, *, weights: bool = True
 ) -> None:
     """Writes what `untrained` has made."""
     with replacing(Path(options.output), made_by="new", force=options.force) as folder:
-        tokenizer.save_pretrained(folder)
         if weights:
             torch.manual_seed(options.seed)
-            ResFormerForCausalLM(config).save_pretrained(folder)
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         else:
-            config.architectures, config.dtype = [ResFormerForCausalLM.__name__], torch.float32
+            config.architectures, config.dtype = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__], torch.float32
             config.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
 
 
-def parameter_count(config: ResFormerConfig) -> int:
+def parameter_count(config: Any) -> int:
     """The number of parameters of a model."""
     with torch.device("meta"):
-        return int(ResFormerForCausalLM(config).num_parameters())
+        return int(AutoModelForCausalLM.from_config(config).num_parameters())

@@ -4,8 +4,9 @@
 neither torch nor Transformers: names are loaded when they are first used.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from resformer.lazy import on_demand
 from resformer.registration import register_on_demand
 from resformer.version import __version__
 
@@ -18,8 +19,10 @@ _HOMES = {
         "GrowingCache ResFormerForCausalLM ResFormerForQuestionAnswering ResFormerForSequenceClassification "
         "ResFormerForTokenClassification ResFormerModel ResFormerPreTrainedModel"
     ),
+    "resformer.modeling.connecting": (
+        "connect connected_config depth_mixing_matrix save_connections value_mixing_matrix"
+    ),
     "resformer.pushing": "push",
-    "resformer.shrinking.shrink": "shrink",
 }
 
 if TYPE_CHECKING:
@@ -27,28 +30,12 @@ if TYPE_CHECKING:
     from resformer.convert import *  # noqa: F403
     from resformer.errors import *  # noqa: F403
     from resformer.modeling import *  # noqa: F403
+    from resformer.modeling.connecting import *  # noqa: F403
     from resformer.pushing import *  # noqa: F403
-    from resformer.shrinking.shrink import *  # noqa: F403
 
-_SUBPACKAGES = ("analysis", "configuration", "convert", "model_cards", "modeling", "shrinking", "training")
+_SUBPACKAGES = ("analysis", "configuration", "convert", "model_cards", "modeling", "training")
 
-__all__ = ["__version__"]
-__all__ += [name for names in _HOMES.values() for name in names.split()]
+__all__, __getattr__, __dir__ = on_demand(globals(), _HOMES, _SUBPACKAGES)
+__all__ += ["__version__"]
 
 register_on_demand()
-
-
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name in _SUBPACKAGES:
-        return import_module(f"{__name__}.{name}")
-    for home, names in _HOMES.items():
-        if name in names.split():
-            value = globals()[name] = getattr(import_module(home), name)
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -33,7 +33,7 @@ def describe_environment() -> dict[str, Any]:
     """
     devices = _or_error(_torch)
     return {
-        "packages": {name: _or_error(_version, name) for name in _PACKAGES},
+        "packages": {name: _or_error(metadata.version, name) for name in _PACKAGES},
         "commit": _or_error(_commit),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -55,10 +55,6 @@ def _or_error(describe: Callable[..., Any], *arguments: str) -> Any:
         return None
     except Exception as error:  # damaged installations are reported, not raised
         return f"broken: {error!r}".replace(os.path.expanduser("~"), "~")
-
-
-def _version(package: str) -> str:
-    return metadata.version(package) or "broken: no version in its metadata"
 
 
 def _commit() -> str | None:
@@ -107,6 +103,16 @@ def peak_memory() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def free_memory() -> int:
+    """Bytes that can still be had: of the accelerator, or of this machine."""
+    import psutil
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    return int(psutil.virtual_memory().available)
 
 
 def usable_device(device: Any) -> Any:

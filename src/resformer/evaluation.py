@@ -4,7 +4,6 @@
 """
 
 import copy
-import difflib
 import json
 import os
 import sys
@@ -17,9 +16,10 @@ from types import ModuleType
 from typing import Any
 
 from resformer.environment import require, usable_device
-from resformer.errors import CheckpointError, one_line
+from resformer.errors import CheckpointError, did_you_mean, one_line
 from resformer.files import replace_text
-from resformer.untrusted import check_folder, read_json
+from resformer.loading import check_source, load_config
+from resformer.untrusted import read_json
 from resformer.version import __version__
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -44,21 +44,17 @@ def evaluate(
     runs.
 
     Args:
-        checkpoint: a folder or a Hub id, with a tokenizer.
         tasks: names of tasks, groups or tags, patterns such as `"mmlu_*"`, or task files.
-        revision: branch, tag or commit, for a Hub id.
         include_path: a folder with further task files.
         num_fewshot: examples before each question; default: the task's.
         limit: the largest number of documents of each task.
         batch_size: sequences at a time, or `"auto"`: as many of the longest length as fit into an accelerator's
-            memory; default: 1. With vLLM `"auto"` is the default, and 256 at a time: it makes batches by itself.
-        device: `"cpu"`, `"cuda:1"`; default: the accelerator, if there is one. vLLM chooses its own.
+            memory; default: 1, and 256 with vLLM, which makes batches by itself.
         dtype: of the weights; `"auto"`: the dtype in `config.json`.
-        backend: `"hf"` (Transformers) or `"vllm"`, where it is installed.
+        backend: `"hf"` (Transformers) or `"vllm"`, which chooses its device itself.
 
     Returns:
-        The harness's results, with the versions of resformer, torch and datasets added. With several processes, `None`
-        in all but the first.
+        The harness's results, with versions added. With several processes, `None` in all but the first.
 
     Raises:
         CheckpointError: the model or its tokenizer cannot be loaded.
@@ -199,21 +195,21 @@ def _find_tasks(
     for name in names:
         matching = [name] if Path(name).is_file() else manager.match_tasks([name])
         if not matching:
-            close = difflib.get_close_matches(name, manager.all_tasks, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else "`lm_eval ls tasks` lists them."
-            raise ValueError(f"Unknown task {name!r}: {hint}")
+            hint = did_you_mean(name, manager.all_tasks) or " `lm_eval ls tasks` lists them."
+            raise ValueError(f"Unknown task {name!r}.{hint}")
         matched += matching
     return manager, matched
 
 
 def _load(arguments: dict[str, Any], backend: str, **options: Any) -> Any:
     checkpoint = arguments["pretrained"]
-    check_folder(checkpoint)
+    hub = {"revision": arguments["revision"]} if "revision" in arguments else {}
     if backend == "hf":
         from lm_eval.models.huggingface import HFLM
 
-        model_class: Any = partial(HFLM, backend="causal")
+        model_class: Any = partial(HFLM, backend="causal", config=load_config(checkpoint, **hub))
     else:
+        check_source(checkpoint, **hub)
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for results
         try:
             from lm_eval.models.vllm_causallms import VLLM

@@ -6,9 +6,7 @@ import math
 import os
 import secrets
 import shutil
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -16,13 +14,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from resformer.errors import CheckpointError, OutputError, first_names
+from resformer.errors import CheckpointError, OutputError, quoted
+from resformer.names import LISTING
+from resformer.safetensors_format import read_shard
 from resformer.untrusted import MOST_BYTES, open_regular, read_json
-
-#: The folder in which a repository of the Hub has its evaluation results.
-EVAL_RESULTS = ".eval_results"
-#: In every output folder: the command that wrote it, and the size and first bytes of its files.
-LISTING = ".resformer-files.json"
 
 
 def check_target(target: Path, *inputs: str | Path, made_by: str, force: bool) -> None:
@@ -31,6 +26,12 @@ def check_target(target: Path, *inputs: str | Path, made_by: str, force: bool) -
     With `force`, a folder is replaced only if the command `made_by` has written every file in it, as `LISTING` says,
     and their sizes and first bytes are what they were.
     """
+    try:
+        os.path.realpath(target).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"{target}: is not UTF-8, as paths of models have to be; choose another output."
+        ) from error
     if target.is_symlink() and not target.exists():
         raise CheckpointError(f"{target}: is a link that leads nowhere; choose another output.")
     check_apart(target, *inputs)
@@ -40,21 +41,30 @@ def check_target(target: Path, *inputs: str | Path, made_by: str, force: bool) -
         raise CheckpointError(f"{target}: is a mount point, which no rename can replace; choose a folder in it.")
     if not os.access(folder_above(target), os.W_OK):
         raise OutputError(f"{folder_above(target)}: cannot be written to.")
-    if not os.path.isdir(target) or not any(target.iterdir()):
+    if _beside(target, "old").is_dir() and not os.path.lexists(target):
+        with locked(_beside(target, "lock")) as free:
+            if free:
+                _bring_back(target)
+    if not target.is_dir() or not any(target.iterdir()):
         return
-    listing = read_json(target / LISTING, MOST_BYTES) if os.path.lexists(target / LISTING) else {}
-    known, found = listing.get("files"), _fingerprints(target)
-    if listing.get("made_by") != made_by or not isinstance(known, dict):
-        known = {}
-    if foreign := [name for name in found if found[name] is None or known.get(name) != found[name]]:
-        raise CheckpointError(
-            f"{target}: holds {first_names(foreign)}, which no {LISTING} of `resformer {made_by}` lists as it is. "
-            "It is not replaced, with or without --force; choose another output."
-        )
+    known = listed(target, made_by)
+    for name in _names(target):  # the first one that is not known ends the search
+        if known.get(name) is None or known[name] != fingerprint(target / name):
+            raise CheckpointError(
+                f"{target}: holds {quoted(name)}, which no {LISTING} of `resformer {made_by}` lists as it is. "
+                "It is not replaced, with or without --force; choose another output."
+            )
     if not force:
         raise CheckpointError(
             f"{target}: is not empty; replace it with --force (force=True), or choose another output.", "--force"
         )
+
+
+def listed(folder: Path, made_by: str) -> dict[str, str]:
+    """Relative name -> `fingerprint` of every file that the command `made_by` has written there, as `LISTING` says."""
+    listing = read_json(folder / LISTING, MOST_BYTES) if os.path.lexists(folder / LISTING) else {}
+    files = listing.get("files")
+    return files if listing.get("made_by") == made_by and isinstance(files, dict) else {}
 
 
 def check_apart(target: Path, *inputs: str | Path) -> None:
@@ -109,26 +119,20 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 @contextmanager
-def replacing(target: Path, *, made_by: str, force: bool = False, durable: bool = False) -> Iterator[Path]:
+def replacing(target: Path, *, made_by: str, force: bool = False) -> Iterator[Path]:
     """A folder beside `target` that takes its place when the block ends well, and is removed when it does not.
 
     The names of this folder, of the old output and of the lock file follow from `target`'s: the next run finds and
     removes what a killed one has left. The system releases the lock of a killed process. `made_by` is the command, for
-    the listing that `check_target` reads; with `force`, a folder that is not empty is replaced; with `durable`,
-    when all new files are on the disk.
+    the listing that `check_target` reads; with `force`, a folder that is not empty is replaced.
     """
     target = Path(os.path.realpath(target))
-    name = target.name
-    if len(os.fsencode(name)) > 200:  # file systems allow 255 bytes, and suffixes are added
-        name = hashlib.sha256(os.fsencode(name)).hexdigest()
-    partial, old, lock_file = (target.with_name(f".{name}.resformer-{part}") for part in ("partial", "old", "lock"))
+    partial, old, lock_file = (_beside(target, part) for part in ("partial", "old", "lock"))
 
     def settle() -> None:
         """Removes what lies beside the output, but brings the old output back if nothing took its place."""
         _remove_folder(partial)
-        with writing(target):
-            if old.is_dir() and not (old.is_symlink() or target.exists()):
-                old.rename(target)
+        _bring_back(target)
         _remove_folder(old)
 
     with locked(lock_file) as free:
@@ -139,10 +143,8 @@ def replacing(target: Path, *, made_by: str, force: bool = False, durable: bool 
             with writing(partial):
                 partial.mkdir()
             yield partial
-            listing = {"made_by": made_by, "files": _fingerprints(partial)}
+            listing = {"made_by": made_by, "files": {name: fingerprint(partial / name) for name in _names(partial)}}
             write_text(partial / LISTING, json.dumps(listing, indent=2, sort_keys=True) + "\n")
-            if durable:
-                _flush(partial)
             if force:  # somebody may have written there since
                 check_target(target, made_by=made_by, force=True)
             with writing(target):
@@ -153,6 +155,23 @@ def replacing(target: Path, *, made_by: str, force: bool = False, durable: bool 
         except BaseException:
             settle()
             raise
+
+
+def _bring_back(target: Path) -> None:
+    """If a process died between the two renames of `replacing`, the old output lies beside its place: renames it."""
+    old = _beside(target, "old")
+    with writing(target):
+        if old.is_dir() and not (old.is_symlink() or target.exists()):
+            old.rename(target)
+
+
+def _beside(target: Path, part: str) -> Path:
+    """Where `replacing` works for an output: the new folder, the old one, or the lock."""
+    target = Path(os.path.realpath(target))
+    name = target.name
+    if len(os.fsencode(name)) > 200:  # file systems allow 255 bytes, and suffixes are added
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    return target.with_name(f".{name}.resformer-{part}")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -182,18 +201,11 @@ class AsDict:
         return values
 
 
-def replace_text(path: Path, text: str, folder: Path | None = None) -> None:
+def replace_text(path: Path, text: str) -> None:
     """Writes a file, with the folders that it lies in, in place of what is there; whole or not at all.
 
-    Args:
-        folder: made by a stranger: links below it are replaced or refused, never followed. Default: the file's own.
-
-    Raises:
-        OutputError: it cannot be written, or lies behind a link out of `folder`.
+    A link of its name is replaced, never followed. Raises `OutputError` if it cannot be written.
     """
-    folder = folder or path.parent
-    if linked := [each for each in path.parents if folder in each.parents and each.is_symlink()]:
-        raise OutputError(f"{linked[-1]}: is a link, which is not followed; put a folder there.")
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")  # a name that nobody can have planted
     try:
         with writing(path):
@@ -216,53 +228,32 @@ def writing(path: Path) -> Iterator[None]:
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}.") from error
 
 
-def _flush(folder: Path) -> None:
-    """Waits until every file of `folder` is on the disk."""
-    paths = [folder, *folder.rglob("*")]
-    if sys.platform == "win32":  # cannot flush a folder
-        paths = [path for path in paths if path.is_file()]
-    # In parallel: the disk then orders the writes.
-    with ThreadPoolExecutor(8) as pool, writing(folder):
-        list(pool.map(_fsync, paths))
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)  # Windows flushes no others
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _remove_folder(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():  # `rmtree` would wait at a pipe
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _fingerprints(folder: Path) -> dict[str, str | None]:
-    """Relative name -> size and first bytes, of every file; `None` for links, pipes and empty folders."""
-    found: dict[str, str | None] = {}
+def _names(folder: Path) -> Iterator[str]:
+    """Relative names of all files and links in a folder but `LISTING`, and of its empty folders."""
     for parent, folders, files in os.walk(folder):
         inner = Path(parent).relative_to(folder)
         linked = [name for name in folders if Path(parent, name).is_symlink()]
-        for name in (*files, *linked):
-            found[(inner / name).as_posix()] = _fingerprint(Path(parent, name))
-        if not files and not folders and parent != str(folder):
-            found[f"{inner.as_posix()}/"] = None
-    return {name: fingerprint for name, fingerprint in found.items() if name != LISTING}
+        yield from ((inner / name).as_posix() for name in (*files, *linked) if (inner / name) != Path(LISTING))
+        if not files and not folders and inner.parts:
+            yield f"{inner.as_posix()}/"
 
 
-def _fingerprint(path: Path) -> str | None:
-    """Size and SHA-256 of the first 4 KiB; of safetensors, those of each tensor too: training changes no others."""
+def fingerprint(path: Path) -> str | None:
+    """Size and SHA-256 of the first 4 KiB; of safetensors, those of each tensor too: training changes no others.
+
+    `None` for what is no file: links, pipes, folders.
+    """
     starts, digest = [0], hashlib.sha256()
-    with suppress(CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    with suppress(CheckpointError, OSError):
         if not path.is_symlink():
+            if path.suffix == ".safetensors":
+                starts += [tensor.data[1] for tensor in read_shard(path).tensors if isinstance(tensor.data, tuple)]
             with open_regular(path) as file:
-                if path.suffix == ".safetensors":
-                    length = int.from_bytes(file.read(8), "little")
-                    entries = json.loads(file.read(min(length, MOST_BYTES)))
-                    entries.pop("__metadata__", None)
-                    starts += [8 + length + entry["data_offsets"][0] for entry in entries.values()]
                 for start in starts:
                     file.seek(start)
                     digest.update(file.read(4096))

@@ -1,27 +1,43 @@
-"""One commit to a Hub repository: the token, the repository, retries, and errors in one line."""
+"""The Hub: files of its repositories, one commit to one of them, one way to try again, and errors in one line."""
 
+import glob
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi, constants, get_token
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationCopy,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    get_cached_repo_tree,
+    get_token,
+    snapshot_download,
+)
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    CachedRepoTreeNotFoundError,
     FileDuplicationError,
     HfHubHTTPError,
+    HFValidationError,
     HTTPError,  # httpx's or httpx2's
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    RevisionResolutionError,
 )
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils.sha import git_hash
 
-from resformer.errors import CheckpointError, ResFormerError, first_names, one_line
-from resformer.files import EVAL_RESULTS
+from resformer.errors import CheckpointError, ResFormerError, VerificationError, first_names, one_line
 from resformer.version import __version__
 
-_ATTEMPTS = 4  # of each step, after pauses of 1, 2 and 4 seconds
-_TRANSIENT = {408, 429, 500, 502, 503, 504}
+#: Seconds between the attempts of a step.
+_PAUSES = (1, 2, 4)
 #: Files of a repository that holds no model yet.
 _EMPTY = {".gitattributes", "README.md"}
 
@@ -54,10 +70,11 @@ class Pushed:
     """The result of a push."""
 
     repo_id: str
-    revision: str  # the branch; of a pull request, its own
+    revision: str  # the branch
     commit: str
-    url: str  # of the commit, or of the pull request
+    url: str  # of the commit
     deleted: list[str]
+    stored: Mapping[str, RepoFile]  # the files of the commit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,31 +89,31 @@ class Push:
     revision: str = constants.DEFAULT_REVISION
     private: bool = False
     gated: Literal["auto", "manual"] | None = None
-    create_pr: bool = False
     tag: str | None = None
     replace: bool = True  # False: refuse a branch that holds a model
+    check: Callable[[], object] = lambda: None  # raises where contents changed; called when their hashes are known
 
     def run(self) -> Pushed:
-        """Makes the repository if there is none, and commits."""
+        """Makes the repository if there is none, commits, and reads the hashes of all files back."""
         if constants.HF_HUB_OFFLINE:
             raise HubError(f"{self.repo_id}: cannot be pushed to while HF_HUB_OFFLINE is set; unset it.")
         if get_token() is None:
             raise HubError(f"{self.repo_id}: no token. Run `hf auth login`, or set HF_TOKEN to a write token.")
         api = hub_api()
-        repo_id = self._retried(lambda: self._make_repository(api))
-        # The commit may be made although its answer is lost. Committing to a branch again changes nothing then, but
-        # would open a second pull request.
-        attempts = 1 if self.create_pr else _ATTEMPTS
-        commit, deleted = self._retried(lambda: self._commit(api, repo_id), attempts=attempts)
+        repo_id = self._do(lambda: self._make_repository(api))
+        # The commit may be made although its answer is lost: committing again changes nothing then.
+        commit, deleted, sent = self._do(lambda: self._commit(api, repo_id))
+        stored = self._read_back(api, repo_id, commit.oid, sent)
         if self.tag is not None:
             tag = self.tag
-            self._retried(lambda: api.create_tag(repo_id, tag=tag, revision=commit.oid, exist_ok=True))
+            self._do(lambda: api.create_tag(repo_id, tag=tag, revision=commit.oid, exist_ok=True))
         return Pushed(
             repo_id,
-            revision=commit.pr_revision or self.revision,
+            revision=self.revision,
             commit=commit.oid,
-            url=commit.pr_url or commit.commit_url,
+            url=commit.commit_url,
             deleted=deleted,
+            stored=stored,
         )
 
     def _make_repository(self, api: HfApi) -> str:
@@ -114,8 +131,8 @@ class Push:
             api.update_repo_settings(repo_id, gated=self.gated)
         return repo_id
 
-    def _commit(self, api: HfApi, repo_id: str) -> tuple[Any, list[str]]:
-        """One `create_commit`: `upload_folder` may spread a folder over several commits."""
+    def _commit(self, api: HfApi, repo_id: str) -> tuple[Any, list[str], dict[str, str]]:
+        """(the commit, deleted files, name -> SHA-256): `upload_folder` may spread a folder over several commits."""
         branch = self.revision
         if branch != constants.DEFAULT_REVISION and not branch.startswith("refs/"):
             api.create_branch(repo_id, branch=branch, exist_ok=True)
@@ -127,20 +144,31 @@ class Push:
             for each in operations
             if isinstance(each, CommitOperationAdd)
         }
-        weights = {name: file.lfs.sha256 for name, file in before.items() if name.endswith(".safetensors") and file.lfs}
-        results = f"{EVAL_RESULTS}/" if not weights.items() <= sent.items() else "\0"  # they are of the weights
-        deleted = [
-            name for name in before if name not in self.contents and (self.superseded(name) or name.startswith(results))
-        ]
+        self.check()
+        deleted = [name for name in before if name not in self.contents and self.superseded(name)]
         commit = api.create_commit(
             repo_id,
             [*(CommitOperationDelete(name, is_folder=False) for name in deleted), *operations],
             commit_message=self.message,
             revision=branch,
-            create_pr=self.create_pr,
-            parent_commit=None if self.create_pr else parent,
+            parent_commit=parent,
         )
-        return commit, deleted
+        return commit, deleted, sent
+
+    def _read_back(self, api: HfApi, repo_id: str, commit: str, sent: Mapping[str, str]) -> dict[str, RepoFile]:
+        with reading_back(repo_id, commit):
+            stored = retried(lambda: repository_files(api, repo_id, commit))
+        wrong = [
+            name
+            for name, content in self.contents.items()
+            if name not in stored or digest(stored[name]) not in _digests(content, sent.get(name))
+        ]
+        if wrong:
+            raise VerificationError(
+                f"{repo_id} at {commit}: these files are not what was sent: {first_names(wrong)}. Delete the "
+                "repository, or revert the commit."
+            )
+        return stored
 
     def _operations(self, before: Mapping[str, RepoFile]) -> Iterable[CommitOperationAdd | CommitOperationCopy]:
         for name, content in self.contents.items():
@@ -157,49 +185,123 @@ class Push:
                     src_repo_type="model",
                 )
 
-    def _retried(self, step: Callable[[], _Result], attempts: int = _ATTEMPTS) -> _Result:
-        """Does a step, again after passing errors; other errors are raised with a message of one line."""
-        for pause in [*(2**attempt for attempt in range(attempts - 1)), None]:
-            try:
-                return step()
-            except HTTPError as error:
-                passing = not isinstance(error, HfHubHTTPError) or error.response.status_code in _TRANSIENT
-                if pause is None or not passing:
-                    raise self._error(error) from error
-                time.sleep(pause)
-            except FileDuplicationError as error:
-                raise CopyError(f"the Hub does not copy its files: {one_line(error)}") from error
-            except RuntimeError as error:  # "Error while uploading ...", from an error that was tried again already
-                raise self._error(error.__cause__ or error) from error
-            except ValueError as error:  # the Hub rejects the card's metadata
-                raise CheckpointError(f"{self.source}: {one_line(error)}") from error
-        raise AssertionError("the last attempt returns or raises")
+    def _do(self, step: Callable[[], _Result]) -> _Result:
+        """Does a step as `retried` does; errors are raised with a message of one line."""
+        try:
+            return retried(step)
+        except HTTPError as error:
+            raise self._error(error) from error
+        except FileDuplicationError as error:
+            raise CopyError(f"the Hub does not copy its files: {one_line(error)}") from error
+        except RuntimeError as error:  # "Error while uploading ...", from an error that was tried again already
+            raise self._error(error.__cause__ or error) from error
+        except ValueError as error:  # the Hub rejects the card's metadata
+            raise CheckpointError(f"{self.source}: {one_line(error)}") from error
 
     def _error(self, error: BaseException) -> HubError:
         repo_id = self.repo_id
-        again = "Run the command again later: nothing is uploaded or committed twice."
-        if self.create_pr:
-            again = "The pull request may have been opened: look before you run the command again."
         if isinstance(error, RevisionNotFoundError):
             return HubError(f"{repo_id}: has no branch {self.revision}.")
-        if isinstance(error, HfHubHTTPError):
-            answer = one_line(error.server_message or error)
-            status = error.response.status_code
-            if error.response.url.path.endswith("/lfs-files/duplicate"):
-                return CopyError(f"the Hub does not copy its files: it answered {status} ({answer})")
-            if isinstance(error, RepositoryNotFoundError):
-                return HubError(f"{repo_id}: there is no such repository, or this token may not see it ({answer}).")
-            raced = f"somebody else committed to {self.revision} meanwhile"
-            reason, way = {
-                401: ("the Hub does not accept this token", "Run `hf auth login`, or set HF_TOKEN."),
-                403: ("this token may not write there", "Use a write token of the owner's."),
-                412: (raced, "Nothing was committed. Look at it, and run the command again."),
-            }.get(status, (f"the Hub answered {status}", again))
-            return HubError(f"{repo_id}: {reason} ({answer}). {way}")
-        if isinstance(error, HTTPError):
-            reason = one_line(error) or type(error).__name__
-            return HubError(f"{repo_id}: {constants.ENDPOINT} cannot be reached ({reason}). {again}")
-        return HubError(f"{repo_id}: {one_line(error)}")
+        again = "Run the command again later: nothing is uploaded or committed twice."
+        if answer := passing(error):
+            return HubError(f"{repo_id}: {answer}. {again}")
+        if not isinstance(error, HfHubHTTPError):
+            return HubError(f"{repo_id}: {one_line(error)}")
+        answer, status = one_line(error.server_message or error), error.response.status_code
+        if error.response.url.path.endswith("/lfs-files/duplicate"):
+            return CopyError(f"the Hub does not copy its files: it answered {status} ({answer})")
+        if isinstance(error, RepositoryNotFoundError):
+            return HubError(f"{repo_id}: there is no such repository, or this token may not see it ({answer}).")
+        reason, way = {
+            401: ("the Hub does not accept this token", "Run `hf auth login`, or set HF_TOKEN."),
+            403: ("this token may not write there", "Use a write token of the owner's."),
+            412: (
+                f"somebody else committed to {self.revision} meanwhile",
+                "Nothing was committed. Look at it, and run the command again.",
+            ),
+        }.get(status, (f"the Hub answered {status}", again))
+        return HubError(f"{repo_id}: {reason} ({answer}). {way}")
+
+
+def passing(error: BaseException | None) -> str | None:
+    """What the Hub or the connection answered, if the same request may succeed later; `None` for other errors."""
+    if isinstance(error, (LocalEntryNotFoundError, RevisionResolutionError)):  # nothing in the cache replaces an answer
+        error = error.__cause__
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        may_pass = status in (408, 429) or status >= 500
+        return f"the Hub answered {status} ({one_line(error.server_message or error)})" if may_pass else None
+    reason = one_line(error) or type(error).__name__
+    return f"{constants.ENDPOINT} cannot be reached ({reason})" if isinstance(error, HTTPError) else None
+
+
+def retried(step: Callable[[], _Result]) -> _Result:
+    """Does a step, which may be done twice, again after passing errors; the last one is raised."""
+    for pause in _PAUSES:
+        try:
+            return step()
+        except Exception as error:
+            if passing(error) is None:
+                raise
+        time.sleep(pause)
+    return step()
+
+
+@contextmanager
+def asking_hub(name: str) -> Iterator[None]:
+    """Turns errors of the Hub and of the connection into a `HubError` if they may pass, else a `CheckpointError`."""
+    try:
+        yield
+    except (HTTPError, HFValidationError, RevisionResolutionError, OSError) as error:
+        if answer := passing(error):
+            raise HubError(f"{one_line(name)}: {answer}. Run the command again later.") from error
+        raise CheckpointError(
+            f"{one_line(name)}: is neither a local folder nor a .gguf file, and the Hub did not give it: "
+            f"{one_line(error)}"
+        ) from error
+
+
+@contextmanager
+def reading_back(repo_id: str, commit: str) -> Iterator[None]:
+    """Turns errors of the Hub into a `HubError` that names the commit that was made."""
+    try:
+        yield
+    except (HTTPError, HubError, CheckpointError) as error:
+        raise HubError(
+            f"{repo_id} at {commit}: was committed, but cannot be read back: {one_line(error)} Look at it: resformer "
+            f"inspect {repo_id}."
+        ) from error
+
+
+def listing(repo_id: str, revision: str | None) -> tuple[str, dict[str, RepoFile]]:
+    """(the commit, name -> size and hashes of its files), from the cache where the Hub cannot be asked.
+
+    An older huggingface_hub has left no list in the cache: no names then.
+    """
+    commit = retried(lambda: hub_api().resolve_revision(repo_id, revision=revision)).resolved
+    try:
+        return commit, retried(lambda: repository_files(hub_api(), repo_id, commit))
+    except (HTTPError, OfflineModeIsEnabled):
+        try:
+            return commit, {file.path: file for file in get_cached_repo_tree(repo_id, revision=commit)}
+        except CachedRepoTreeNotFoundError:
+            if constants.HF_HUB_OFFLINE:
+                return commit, {}
+        raise
+
+
+def fetch(
+    repo_id: str, commit: str, files: Mapping[str, RepoFile], names: Collection[str], largest: int | None = None
+) -> Path:
+    """Downloads those of the files that the repository has, and returns its folder in the cache.
+
+    Raises `CheckpointError`, and downloads nothing, if one of them has more than `largest` bytes in the list `files`.
+    """
+    for name in files.keys() & names:
+        if largest is not None and files[name].size > largest:
+            raise CheckpointError(f"{repo_id}: {name} has {files[name].size:,} bytes; at most {largest:,} are read.")
+    patterns = [glob.escape(name) for name in names]
+    return Path(retried(lambda: snapshot_download(repo_id, revision=commit, allow_patterns=patterns)))
 
 
 def hub_api() -> HfApi:
@@ -211,6 +313,13 @@ def repository_files(api: HfApi, repo_id: str, revision: str) -> dict[str, RepoF
     """Name -> size and hashes of every file."""
     tree = api.list_repo_tree(repo_id, recursive=True, revision=revision)
     return {file.path: file for file in tree if isinstance(file, RepoFile)}
+
+
+def _digests(content: Content, sha256: str | None) -> tuple[str | None, ...]:
+    """What `digest` may be of a file that holds this."""
+    if isinstance(content, Copied):
+        return (digest(content.file),)
+    return (sha256, git_hash(content)) if isinstance(content, bytes) else (sha256,)
 
 
 def digest(file: RepoFile) -> str:

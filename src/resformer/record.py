@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from resformer.names import RECORD
 from resformer.untrusted import open_regular, read_json, reading, regular_file
-
-RECORD = "resformer_conversion.json"
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:

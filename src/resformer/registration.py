@@ -1,15 +1,19 @@
 """Registration with Transformers' Auto classes and PEFT, when these are imported and not before.
 
 `import resformer` imports nothing that the user has not imported. The configuration is registered as soon as AutoConfig
-exists. The model classes register themselves when `resformer.modeling` is imported, which the first configuration does.
+exists. The model classes register themselves when `resformer.modeling` is imported, which the first configuration
+leads to.
 """
 
 import importlib.util
 import sys
+import warnings
 from collections.abc import Sequence
+from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 def register_on_demand() -> None:
@@ -30,6 +34,34 @@ def _register_configuration(configuration_auto: ModuleType) -> None:
     from resformer.configuration import ResFormerConfig
 
     configuration_auto.AutoConfig.register(ResFormerConfig.model_type, ResFormerConfig, exist_ok=True)
+    mapping = configuration_auto.CONFIG_MAPPING
+    mapping._extra_content = _FamiliesOnDemand(mapping._extra_content)
+
+
+class _FamiliesOnDemand(dict[str, Any]):
+    """Model type -> configuration class; those of families with connections are made when they are asked for."""
+
+    def __contains__(self, model_type: object) -> bool:
+        return super().__contains__(model_type) or (
+            isinstance(model_type, str)
+            and model_type.startswith("resformer_")
+            and model_type.removeprefix("resformer_") in _configuration_mapping()
+        )
+
+    def __getitem__(self, model_type: str) -> Any:
+        if not super().__contains__(model_type):
+            from resformer.modeling.connecting import config_class
+
+            return config_class(_configuration_mapping()[model_type.removeprefix("resformer_")])
+        return super().__getitem__(model_type)
+
+
+def _configuration_mapping() -> Any:
+    return sys.modules["transformers.models.auto.configuration_auto"].CONFIG_MAPPING
+
+
+def _register_models_with_configurations(configuration: ModuleType) -> None:
+    configuration.ResFormerConfig.on_new = staticmethod(register_models)
 
 
 def _register_adapter_targets(constants: ModuleType) -> None:
@@ -39,10 +71,38 @@ def _register_adapter_targets(constants: ModuleType) -> None:
             mapping.setdefault("resformer", mapping["llama"])
 
 
+def _register_frozen_connections(peft_model: ModuleType) -> None:
+    """An adapter whose training leaves connections out says so."""
+    begin = peft_model.PeftModel.__init__
+
+    @wraps(begin)
+    def init(self: Any, *given: Any, **named: Any) -> None:
+        begin(self, *given, **named)
+        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        if "resformer.modeling" not in sys.modules or not trained:  # else none has connections, or nothing is trained
+            return
+        from resformer.modeling.connections import KINDS
+
+        learned = {
+            kind.name: False for kind in KINDS for name, _ in self.named_parameters() if f".{kind.name}." in name
+        }
+        for name in trained:
+            learned |= {kind: True for kind in learned if f".{kind}." in name and "lora_" not in name}
+        if frozen := [kind for kind, is_learned in learned.items() if not is_learned]:
+            warnings.warn(
+                f"The adapter does not train the connections: modules_to_save={frozen} in its configuration does.",
+                stacklevel=2,
+            )
+
+    peft_model.PeftModel.__init__ = init
+
+
 #: Module -> what is called with it after its import.
 _REGISTRATIONS = {
+    "resformer.configuration.configuration_resformer": _register_models_with_configurations,
     "transformers.models.auto.configuration_auto": _register_configuration,
     "peft.utils.constants": _register_adapter_targets,
+    "peft.peft_model": _register_frozen_connections,
 }
 
 

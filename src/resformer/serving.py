@@ -1,4 +1,4 @@
-"""`python -m resformer.serving MODEL` is `transformers serve MODEL` for resformer's checkpoints too.
+"""`resformer serve MODEL` is `transformers serve MODEL` for resformer's checkpoints too.
 
 The server can import no package by itself. Options are those of `transformers serve`.
 """
@@ -9,12 +9,15 @@ import sys
 def main() -> None:
     """Runs the server with the command line's arguments."""
     from transformers.cli import transformers as command
+    from transformers.cli.serving import model_manager
 
     from resformer.registration import register_models
 
     register_models()  # before the server starts threads, which would not wait for each other's first configuration
+    # It looks up classes in an older object of the module, which lacks those that are made on demand.
+    model_manager.transformers = sys.modules["transformers"]
     sys.argv = ["transformers", "serve", *sys.argv[1:]]
-    command.main()
+    command.app(prog_name="transformers")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""`python -m resformer.trl sft|dpo|grpo|reward|... OPTIONS` runs TRL's training scripts on resformer's checkpoints.
+"""`resformer trl sft|dpo|grpo|reward|... OPTIONS` runs TRL's training scripts on resformer's checkpoints.
 
-TRL has no option that imports a package. Options are those of its scripts. The script runs in this process: for several
-devices, `accelerate launch -m resformer.trl sft OPTIONS`.
+TRL has no option that imports a package. With `--use_peft` the connections are trained beside the adapter, unless
+`--lora_modules_to_save` names what is. Options are those of its scripts. The script runs in this process: for several
+devices, `accelerate launch -m resformer trl sft OPTIONS`.
 """
 
 import runpy
@@ -18,16 +19,17 @@ def main() -> None:
     from transformers import trainer
     from trl import scripts
 
+    from resformer.modeling.connections import KINDS
     from resformer.training.optimizer import FullPrecisionConnections
 
     names = {name for _, name, _ in iter_modules(scripts.__path__) if not name.startswith("_")}
-    parser = ArgumentParser(
-        "python -m resformer.trl", description="TRL's training scripts; COMMAND --help lists options."
-    )
+    parser = ArgumentParser("resformer trl", description="TRL's training scripts; COMMAND --help lists options.")
     parser.add_argument("command", choices=sorted(names - {"env", "utils", "vllm_serve"}))
     command = parser.parse_args(sys.argv[1:2]).command
     trainer.DEFAULT_CALLBACKS.append(FullPrecisionConnections)
-    sys.argv = [f"resformer.trl {command}", *sys.argv[2:]]
+    sys.argv = [f"resformer trl {command}", *sys.argv[2:]]
+    if "--use_peft" in sys.argv and "--lora_modules_to_save" not in sys.argv:
+        sys.argv += ["--lora_modules_to_save", *(kind.name for kind in KINDS)]
     runpy.run_module(f"trl.scripts.{command}", run_name="__main__")
 
 

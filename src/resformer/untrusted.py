@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from resformer.errors import CheckpointError, quoted
+from resformer.names import CONFIG, FOLDERS, INDEX, OFTEN_LINKED, SIDE_FILES, SINGLE, TOKENIZER_CONFIG
 
 MIB = 2**20
 #: The largest file that holds no weights. Gemma's tokenizer.json has 33 MiB.
@@ -18,66 +19,102 @@ MOST_BYTES = 256 * MIB
 #: A resolved path is no link; opening a FIFO does not wait for a writer.
 _GUARDS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
-#: Files of these suffixes are read by Transformers: tokenizers, templates, settings and weights.
-_READ = (".jinja", ".json", ".model", ".safetensors", ".tiktoken", ".txt")
-#: Sub-folders with chat templates.
-TEMPLATE_FOLDERS = ("chat_templates", "additional_chat_templates")
-#: Often links to a store that several folders share. Following them is safe: weights are checked tensor by tensor, and
-#: only known keys of config.json are read.
-_OFTEN_LINKED = re.compile(r".*\.safetensors|config\.json|model\.safetensors\.index\.json")
 
 
 def regular_file(path: Path, folder: Path | None = None, *, within: bool = False) -> Path:
-    """The file behind `path`, links resolved. No link in any part of the path below `folder` is followed out of it.
-
-    Exceptions: links of a snapshot in the Hub's cache to its `blobs`; weights, config.json and the index directly in
-    `folder`.
+    """The file behind `path`, links resolved, as `inside` allows them.
 
     Args:
         folder: made by a stranger, and named by the user; default: the one that the file lies in.
-        within: make no exception but the Hub's cache.
 
     Raises:
         CheckpointError: the file does not exist, is not regular (a FIFO would block, a device never ends), or lies
             outside `folder`.
     """
-    folder = folder or path.parent
     try:
         mode = path.stat().st_mode
-        real, home = path.resolve(strict=True), folder.resolve()
-    except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a NUL in the name
+    except (OSError, ValueError) as error:  # a loop of links, a NUL in the name
         reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         raise CheckpointError(f"{path}: {reason}.") from error
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "a device")
         raise CheckpointError(f"{path}: expected a regular file, found {kind}.")
-    followed = not within and path.parent == folder and _OFTEN_LINKED.fullmatch(path.name)
+    return inside(path, folder or path.parent, within=within)
+
+
+def inside(path: Path, folder: Path, *, within: bool = False) -> Path:
+    """The resolved path. No link in any part of it below `folder` is followed out of it.
+
+    Exceptions: links of a snapshot in the Hub's cache to its `blobs`; weights, config.json and the index directly in
+    `folder`.
+
+    Args:
+        within: make no exception but the Hub's cache.
+    """
+    try:
+        real, home = path.resolve(strict=True), folder.resolve()
+    except (OSError, RuntimeError) as error:  # it is gone, or a loop of links
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    followed = not within and path.parent == folder and OFTEN_LINKED.fullmatch(path.name)
     if not followed and home not in real.parents and real.parent != _blobs(home):
         raise CheckpointError(f"{path}: is a link out of its folder, to {real}; put the file itself there.")
     return real
 
 
-def check_folder(folder: str | Path) -> None:
-    """Refuses a folder that Transformers is about to load, if it would follow a link out of it or read without end.
+def names_in(folder: Path) -> list[str]:
+    """The names in a checkpoint's folder, and in those of its folders that are a part of it; of others `name/`."""
+    inside = [folder / name for name in FOLDERS if (folder / name).is_dir() and not (folder / name).is_symlink()]
+    paths = sorted([*({*folder.iterdir()} - {*inside}), *(path for each in inside for path in each.iterdir())])
+    return [path.relative_to(folder).as_posix() + "/" * (path.is_dir() and not path.is_symlink()) for path in paths]
 
-    Hub ids are passed over. An adapter's configuration may name any folder as its base model, which Transformers loads.
+
+def check_folder(folder: str | Path) -> None:
+    """Refuses a folder that Transformers is about to load, if any path in it leads out, to no file, or to no end.
+
+    An adapter's configuration may name any folder as its base model, which Transformers loads.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        return
     if os.path.lexists(folder / "adapter_config.json"):
         raise CheckpointError(
             f"{folder / 'adapter_config.json'}: a PEFT adapter; merge it into its model and save that "
             "(`merge_and_unload`), or remove it."
         )
     with reading(folder):
-        templates = [path for name in TEMPLATE_FOLDERS for path in (folder / name).glob("*")]
-        for path in [*folder.iterdir(), *templates]:
-            if path.suffix not in _READ or path.is_dir():
-                continue
-            size = regular_file(path, folder).stat().st_size
-            if size > MOST_BYTES and path.suffix != ".safetensors":
-                raise CheckpointError(f"{path}: has {size:,} bytes; at most {MOST_BYTES:,} are read.")
+        for parent, folders, files in os.walk(folder):
+            for path in (Path(parent, name) for name in (*files, *folders)):
+                if path.is_dir():
+                    inside(path, folder)
+                    continue
+                size, name = regular_file(path, folder).stat().st_size, path.relative_to(folder).as_posix()
+                if size > MOST_BYTES and (SIDE_FILES.fullmatch(name) or name in (CONFIG, INDEX)):
+                    raise CheckpointError(f"{path}: has {size:,} bytes; at most {MOST_BYTES:,} are read.")
+        named: dict[Path, Any] = {path: read_json(path).get("weight_map") for path in folder.glob("*.index.json")}
+    if (folder / TOKENIZER_CONFIG).exists():
+        check_settings(folder / TOKENIZER_CONFIG)
+    if (folder / CONFIG).exists():
+        named[folder / CONFIG] = {"": read_json(folder / CONFIG).get("transformers_weights") or SINGLE}
+    for path, files in named.items():  # of weights
+        for file in files.values() if isinstance(files, dict) else ():
+            bare_name(file, Path(str(file)).suffix, str(path))
+
+
+def check_settings(path: Path) -> None:
+    """Refuses a tokenizer_config.json with text that is the path of another file: some tokenizers read `vocab` so.
+
+    Keys such as `vocab_file` are not read: Transformers puts the checkpoint's files in their place.
+    """
+
+    def check(value: object, key: str) -> None:
+        for name, entry in value.items() if isinstance(value, dict) else ():
+            if not re.fullmatch(r".*_(file|tokens?)|name_or_path|chat_template|added_tokens_decoder", name):
+                check(entry, name)
+        for entry in value if isinstance(value, list) else ():
+            check(entry, key)
+        places = (Path(value), path.parent / value) if isinstance(value, str) and "\0" not in value else ()
+        if any(os.path.lexists(place) and not os.path.isdir(place) for place in places):
+            raise CheckpointError(f"{path}: {quoted(key)} is {quoted(value)}, a file that Transformers may read.")
+
+    check(read_json(path), "")
 
 
 def open_regular(path: Path) -> BinaryIO:

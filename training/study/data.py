@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from resformer.training.data import STANDARD_HELD_OUT, STANDARD_LIBRARY, held_out_groups, load_documents
+from resformer.training.data import STANDARD_HELD_OUT, STANDARD_LIBRARY, load_documents
 from resformer.training.options import StudyOptions
-from resformer.training.packing import Blocks, PackedBlocks, pack_documents
+from resformer.training.packing import Blocks, bytes_per_token, pack_documents
 from resformer.training.tokenizers import make_tokenizer
 
 
@@ -23,7 +23,6 @@ class StudyData:
     blocks: Blocks
     tokenizer: PreTrainedTokenizerBase
     bytes_per_token: float  # of all held-out blocks
-    groups: list[str] | None = None  # of each held-out document, where they are held out in groups
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -40,6 +39,7 @@ class StudyData:
             "curve_tokens": len(curve) * curve.block,
             "curve_documents": len(curve.documents),
             "sha256": digest.hexdigest(),
+            **({"separate_documents": True} if whole.separate else {}),
         }
 
 
@@ -54,20 +54,12 @@ def study_data(options: StudyOptions, tokenizer: str) -> StudyData:
     name += "".join(f" ({note})" for note in documents.notes)
     fitted = make_tokenizer(tokenizer, documents, held_out)
     blocks = pack_documents(
-        documents, fitted, block=options.block, held_out=held_out, held_out_blocks=options.held_out_blocks
+        documents,
+        fitted,
+        block=options.block,
+        held_out=held_out,
+        held_out_blocks=options.held_out_blocks,
+        parse_special=options.parse_special,
+        separate=options.separate_documents,
     )
-    groups = held_out_groups(documents, held_out)
-    return StudyData(name, blocks, fitted, bytes_per_token(blocks.held_out.whole, fitted), groups)
-
-
-def bytes_per_token(blocks: PackedBlocks, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Bytes of text per token, special tokens counted; a loss in nats per token over this and ln 2 is in bits per byte.
-
-    A character that the ends of the blocks cut counts as what a decoder shows for it.
-    """
-    texts = tokenizer.batch_decode(
-        [blocks[index]["input_ids"] for index in range(len(blocks))],
-        skip_special_tokens=True,
-        clean_up_tokenization_spaces=False,
-    )
-    return sum(len(text.encode("utf-8", "replace")) for text in texts) / (len(blocks) * blocks.block)
+    return StudyData(name, blocks, fitted, bytes_per_token(blocks.held_out.whole, fitted))

@@ -1,7 +1,6 @@
 """One run of a study: a model trained with the stock Trainer, paired with the other methods' by its seed."""
 
 import math
-import shutil
 import statistics
 import sys
 import time
@@ -15,20 +14,24 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset
-from transformers import PrinterCallback, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PrinterCallback,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 
-from resformer.configuration import ResFormerConfig
 from resformer.environment import peak_memory
-from resformer.modeling import ResFormerForCausalLM
 from resformer.training.data import DataError
 from resformer.training.flops import training_flops
-from resformer.training.log import coefficients
+from resformer.training.log import coefficients, last_checkpoint
 from resformer.training.optimizer import ConnectionTrainer
 from resformer.training.options import RunSettings
 from resformer.training.packing import Blocks, PackedBlocks
-from resformer.training.parallel import passes
-from resformer.training.recipe import last_checkpoint, uses_bf16
-from resformer.training.sizes import schedule_arguments
+from resformer.training.recipe import uses_bf16
+from resformer.training.sizes import passes, schedule_arguments
 from resformer.training.trainer import Bar
 
 _WARMING_UP = 2  # steps that are not timed, where there are more
@@ -94,15 +97,15 @@ class _Recorder(TrainerCallback):
         return statistics.median(self.seconds[_WARMING_UP:] or self.seconds)
 
 
-def paired_model(config: ResFormerConfig, backbone: ResFormerConfig, seed: int) -> ResFormerForCausalLM:
+def paired_model(config: Any, backbone: Any, seed: int) -> PreTrainedModel:
     """A model with random weights, its connections at their from-scratch start.
 
     Tensors that a model of `backbone` also has start equal in all models of one seed; a narrower tensor (fewer
     key/value heads) takes the leading part.
     """
     torch.manual_seed(seed)
-    shared = ResFormerForCausalLM(backbone).state_dict()
-    model = ResFormerForCausalLM(config)
+    shared = AutoModelForCausalLM.from_config(backbone).state_dict()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             source = shared.get(name)
@@ -112,7 +115,7 @@ def paired_model(config: ResFormerConfig, backbone: ResFormerConfig, seed: int) 
 
 
 def paired_run(
-    model: ResFormerForCausalLM,
+    model: PreTrainedModel,
     blocks: Blocks,
     settings: RunSettings,
     seed: int,
@@ -121,15 +124,11 @@ def paired_run(
     save_to: Path | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> dict[str, Any]:
-    """Trains a model in place, or goes on from the last checkpoint in `folder`, and removes that folder.
+    """Trains a model in place, or goes on from the last checkpoint in `folder`, which the caller removes.
 
     The order of the batches depends on `seed` alone. Losses are in nats per token; one that is not finite is `None`.
     `loss` is that of the whole held-out text after the last step, `held_out` has it document by document, and `curve`
     has that of the blocks of `blocks.held_out` during the training, with the connections' coefficients.
-
-    Args:
-        save_to: where the trained model goes.
-        callbacks: further ones of the Trainer.
     """
     arguments, use_cache = run_arguments(settings, folder, seed), model.config.use_cache
     recorder = _Recorder()
@@ -157,11 +156,9 @@ def paired_run(
             points[entry["step"]]["coefficients"] = entry["coefficients"]
     curve = [{"step": step, "tokens": step * tokens, **points[step]} for step in sorted(points)]
     held_out = losses_by_document(trainer.model, blocks.held_out.whole, arguments.per_device_eval_batch_size)
-    if arguments.should_save:
-        if save_to is not None:
-            model.config.use_cache = use_cache  # which the Trainer sets to False
-            trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False).save_pretrained(save_to)
-        shutil.rmtree(folder, ignore_errors=True)
+    if save_to is not None and arguments.should_save:
+        model.config.use_cache = use_cache  # which the Trainer sets to False
+        trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False).save_pretrained(save_to)
     return {
         "seed": seed,
         "loss": held_out["loss"],
@@ -183,18 +180,20 @@ def paired_run(
 def losses_by_document(model: Any, blocks: PackedBlocks, batch: int) -> dict[str, Any]:
     """The loss of all blocks, and `[tokens, nats]` of each document in the order in which they are packed.
 
-    The first token of a block is not predicted, and not counted. Each process evaluates a part, `batch` at a time.
+    A block's first token is not predicted, and not counted. Each process evaluates a part, `batch` at a time.
     """
     state = PartialState()
     tokens, nats = np.zeros(len(blocks.starts), np.int64), np.zeros(len(blocks.starts))
     model.eval()
     for first in range(state.process_index * batch, len(blocks), state.num_processes * batch):
         rows = np.arange(first, min(first + batch, len(blocks)))
-        ids = torch.stack([blocks[int(index)]["input_ids"] for index in rows]).to(model.device)
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # under the autocast of the training
-        losses = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
-        places = rows[:, None] * blocks.block + np.arange(1, blocks.block)
-        documents = np.searchsorted(blocks.starts, places.ravel(), "right") - 1
+        batch_of = default_data_collator([blocks[int(row)] for row in rows])
+        inputs = {name: each.to(model.device) for name, each in batch_of.items()}
+        labels = inputs.pop("labels")[:, 1:].flatten()
+        logits = model(**inputs, use_cache=False).logits[:, :-1]  # under the autocast of the training
+        losses = cross_entropy(logits.flatten(0, 1).float(), labels, reduction="none")[labels >= 0]
+        places = (rows[:, None] * blocks.block + np.arange(1, blocks.block)).ravel()[(labels >= 0).cpu().numpy()]
+        documents = np.searchsorted(blocks.starts, places, "right") - 1
         tokens += np.bincount(documents, minlength=len(tokens))
         nats += np.bincount(documents, losses.double().cpu().numpy(), minlength=len(nats))
     tokens, nats = sum(gather_object([tokens])), sum(gather_object([nats]))

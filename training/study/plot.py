@@ -1,16 +1,16 @@
-"""The plot of a study, a row for each size: differences over the training, at the end, and learning rates or losses."""
+"""The plot of a study, a row a size: differences over the training, and at the end."""
 
-import re
+import itertools
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from resformer.environment import install_hint
-from resformer.training.study.table import losses_of, pooled_error
+from resformer.training.study.table import Run, paired_difference
 
-Run = Mapping[str, Any]
+_FEW = 6  # so many intervals can be told apart in one panel
+_RATE = "learning_rate="
 
 
 def check_packages() -> None:
@@ -19,113 +19,94 @@ def check_packages() -> None:
         raise ImportError(f"A study needs {' and '.join(missing)}: {install_hint('study')}")
 
 
-def plot(study: Mapping[str, Any], runs: Sequence[Run], path: Path) -> None:
-    """Writes the PNG of a `study.json` and its runs."""
-    from matplotlib import colormaps
+def plot(report: Mapping[str, Any], runs: Sequence[Run], path: Path) -> None:
+    """Writes the PNG of a report and its runs."""
+    from matplotlib import colormaps, rc_context
     from matplotlib.figure import Figure
 
-    sizes, baseline = study["sizes"], study["baseline"]
-    swept = next((name for name in ("learning_rate", "connection_learning_rate") if _is_swept(runs, name)), None)
-    methods = {run["method"]: run["architecture" if swept else "method"] for run in runs}
-    others = [name for name in dict.fromkeys(methods.values()) if name != methods[baseline]]
-    of_name = {name: colormaps["tab20"](2 * index % 20 + index // 10 % 2) for index, name in enumerate(others)}
-    colours = {method: of_name.get(name, (0.0, 0.0, 0.0, 1.0)) for method, name in methods.items()}
-    figure = Figure(figsize=(21, max(5.0, 1.5 + 0.3 * len(methods)) * len(sizes)), layout="constrained")
-    for part, (size, rows) in zip(figure.subfigures(len(sizes), 1, squeeze=False)[:, 0], sizes.items(), strict=True):
-        seeds = len(rows[0]["seeds"])
-        part.suptitle(f"{size}, {seeds} seed{'s' * (seeds > 1)}; differences to {baseline} in nats per token")
-        of_size = [run for run in runs if run["size"] == size]
-        during, final, last = part.subplots(1, 3)
-        curves = {row["method"]: _losses_by_tokens(of_size, row["method"]) for row in rows}
-        _draw_differences(during, curves, baseline, colours)
-        _draw_final(final, [row for row in rows if row["difference"] is not None], colours, seeds)
-        if swept:
-            _draw_rates(last, of_size, swept, colours, study["held_out_groups"])
-        else:
-            for method, curve in curves.items():
-                points = {tokens: fmean(losses) for tokens, losses in curve.items() if None not in losses}
-                last.plot(points.keys(), points.values(), label=method, color=colours[method])
-            last.set(title="loss on some of the held-out blocks, mean of the seeds", xlabel="training tokens, millions")
-        last.set_ylabel("nats per token")
-        last.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-        for axes in (during, final, last):
-            axes.grid(alpha=0.3)
-    figure.savefig(path, format="png", dpi=110)
+    sizes, baseline = report["sizes"], report["baseline"]
+    methods = [*dict.fromkeys(run["method"] for run in runs)]
+    named, rates = ({method: _split(method)[part] for method in methods} for part in (0, 1))
+    without_rate = [*dict.fromkeys(name for name in named.values() if name != named[baseline])]
+    palette = [colormaps[name](place) for name in ("tab10", "Dark2") for place in range(8)]
+    colours = dict(zip(without_rate, itertools.cycle(palette), strict=False)) | {named[baseline]: "black"}
+    drawn = sorted({rates[method] for method in methods if method != baseline}, key=float)
+    dashes = {rates[baseline]: "-"} | dict(zip(drawn, itertools.cycle(("-", "--", ":", "-.")), strict=False))
+    looks = {each: {"color": colours[named[each]], "linestyle": dashes[rates[each]]} for each in methods}
+    with rc_context({"font.size": 11, "text.parse_math": False}):
+        figure = Figure(figsize=(9, max(4.5, 1.8 + 0.4 * len(methods)) * len(sizes)), layout="constrained")
+        parts = figure.subfigures(len(sizes), 1, squeeze=False)[:, 0]
+        for part, (size, rows) in zip(parts, sizes.items(), strict=True):
+            seeds = len(rows[0]["seeds"])
+            base = next(row for row in rows if row["method"] == baseline)
+            part.suptitle(
+                f"Loss minus that of {_label(baseline)}, in nats a token\n"
+                f"{base['parameters']:,} parameters, {seeds} seed{'s' * (seeds > 1)}; below 0 is better"
+            )
+            left, right = part.subplots(1, 2, width_ratios=(3, 2))
+            _draw_differences(left, [run for run in runs if run["size"] == size], baseline, looks)
+            _draw_final(right, [row for row in rows if row["difference"] is not None], looks)
+            if len(drawn) > 1:
+                keys = [left.plot([], [], color="grey", linestyle=dashes[rate])[0] for rate in drawn]
+                left.legend(keys, [f"rate {float(rate):g}" for rate in drawn])
+            for axes in (left, right):
+                axes.grid(alpha=0.3)
+        figure.savefig(path, format="png", dpi=180)
 
 
-def _losses_by_tokens(runs: Sequence[Run], method: str) -> dict[float, list[Any]]:
-    """Millions of training tokens -> the loss of each seed, from the first evaluation after the start on."""
-    losses: dict[float, list[Any]] = {}
-    for run in (run for run in runs if run["method"] == method):
+def _split(method: str) -> tuple[str, str]:
+    """`resformer:learning_rate=8e-3:dwa=true`: the method with what else is set, and its rate; "0" if none is."""
+    name, *settings = method.split(":")
+    rate = [each.partition("=")[2] for each in settings if each.startswith(_RATE)]
+    return ":".join([name, *(each for each in settings if not each.startswith(_RATE))]), (rate or ["0"])[0]
+
+
+def _label(method: str, between: str = ", ") -> str:
+    """`resformer, rate 0.008`; other fields as words, too."""
+    (name, *settings), rate = _split(method)[0].split(":"), float(_split(method)[1])
+    words = [each.replace("_", " ").replace("=", " ") for each in settings] + [f"rate {rate:g}"] * (rate > 0)
+    return between.join([name, *words])
+
+
+def _draw_differences(axes: Any, runs: Sequence[Run], baseline: str, looks: Mapping[str, Mapping[str, Any]]) -> None:
+    """The mean difference at each evaluation, and the 95 % interval of each method's own paired t-test.
+
+    The labels of `_draw_final` say whose colours these are.
+    """
+    curves: dict[str, dict[float, list[Any]]] = {}  # method -> millions of tokens -> the loss of each seed
+    for run in runs:
         for point in run["curve"][1:]:
-            losses.setdefault(point["tokens"] / 1e6, []).append(point["validation_loss"])
-    return losses
-
-
-def _draw_differences(axes: Any, curves: Mapping[str, Any], baseline: str, colours: Mapping[str, Any]) -> None:
-    errors = {}
-    for tokens in curves[baseline]:
-        error = pooled_error({method: curve[tokens] for method, curve in curves.items() if tokens in curve})
-        if error is not None:
-            errors[tokens] = error.half_width
+            losses = curves.setdefault(run["method"], {}).setdefault(point["tokens"] / 1e6, [])
+            losses.append(point["validation_loss"])
+    base = curves.pop(baseline, {})
+    shaded = False
     for method, curve in curves.items():
-        points = {
-            tokens: fmean(losses) - fmean(curves[baseline][tokens])
-            for tokens, losses in curve.items()
-            if None not in [*losses, *curves[baseline].get(tokens, [None])]
-        }
-        axes.plot(points.keys(), points.values(), marker=".", color=colours[method])
-    title = "during the training, on some of the held-out blocks"
-    if errors:
-        axes.fill_between(
-            errors.keys(), [-half for half in errors.values()], errors.values(), color="black", alpha=0.12
-        )
-        title += "\ngrey: less than the simultaneous 95 % interval at that time"
-    axes.set(title=title, xlabel="training tokens, millions", ylabel="below 0 is better")
+        pairs = {tokens: paired_difference(losses, base[tokens]) for tokens, losses in curve.items() if tokens in base}
+        points = [(tokens, difference) for tokens, difference in pairs.items() if difference is not None]
+        x, means = [tokens for tokens, _ in points], [each["mean"] for _, each in points]
+        axes.plot(x, means, marker="o", markersize=4, **looks[method])
+        if len(curves) <= _FEW and points and all(each["p"] is not None for _, each in points):
+            low, high = ([each[end] for _, each in points] for end in ("low", "high"))
+            axes.fill_between(x, low, high, color=looks[method]["color"], alpha=0.15, linewidth=0)
+            shaded = True
+    axes.axhline(0.0, color="black", linewidth=1)
+    axes.set(title="During the training" + ": mean, 95 % interval" * shaded, xlabel="training tokens, millions")
 
 
-def _draw_final(axes: Any, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, Any], seeds: int) -> None:
+def _draw_final(axes: Any, rows: Sequence[Mapping[str, Any]], looks: Mapping[str, Mapping[str, Any]]) -> None:
     axes.axvline(0.0, color="black", linewidth=1)
     for place, row in enumerate(rows):
-        difference, colour = row["difference"], colours[row["method"]]
-        half = None if difference["low"] is None else difference["high"] - difference["mean"]
-        axes.errorbar(difference["mean"], place, xerr=half, fmt="o", capsize=4, color=colour)
-        axes.scatter(difference["values"], [place] * len(difference["values"]), marker="x", s=40, color=colour)
-    axes.set_yticks(range(len(rows)), [row["method"] for row in rows], fontsize=8)
+        difference, look = row["difference"], looks[row["method"]]
+        half = None if difference["p"] is None else difference["high"] - difference["mean"]
+        (*_, bars) = axes.errorbar(difference["mean"], place, xerr=half, fmt="o", capsize=4, color=look["color"])
+        for bar in bars:
+            bar.set_linestyle(look["linestyle"])
+        values = difference["values"]
+        axes.scatter(values, [place] * len(values), marker="x", s=30, color=look["color"])
+    axes.set_yticks(range(len(rows)), [_label(row["method"], "\n") for row in rows])
     for label, row in zip(axes.get_yticklabels(), rows, strict=True):
-        label.set_color(colours[row["method"]])
-    axes.invert_yaxis()
-    interval = "mean, simultaneous 95 % interval, seeds" if seeds > 1 else "one seed, no interval"
-    axes.set(title=f"at the end, on the held-out text for reports\n{interval}", xlabel="left of 0 is better")
-
-
-def _is_swept(runs: Sequence[Run], setting: str) -> bool:
-    """Whether an architecture has several values of the setting."""
-    values = {(run["architecture"], _rate(run, setting)) for run in runs}
-    return len(values) > len({architecture for architecture, _ in values})
-
-
-def _rate(run: Run, setting: str) -> float:
-    """Connections that have no rate of their own have the others'."""
-    return float(run["learning_rate"] if run[setting] is None else run[setting])
-
-
-def _draw_rates(
-    axes: Any, runs: Sequence[Run], setting: str, colours: Mapping[str, Any], groups: Sequence[str] | None
-) -> None:
-    losses = [(run, *losses_of(run, groups)) for run in runs]
-    finite = [(run, reports if choices is None else choices) for run, choices, reports in losses if reports is not None]
-    lines: dict[str, dict[float, list[float]]] = {}  # a method but for its rate -> the losses of each rate
-    looks = {}
-    for run, loss in finite:
-        label = re.sub(rf":{setting}=[^:]*", "", run["method"])
-        lines.setdefault(label, {}).setdefault(_rate(run, setting), []).append(loss)
-        looks[label] = colours[run["method"]]
-    for label, points in lines.items():
-        means = sorted((rate, fmean(values)) for rate, values in points.items())
-        axes.plot(*zip(*means, strict=True), marker="o", label=label, color=looks[label])
-    axes.set_xscale("log")
-    rates = sorted({_rate(run, setting) for run, _ in finite})
-    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
-    axes.minorticks_off()
-    axes.set(title="loss on the held-out text for choices, mean of the seeds", xlabel=setting.replace("_", " "))
+        label.set_color(looks[row["method"]]["color"])
+    axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
+    axes.locator_params(axis="x", nbins=4)
+    interval = any(row["difference"]["p"] is not None for row in rows)
+    axes.set(title="At its end", xlabel="● mean, ├─┤ 95 % interval\nx one seed" if interval else "x one seed")

@@ -1,6 +1,10 @@
-"""`resformer convert`, `revert`, `bundle`, `shrink`, `verify` and `inspect`."""
+"""`resformer convert`, `revert`, `bundle`, `verify` and `inspect`."""
 
 import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -8,11 +12,14 @@ from typing import Annotated, Any, Literal
 import typer
 
 from resformer.commands.terminal import (
+    CONNECT,
+    SHARE,
     VERIFICATION_FAILED,
     AsJson,
     app,
     assignments,
     echo,
+    example,
     own_command,
     print_json,
     reporting_errors,
@@ -20,13 +27,11 @@ from resformer.commands.terminal import (
     size,
     takes,
 )
-from resformer.shrinking.options import ShrinkOptions
 
 Source = Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or a Hub id.")]
 Output = Annotated[Path, typer.Argument(help="The folder to write; new or empty.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an earlier result.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
-Durable = Annotated[bool, typer.Option("--durable", help="Wait until the disk has all of it, against power failures.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, write nothing.")]
 
 
@@ -49,14 +54,13 @@ class Writing:
         bool, typer.Option("--link", help="Hard-link weight files that do not change: instant, but edits reach both.")
     ] = False
     verify: _Verify = "auto"
-    durable: Durable = False
     max_shard_size: Annotated[str | None, typer.Option(help="Split weight files that are larger, for example 5GB.")] = (
         None
     )
     dry_run: DryRun = False
 
 
-@app.command()
+@app.command(**example(CONNECT, "resformer convert HuggingFaceTB/SmolLM2-135M smollm2-resformer --method resformer"))
 @takes(Writing)
 def convert(
     writing: Writing,
@@ -74,20 +78,45 @@ def convert(
     method: Annotated[str, typer.Option(help="Name of a method; `resformer methods` lists them.")] = "resformer",
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="FIELD=VALUE", help="A connection field on top of the method's; repeatable."),
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="A connection field on top of the method's, or a constant of a nanochat run; repeatable.",
+        ),
     ] = None,
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow methods that change what the model computes.")] = False,
     dtype: Annotated[str, typer.Option(help="Convert the weights: float32, bfloat16, float16.")] = "auto",
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read pytorch_model*.bin where there are no safetensors.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Retrofit a Llama-style checkpoint with cross-layer connections, its logits unchanged."""
+    """Add connections to a trained model, or take a nanochat run.
+
+    Logits stay the source's. Methods that change them need --lossy.
+    """
     on_hub = () if push is None else (f"{push} may exist, empty or complete. See: resformer inspect {push}",)
     with reporting_errors(*on_hub):
         from resformer.convert import retrofit
+        from resformer.convert.nanochat import is_run
 
+        if is_run(source):
+            useless = {
+                "push": push,
+                "private": private,
+                "accept-license": accept_license,
+                "lossy": lossy,
+                "method": method != "resformer",
+                "link": writing.link,
+                "revision": writing.revision,
+                "max-shard-size": writing.max_shard_size,
+                "verify": writing.verify != "auto",
+            }
+            if asked := [f"--{name}" for name, value in useless.items() if value]:
+                raise ValueError(
+                    f"{', '.join(asked)}: a nanochat run is converted as it is, into one file of a folder."
+                )
+            if output is None:
+                raise ValueError("Give the folder to write.")
+            _convert_nanochat(source, output, writing, dtype, assignments(set_ or []), as_json)
+            return
         report = retrofit(
             source,
             output,
@@ -97,7 +126,6 @@ def convert(
             accept_license=accept_license,
             lossy=lossy,
             dtype=dtype,
-            allow_pickle=allow_pickle,
             **vars(writing),
             **assignments(set_ or []),
         )
@@ -127,7 +155,26 @@ def convert(
         print_result(report, writing.dry_run)
 
 
-@app.command()
+def _convert_nanochat(
+    run: str, output: Path, writing: Writing, dtype: str, constants: dict[str, Any], as_json: bool
+) -> None:
+    from resformer.convert.nanochat import convert_nanochat
+
+    taken = {name: getattr(writing, name) for name in ("force", "dry_run")}
+    report = convert_nanochat(run, output, dtype=dtype, **taken, **constants)
+    if print_json(report, as_json):
+        return
+    row("source", f"{report.source} ({report.weights}, era {report.era} of nanochat)")
+    row("constants", ", ".join(f"{name}={value}" for name, value in report.constants.items()) + "; other: --set")
+    row("method", f"{report.method or 'without a name'} {json.dumps(report.fields)}")
+    row("parameters", f"{report.parameters:,} in {report.dtype}")
+    row("tokenizer", f"{report.tokens:,} tokens, {report.bos} first, {'a' if report.chat else 'no'} chat template")
+    for warning in report.warnings:
+        row("warning", warning)
+    row("would write" if writing.dry_run else "wrote", report.output)
+
+
+@app.command(**example(CONNECT, "resformer revert smollm2-resformer smollm2-again"))
 @takes(Writing)
 def revert(
     writing: Writing,
@@ -136,7 +183,10 @@ def revert(
     all_: Annotated[bool, typer.Option("--all", help="Take out all connections, not only the last added.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Take out connections that have learned nothing, every other tensor byte for byte."""
+    """Take out connections that have learned nothing.
+
+    Every other tensor is the source's, byte for byte.
+    """
     from resformer.convert import revert as revert_checkpoint
 
     report = revert_checkpoint(source, output, all=all_, **vars(writing))
@@ -150,7 +200,7 @@ def revert(
     print_result(report, writing.dry_run)
 
 
-@app.command()
+@app.command(**example(SHARE, "resformer bundle smollm2-resformer smollm2-bundle"))
 @takes(Writing)
 def bundle(
     writing: Writing,
@@ -158,7 +208,10 @@ def bundle(
     output: Output,
     as_json: AsJson = False,
 ) -> None:
-    """Put the code beside a checkpoint, so that it loads with trust_remote_code where resformer is not installed."""
+    """Add the code that loads a checkpoint without this package.
+
+    It then loads with trust_remote_code=True.
+    """
     from resformer.convert import bundle as bundle_checkpoint
 
     report = bundle_checkpoint(source, output, **vars(writing))
@@ -170,40 +223,7 @@ def bundle(
     print_result(report, writing.dry_run)
 
 
-@app.command()
-@takes(ShrinkOptions)
-def shrink(options: ShrinkOptions, source: Source, output: Output, as_json: AsJson = False) -> None:
-    """Make the key/value cache of a checkpoint smaller, without training: layers share keys and values."""
-    from resformer.shrinking.shrink import shrink as shrink_checkpoint
-
-    report = shrink_checkpoint(source, output, **vars(options))
-    if print_json(report, as_json):
-        return
-    cost = report.summary
-    row("source", f"{report.source} ({report.family}, {report.source_dtype})")
-    row("cache", f"{report.cache:.1%} of the source's: {cost.bytes_per_token:,} bytes a token")
-    row("calibrated", f"on {report.calibration['tokens']:,} tokens; {report.refitted} tensors changed")
-    for note in report.calibration["notes"]:
-        row("text", note)
-    for reader in report.shares:
-        n = reader["layer"]
-        read = [f"{kind} of {reader[f'{kind}_of']}" for kind in ("keys", "values") if reader[f"{kind}_of"] != n]
-        row(f"layer {n}", f"{' and '.join(read)}, error {reader['output_error']:.1%}")
-    row("loss", f"{cost.source_loss:.4f} to {cost.loss:.4f} nats a token, on {cost.tokens:,} held-out tokens")
-    row("divergence", f"{cost.kl_mean:.4f} nats a token, 95th percentile {cost.kl_p95:.3f}")
-    row("top-1", f"{cost.top1_agreement:.1%} agree")
-    equal = f"{cost.greedy_median:.0f} of {cost.greedy_limit} tokens (median of {cost.greedy_prompts})"
-    row("greedy text", f"equal for {equal}")
-    if cost.last_words:
-        accuracies = f"{cost.source_last_word_accuracy:.1%} to {cost.last_word_accuracy:.1%}"
-        low, high = cost.intervals["last_word_accuracy"]
-        row("last words", f"{accuracies} right, of {cost.last_words} (95 %: {low:.1%} to {high:.1%})")
-    for asked in cost.passkey or ():
-        row("passkey", f"{asked['length']:,} tokens: {asked['source']:.0%} to {asked['result']:.0%}")
-    print_result(report, options.dry_run)
-
-
-@app.command()
+@app.command(**example(CONNECT, "resformer verify HuggingFaceTB/SmolLM2-135M smollm2-resformer"))
 def verify(
     one: Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or a Hub id.")],
     other: Annotated[str, typer.Argument(help="Another one, its retrofit for example.")],
@@ -215,7 +235,10 @@ def verify(
     other_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of OTHER.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two models: configurations, tensors, logits. Exit code 0 if they are the same, else 4."""
+    """Compare two models: configurations, tensors, tokens, logits.
+
+    Exit code 0 if they are the same, else 4.
+    """
     given = {name: value for name, value in locals().items() if name != "as_json"}  # the arguments of `verify`
     with reporting_errors():
         from resformer.convert import verify as compare
@@ -229,13 +252,15 @@ def verify(
             for name, difference in result.different.items():
                 how = "dtypes or shapes differ" if difference is None else f"by up to {difference:.3g}"
                 row("", f"{name}: {how}")
-            row("only in one", ", ".join(result.only_in_one) or "-")
-            row("only in other", ", ".join(result.only_in_other) or "-")
+            row("only in one", ", ".join(_of_all_layers(result.only_in_one)) or "-")
+            row("only in other", ", ".join(_of_all_layers(result.only_in_other)) or "-")
             pairs = [
                 f"{name} ({first} / {second}{', without effect' if name in result.without_effect else ''})"
                 for name, (first, second) in result.configuration.items()
             ]
             row("configuration", f"differs in {', '.join(pairs)}" if pairs else "same")
+            if result.tokens is not None:
+                row("tokens", result.tokens)
             if result.logits is not None:
                 row("logits", result.logits)
                 of_one, of_other = result.logits.cache_differences
@@ -246,9 +271,14 @@ def verify(
             raise typer.Exit(VERIFICATION_FAILED)
 
 
-@app.command()
-def inspect(source: Source, revision: Revision = None, as_json: AsJson = False) -> None:
-    """Print what a checkpoint holds: family, method, mixing matrices, sizes, cache bytes per token."""
+@app.command(**example(CONNECT, "resformer inspect smollm2-resformer"))
+def inspect(
+    source: Source,
+    revision: Revision = None,
+    full: Annotated[bool, typer.Option("--full", help="Print every coefficient of mixing matrices.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a checkpoint holds: method, coefficients, sizes."""
     with reporting_errors():
         from resformer.convert import inspect as inspect_checkpoint
 
@@ -262,14 +292,21 @@ def inspect(source: Source, revision: Revision = None, as_json: AsJson = False) 
         row("files", f"{report.files}, {size(report.bytes)}")
         dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in report.dtypes.items())
         row("parameters", f"{report.parameters:,} ({dtypes})")
-        for name, shape in report.added.items():
-            row("", f"{name} {shape}")
+        for name in _of_all_layers(report.added):
+            row("added", name)
         heads = f"{report.attention_heads} heads, {report.key_value_heads} for keys and values, of {report.head_dim}"
         tied = ", tied" if report.tied else ""
         row("shape", f"{report.layers} layers, {report.hidden_size} wide, {heads}, {report.vocab_size:,} tokens{tied}")
-        row("cache", f"{report.cache_bytes_per_token:,} bytes a token, {report.cache_share:.0%} of the full one")
-        _print_matrix("M, values", report.value_mixing_matrix, shift=0)
-        _print_matrix("D, depth", report.depth_mixing_matrix, shift=1)
+        if report.cache_bytes_per_token is not None:
+            row("cache", f"{report.cache_bytes_per_token:,} bytes a token, {report.cache_share:.0%} of the full one")
+        _print_matrix("M, values", report.value_mixing_matrix, 0, full)
+        _print_matrix("D, depth", report.depth_mixing_matrix, 1, full)
+
+
+def _of_all_layers(names: Iterable[str]) -> list[str]:
+    """The names, those that differ in the layer alone as one."""
+    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    return [f"{name} ({count})" if "*" in name else name for name, count in counts.items()]
 
 
 def print_result(report: Any, dry_run: bool) -> None:
@@ -283,20 +320,26 @@ def print_result(report: Any, dry_run: bool) -> None:
         return
     levels = {"headers": "headers", "copies": "headers, hashes of all files"}
     logits = f", logits {report.logits}" if report.logits is not None else ""
-    row("verified", levels.get(report.verified, "headers, bytes") + logits)
+    tokens = f", tokens {report.tokens}" if report.tokens is not None else ""
+    row("verified", levels.get(report.verified, "headers, bytes") + tokens + logits)
     row("wrote", report.output)
     if report.url is not None:
         echo(report.url)
 
 
-def _print_matrix(name: str, matrix: list[list[float]] | None, shift: int) -> None:
-    """The rows that are not plain Llama's, each with its coefficients."""
-    if matrix is None:
+def _print_matrix(name: str, matrix: list[list[float]] | None, shift: int, full: bool) -> None:
+    """How far it is from plain Llama's; with `full`, its rows that are not Llama's."""
+    rows = {} if matrix is None else {n: {m: x for m, x in enumerate(entries) if x} for n, entries in enumerate(matrix)}
+    rows = {n: entries for n, entries in rows.items() if entries != {n + shift: 1.0}}
+    if not rows:
         row(name, "plain Llama")
-        return
-    for n, entries in enumerate(matrix):
-        plain = [float(m == n + shift) for m in range(len(entries))]
-        if entries != plain:
-            shown = [f"[{m}]={entry:.4g}".replace("nan", "gate") for m, entry in enumerate(entries) if entry != 0]
-            row(name, f"row {n}: {' '.join(shown)}")
+    elif full:
+        for n, entries in rows.items():
+            row(name, f"row {n}: " + " ".join(f"[{m}]={x:.4g}".replace("nan", "gate") for m, x in entries.items()))
             name = ""
+    elif any(math.isnan(x) for entries in rows.values() for x in entries.values()):
+        row(name, f"{len(rows)} rows with gates that depend on the token; --full prints them")
+    else:
+        distances = {(n, m): x - (m == n + shift) for n, entries in rows.items() for m, x in entries.items()}
+        n, m = max(distances, key=lambda place: abs(distances[place]))
+        row(name, f"{len(rows)} rows are not Llama's, [{n}, {m}] the furthest: {rows[n][m]:.4g}; --full prints them")

@@ -1,13 +1,23 @@
 """`resformer analyze` and `eval`."""
 
 import os
-from collections import Counter
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from resformer.commands.terminal import AsJson, app, echo, own_command, print_json, reporting_errors, row
+from resformer.commands.terminal import (
+    MEASURE,
+    AsJson,
+    app,
+    echo,
+    example,
+    own_command,
+    print_json,
+    reporting_errors,
+    row,
+)
 
 if TYPE_CHECKING:
     from resformer.analysis import Analysis
@@ -22,7 +32,7 @@ _SHOWN = {
 }
 
 
-@app.command()
+@app.command(**example(MEASURE, "resformer analyze HuggingFaceTB/SmolLM2-135M finetuned --output analysis"))
 def analyze(
     checkpoints: Annotated[
         list[str], typer.Argument(metavar="CHECKPOINT...", help="Folders or Hub ids; several are compared.")
@@ -40,12 +50,15 @@ def analyze(
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier report.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure attention sinks, value drains, hidden peaks and token similarity of checkpoints, layer by layer."""
+    """Measure attention sinks, value drains and over-smoothing.
+
+    Of each layer, by the definitions of the ResFormer paper.
+    """
     with reporting_errors():
         import torch
         from tqdm import tqdm
 
-        from resformer.analysis import Report, read_texts, standard_texts, write_report
+        from resformer.analysis import Report, findings, read_texts, standard_texts, write_report
         from resformer.analysis import analyze as analyze_one
         from resformer.environment import require
         from resformer.files import check_target
@@ -69,26 +82,36 @@ def analyze(
             return
         for analysis in analyses:
             _print(analysis)
+            for sentence in findings(analysis):
+                echo(sentence)
+            echo()
         if output is not None:
             row("report", output / "report.html")
 
 
 def _names(checkpoints: list[str]) -> list[str]:
-    """The last part of each path or id, or all of it where two last parts are equal."""
-    short = [os.path.basename(os.path.normpath(checkpoint)) for checkpoint in checkpoints]
-    return [
-        checkpoint if Counter(short)[name] > 1 else name for checkpoint, name in zip(checkpoints, short, strict=True)
-    ]
+    """The last part of each path or id; where two are equal, the parts in which the paths differ."""
+    parts = [Path(os.path.normpath(checkpoint)).parts for checkpoint in checkpoints]
+    if len({names[-1] for names in parts}) == len({*parts}):
+        return [names[-1] for names in parts]
+
+    def shared(paths: list[tuple[str, ...]]) -> int:
+        return len([*takewhile(lambda same: len(set(same)) == 1, zip(*paths, strict=False))])
+
+    first, last = shared(parts), shared([names[::-1] for names in parts])
+    return ["/".join(names[first : len(names) - last]) or names[-1] for names in parts]
 
 
 def _print(analysis: "Analysis") -> None:
-    from resformer.analysis.page import number
-
     echo(f"{analysis.name}: {analysis.texts:,} texts, {analysis.tokens:,} tokens")
     echo("layer" + "".join(f"{heading:>13}" for heading in _SHOWN.values()))
     for layer in range(analysis.layers):
-        echo(f"{layer:5}" + "".join(f"{number(analysis.mean(quantity)[layer]):>13}" for quantity in _SHOWN))
-    echo()
+        echo(f"{layer:5}" + "".join(f"{_number(analysis.mean(quantity)[layer]):>13}" for quantity in _SHOWN))
+
+
+def _number(value: float) -> str:
+    """Three digits, or all of them before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _batch_size(text: str | None) -> int | str | None:
@@ -99,7 +122,7 @@ def _batch_size(text: str | None) -> int | str | None:
     raise ValueError(f"--batch-size {text}: expected auto, or a number from 1 up.")
 
 
-@app.command("eval")
+@app.command("eval", **example(MEASURE, "resformer eval finetuned --tasks hellaswag,arc_easy --limit 100"))
 def evaluate(
     checkpoint: Annotated[
         str, typer.Argument(help="A checkpoint folder or Hub id, of a ResFormer or any causal model.")

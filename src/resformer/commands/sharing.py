@@ -1,21 +1,31 @@
-"""`resformer card` and `push`."""
+"""`resformer card`, `push` and `serve`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from resformer.commands.terminal import AsJson, app, echo, own_command, print_json, reporting_errors, row, size
-from resformer.files import EVAL_RESULTS
+from resformer.commands.terminal import (
+    ANYTHING,
+    SHARE,
+    AsJson,
+    app,
+    echo,
+    example,
+    hand_over,
+    own_command,
+    print_json,
+    reporting_errors,
+    row,
+    size,
+)
 
 
-@app.command()
+@app.command(**example(SHARE, "resformer card finetuned --repository you/finetuned"))
 def card(
-    checkpoint: Annotated[Path | None, typer.Argument(help="The folder of a ResFormer checkpoint.")] = None,
-    method: Annotated[str | None, typer.Option(help="Print the card of this method instead.")] = None,
+    checkpoint: Annotated[Path, typer.Argument(help="The folder of a ResFormer checkpoint.")],
     metrics: Annotated[
-        list[Path] | None,
-        typer.Option(help="metrics.json of a training, study.json of a study; repeatable."),
+        list[Path] | None, typer.Option(help="metrics.json of a training, as finetune writes it; repeatable.")
     ] = None,
     eval_: Annotated[
         list[Path] | None, typer.Option("--eval", help="JSON of lm-evaluation-harness; repeatable.")
@@ -27,20 +37,10 @@ def card(
     force: Annotated[bool, typer.Option("--force", help="Replace a card that was edited by hand.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the card, write nothing.")] = False,
 ) -> None:
-    """Write the model card of a checkpoint from its record and files of results, or print the card of a method."""
+    """Write a checkpoint's model card, from what was recorded."""
     with reporting_errors():
-        if (checkpoint is None) == (method is None):
-            raise typer.BadParameter("give either the folder of a checkpoint or --method NAME.")
-        of_checkpoints = {"output": output, "repository": repository, "base-model": base_model, "license": license_}
-        if method is not None and (given := [name for name, value in of_checkpoints.items() if value is not None]):
-            raise typer.BadParameter(f"--{given[0]} is for the card of a checkpoint, and --method prints a method's.")
-        from resformer.checkpoint_cards import checkpoint_card, read_results
+        from resformer.checkpoint_cards import checkpoint_card
 
-        if checkpoint is None:
-            from resformer.model_cards import method_card
-
-            typer.echo(method_card(str(method), read_results(metrics or [], eval_ or [])[1]), nl=False)
-            return
         built = checkpoint_card(
             checkpoint,
             metrics=metrics or [],
@@ -52,24 +52,19 @@ def card(
         if dry_run:
             echo(built.card)
             return
-        target, *others = built.write(output or checkpoint / "README.md", force=force)
+        target = output or checkpoint / "README.md"
+        built.write(target, force=force)
         row("card", f"{target}, origin: {built.origin}")
         row("results", len(built.card.data.get("eval_results") or ()))
-        for path in others:
-            row("also wrote", path)
-        results = target.parent / EVAL_RESULTS
-        for path in sorted({*results.glob("*.yaml")} - {*others}) if not results.is_symlink() else ():
-            echo(f"Warning: {path} is not of these results: remove it if it is out of date.", err=True)
 
 
-@app.command()
+@app.command(**example(SHARE, "resformer push finetuned you/finetuned --dry-run"))
 def push(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder with a model card, README.md.")],
     repo_id: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub; made if there is none.")],
     private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
     revision: Annotated[str | None, typer.Option(help="The branch; made if there is none. Default: main.")] = None,
     message: Annotated[str | None, typer.Option(help="The commit's message.")] = None,
-    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request; main does not change.")] = False,
     bundle: Annotated[
         bool, typer.Option("--bundle", help="Add the code that loads the checkpoint without this package.")
     ] = False,
@@ -77,10 +72,12 @@ def push(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the folder, list what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Put a checkpoint on the Hub, in one commit. The token is HF_TOKEN, or that of `hf auth login`."""
+    """Put a checkpoint on the Hub, in one commit.
+
+    The token is HF_TOKEN, or that of `hf auth login`.
+    """
     given = {name: value for name, value in locals().items() if name != "as_json"}  # the arguments of `push`
-    look = "look whether the pull request was opened, or " if create_pr else ""
-    with reporting_errors(f"What was uploaded is not sent again: {look}run the command again."):
+    with reporting_errors("What was uploaded is not sent again: run the command again."):
         from resformer.pushing import push as push_checkpoint
 
         report = push_checkpoint(**given)
@@ -102,3 +99,14 @@ def push(
             row("tag", report.tag)
         row("commit", report.commit)
         echo(report.url)
+
+
+@app.command(
+    context_settings=ANYTHING, add_help_option=False, **example(SHARE, "resformer serve finetuned --host 127.0.0.1")
+)
+def serve(context: typer.Context) -> None:
+    """Start an OpenAI server: `transformers serve` with these models.
+
+    Options are its own.
+    """
+    hand_over(context, "resformer.serving")

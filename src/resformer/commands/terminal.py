@@ -1,13 +1,16 @@
 """The application, errors and exit codes, and output of all commands: data to stdout, messages to stderr."""
 
 import json
+import logging
 import os
+import re
 import shlex
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields
 from functools import wraps
 from importlib import metadata
@@ -16,22 +19,53 @@ from types import FrameType
 from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperGroup
+from typer.models import ArgumentInfo
 
 from resformer.errors import CheckpointError, OutputError, ResFormerError, VerificationError, one_line, plain
 from resformer.version import __version__
 
 FAILED, USAGE, INVALID_INPUT, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 4, 130
 
+#: What other packages call a command of ours.
+_SYNONYMS = {"retrofit": "convert", "evaluate": "eval", "analyse": "analyze", "upload": "push"}
+
+
+class _Commands(TyperGroup):
+    """Lists commands by what they are for, in whole sentences, and takes the names of `_SYNONYMS`."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return super().get_command(ctx, _SYNONYMS.get(cmd_name, cmd_name))
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            if not command.hidden:
+                panels.setdefault(command.rich_help_panel, []).append((name, command.get_short_help_str(limit=200)))
+        for panel in PANELS:
+            with formatter.section(panel):
+                formatter.write_dl(panels.pop(panel))
+        assert not panels
+
+
+PANELS = START, CONNECT, TRAIN, MEASURE, SHARE = "Start", "Add connections", "Train", "Measure", "Share and serve"
+
 app = typer.Typer(
-    help="Cross-layer connections for Hugging Face Transformers.",
+    cls=_Commands,
+    help="Cross-layer connections for Hugging Face Transformers. COMMAND --help has an example.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # Rich takes `[default: 8]` for markup, and drops it
     pretty_exceptions_enable=False,
 )
 _options = {"traceback": False}
+#: The field that an error of a dataclass begins with: `batch is 0`.
+_FIELD = re.compile(r"^\w+(?= (?:is|are) )")
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")
 #: Commands read and write checkpoints with parts of Transformers that older versions lack.
 COMMANDS_NEED = (5, 23)
+#: Settings of a command that passes on what it is given.
+ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
@@ -73,7 +107,10 @@ def reporting_errors(
         interrupted: what to say after Ctrl-C; {command} is the command as it was given.
         any_transformers: the command does not use Transformers.
     """
-    before = {}
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it; it warns of packages that it could use
+    before, logged, shown = {}, logging.getLogRecordFactory(), warnings.formatwarning
+    logging.setLogRecordFactory(lambda *parts, **named: _plain_record(logged(*parts, **named)))
+    warnings.formatwarning = lambda *parts, **named: plain(shown(*parts, **named))
     try:
         if not sys.stderr.isatty():
             os.environ.setdefault("TQDM_DISABLE", "1")  # must be set before tqdm is imported
@@ -89,13 +126,26 @@ def reporting_errors(
     except Exception as error:
         if _options["traceback"] or isinstance(error, (typer.Exit, BrokenPipeError)):  # Click ends quietly
             raise
-        echo(f"Error: {one_line(error, 4000)}", err=True)
+        from resformer.configuration.connection_fields import reason
+
+        echo(f"Error: {one_line(reason(error), 4000)}", err=True)
         if isinstance(error, CheckpointError) and error.option is not None:
             echo(f"Try: {own_command(error.option)}", err=True)
         raise typer.Exit(_exit_code(error)) from None
     finally:
+        logging.setLogRecordFactory(logged)
+        warnings.formatwarning = shown
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _plain_record(record: logging.LogRecord) -> logging.LogRecord:
+    """What a library says, for example of a checkpoint's tensors, without control characters and colours."""
+    with suppress(TypeError, ValueError):  # the arguments do not fit the message; `logging` reports that
+        record.msg, record.args = plain(_COLOURS.sub("", record.getMessage())), ()
+    if record.exc_info:
+        record.exc_text = plain(logging.Formatter().formatException(record.exc_info))
+    return record
 
 
 def echo(text: object = "", err: bool = False) -> None:
@@ -135,6 +185,7 @@ def takes(
         if get_origin(hint) is Annotated
     }
     pairs = [name for name, hint in hints.items() if get_origin(hint.__origin__) is dict]
+    typed = {name: _as_typed(name, hint.__metadata__[0]) for name, hint in hints.items()}
     parameters = []
     for each in fields(options):
         if each.name not in hints:
@@ -157,7 +208,12 @@ def takes(
                 for name in pairs:  # those of a file, and of the command line
                     in_file = (context.default_map or {}).get(name, ())
                     values[name] = assignments([*in_file, *values[name]])
-                function(options(**values), **more)
+                try:
+                    made = options(**values)
+                except ValueError as error:  # it names fields, and a user has typed options
+                    told = _FIELD.sub(lambda field: typed.get(field[0], field[0]), str(error))
+                    raise ValueError(told) from error
+                function(made, **more)
 
         given = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
         every = [given, *parameters, *(each.replace(kind=Parameter.KEYWORD_ONLY) for each in own)]
@@ -166,6 +222,30 @@ def takes(
         return command
 
     return decorate
+
+
+def example(panel: str, *commands: str) -> dict[str, Any]:
+    """Keyword arguments of `app.command`: where `resformer --help` lists it, and what its own help ends with."""
+    return {"rich_help_panel": panel, "epilog": "\n".join(["\b", "Example:", *(f"  {each}" for each in commands)])}
+
+
+def _as_typed(field: str, parameter: Any) -> str:
+    """How a command line gives a field: `--from`, or `OUTPUT` of an argument."""
+    declared = (parameter.default, *(parameter.param_decls or ()))  # Typer's first one is where a default would be
+    named = [name for name in declared if str(name).startswith("--")]
+    option = named[0].partition("/")[0] if named else f"--{field.replace('_', '-')}"
+    return field.upper() if isinstance(parameter, ArgumentInfo) else option
+
+
+def hand_over(context: typer.Context, module: str) -> None:
+    """Runs the command line of a module with the arguments of ours; without any it prints our help before theirs."""
+    from importlib import import_module
+
+    if context.args in ([], ["--help"]):
+        echo(context.get_help())
+        context.args = ["--help"]
+    sys.argv = [f"resformer {context.info_name}", *context.args]
+    import_module(module).main()
 
 
 def own_command(*more: str, leave_out: str = "") -> str:

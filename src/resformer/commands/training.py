@@ -10,10 +10,15 @@ import typer
 
 from resformer.commands.conversion import DryRun
 from resformer.commands.terminal import (
+    ANYTHING,
+    MEASURE,
+    TRAIN,
     AsJson,
     app,
     assignments,
     echo,
+    example,
+    hand_over,
     json_or_text,
     own_command,
     reporting_errors,
@@ -26,7 +31,7 @@ from resformer.training.options import FinetuneOptions, NewOptions, PretrainOpti
 
 
 def _from_file(context: typer.Context, path: Path | None) -> Path | None:
-    """Makes values of a YAML file the options' defaults; fields of `TrainingArguments` go to finetune's --set."""
+    """Makes values of a YAML file the options' defaults; fields of `TrainingArguments` go to --set or --trainer."""
     if path is None:
         return None
     import yaml
@@ -40,16 +45,18 @@ def _from_file(context: typer.Context, path: Path | None) -> Path | None:
         if not isinstance(values, dict):
             raise ValueError(f"{path}: expected lines of `name: value`.")
         options = {option.removeprefix("--"): each for each in context.command.params for option in each.opts}
-        settings = {each.name for each in fields(TrainingArguments) if each.init and context.info_name == "finetune"}
-        more = values.pop("set", None) or {}
-        if not isinstance(more, (dict, list)):
-            raise ValueError(f"{path}: set is {more!r}; expected lines of `name: value`.")
-        more = assignments(list(map(str, more))) if isinstance(more, list) else dict(more)
+        settings = {each.name for each in fields(TrainingArguments) if each.init}
+        trainer = "trainer" if "trainer" in options else "set"
+        pairs: dict[str, Any] = {name: values.pop(name, None) or {} for name in ("set", "trainer") if name in options}
+        for name, more in pairs.items():
+            if not isinstance(more, (dict, list)):
+                raise ValueError(f"{path}: {name} is {more!r}; expected lines of `name: value`.")
+            pairs[name] = assignments(list(map(str, more))) if isinstance(more, list) else dict(more)
         given: dict[str, Any] = {}
         for name, value in values.items():
             option = options.get(str(name).replace("_", "-"))
             if option is None and name in settings:
-                more[name] = value
+                pairs[trainer][name] = value
                 continue
             if option is None:
                 hint = did_you_mean(str(name).replace("_", "-"), [*options, *settings])
@@ -61,8 +68,10 @@ def _from_file(context: typer.Context, path: Path | None) -> Path | None:
             # As a shell expands the home folder.
             entries = [os.path.expanduser(each) if isinstance(each, str) else each for each in entries]
             given[option.name] = entries if several else entries[0]
-        if more:
-            given[options["set"].name] = [f"{name}={json.dumps(json_or_text(value))}" for name, value in more.items()]
+        for each, more in pairs.items():
+            if more:
+                texts = [f"{name}={json.dumps(json_or_text(value))}" for name, value in more.items()]
+                given[options[each].name] = texts
     context.default_map = given
     return path
 
@@ -73,14 +82,16 @@ Config = Annotated[
 ]
 
 
-@app.command()
+@app.command(**example(TRAIN, "resformer finetune smollm2-resformer finetuned --data notes.txt --sample-by line"))
 @takes(FinetuneOptions, "Go on from the last checkpoint with: {command} --resume")
 def finetune(options: FinetuneOptions, config: Config = None, as_json: AsJson = False) -> None:
-    """Fine-tune a checkpoint with the stock Trainer: a trained checkpoint, metrics.json and a card.
+    """Train a checkpoint further, all weights or the connections.
+
+    Writes a checkpoint, metrics.json and a card.
 
     All weights are trained, in float32: 16 bytes a parameter with AdamW, and
     activations. For adapters (LoRA), 4-bit weights, preferences and rewards, and
-    for models that do not fit, take `python -m resformer.trl`.
+    for models that do not fit, take `resformer trl`.
     """
     from resformer.files import check_apart
     from resformer.training.recipe import finetune_checkpoint
@@ -99,6 +110,8 @@ def finetune(options: FinetuneOptions, config: Config = None, as_json: AsJson = 
     row("data", f"{training}, {report.held_out_blocks:,} held out, of {report.block:,} tokens")
     for source, count in report.held_out_by_source.items() if report.held_out_blocks else ():
         row("held out", f"{count:,} documents of {source}")
+    for source, passes in report.passes.items():
+        row("passes", f"{passes:,.3g} over {source}")
     for note in report.notes:
         row("data", note)
     if options.dry_run:
@@ -115,13 +128,12 @@ def print_result(report: Any, output: str) -> None:
     row("speed", f"{report.tokens_per_second:,.0f} tokens/s, {report.seconds:,.1f} s, {size(report.peak_memory or 0)}")
     if report.loss_before is not None:
         row("loss", f"{report.loss_before:.4f} -> {report.loss_after:.4f} on the held-out blocks")
+        row("bits per byte", f"{report.bits_per_byte:.4f}")
         row("perplexity", f"{report.perplexity_before:.3f} -> {report.perplexity_after:.3f}")
     row("wrote", output)
-    if report.url is not None:
-        row("pushed", report.url)
 
 
-@app.command()
+@app.command(**example(TRAIN, "resformer new untrained --size 82m --method svformer --tokenizer bytes"))
 @takes(NewOptions)
 def new(
     options: NewOptions,
@@ -129,23 +141,24 @@ def new(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write an untrained checkpoint, from which any engine trains: configuration, tokenizer, random weights."""
+    """Write an untrained checkpoint, with its tokenizer, for any engine."""
     from resformer.training.untrained import new_checkpoint, parameter_count
 
     config = new_checkpoint(options, weights=weights, dry_run=dry_run)
     if as_json:
         echo(json.dumps({**config.to_dict(), "parameters": parameter_count(config)}, indent=2, sort_keys=True))
         return
-    row("model", f"{options.size}, {options.method}, {parameter_count(config):,} parameters")
+    backbone = "" if options.backbone is None else f"{options.backbone}, "
+    row("model", f"{backbone}{options.size}, {options.method}, {parameter_count(config):,} parameters")
     row("shape", f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads, width {config.hidden_size}")
     row("tokenizer", f"{config.vocab_size:,} tokens")
     row("would write" if dry_run else "wrote", options.output)
 
 
-@app.command()
+@app.command(**example(TRAIN, "resformer tokenize notes.txt tokens --tokenizer bytes --sample-by line --workers 4"))
 @takes(TokenizeOptions, "Give the command again to go on.")
 def tokenize(options: TokenizeOptions, as_json: AsJson = False) -> None:
-    """Write documents as parquet files of token ids, which `pretrain` and `finetune` read as --data.
+    """Write documents as files of token ids, for --data.
 
     A run that was stopped goes on when the command is given again.
     """
@@ -154,16 +167,14 @@ def tokenize(options: TokenizeOptions, as_json: AsJson = False) -> None:
     index = run(options)
     if as_json:
         echo(json.dumps(index, indent=2))
-    elif index is None:
-        row("wrote", f"part {options.shard} of {options.output}; other parts are not done")
-    else:
-        for side in ("train", "validation"):
-            sums = index[side]
-            row(side, f"{sums['tokens']:,} tokens of {sums['documents']:,} documents, {size(sums['bytes'])}")
-        row("wrote", options.output)
+        return
+    for side in ("train", "validation"):
+        sums = index[side]
+        row(side, f"{sums['tokens']:,} tokens of {sums['documents']:,} documents, {size(sums['bytes'])}")
+    row("wrote", options.output)
 
 
-@app.command()
+@app.command(**example(TRAIN, "resformer pretrain model --size tiny --data notes.txt --tokens 2M --dry-run"))
 @takes(PretrainOptions, "Go on from the last checkpoint with: {command} --resume")
 def pretrain(
     options: PretrainOptions,
@@ -173,9 +184,10 @@ def pretrain(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model from scratch: the size decides shape, tokens, batch and learning rate.
+    """Train a model from scratch.
 
-    All of it can be set. Writes what `finetune` writes, and log.json.
+    The size decides shape, tokens, batch and learning rate, and each can be set.
+    Writes what `finetune` writes, and log.json.
     """
     from resformer.training.pretraining import plan_pretraining
     from resformer.training.pretraining import pretrain as run
@@ -190,21 +202,39 @@ def pretrain(
         facts = {"plan": asdict(plan), **({} if report is None else asdict(report))}
         echo(json.dumps(facts, indent=2, default=str))
         return
-    row("model", f"{options.size}, {options.method}, {plan.parameters:,} parameters")
+    backbone = "" if options.backbone is None else f"{options.backbone}, "
+    row("model", f"{backbone}{options.size}, {options.method}, {plan.parameters:,} parameters")
     row("tokens", f"{plan.tokens:,}, {plan.tokens / plan.parameters:,.1f} a parameter, {size(plan.bytes)} of ids")
     passes = f", in {plan.accumulate} passes" if plan.accumulate > 1 else ""
     row("steps", f"{plan.steps:,} of {plan.sequences:,} sequences of {plan.block:,} tokens{passes}")
     row("rate", f"{plan.learning_rate:.2g}, {options.schedule}")
     row("operations", f"{plan.flops:.3g}")
     if report is None:
-        row("speed", f"{plan.tokens_per_second:,.0f} tokens/s: {plan.hours:,.1f} hours")
-        row("memory", f"{size(plan.memory or 0)} on this device, with the whole model")
+        row("memory", f"about {size(plan.estimated_memory)} on a device; here {size(plan.free_memory)} are free")
+        if plan.memory is None:
+            row("speed", "not measured: it does not fit. Try --micro-batch 1, --gradient-checkpointing or --shard")
+        else:
+            row("speed", f"{plan.tokens_per_second:,.0f} tokens/s: {plan.hours:,.1f} hours")
+            row("measured", f"{size(plan.memory)} on this device, with the whole model")
         row("would write", options.output)
         return
     print_result(report, options.output)
 
 
-@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@app.command(
+    context_settings=ANYTHING,
+    add_help_option=False,
+    **example(TRAIN, "resformer trl sft --model_name_or_path smollm2-resformer --dataset_name chats --use_peft"),
+)
+def trl(context: typer.Context) -> None:
+    """Run TRL's scripts (sft, dpo, grpo, ...) on these models.
+
+    For adapters, 4-bit weights, preferences and rewards. `resformer trl sft --help` lists the options of one.
+    """
+    hand_over(context, "resformer.trl")
+
+
+@app.command(hidden=True, context_settings=ANYTHING)
 def train() -> None:
     """What other packages call `train` has three names here."""
     with reporting_errors():
@@ -214,19 +244,23 @@ def train() -> None:
         )
 
 
-@app.command()
+@app.command(
+    **example(MEASURE, "resformer compare study --methods resformer,svformer:learning_rate=4e-3 --steps 500 --dry-run")
+)
 @takes(StudyOptions, "Finished runs are kept. Go on with: {command}")
 def compare(
     options: StudyOptions,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its time; write nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train methods under one budget, paired by seed, and compare their held-out losses.
+    """Train methods under one budget and compare their losses.
+
+    Runs are paired by seed. Losses are of the whole held-out text.
 
     A study that was stopped goes on when the command is given again.
     """
     from resformer.training.study.comparison import plan_study, run_study
-    from resformer.training.study.table import markdown
+    from resformer.training.study.report import markdown
 
     if not dry_run:
         report = run_study(options, own_command())
@@ -238,7 +272,8 @@ def compare(
         echo(json.dumps(plan, indent=2))
         return
     for each in plan["runs"]:
-        row(each["size"], f"{each['method']}, {each['parameters']:,} parameters, runs to do: {each['to_do']}")
+        shape = f"{each['method']}, {each['parameters']:,} parameters, rate {each['learning_rate']:.2g}"
+        row(each["size"], f"{shape}, runs to do: {each['to_do']}")
     data = plan["data"]
     row("data", f"{data['name']}, {data['training_tokens']:,} tokens to train on")
     row("held out", f"{data['held_out_tokens']:,} tokens of {data['held_out_documents']:,} documents")

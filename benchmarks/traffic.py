@@ -1,0 +1,172 @@
+"""What each method costs beside Llama: kernels and bytes of a forward, a backward and a decoding step.
+
+    python benchmarks/traffic.py benchmarks/results/traffic.json [--time] [METHOD or SHAPE ...]
+
+Counted on the meta device, without memory, at real shapes: each operation that is no view is a kernel, and moves its
+inputs and outputs. 8,192 tokens in bfloat16, coefficients in float32; attention itself is left out, on both sides. A
+decoding step is one token after 128. On a GPU the same steps are timed too, with `sdpa`: `--time`.
+"""
+
+import json
+import math
+import shlex
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, LlamaConfig, __version__
+from transformers.models.llama.modeling_llama import repeat_kv
+
+from resformer import ResFormerConfig
+from resformer.configuration.methods import METHODS
+from resformer.modeling.versions import CACHE
+
+TOKENS, CONTEXT, ROUNDS = 8192, 128, 9
+SHAPES: dict[str, dict[str, int]] = {
+    "135M": dict(zip("LDFHKV", (30, 576, 1536, 9, 3, 49152), strict=True)),
+    "1B": dict(zip("LDFHKV", (16, 2048, 8192, 32, 8, 128256), strict=True)),
+    "8B": dict(zip("LDFHKV", (32, 4096, 14336, 32, 8, 128256), strict=True)),
+}
+NAMES = {
+    "L": "num_hidden_layers",
+    "D": "hidden_size",
+    "F": "intermediate_size",
+    "H": "num_attention_heads",
+    "K": "num_key_value_heads",
+    "V": "vocab_size",
+}
+#: Operations that launch nothing, beside views.
+FREE = {
+    "detach",
+    "alias",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "lift_fresh",
+    "_unsafe_view",
+}
+#: Operations that write their first argument without reading it.
+WRITES = {"copy_", "fill_", "zero_"}
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what runs inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name, read = func.overloadpacket.__name__, {**(kwargs or {})}
+        read.pop("out", None)
+        if not func.is_view and name not in FREE:
+            inputs = args[1:] if name in WRITES else args
+            tensors = [each for each in tree_leaves((inputs, read, output)) if isinstance(each, torch.Tensor)]
+            self.kernels += 1
+            for each in tensors:  # what is repeated is read once
+                sizes = (size for size, stride in zip(each.shape, each.stride(), strict=True) if stride)
+                self.bytes += math.prod(sizes) * each.element_size()
+        return output
+
+
+def no_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+    """In the place of attention: reads queries, keys and values, of the current tokens alone."""
+    read = repeat_kv((key + value)[:, :, -query.shape[2] :], module.num_key_value_groups)
+    return (query + read).transpose(1, 2), None
+
+
+def build(method: str, shape: str, device: str) -> Any:
+    sizes = {NAMES[letter]: size for letter, size in SHAPES[shape].items()}
+    made: Any = LlamaConfig(**sizes) if method == "llama" else ResFormerConfig.for_method(method, **sizes)
+    attention = "no_attention" if device == "meta" else "sdpa"
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16, attn_implementation=attention)
+
+
+def steps(model: Any, device: str) -> dict[str, Callable[[], object]]:
+    """Forward, backward and decoding, to be run in this order."""
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device=device)
+    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16, device=device) if device == "meta" else None
+    hidden = [None]
+
+    def forward() -> None:
+        hidden[0] = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+
+    def backward() -> None:
+        torch.autograd.backward(hidden[0], torch.empty_like(hidden[0]))
+
+    with torch.no_grad():
+        cache = model.base_model(input_ids=ids[:, :CONTEXT], attention_mask=mask, use_cache=True)[CACHE]
+
+    @torch.no_grad()
+    def decode() -> None:
+        model.base_model(input_ids=ids[:, :1], attention_mask=mask, use_cache=True, **{CACHE: cache})
+
+    return {"forward": forward, "backward": backward, "decode": decode}
+
+
+def counted(method: str, shape: str) -> dict[str, dict[str, int]]:
+    """Of each step: kernels and bytes. The head and the loss, alike on both sides, are left out."""
+    found = {}
+    for name, step in steps(build(method, shape, "meta"), "meta").items():
+        with Traffic() as traffic:
+            step()
+        found[name] = {"kernels": traffic.kernels, "bytes": traffic.bytes}
+    return found
+
+
+def timed(methods: list[str], shape: str) -> dict[str, dict[str, float]]:
+    """Median milliseconds of each step, the methods in turn."""
+    found: dict[str, dict[str, list[float]]] = {method: {} for method in methods}
+    for _ in range(ROUNDS):
+        for method in methods:  # one model at a time: eight billion parameters, and gradients
+            for name, step in steps(build(method, shape, "cuda"), "cuda").items():
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                start.record()
+                step()
+                end.record()
+                torch.cuda.synchronize()
+                found[method].setdefault(name, []).append(start.elapsed_time(end))
+    return {method: {name: statistics.median(each) for name, each in of.items()} for method, of in found.items()}
+
+
+def main() -> None:
+    AttentionInterface.register("no_attention", no_attention)
+    AttentionMaskInterface.register("no_attention", lambda *args, **kwargs: None)
+    output, *words = sys.argv[1:]
+    shapes = [word for word in words if word in SHAPES] or [*SHAPES]
+    chosen = [word for word in words if word in METHODS] or [name for name in METHODS if name != "transformer"]
+    if unknown := {*words} - {*SHAPES, *METHODS, "--time"}:
+        raise SystemExit(f"neither a method nor a shape: {', '.join(sorted(unknown))}")
+    methods = ["llama", *chosen]
+    report: dict[str, Any] = {"command": shlex.join(["python", "benchmarks/traffic.py", *sys.argv[1:]])}
+    report |= {"tokens": TOKENS, "torch": torch.__version__, "transformers": __version__}
+    report["counted"] = {shape: {method: counted(method, shape) for method in methods} for shape in shapes}
+    if "--time" in words:
+        report["gpu"] = torch.cuda.get_device_name()
+        report["milliseconds"] = {shape: timed(methods, shape) for shape in shapes}
+    Path(output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for shape, rows in report["counted"].items():
+        print(f"{shape}: kernels and GB of {', '.join(rows['llama'])}, of Llama, then what others have more")
+        for method, row in rows.items():
+            llama = {
+                name: each if method != "llama" else {"kernels": 0, "bytes": 0} for name, each in rows["llama"].items()
+            }
+            cells = [
+                f"{each['kernels'] - llama[name]['kernels']:6} {(each['bytes'] - llama[name]['bytes']) / 1e9:7.1f}"
+                for name, each in row.items()
+            ]
+            print(f"  {method:24}", *cells)
+
+
+if __name__ == "__main__":
+    main()

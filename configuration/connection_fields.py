@@ -1,0 +1,184 @@
+"""The fields of connections that any decoder can have, in a configuration of ours or of another family."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import as_validated_field
+
+from resformer.configuration.sources import mixing_layers, value_sources
+
+
+def reason(error: BaseException) -> str:
+    """What a validator of huggingface_hub's says: the field and what is wrong with it, in one line."""
+    named = re.match(
+        r"(?:Class v|V)alidation error for (?:validator '\w+'|field ('\w+')):\s+\w+: (.*)", str(error), re.S
+    )
+    if named is None:
+        return str(error)
+    field = "" if named[1] is None or named[2].startswith("Field ") else f"Field {named[1]}: "
+    return " ".join(f"{field}{named[2]}".split())
+
+
+@as_validated_field
+def positive(value: int | None = None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"Value must be a positive integer, got {value}")
+
+
+@as_validated_field
+def finite(value: float | None = None) -> None:
+    if value is not None and not math.isfinite(value):
+        raise ValueError(f"Value must be a finite number, got {value}")
+
+
+@as_validated_field
+def positive_number(value: float | None = None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"Value must be a finite number above 0, got {value}")
+
+
+@as_validated_field
+def not_negative(value: float | None = None) -> None:
+    if value is not None and not 0 <= value < math.inf:
+        raise ValueError(f"Value must be a finite number from 0 up, got {value}")
+
+
+@dataclass(kw_only=True)
+class ConnectionFields:
+    r"""What is added to a decoder. With nothing set it is the decoder, bit for bit. Layers are counted from 0.
+
+    Args:
+        value_residual (`str`, defaults to `"none"`):
+            How the values of a mixing layer are made from its own and earlier layers' (ResFormer, arXiv 2410.17897;
+            Depth-Attention, arXiv 2606.05014): `"none"`, `"identity"`, `"constant"`, `"learnable"`,
+            `"learnable_plus"`, `"dense"`, `"gated"` or `"depth_attention"`, whose equations are in
+            `modeling/connections/value_residual.py` and `depth_attention.py`. `"depth_attention"` takes `key_sources`,
+            but no `value_sources`.
+        value_residual_init (`list[float]`, defaults to [0.5, 0.5]):
+            The coefficients on V_0 and V_n: the values of `"constant"`, the start of the learned modes. `"identity"`
+            and `"depth_attention"` ignore it. (0, 1) starts as plain Llama.
+        value_residual_layers (`list[int]`, *optional*):
+            The layers that mix, from 1 to `num_hidden_layers - 1`, ascending (Sparse-ResFormer). Default: every layer
+            but 0 that has values of its own.
+        depth_attention_stride (`int`, defaults to 1):
+            The stride s of `"depth_attention"`: layer n mixes layers n, n - s, n - 2s, ..., and the first to mix is s.
+        depth_attention_init (`float`, defaults to 1.0):
+            The start of the gates of `"depth_attention"`. 1 is the paper, 0 plain Llama.
+        value_embeddings (`list[int]`, *optional*):
+            The layers that add to their values a row of a table, picked by the token and gated per key/value head
+            (modded-nanogpt, nanochat; Bank of Values, arXiv 2606.02780), ascending. A table has
+            `vocab_size` x `num_key_value_heads` x `head_dim` numbers. The model then needs `input_ids`.
+        value_embeddings_init (`float`, *optional*):
+            The standard deviation that the tables start with; 0 starts as plain Llama. Default: `initializer_range`, as
+            of every other embedding and projection.
+        value_embeddings_gate_channels, value_embeddings_gate_limit (`int`, `float`, default to 12, 3.0):
+            How many channels of its input the gate reads, and its largest value.
+        neutreno_lambda (`float`, defaults to 0.0):
+            NeuTRENO's term l (V_0 - V'_n), added to the attention output of every layer but 0 (arXiv 2312.00751,
+            0.4 in its language models). Finite and not negative.
+        dwa (`bool`, defaults to `False`):
+            Depth-weighted averaging of all earlier layers' outputs (DenseFormer, arXiv 2402.02622).
+        dwa_dilation, dwa_period (`int`, default to 1):
+            DenseFormer's k x p: average after every p-th block, over every k-th earlier output.
+        attention_residuals (`bool`, defaults to `False`):
+            Sublayers read, beside the residual stream, a softmax over what earlier blocks of layers added to it (delta
+            attention residuals, arXiv 2605.18855), for each head (arXiv 2607.27230), times a learned gate.
+        attention_residual_blocks (`int`, defaults to 8):
+            Number of blocks, from 1 to `num_hidden_layers`.
+        attention_residual_init (`float`, defaults to 1.0):
+            The start of the gates. 0 starts as plain Llama.
+        embedding_residual (`bool`, defaults to `False`):
+            Each layer reads r x + s X_0 in place of the residual stream x; X_0 are the embeddings, r and s are learned.
+        embedding_residual_init (`float`, defaults to 0.1):
+            The start of s; r starts at 1. 0 starts as plain Llama.
+        backout (`bool`, defaults to `False`):
+            The output of layer `num_hidden_layers // 2`, times a learned number, is taken out of what the final norm
+            reads (nanochat).
+        backout_init (`float`, defaults to 0.2):
+            The start of that number. 0 starts as plain Llama.
+    """
+
+    value_residual: Literal[
+        "none", "identity", "constant", "learnable", "learnable_plus", "dense", "gated", "depth_attention"
+    ] = "none"
+    value_residual_init: list[int | float] | tuple[int | float, ...] = (0.5, 0.5)
+    value_residual_layers: list[int] | None = None
+    depth_attention_stride: int = positive(default=1)
+    depth_attention_init: int | float = finite(default=1.0)
+    value_embeddings: list[int] | None = None
+    value_embeddings_init: int | float | None = not_negative(default=None)
+    value_embeddings_gate_channels: int = positive(default=12)
+    value_embeddings_gate_limit: int | float = finite(default=3.0)
+    neutreno_lambda: int | float = not_negative(default=0.0)
+    dwa: bool = False
+    dwa_dilation: int = positive(default=1)
+    dwa_period: int = positive(default=1)
+    attention_residuals: bool = False
+    attention_residual_blocks: int = positive(default=8)
+    attention_residual_init: int | float = finite(default=1.0)
+    embedding_residual: bool = False
+    embedding_residual_init: int | float = finite(default=0.1)
+    backout: bool = False
+    backout_init: int | float = finite(default=0.2)
+
+
+def check_connections(config: Any) -> None:
+    """Refuses fields that do not fit together or the layers, and warns of those without effect."""
+    depth_attention = config.value_residual == "depth_attention"
+    _check_layers(config, "value_residual_layers", config.depth_attention_stride if depth_attention else 1)
+    _check_layers(config, "value_embeddings", 0)
+    init = config.value_residual_init
+    if len(init) != 2 or not all(math.isfinite(value) for value in init):
+        raise ValueError(f"`value_residual_init` is {init}: expected two finite numbers (on V_0, on V_n).")
+    if depth_attention and value_sources(config) != list(range(config.num_hidden_layers)):
+        raise ValueError(
+            f"`value_residual` is 'depth_attention', which mixes the values of all layers, but `value_sources` is "
+            f"{config.value_sources}. Share keys alone (`key_sources`), or choose another mode."
+        )
+    if config.attention_residuals and config.attention_residual_blocks > config.num_hidden_layers:
+        raise ValueError(
+            f"`attention_residual_blocks` is {config.attention_residual_blocks}: expected 1 to "
+            f"{config.num_hidden_layers} (`num_hidden_layers`), a block has a layer at least."
+        )
+    _warn_of_settings_without_effect(config)
+
+
+def _check_layers(config: Any, name: str, first: int) -> None:
+    layers, sources = getattr(config, name) or [], value_sources(config)
+    if layers != sorted(set(layers)) or not all(first <= layer < config.num_hidden_layers for layer in layers):
+        raise ValueError(
+            f"`{name}` is {layers}: expected ascending layers from {first} to {config.num_hidden_layers - 1} "
+            "(`num_hidden_layers` - 1), each once."
+        )
+    for layer in layers:
+        if sources[layer] != layer:
+            raise ValueError(
+                f"`{name}` holds {layer}, but `value_sources`[{layer}] is {sources[layer]}: that layer has no "
+                "values of its own."
+            )
+
+
+def _warn_of_settings_without_effect(config: Any) -> None:
+    from transformers.utils import logging  # here: `resformer methods` does without Transformers
+
+    mode = f"`value_residual` is {config.value_residual!r}"
+    depth_attention = config.value_residual == "depth_attention"
+    embeddings = config.value_embeddings, f"`value_embeddings` is {config.value_embeddings}"
+    period = f"`dwa_period` ({config.dwa_period}) is above `num_hidden_layers` ({config.num_hidden_layers})"
+    for name, default, used, reason in (
+        ("value_residual", "none", mixing_layers(config), "no layer has earlier values, and its own, to mix"),
+        ("value_residual_layers", None, config.value_residual != "none", mode),
+        ("depth_attention_stride", 1, depth_attention, mode),
+        ("depth_attention_init", 1.0, depth_attention, mode),
+        ("value_embeddings_init", None, *embeddings),
+        ("value_embeddings_gate_channels", 12, *embeddings),
+        ("value_embeddings_gate_limit", 3.0, *embeddings),
+        ("dwa", False, config.dwa_period <= config.num_hidden_layers, period),
+        ("dwa_dilation", 1, config.dwa, "`dwa` is False"),
+        ("dwa_period", 1, config.dwa, "`dwa` is False"),
+        ("attention_residual_blocks", 8, config.attention_residuals, "`attention_residuals` is False"),
+    ):
+        if (value := getattr(config, name)) != default and not used:
+            logging.get_logger(__name__).warning_once(f"`{name}`={value!r} changes nothing: {reason}.")

@@ -1,0 +1,505 @@
+"""nanochat's checkpoints in, ResFormer checkpoints out.
+
+A run's folder has `model_STEP.pt`, `meta_STEP.json` and `tokenizer.pkl`. meta.json holds sizes; what else a model
+computes with has changed four times and stands in nanochat's code of the day alone. The tensors tell the era:
+
+| era | since | base of the rotary embedding | gate of value embeddings | q and k times | logits | short window |
+|---|---|---|---|---|---|---|
+| 0 | 13 Oct 2025 | 1e4 | | 1 | 15 | all |
+| 1: r x + s x_0 | 11 Jan 2026 | 1e4 | | 1 | 15 | a half |
+| 2: value embeddings; autoresearch | 16 Jan 2026 | 1e4 | 2 sigmoid(W x[:32]) | 1 | 15 (20: 2 to 9 March) | a half |
+| 3: gates of 12 channels | 9 Mar 2026 | 1e5 | 3 sigmoid(W x[:12]) | 1.15 | 15 | a third |
+| 4: smear, backout | 14 Mar 2026 | 1e5 | 3 sigmoid(W x[:12]) | 1.2 | 15 | a quarter |
+
+The decoder computes the same: a norm after the embeddings is taken of the table; nanochat rotates by -theta, which is
+theta with the halves of each head exchanged; a norm without weights commutes with a rotation, so that the factor of q
+and k stands in `q_norm` and `k_norm`.
+"""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from resformer.configuration import ResFormerConfig
+from resformer.configuration.methods import connections_of, method_of
+from resformer.convert.connections import added_shapes, expected_shapes
+from resformer.convert.reading import read_checkpoint
+from resformer.convert.reading_back import check_headers
+from resformer.convert.tensors import CODES, to_tensor
+from resformer.convert.tiktoken_pickle import Encoding, fast_tokenizer, read_encoding
+from resformer.convert.to_folder import folder_name
+from resformer.errors import CheckpointError, OutputError, did_you_mean, first_names, one_line, quoted
+from resformer.files import AsDict, check_target, folder_above, replacing, write_text, writing
+from resformer.names import CONFIG, SINGLE
+from resformer.progress import progress_bar
+from resformer.safetensors_format import Tensor, header_bytes
+from resformer.untrusted import read_json, regular_file
+
+_WEIGHTS = re.compile(r"model_(\d{1,12})\.pt")
+_SIZES = "sequence_len vocab_size n_layer n_head n_kv_head n_embd".split()
+#: nanochat's norms have no epsilon of their own, in bfloat16 too.
+_EPSILON = torch.finfo(torch.float32).eps
+_SMEAR_CHANNELS = 24
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What nanochat's code of an era computes with, and meta.json does not hold."""
+
+    rope_theta: float = 10_000.0
+    gate_limit: float = 2.0
+    qk_scale: float = 1.0
+    softcap: float = 15.0
+    short_window: int | None = None  # tokens before a token's own that it sees
+
+
+#: Era -> its constants, and the short window of a context.
+ERAS: list[tuple[Constants, Callable[[int], int]]] = [
+    (Constants(), lambda context: context),
+    (Constants(), lambda context: context // 2),
+    (Constants(), lambda context: context // 2),
+    (Constants(100_000.0, 3.0, 1.15), lambda context: -(-context // 3 // 128) * 128),
+    (Constants(100_000.0, 3.0, 1.2), lambda context: -(-context // 4 // 128) * 128),
+]
+
+#: As nanochat renders conversations; a system message stands before the first user's. Content may be in parts.
+CHAT_TEMPLATE = """\
+{%- macro text(content) -%}
+{%- if content is string %}{{ content }}{% else %}{% for part in content %}{{ part["text"] }}{% endfor %}{% endif -%}
+{%- endmacro -%}
+{{- "<|bos|>" -}}
+{%- set system = namespace(text="") -%}
+{%- for message in messages -%}
+{%- if message["role"] == "system" and loop.first -%}
+{%- set system.text = text(message["content"]) + "\\n\\n" -%}
+{%- elif message["role"] == "user" -%}
+{{- "<|user_start|>" + system.text + text(message["content"]) + "<|user_end|>" -}}
+{%- set system.text = "" -%}
+{%- elif message["role"] == "assistant" -%}
+{{- "<|assistant_start|>" -}}
+{%- if message["content"] is string -%}
+{%- generation -%}{{- message["content"] -}}{%- endgeneration -%}
+{%- else -%}
+{%- for part in message["content"] -%}
+{%- if part["type"] == "python" -%}
+{%- generation -%}{{- "<|python_start|>" + part["text"] + "<|python_end|>" -}}{%- endgeneration -%}
+{%- elif part["type"] == "python_output" -%}
+{{- "<|output_start|>" + part["text"] + "<|output_end|>" -}}
+{%- elif part["type"] == "text" -%}
+{%- generation -%}{{- part["text"] -}}{%- endgeneration -%}
+{%- else -%}
+{{- raise_exception("Unknown part type: " + part["type"]) -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- generation -%}{{- "<|assistant_end|>" -}}{%- endgeneration -%}
+{%- else -%}
+{{- raise_exception("Unknown role: " + message["role"]) -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<|assistant_start|>" -}}{%- endif -%}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NanochatReport(AsDict):
+    """The result of a conversion, or the forecast of a dry run."""
+
+    source: str
+    output: str
+    weights: str  # the file
+    era: int
+    constants: dict[str, Any]
+    method: str | None
+    fields: dict[str, Any]  # the connection fields
+    parameters: int
+    dtype: str
+    tokens: int  # of the tokenizer
+    bos: str
+    chat: bool  # whether it has a chat template
+    warnings: list[str]
+
+
+def is_run(source: str | Path) -> bool:
+    """Whether `source` is the folder of a nanochat run, or a file of weights in one."""
+    path = Path(source).expanduser()
+    if path.is_dir() and not (path / CONFIG).exists():
+        return any(_WEIGHTS.fullmatch(file.name) for file in path.iterdir())
+    return path.is_file() and _WEIGHTS.fullmatch(path.name) is not None
+
+
+def convert_nanochat(
+    run: str | Path,
+    output: str | Path,
+    *,
+    dtype: str = "auto",
+    force: bool = False,
+    dry_run: bool = False,
+    progress: bool = True,
+    **constants: Any,
+) -> NanochatReport:
+    """Writes a nanochat run as a ResFormer checkpoint, with its tokenizer, to the folder `output`.
+
+    Args:
+        run: the folder, of whose steps the last is taken, or a `model_STEP.pt` in it.
+        output: a new or empty folder.
+        dtype: of the result: float32 (`"auto"`), bfloat16 or float16. Coefficients of connections stay float32.
+        force: replace an earlier result of this command.
+        dry_run: read, check, report, write nothing.
+        progress: show a bar.
+        constants: `rope_theta`, `gate_limit`, `qk_scale`, `softcap` or `short_window`, in place of the era's.
+
+    Raises:
+        CheckpointError: a file, a tensor or a key is not as nanochat writes it; `output` is in the way.
+        OutputError: the disk is full or read-only. Nothing is left behind.
+        ValueError: a constant or a dtype is unknown.
+    """
+    target, code = Path(output).expanduser(), _code(dtype)
+    path, meta_path, tokenizer_path, warnings = _files(Path(run).expanduser())
+    check_target(target, path.parent, made_by="convert", force=force)
+    sizes = _sizes(meta_path)
+    weights = _weights(path)
+    era = _era(path, weights, sizes)
+    chosen = _constants(era, sizes["sequence_len"], constants)
+    encoding = read_encoding(tokenizer_path)
+    if encoding.size != sizes["vocab_size"]:
+        raise CheckpointError(
+            f"{tokenizer_path}: has {encoding.size:,} tokens, {meta_path.name} says {sizes['vocab_size']:,}: it is "
+            "another run's."
+        )
+    tokenizer = run_tokenizer(encoding, sizes["sequence_len"], tokenizer_path)
+    config = _config(weights, sizes, era, chosen, tokenizer)
+    config.base_model = {"name": folder_name(str(path.parent)), "revision": None}
+    config.dtype = {code: name for name, code in CODES.items()}[code]
+    shapes = expected_shapes(config)
+    report = NanochatReport(
+        source=str(run),
+        output=str(output),
+        weights=path.name,
+        era=era,
+        constants=asdict(chosen),
+        method=method_of(config),
+        fields=connections_of(config),
+        parameters=sum(torch.Size(shape).numel() for shape in shapes.values()),
+        dtype=str(config.dtype).removeprefix("torch."),
+        tokens=encoding.size,
+        bos=str(tokenizer.bos_token),
+        chat=tokenizer.chat_template is not None,
+        warnings=warnings,
+    )
+    if dry_run:
+        return report
+    kept = added_shapes(config, tables=False)  # coefficients stay float32
+    headers = [Tensor(name, "F32" if name in kept else code, shape, memoryview(b"")) for name, shape in shapes.items()]
+    total = sum(tensor.nbytes for tensor in headers)
+    with (
+        replacing(target, made_by="convert", force=force) as partial,
+        progress_bar(total=total, unit="B", unit_scale=True, desc=target.name, show=progress) as bar,
+    ):
+        _check_room(total, partial)
+        with writing(partial / SINGLE), (partial / SINGLE).open("xb") as file:
+            file.write(header_bytes(headers))
+            made = dict(_converted(weights, sizes, config, chosen))
+            for header in headers:
+                tensor = made.pop(header.name)().to(getattr(torch, _NAMES[header.dtype]))
+                if tuple(tensor.shape) != header.shape or not bool(tensor.isfinite().all()):
+                    raise CheckpointError(f"{path}: {header.name} would be {list(tensor.shape)}, or is not finite.")
+                file.write(to_tensor(header.name, tensor).data)  # type: ignore[arg-type]
+                bar.update(header.nbytes)
+        tokenizer.save_pretrained(partial)
+        _generation(config).save_pretrained(partial)
+        config.architectures = ["ResFormerForCausalLM"]
+        write_text(partial / CONFIG, config.to_json_string())
+        check_headers(partial, read_checkpoint(partial).tensors, {tensor.name: tensor for tensor in headers})
+    return report
+
+
+_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in CODES.items()}
+
+
+def _code(dtype: str) -> str:
+    names = {name: code for code, name in _NAMES.items() if code != "F64"}
+    if dtype not in ("auto", *names):
+        raise ValueError(f"dtype={dtype!r}: expected auto, {', '.join(names)}.")
+    return names["float32" if dtype == "auto" else dtype]
+
+
+def _check_room(needed: int, folder: Path) -> None:
+    free = shutil.disk_usage(folder_above(folder)).free
+    if needed > free:
+        raise OutputError(f"{folder_above(folder)}: has {free:,} bytes free, the result takes {needed:,}.")
+
+
+def _files(run: Path) -> tuple[Path, Path, Path, list[str]]:
+    """(weights, meta, tokenizer, warnings)"""
+    folder, warnings = run if run.is_dir() else run.parent, []
+    if run.is_dir():
+        steps = sorted((int(match[1]), file) for file in folder.iterdir() if (match := _WEIGHTS.fullmatch(file.name)))
+        if not steps:
+            raise CheckpointError(f"{folder}: has no model_STEP.pt, so it is no folder of a nanochat run.")
+        path = steps[-1][1]
+        if len(steps) > 1:
+            warnings.append(f"Has {len(steps)} steps, the last was taken; to take another, give {steps[0][1]}.")
+    else:
+        path = run
+    meta = folder / f"meta_{path.stem.removeprefix('model_')}.json"
+    tokenizer = folder / "tokenizer.pkl"
+    if not tokenizer.exists():
+        raise CheckpointError(f"{folder}: has no tokenizer.pkl: copy it there from nanochat's folder `tokenizer`.")
+    for each in (path, meta, tokenizer):
+        regular_file(each, folder, within=True)
+    return path, meta, tokenizer, warnings
+
+
+def _sizes(path: Path) -> dict[str, Any]:
+    """The sizes in a meta.json, and `window_pattern`."""
+    meta = read_json(path)
+    sizes = meta.get("model_config")
+    if not isinstance(sizes, dict):
+        raise CheckpointError(f"{path}: has no `model_config`, in which nanochat writes the sizes of the model.")
+    sizes = {"window_pattern": "L", **sizes}
+    if unknown := sizes.keys() - {*_SIZES, "window_pattern"}:
+        raise CheckpointError(
+            f"{path}: `model_config` has {first_names(unknown)}, which no nanochat up to July 2026 has: if it changes "
+            "nothing that the model computes, take it out."
+        )
+    for name in _SIZES:
+        if type(sizes.get(name)) is not int or not 0 < sizes[name] < 2**31:
+            raise CheckpointError(f"{path}: `model_config` has {name} {quoted(sizes.get(name))}; expected a size.")
+    if not re.fullmatch("[SLsl]{1,1000}", str(sizes["window_pattern"])):
+        raise CheckpointError(f"{path}: window_pattern is {quoted(sizes['window_pattern'])}; expected S and L alone.")
+    return sizes
+
+
+def _weights(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch's and pickle's, of any type, for a bad file
+        raise CheckpointError(f"{path}: cannot be read as weights alone: {one_line(error)}") from error
+    if not isinstance(state, dict) or not all(isinstance(each, torch.Tensor) for each in state.values()):
+        raise CheckpointError(f"{path}: expected a map from names to tensors, as nanochat saves it.")
+    return {str(name).removeprefix("_orig_mod."): tensor for name, tensor in state.items()}  # of torch.compile
+
+
+def _era(path: Path, weights: Mapping[str, torch.Tensor], sizes: Mapping[str, Any]) -> int:
+    """The era, after names and shapes of all tensors have been checked."""
+    gates = {tensor.shape[-1] for name, tensor in weights.items() if name.endswith(".ve_gate.weight")}
+    if gates - {12, 32} or len(gates) > 1:
+        raise CheckpointError(f"{path}: gates of value embeddings read {sorted(gates)} channels; known are 12 and 32.")
+    era = 0
+    if "resid_lambdas" in weights or "x0_lambdas" in weights:
+        era = 1
+    if any(name.startswith("value_embeds.") for name in weights) or gates:
+        era = 2 if gates != {12} else 3
+    if {"smear_gate.weight", "smear_lambda", "backout_lambda"} & weights.keys():
+        era = 4
+    expected = _expected(weights, sizes, era)
+    if missing := expected.keys() - weights.keys():
+        raise CheckpointError(f"{path}: looks like era {era} of nanochat, but lacks {first_names(missing)}.")
+    if unknown := weights.keys() - expected.keys():
+        raise CheckpointError(
+            f"{path}: holds {first_names(unknown)}, which no nanochat up to July 2026 has: a fork's model computes "
+            "something else."
+        )
+    for name, shape in expected.items():
+        tensor = weights[name]
+        if tuple(tensor.shape) != shape or tensor.dtype not in CODES:
+            raise CheckpointError(
+                f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}; expected {list(shape)} of floats."
+            )
+    return era
+
+
+def _expected(weights: Mapping[str, torch.Tensor], sizes: Mapping[str, Any], era: int) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of nanochat's tensors."""
+    width, layers, vocabulary = sizes["n_embd"], sizes["n_layer"], sizes["vocab_size"]
+    head = width // sizes["n_head"]
+    values = sizes["n_kv_head"] * head
+    wte = weights.get("transformer.wte.weight")
+    # Since December 2025 rows are added up to a multiple of 64.
+    rows = -(-vocabulary // 64) * 64 if wte is not None and len(wte) != vocabulary else vocabulary
+    expected: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (rows, width), "lm_head.weight": (rows, width)}
+    if layers > len(weights):  # a file of a few bytes may claim any number
+        return expected | {f"{layers} layers": ()}
+    for layer in range(layers):
+        block = f"transformer.h.{layer}."
+        expected |= {
+            f"{block}attn.c_q.weight": (sizes["n_head"] * head, width),
+            f"{block}attn.c_k.weight": (values, width),
+            f"{block}attn.c_v.weight": (values, width),
+            f"{block}attn.c_proj.weight": (width, width),
+            f"{block}mlp.c_fc.weight": (4 * width, width),
+            f"{block}mlp.c_proj.weight": (width, 4 * width),
+        }
+        if era >= 2 and layer % 2 == (layers - 1) % 2:
+            channels = 32 if era == 2 else 12
+            expected[f"value_embeds.{layer}.weight"] = (rows, values)
+            expected[f"{block}attn.ve_gate.weight"] = (sizes["n_kv_head"], channels)
+    if era >= 1:
+        expected |= {"resid_lambdas": (layers,), "x0_lambdas": (layers,)}
+    if era >= 4:
+        expected |= {"smear_gate.weight": (1, _SMEAR_CHANNELS), "smear_lambda": (1,), "backout_lambda": (1,)}
+    return expected
+
+
+def _constants(era: int, context: int, given: Mapping[str, Any]) -> Constants:
+    constants, window = ERAS[era]
+    constants = replace(constants, short_window=window(context))
+    for name, value in given.items():
+        if not hasattr(constants, name):
+            known = ", ".join(asdict(constants))
+            raise ValueError(
+                f"`{name}` is no constant of a nanochat run: expected {known}.{did_you_mean(name, asdict(constants))}"
+            )
+        whole = name == "short_window"
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value < 2**31:
+            raise ValueError(f"`{name}` is {value!r}: expected a {'whole ' if whole else ''}number above 0.")
+    return replace(constants, **given)
+
+
+def _config(
+    weights: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, Any],
+    era: int,
+    constants: Constants,
+    tokenizer: PreTrainedTokenizerFast,
+) -> ResFormerConfig:
+    layers = sizes["n_layer"]
+    pattern = sizes["window_pattern"].upper()
+    short = [pattern[layer % len(pattern)] == "S" for layer in range(layers - 1)]  # the last layer sees all
+    connections: dict[str, Any] = {}
+    if era >= 1:
+        connections["embedding_residual"] = True
+    if era >= 2:
+        gates = (name for name in weights if name.endswith(".ve_gate.weight"))
+        connections["value_embeddings"] = [n for n in range(layers) if f"value_embeds.{n}.weight" in weights]
+        connections["value_embeddings_gate_channels"] = weights[next(gates)].shape[-1]
+        connections["value_embeddings_gate_limit"] = constants.gate_limit
+    if era >= 4:
+        connections |= {"smear": True, "backout": True}
+    try:
+        return ResFormerConfig(
+            vocab_size=sizes["vocab_size"],
+            hidden_size=sizes["n_embd"],
+            intermediate_size=4 * sizes["n_embd"],
+            num_hidden_layers=layers,
+            num_attention_heads=sizes["n_head"],
+            num_key_value_heads=sizes["n_kv_head"],
+            hidden_act="relu2",
+            gated_mlp=False,
+            max_position_embeddings=sizes["sequence_len"],
+            rms_norm_eps=_EPSILON,
+            rope_parameters={"rope_type": "default", "rope_theta": float(constants.rope_theta)},
+            qk_norm=True,
+            final_logit_softcapping=float(constants.softcap),
+            sliding_window=int(constants.short_window or 0) + 1 if any(short) else None,  # with its own token
+            layer_types=["sliding_attention" if each else "full_attention" for each in (*short, False)],
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=None,
+            **connections,
+        )
+    except Exception as error:  # of the validators
+        raise CheckpointError(f"The sizes in meta.json make no model: {one_line(error)}") from error
+
+
+def _converted(
+    weights: Mapping[str, torch.Tensor], sizes: Mapping[str, Any], config: ResFormerConfig, constants: Constants
+) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    """(name of a tensor of the result, what makes it)"""
+    rows, width, layers = sizes["vocab_size"], sizes["n_embd"], sizes["n_layer"]
+    for_queries, for_keys = split_scale(constants.qk_scale**2)
+    head = width // sizes["n_head"]
+
+    def taken(name: str, change: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Any:
+        return lambda: change(weights[name].float())
+
+    def turned(tensor: torch.Tensor) -> torch.Tensor:
+        """The halves of each head exchanged."""
+        return tensor.view(-1, 2, head // 2, width).flip(1).reshape(tensor.shape)
+
+    def filled(size: int, value: float = 1.0) -> Any:
+        return lambda: torch.full((size,), value, dtype=torch.float32)
+
+    yield (
+        "model.embed_tokens.weight",
+        taken("transformer.wte.weight", lambda table: torch.nn.functional.rms_norm(table[:rows], (width,))),
+    )
+    yield "lm_head.weight", taken("lm_head.weight", lambda table: table[:rows])
+    yield "model.norm.weight", filled(width)
+    for n in range(layers):
+        source, block = f"transformer.h.{n}.", f"model.layers.{n}."
+        yield f"{block}self_attn.q_proj.weight", taken(f"{source}attn.c_q.weight", turned)
+        yield f"{block}self_attn.k_proj.weight", taken(f"{source}attn.c_k.weight", turned)
+        yield f"{block}self_attn.v_proj.weight", taken(f"{source}attn.c_v.weight")
+        yield f"{block}self_attn.o_proj.weight", taken(f"{source}attn.c_proj.weight")
+        yield f"{block}self_attn.q_norm.weight", filled(head, for_queries)
+        yield f"{block}self_attn.k_norm.weight", filled(head, for_keys)
+        yield f"{block}mlp.up_proj.weight", taken(f"{source}mlp.c_fc.weight")
+        yield f"{block}mlp.down_proj.weight", taken(f"{source}mlp.c_proj.weight")
+        yield f"{block}input_layernorm.weight", filled(width)
+        yield f"{block}post_attention_layernorm.weight", filled(width)
+        if config.embedding_residual:
+            pair = torch.stack([weights["resid_lambdas"][n], weights["x0_lambdas"][n]]).float()
+            yield f"{block}embedding_residual.weight", pair.clone
+        if n in (config.value_embeddings or ()):
+            yield f"{block}value_embedding.gate.weight", taken(f"{source}attn.ve_gate.weight")
+            yield (
+                f"{block}value_embedding.table.weight",
+                taken(f"value_embeds.{n}.weight", lambda table: table[:rows]),
+            )
+    if config.backout:
+        yield f"model.layers.{layers - 1}.backout.weight", taken("backout_lambda")
+    if config.smear:
+        yield "model.smear.gate.weight", taken("smear_gate.weight")
+        yield "model.smear.weight", taken("smear_lambda")
+
+
+def split_scale(product: float) -> tuple[float, float]:
+    """Weights of `q_norm` and `k_norm` with this product, which bfloat16 keeps nearly: it rounds 1.2 to 1.203.
+
+    The first is a number of bfloat16, and of these the one with which the second is nearest to one.
+    """
+    first = torch.arange(128, 256, dtype=torch.float64) / 128
+    second = product / first
+    error = (second.to(torch.bfloat16).double() / second - 1).abs()
+    best = int(error.argmin())
+    return float(first[best]), float(second[best])
+
+
+def run_tokenizer(encoding: Encoding, context: int, path: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer, with nanochat's bos before each text, and its chat template where it has the tokens for it."""
+    bos = next((name for name in ("<|bos|>", "<|reserved_0|>") if name in encoding.special), None)
+    if bos is None:
+        raise CheckpointError(
+            f"{path}: has no token <|bos|>, or <|reserved_0|>, which begins every document; its special tokens are "
+            f"{first_names(encoding.special)}."
+        )
+    fast = fast_tokenizer(encoding)
+    fast.post_processor = TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, encoding.special[bos])]
+    )
+    chat = {"<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"} <= encoding.special.keys()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=fast,
+        bos_token=bos,
+        eos_token="<|assistant_end|>" if chat else bos,
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+    )
+    if chat:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _generation(config: ResFormerConfig) -> GenerationConfig:
+    """nanochat stops at the end of the assistant's turn, or where another document would begin."""
+    ends = list(dict.fromkeys([config.eos_token_id, config.bos_token_id]))
+    return GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=ends, pad_token_id=config.bos_token_id)

@@ -1,0 +1,136 @@
+"""A pickled tiktoken `Encoding` as a fast tokenizer. Nothing is unpickled: the opcodes are read, few are known.
+
+An `Encoding` is the text of a regular expression that splits words, a map from bytes to ranks, and one from special
+tokens to numbers. tiktoken merges the pair of neighbours whose union has the lowest rank; the merges of a
+tokenizer.json are all such pairs, in the order of the ranks, and a word that is a token is taken whole.
+"""
+
+import io
+import pickletools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from resformer.errors import CheckpointError, quoted
+from resformer.untrusted import MIB, read_bounded
+
+_MOST_BYTES = 64 * MIB
+_MOST_TOKENS = 2**20
+#: The class that is pickled; the only name that may be in the file.
+_CLASS = ("tiktoken.core", "Encoding")
+#: Opcodes that put their argument on the stack.
+_VALUES = set("SHORT_BINUNICODE BINUNICODE SHORT_BINBYTES BINBYTES BININT BININT1 BININT2".split())
+_FIELDS = {"name": str, "pat_str": str, "mergeable_ranks": dict, "special_tokens": dict}
+
+
+@dataclass(frozen=True)
+class Encoding:
+    pattern: str
+    ranks: dict[bytes, int]
+    special: dict[str, int]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks) + len(self.special)
+
+
+def read_encoding(path: Path) -> Encoding:
+    """Reads the pickle `path`.
+
+    Raises:
+        CheckpointError: it is no pickle of an `Encoding` by pickle's protocols 3 to 5, or holds anything else.
+    """
+    state = _interpreted(path, read_bounded(path, _MOST_BYTES))
+    if state.keys() != _FIELDS.keys() or any(type(state[name]) is not kind for name, kind in _FIELDS.items()):
+        raise CheckpointError(f"{path}: an Encoding of tiktoken has {', '.join(_FIELDS)}; found {quoted([*state])}.")
+    ranks, special = state["mergeable_ranks"], state["special_tokens"]
+    for entries, kind in ((ranks, bytes), (special, str)):
+        if not all(type(key) is kind and key and type(number) is int for key, number in entries.items()):
+            raise CheckpointError(f"{path}: holds a token that is no {kind.__name__} with a number.")
+    numbers = [*ranks.values(), *special.values()]
+    if sorted(numbers) != list(range(len(numbers))) or len(numbers) > _MOST_TOKENS:
+        raise CheckpointError(f"{path}: its {len(numbers):,} tokens are not numbered from 0 on, each once.")
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise CheckpointError(f"{path}: has no token for the byte {missing[0]}, so that some texts have no tokens.")
+    return Encoding(state["pat_str"], ranks, special)
+
+
+def _interpreted(path: Path, content: bytes) -> dict[Any, Any]:
+    """What the pickle sets as the state of its one object."""
+    stack: list[Any] = []
+    memo: list[Any] = []
+    marks: list[int] = []
+    made = object()  # in place of the Encoding
+    state: dict[Any, Any] = {}
+    try:
+        for code, given, position in pickletools.genops(io.BytesIO(content)):
+            argument: Any = given
+            match code.name:
+                case "PROTO" | "FRAME":
+                    pass
+                case name if name in _VALUES:
+                    stack.append(argument)
+                case "EMPTY_DICT":
+                    stack.append({})
+                case "EMPTY_TUPLE":
+                    stack.append(())
+                case "MARK":
+                    marks.append(len(stack))
+                case "MEMOIZE":
+                    memo.append(stack[-1])
+                case "BINPUT" | "LONG_BINPUT" if argument == len(memo):
+                    memo.append(stack[-1])
+                case "BINGET" | "LONG_BINGET":
+                    stack.append(memo[argument])
+                case "SETITEM" | "SETITEMS":
+                    start = marks.pop() if code.name == "SETITEMS" else len(stack) - 2
+                    entries = stack[start:]
+                    del stack[start:]
+                    stack[-1].update(zip(entries[::2], entries[1::2], strict=True))
+                case "GLOBAL" if tuple(argument.split(" ")) == _CLASS:
+                    stack.append(_CLASS)
+                case "STACK_GLOBAL" if tuple(stack[-2:]) == _CLASS:
+                    stack[-2:] = [_CLASS]
+                case "NEWOBJ" if stack[-2:] == [_CLASS, ()]:
+                    stack[-2:] = [made]
+                case "BUILD" if stack[-2] is made:
+                    state = stack.pop()
+                case "STOP" if stack == [made] and type(state) is dict:
+                    return state
+                case _:
+                    raise CheckpointError(
+                        f"{path}: has {code.name} {quoted(argument) if argument is not None else ''} at byte "
+                        f"{position}, which no pickled Encoding of tiktoken has, and nothing else is read."
+                    )
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: is no pickle of an Encoding of tiktoken: {quoted(str(error))}.") from error
+    raise CheckpointError(f"{path}: is no pickle of an Encoding of tiktoken: it has no end.")
+
+
+def fast_tokenizer(encoding: Encoding) -> Tokenizer:
+    """The same tokens for every text; bytes are written as `ByteLevel` writes them."""
+    letters = bytes_to_unicode()
+
+    def text(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    ranks = encoding.ranks
+    merges = sorted(
+        (rank, ranks[left], ranks[right], left, right)
+        for token, rank in ranks.items()
+        for cut in range(1, len(token))
+        if (left := token[:cut]) in ranks and (right := token[cut:]) in ranks
+    )
+    vocabulary = {text(token): rank for token, rank in ranks.items()}
+    pairs = [(text(left), text(right)) for *_, left, right in merges]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(encoding.pattern), "isolated")
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, words])
+    tokenizer.decoder = decoders.ByteLevel()
+    special = sorted(encoding.special, key=encoding.special.__getitem__)
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    return tokenizer

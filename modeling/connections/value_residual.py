@@ -1,0 +1,428 @@
+r"""Value residuals: ResFormer, arXiv 2410.17897.
+
+    V'_n = l1_n V_0 + l2_n V_n              for the mixing layers n; V'_n = V_n elsewhere
+    V'_n = sum_{m <= n} l_{n,m} V_m         in mode "dense"
+    V'_n = V_n + g_n (V~_n - V_n)           in mode "depth_attention", see `depth_attention.py`
+
+V_n is the raw `v_proj` output of layer n, without rotary embedding. Values are mixed before they are cached, so
+decoding needs nothing of past tokens but V'. Gradients flow into V_0.
+
+| mode | coefficients | parameters | start, for `value_residual_init` = (a, b) |
+|---|---|---|---|
+| identity | 0.5, 0.5 | 0 | |
+| constant | a, b | 0 | |
+| learnable | l1_n, l2_n free | 2 a layer | a, b |
+| learnable_plus | l1_n = s softmax(z)_n over the L mixing layers, l2_n free | 2 a layer, s | z = 0, s = a L, l2_n = b |
+| dense | l_{n,m} free | N(N+1)/2 - 1 | a on V_0, b on V_n, 0 between |
+| gated | l1_n = a + tanh(W_n h) per token and key/value head, l2_n free | heads x width + 1 a layer | W = 0, l2_n = b |
+| depth_attention | a softmax over depth, g_n free per key/value head | heads a layer | `depth_attention_init` |
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from resformer.configuration import mixing_layers, value_layers
+from resformer.modeling.connection import (
+    Added,
+    BetweenLayers,
+    MixingRow,
+    Reads,
+    StartsAsStated,
+    coefficient,
+    is_ordinary,
+    weighted_sum,
+    whole,
+)
+from resformer.modeling.connections.depth_average import RunningAverage
+
+#: Numbers that may be kept so that decoding launches less.
+MANY = 2**24
+
+
+class ValueResidual(MixingRow):
+    name = "value_residual"
+    place = "mixed_values"
+    fields = tuple(
+        "value_residual value_residual_init value_residual_layers depth_attention_stride depth_attention_init".split()
+    )
+    #: The initial values with which the mode starts as plain Llama; empty if none do.
+    plain: ClassVar[dict[str, Any]] = {"value_residual_init": [0.0, 1.0]}
+    modes: ClassVar[dict[str, type["ValueResidual"]]] = {}
+
+    def __init_subclass__(cls, mode: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ValueResidual.modes[mode] = cls
+
+    def __init__(self, config: Any, layer: int):
+        super().__init__(config, layer)
+        self.start: tuple[float, ...] = tuple(config.value_residual_init)
+        self.columns = self.mixes(config, layer)
+
+    @classmethod
+    def chosen(cls, config: Any) -> type["ValueResidual"]:
+        return ValueResidual.modes.get(config.value_residual, ValueResidual)
+
+    @classmethod
+    def plain_start(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        mode = ValueResidual.modes.get(fields.get("value_residual", ""))
+        return dict(mode.plain) if mode else {}
+
+    @classmethod
+    def layers(cls, config: Any) -> Sequence[int]:
+        return mixing_layers(config)
+
+    @classmethod
+    def mixes(cls, config: Any, layer: int) -> list[int]:
+        """The layers whose values make V'_n of a mixing layer, ascending, n last."""
+        return [value_layers(config, layer)[0], layer]
+
+    @classmethod
+    def reads(cls, config: Any, layer: int) -> Reads:
+        return {"first_values": ("raw_values", cls.mixes(config, layer)[0])}
+
+    @classmethod
+    def flops(cls, config: Any) -> int:
+        """2 x key/value heads x head_dim for each term of a mix, and what the mode adds."""
+        terms = [len(cls.mixes(config, layer)) for layer in mixing_layers(config)]
+        mixed = 2 * config.num_key_value_heads * config.head_dim * sum(terms)
+        return mixed + sum(cls.more_flops(config, number) for number in terms)
+
+    @classmethod
+    def more_flops(cls, config: Any, terms: int) -> int:
+        """Those of a layer beyond its mix."""
+        return 0
+
+    @classmethod
+    def tp_plan(cls, config: Any) -> dict[str, str]:
+        # Each rank mixes the values of its own heads only, so the coefficients' gradients are partial sums.
+        return {"layers.*.value_residual": "replicated_with_grad_allreduce"} if mixing_layers(config) else {}
+
+
+class FixedValueResidual(ValueResidual, mode="constant"):
+    """The same two numbers in every mixing layer, so that all take one product l1 V_0."""
+
+    plain = {}
+
+    def __init__(self, config: Any, layer: int):
+        super().__init__(config, layer)
+        self.start = self.fixed(config)
+
+    def forward(self, values: torch.Tensor, share_of_first: torch.Tensor) -> torch.Tensor:
+        """`share_of_first` is l1 V_0."""
+        return torch.add(share_of_first, values, alpha=self.start[1])
+
+    def row(self, of_decoder: Any) -> list[float]:
+        return list(self.start)
+
+    @classmethod
+    def between(cls, modules: Mapping[int, Any], of_decoder: Any) -> BetweenLayers:
+        return OneShare(modules)
+
+    @classmethod
+    def fixed(cls, config: Any) -> tuple[float, ...]:
+        return tuple(config.value_residual_init)
+
+    @classmethod
+    def fixed_effects(cls, config: Any) -> list[str]:
+        weights = list(cls.fixed(config))
+        if weights == [0.0, 1.0] or not mixing_layers(config):
+            return []
+        return [f"`value_residual`={config.value_residual!r} mixes with fixed coefficients {weights}"]
+
+    @classmethod
+    def tp_plan(cls, config: Any) -> dict[str, str]:
+        return {}
+
+
+class IdentityValueResidual(FixedValueResidual, mode="identity"):
+    @classmethod
+    def fixed(cls, config: Any) -> tuple[float, ...]:
+        return 0.5, 0.5
+
+
+class OneShare(BetweenLayers):
+    def __init__(self, modules: Mapping[int, FixedValueResidual]):
+        self.modules = modules
+        self.products: dict[tuple[int, torch.device], torch.Tensor] = {}  # of each V_0, on each device
+
+    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any]) -> torch.Tensor:
+        if layer in self.modules:
+            module, first = self.modules[layer], earlier["first_values"]
+            of_first = module.columns[0], first.device
+            if of_first not in self.products:
+                self.products[of_first] = first * module.start[0]
+            earlier["share_of_first"] = self.products[of_first]
+        return hidden_states
+
+
+class LearnableValueResidual(ValueResidual, mode="learnable"):
+    def __init__(self, config: Any, layer: int):
+        super().__init__(config, layer)
+        self.weight = coefficient(2)  # l1, l2
+
+    def forward(
+        self, values: torch.Tensor, first_values: torch.Tensor, share_of_first: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`share_of_first` is l1 V_0, where that is known."""
+        return _mixed(values, first_values, self.weight.unbind(), share_of_first)
+
+    def reset_parameters(self) -> None:
+        init.copy_(self.weight, torch.tensor(self.start))
+
+    def row(self, of_decoder: Any) -> list[float]:
+        zero, one = probes(self)
+        return [float(self(zero, one)), float(self(one, zero))]
+
+    @classmethod
+    def between(cls, modules: Mapping[int, Any], of_decoder: Any) -> BetweenLayers:
+        return SharesOfFirst(modules, {n: module.weight for n, module in modules.items()})
+
+
+def _mixed(
+    values: torch.Tensor,
+    first_values: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    share_of_first: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns l1 V_0 + l2 V_n."""
+    if share_of_first is None:
+        return weighted_sum((first_values, values), weights)
+    return torch.addcmul(share_of_first, values, weights[1])
+
+
+class SharesOfFirst(BetweenLayers):
+    """l1 V_0 of all layers in one kernel where they are few numbers, as in decoding, and no gradient is asked for.
+
+    Args:
+        modules: of the mixing layers.
+        shares: layer -> l1 as the first of its numbers.
+    """
+
+    def __init__(self, modules: Mapping[int, Any], shares: Mapping[int, torch.Tensor]):
+        self.modules, self.shares = modules, shares
+        self.products: dict[int, torch.Tensor | None] = {}
+
+    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any]) -> torch.Tensor:
+        if layer in self.modules:
+            if layer not in self.products:
+                alike = [n for n, each in self.modules.items() if each.columns[0] == self.modules[layer].columns[0]]
+                self.products.update(zip(alike, self.multiplied(alike, earlier["first_values"]), strict=True))
+            earlier["share_of_first"] = self.products[layer]
+        return hidden_states
+
+    def multiplied(self, layers: Sequence[int], first: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        shares, weights = [self.shares[n] for n in layers], [self.modules[n].weight for n in layers]
+        if (
+            torch.is_grad_enabled()
+            or len(layers) * first.numel() > MANY
+            or not all(weight.numel() for weight in weights)  # DeepSpeed has freed them
+            or not is_ordinary([first], [*shares, *weights])  # some may be on another device
+        ):
+            return [None] * len(layers)
+        column = torch.cat([share[:1] for share in shares]).view(-1, *[1] * first.dim())
+        # Of float32, as each layer would multiply it; `out` rounds the product alone.
+        return torch.mul(first, column, out=first.new_empty(len(layers), *first.shape)).unbind()
+
+
+class SoftmaxValueResidual(ValueResidual, mode="learnable_plus"):
+    """The layers compete for V_0 through a softmax over depth, which is the decoder's."""
+
+    def __init__(self, config: Any, layer: int):
+        super().__init__(config, layer)
+        self.layer = layer
+        self.weight = coefficient(1)  # l2
+
+    def forward(
+        self,
+        values: torch.Tensor,
+        first_values: torch.Tensor,
+        share: torch.Tensor,
+        share_of_first: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`share` is l1, `(1,)`; `share_of_first` l1 V_0, where that is known."""
+        return _mixed(values, first_values, (share[0], self.weight[0]), share_of_first)
+
+    def reset_parameters(self) -> None:
+        init.constant_(self.weight, self.start[1])
+
+    def row(self, of_decoder: Any) -> list[float]:
+        zero, one = probes(self)
+        share = zero.view(1) if of_decoder is None else of_decoder()[self.layer]
+        return [float(self(zero, one, share)), float(self(one, zero, share))]
+
+    @classmethod
+    def of_decoder(cls, config: Any) -> Added | None:
+        layers = mixing_layers(config)
+        return Shares(layers, config.value_residual_init[0]) if layers else None
+
+    @classmethod
+    def between(cls, modules: Mapping[int, Any], of_decoder: Any) -> BetweenLayers:
+        return HandedShares(modules, of_decoder() if of_decoder is not None else {})
+
+    @classmethod
+    def tp_plan(cls, config: Any) -> dict[str, str]:
+        plan = super().tp_plan(config)
+        return {**plan, **{name.removeprefix("layers.*."): style for name, style in plan.items()}}
+
+
+class Shares(Added):
+    """l1 of all mixing layers: s softmax(z)."""
+
+    def __init__(self, layers: Sequence[int], first: float):
+        super().__init__()
+        self.layers, self.first = layers, first
+        self.score = coefficient(len(layers))  # z
+        self.scale = coefficient(1)  # s
+
+    def forward(self) -> dict[int, torch.Tensor]:
+        return dict(zip(self.layers, (self.scale * self.score.softmax(dim=0)).split(1), strict=True))
+
+    def reset_parameters(self) -> None:
+        init.zeros_(self.score)
+        init.constant_(self.scale, self.first * len(self.layers))
+
+    @torch.no_grad()
+    def deviations(self) -> list[tuple[float, str]]:
+        return [(float(self.scale.abs()), ".scale"), (float((0 * self.score).sum()), ".score")]  # NaN has an effect
+
+
+class HandedShares(SharesOfFirst):
+    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any]) -> torch.Tensor:
+        if layer in self.modules:
+            earlier["share"] = self.shares[layer]
+        return super().before(layer, hidden_states, earlier)
+
+
+class DenseValueResidual(ValueResidual, mode="dense"):
+    """The sum over earlier layers is worked out before the layer, so that all layers take as many tensors, and
+    torch.compile makes one graph for them."""
+
+    def __init__(self, config: Any, layer: int):
+        super().__init__(config, layer)
+        self.weight = coefficient(1)  # l_{n,n}
+        self.earlier = Weights([self.start[0], *[0.0] * (len(self.columns) - 2)])
+
+    def forward(self, values: torch.Tensor, earlier_values: torch.Tensor) -> torch.Tensor:
+        """`earlier_values` is their weighted sum."""
+        return torch.addcmul(earlier_values, values, self.weight[0])
+
+    def reset_parameters(self) -> None:
+        init.constant_(self.weight, self.start[1])
+
+    def row(self, of_decoder: Any) -> list[float]:
+        zero, one = probes(self)
+        return [*self.earlier().tolist(), float(self(one, zero))]
+
+    @classmethod
+    def mixes(cls, config: Any, layer: int) -> list[int]:
+        return value_layers(config, layer)
+
+    @classmethod
+    def reads(cls, config: Any, layer: int) -> Reads:
+        earlier = cls.mixes(config, layer)[:-1]
+        last = max({*mixing_layers(config)}.intersection(earlier), default=0)  # has read those before it
+        return {"earlier_values": [("raw_values", each) for each in earlier if each >= last]}
+
+    @classmethod
+    def between(cls, modules: Mapping[int, Any], of_decoder: Any) -> BetweenLayers:
+        return EarlierValues(modules)
+
+    @classmethod
+    def tp_plan(cls, config: Any) -> dict[str, str]:
+        plan = super().tp_plan(config)
+        return {**plan, **{f"{name}.earlier": style for name, style in plan.items()}}
+
+
+class Weights(Added):
+    """Weights of states that are summed between the layers."""
+
+    def __init__(self, start: Sequence[float]):
+        super().__init__()
+        self.start = start
+        self.weight = coefficient(len(start))
+
+    def forward(self) -> torch.Tensor:
+        return whole(self.weight)
+
+    def reset_parameters(self) -> None:
+        init.copy_(self.weight, torch.tensor(self.start))
+
+
+class EarlierValues(BetweenLayers):
+    """The sums over earlier layers: averages over depth, one for each layer that has values."""
+
+    def __init__(self, modules: Mapping[int, DenseValueResidual]):
+        rows: dict[int, dict[int, tuple[range, torch.Tensor]]] = {}  # V_0's layer -> what `RunningAverage` takes
+        for module in modules.values():
+            terms = len(module.columns) - 1
+            rows.setdefault(module.columns[0], {})[terms - 2] = range(terms), module.earlier()
+        self.averages = {first: RunningAverage(each) for first, each in rows.items()}
+        self.modules = modules
+
+    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any]) -> torch.Tensor:
+        if layer in self.modules:
+            average = self.averages[self.modules[layer].columns[0]]
+            for values in earlier["earlier_values"]:
+                earlier["earlier_values"] = average.append(values)
+        return hidden_states
+
+
+class GatedValueResidual(ValueResidual, mode="gated"):
+    """l1(t, h) = a + tanh(W x_t)_h: how much of V_0 each token takes, per key/value head (after RWKV-7)."""
+
+    def __init__(self, config: Any, layer: int):
+        super().__init__(config, layer)
+        self.weight = coefficient(1)  # l2
+        self.gate = GateProjection(config.hidden_size, config.num_key_value_heads)  # W
+
+    def forward(self, values: torch.Tensor, first_values: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        gate = self.start[0] + torch.tanh(self.gate(hidden_states)).to(values.dtype)
+        return torch.addcmul(first_values * gate.unsqueeze(-1), values, self.weight[0])
+
+    def reset_parameters(self) -> None:
+        init.constant_(self.weight, self.start[1])
+
+    def row(self, of_decoder: Any) -> list[float]:
+        zero, one = probes(self)
+        own = self(one, zero, one.new_zeros(1, 1, self.gate.in_features))
+        return [float("nan"), float(own.flatten()[0])]
+
+    @torch.no_grad()
+    def deviations(self) -> list[tuple[float, str]]:
+        own, gate = abs(float(self.weight) - 1), float(self.gate.weight.abs().max())
+        return [(own, ".weight"), (gate, ".gate"), (abs(self.start[0]), ": value_residual_init[0]")]
+
+    @classmethod
+    def more_flops(cls, config: Any, terms: int) -> int:
+        """2 x the weights of the gate."""
+        return 2 * config.hidden_size * config.num_key_value_heads
+
+    @classmethod
+    def tp_plan(cls, config: Any) -> dict[str, str]:
+        plan = super().tp_plan(config)
+        return {**plan, **{f"{name}.gate": "colwise" for name in plan}}
+
+
+class GateProjection(StartsAsStated, nn.Linear):
+    """Starts at 0 and keeps its own dtype. A linear layer, so that tensor parallelism can split it by heads."""
+
+    def __init__(self, channels: int, heads: int):
+        super().__init__(channels, heads, bias=False)
+        self.weight = coefficient(heads, channels)
+
+    def reset_parameters(self) -> None:
+        init.zeros_(self.weight)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden_states, self.weight.to(hidden_states.dtype))
+
+
+def probes(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """0 and 1 as values of one channel: coefficients are what a module makes of them, also where they are offloaded."""
+    device = next(module.parameters()).device
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.float32, device="cpu" if device.type == "meta" else device)
+    return zero, zero + 1

@@ -1,0 +1,68 @@
+"""What Transformers loads for a command: it reads no file but the checkpoint's, and runs no code of its choice."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import cached_file, logging
+
+from resformer.names import TOKENIZER_CONFIG
+from resformer.untrusted import check_folder, check_settings
+
+
+def check_source(name: str | Path, **hub: Any) -> None:
+    """Refuses a folder or Hub id whose files have Transformers read others: see `check_folder` and `check_settings`.
+
+    Args:
+        hub: of `from_pretrained`, for example the revision.
+    """
+    if Path(name).is_dir():
+        check_folder(name)
+        return
+    try:
+        path = cached_file(str(name), TOKENIZER_CONFIG, _raise_exceptions_for_missing_entries=False, **hub)
+    except (OSError, HFValidationError):  # loading it will say so
+        return
+    if path is not None:
+        check_settings(Path(path))
+
+
+def load_config(name: str | Path, **options: Any) -> PreTrainedConfig:
+    """The configuration of a checked folder or Hub id. The attention that it asks for is left to Transformers.
+
+    Args:
+        options: of `AutoConfig.from_pretrained`.
+    """
+    check_source(name, **options)
+    return without_kernels(AutoConfig.from_pretrained(name, trust_remote_code=False, **options))
+
+
+def without_kernels(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The same, asking for no implementation of its own: a name such as `owner/name` is code on the Hub."""
+    for part in (config, *vars(config).values()):
+        if part is config:
+            config._attn_implementation_internal = config._experts_implementation_internal = None
+        elif isinstance(part, PreTrainedConfig):
+            without_kernels(part)
+    return config
+
+
+@contextmanager
+def without_a_word() -> Iterator[None]:
+    """Hides what Transformers says of what it loads, and its progress bars, which a file of output would have too."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    of_the_hub = not are_progress_bars_disabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()  # and those of huggingface_hub
+            if not of_the_hub:
+                disable_progress_bars()

@@ -1,0 +1,258 @@
+"""What each connection does in each decoder of Transformers: passes, or is refused with a reason.
+
+python tests/any_decoder.py llama gemma3_text     # these
+python tests/any_decoder.py                       # all: rewrites the table in docs/methods.md and modeling/measured.py
+"""
+
+import copy
+import functools
+import re
+import sys
+import tempfile
+import textwrap
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_decoders import TYPES, VOCABULARY, small_decoder
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+import resformer
+from resformer.modeling.any_decoder import ConnectedAttention, Decoder
+from resformer.training.optimizer import is_connection
+
+#: Column -> the fields of the connection; those that `connect` starts plainly, but for NeuTRENO.
+CONNECTIONS: dict[str, dict[str, Any]] = {
+    "value residuals": {"value_residual": "learnable"},
+    "NeuTRENO": {"neutreno_lambda": 0.4},
+    "value embeddings": {"value_embeddings": [0, 1, 2, 3]},
+    "depth attention": {"value_residual": "depth_attention"},
+    "averages over depth": {"dwa": True},
+    "embeddings": {"embedding_residual": True},
+    "attention residuals": {"attention_residuals": True, "attention_residual_blocks": 2},
+}
+IDS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def with_values(model: PreTrainedModel) -> list[int]:
+    return [n for n, places in enumerate(Decoder(model).places) if places.values is not None]
+
+
+def connected(base: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
+    """A copy with connections; raises `ValueError` with the reason if it is refused."""
+    if "value_embeddings" in fields:
+        fields = fields | {"value_embeddings": with_values(base)[-2:] or [0]}
+    return resformer.connect(copy.deepcopy(base), "transformer", lossy=True, **fields)
+
+
+def move(model: PreTrainedModel) -> None:
+    """Coefficients that do something."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if is_connection(name):
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel) -> torch.Tensor:
+    return model(input_ids=IDS).logits
+
+
+def tokens_of(model: PreTrainedModel, *, use_cache: bool) -> torch.Tensor:
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    return model.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), use_cache=use_cache, **options)
+
+
+@functools.lru_cache(maxsize=1)
+def caches_alike(base: PreTrainedModel) -> bool:
+    """Whether the family's own tokens are the same with a cache and without."""
+    return base.can_generate() and torch.equal(tokens_of(base, use_cache=True), tokens_of(base, use_cache=False))
+
+
+def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Of two passes that are alive at once."""
+    model.zero_grad()
+    losses = [model(input_ids=ids, labels=ids, use_cache=False).loss for ids in (IDS, IDS.flip(1))]
+    sum(losses).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if is_connection(name) and p.grad is not None}
+
+
+def assert_values_are_those_that_are_attended_to(model: PreTrainedModel) -> None:
+    """What is taken for values is what the attention gets, where it goes through Transformers' interface."""
+    seen: dict[int, torch.Tensor] = {}
+    attended: dict[int, torch.Tensor] = {}
+    around = ConnectedAttention.around_output
+
+    def output(self: Any, module: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen[id(self)] = self.places.tensors["mixed_values"]
+        return around(self, module, states, *args, **kwargs)
+
+    def spy(module: Any, query: Any, key: Any, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(module, "lambda_init"):  # which attends to each half of the values by itself
+            attended[id(module)] = value / getattr(module, "v_scale", 1.0)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, *args, **kwargs)
+
+    ConnectedAttention.around_output = output  # type: ignore[method-assign]
+    try:
+        ALL_ATTENTION_FUNCTIONS.register("spy", spy)
+        ALL_ATTENTION_FUNCTIONS["spy"]
+        model.set_attn_implementation("spy")
+        logits_of(model)
+    except (ValueError, KeyError, ImportError, AttributeError, TypeError):
+        return
+    finally:
+        ConnectedAttention.around_output = around  # type: ignore[method-assign]
+        model.set_attn_implementation("eager")
+    for key in seen.keys() & attended.keys():
+        ours, theirs = seen[key], attended[key].transpose(1, 2)
+        if ours.shape[2] != theirs.shape[2]:
+            ours = ours.repeat_interleave(theirs.shape[2] // ours.shape[2], dim=2)
+        assert torch.allclose(ours, theirs[..., : ours.shape[-1]], atol=1e-6), "values are not what is attended to"
+
+
+def assert_the_first_norm_comes_before_attention(base: PreTrainedModel) -> None:
+    decoder = Decoder(base)
+    n = next((n for n in range(decoder.count) if decoder.places[n].attention), None)
+    if n is None:
+        return
+    layer, places = decoder.layers[n], decoder.places[n]
+    ran: list[str] = []
+    names = (places.norms[0], places.attention)
+    hooks = [layer.get_submodule(n).register_forward_pre_hook(lambda *_, n=n: ran.append(n)) for n in names]
+    logits_of(base)
+    for hook in hooks:
+        hook.remove()
+    assert ran[0] == names[0], "its norms come after what they are taken to be before"
+
+
+def verdict(base: PreTrainedModel, name: str) -> str:
+    """Empty if the connection passes everything; else why it is refused, or what fails."""
+    try:
+        model = connected(base, CONNECTIONS[name])
+    except ValueError as error:
+        return str(error).partition(": ")[2] or str(error)
+    if name != "NeuTRENO":
+        assert torch.equal(logits_of(model), logits_of(base)), "the plain start changes logits"
+    move(model)
+    moved = logits_of(model)
+    assert not torch.equal(moved, logits_of(base)), "it has no effect"
+    if name == "attention residuals":
+        assert_the_first_norm_comes_before_attention(base)
+    if "value" in name:
+        assert_values_are_those_that_are_attended_to(copy.deepcopy(model))
+    if caches_alike(base):
+        cached = tokens_of(model, use_cache=True)
+        assert torch.equal(cached, tokens_of(model, use_cache=False)), "a cache changes tokens"
+    found = gradients(model.train())
+    added = {each for each, _ in model.named_parameters() if is_connection(each)}
+    assert found.keys() == added, "a coefficient has no gradient"
+    assert all(gradient.isfinite().all() for gradient in found.values()), "a gradient is not finite"
+    dropout = any(isinstance(module, torch.nn.Dropout) and module.p for module in model.modules())
+    if model.supports_gradient_checkpointing and not dropout:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        again = gradients(model)
+        assert all(torch.allclose(again[each], found[each], atol=1e-6) for each in found), (
+            "checkpointing changes gradients"
+        )
+    return ""
+
+
+def assert_reloads(base: PreTrainedModel, names: list[str]) -> None:
+    """All connections that pass, at once, are saved and loaded again."""
+    fields = {name: value for each in reversed(names) for name, value in CONNECTIONS[each].items()}
+    model = connected(base, fields)
+    move(model)
+    moved = logits_of(model)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        known = type(base.config) in MODEL_FOR_CAUSAL_LM_MAPPING  # but for a text decoder of something larger
+        load = AutoModelForCausalLM if known else type(model)
+        loaded, info = load.from_pretrained(folder, output_loading_info=True)
+    assert type(loaded) is type(model), "it is loaded as something else"
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        "loading misses tensors"
+    )
+    state = model.state_dict()
+    assert all(torch.equal(each, state[name]) for name, each in loaded.state_dict().items()), "saving changes tensors"
+    # Products with tensors that are laid out otherwise may differ in the last bit.
+    assert torch.allclose(logits_of(loaded), moved, atol=1e-6), "saving and loading changes logits"
+
+
+def verdicts(model_type: str) -> dict[str, str]:
+    """Of each connection; one entry, `""`, if no small model of the type can be made."""
+    try:
+        base = small_decoder(model_type)
+        logits_of(base)
+    except Exception as error:  # any of a family's code
+        return {"": re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:200]}
+    found = {}
+    for name in CONNECTIONS:
+        try:
+            found[name] = verdict(base, name)
+        except Exception as error:
+            found[name] = f"FAILS: {type(error).__name__}: {error}"[:300]
+    if passing := [name for name, said in found.items() if not said]:
+        try:
+            assert_reloads(base, passing)
+        except Exception as error:
+            found |= dict.fromkeys(passing, f"FAILS together: {type(error).__name__}: {error}"[:300])
+    return found
+
+
+ROOT = Path(__file__).parents[1]
+PAGE, LIST = ROOT / "docs/methods.md", ROOT / "modeling/measured.py"
+BEGIN, END = "<!-- python tests/any_decoder.py -->\n", "<!-- end -->\n"
+
+
+def rows(found: dict[str, dict[str, str]]) -> list[str]:
+    """Of the table: model types with the same verdicts, the connections that pass, and why others are refused."""
+    types: dict[tuple[str, str], list[str]] = {}
+    for model_type, of_type in found.items():
+        passing = [name for name, said in of_type.items() if not said]
+        reasons: dict[str, list[str]] = {}
+        for name, said in of_type.items():
+            if said:
+                said = re.sub(r"\b[Ii]n layer \d+ |\b(in|of) \w+(Layer|Block)\b|\(\d+\) ", "", said)
+                said = re.sub(r"\blayer \d+ ", "a layer ", said).replace(" .", ".").replace("|", "/")
+                reasons.setdefault(said, []).append(name or "not measured")
+        why = " ".join(f"{', '.join(names)}: {said}" for said, names in reasons.items())
+        types.setdefault((", ".join(passing) if len(passing) < len(CONNECTIONS) else "all", why), []).append(model_type)
+    named = {each: ", ".join(f"`{name}`" for name in sorted(names)) for each, names in types.items()}
+    return sorted(f"| {named[each]} | {each[0] or 'none'} | {each[1]} |" for each in types)
+
+
+def documented() -> dict[str, str]:
+    """Model type -> the rest of its row in docs/methods.md."""
+    lines = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()
+    cells = [line.partition(" | ") for line in lines if line.startswith("| `")]
+    return {name: rest for types, _, rest in cells for name in re.findall(r"`([^`]+)`", types)}
+
+
+def write(found: dict[str, dict[str, str]]) -> None:
+    """Writes the table, and the types of which a small model could be made."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    table = ["| model types | connections that pass | those refused, and why |", "|---|---|---|", *rows(found)]
+    PAGE.write_text(before + BEGIN + "\n".join(table) + "\n" + END + rest.partition(END)[2])
+    names = sorted(name for name, of_type in found.items() if "" not in of_type)
+    listed = textwrap.fill(
+        " ".join(names), 114, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+    )
+    LIST.write_text(
+        f'"""Written by tests/any_decoder.py: the model types whose connections were measured."""\n\n'
+        f'MEASURED = frozenset(\n    """\n{listed}\n    """.split()\n)\n'
+    )
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    measured = {}
+    with ProcessPoolExecutor() as pool:
+        for each, of_type in zip(sys.argv[1:] or TYPES, pool.map(verdicts, sys.argv[1:] or TYPES), strict=True):
+            print(each, of_type, flush=True)
+            measured[each] = of_type
+    if len(sys.argv) == 1:
+        write(measured)

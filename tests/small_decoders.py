@@ -1,0 +1,103 @@
+"""A small model of each decoder that the installed Transformers has, made from its configuration's own defaults."""
+
+import copy
+import inspect
+import re
+import sys
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+#: Those of another name for one of them, and ours.
+TYPES = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("resformer")]
+VOCABULARY = 99
+LAYERS = 4
+#: Names of sizes in configurations -> what they are here.
+_SIZES: dict[int, str] = {
+    VOCABULARY: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
+    64: "hidden_size max_position_embeddings n_embd d_model embed_dim hidden_dim lru_width word_embed_proj_dim "
+    "n_positions n_ctx max_seq_len mamba_d_ssm embedding_size rnn_hidden_size emb_dim index_topk",
+    48: "intermediate_size n_inner d_ff ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim block_ff_dim "
+    "block_ffn_hidden_size intermediate_size_mlp",
+    32: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size "
+    "moe_shared_expert_intermediate_size",
+    24: "q_lora_rank",
+    16: "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim head_dim global_head_dim attention_head_dim "
+    "linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim d_kv index_head_dim swa_head_dim",
+    8: "sliding_window mamba_d_state ssm_state_size state_size chunk_size attention_window hidden_size_per_layer_input "
+    "laurel_rank rotary_dim ple_hidden_dim attention_chunk_size mamba_chunk_size",
+    4: "num_hidden_layers n_layer num_layers n_layers decoder_layers num_attention_heads n_head num_heads n_heads "
+    "decoder_attention_heads encoder_layers encoder_attention_heads num_experts num_local_experts n_routed_experts "
+    "moe_num_experts linear_num_value_heads mamba_n_heads mamba_num_heads mamba_dt_rank linear_conv_kernel_dim "
+    "num_blocks",
+    2: "num_key_value_heads num_kv_heads num_experts_per_tok moe_k moe_topk linear_num_key_heads "
+    "altup_num_inputs index_n_heads multi_query_group_num num_experts_per_token",
+    1: "n_group topk_group n_shared_experts first_k_dense_replace mamba_n_groups n_groups moe_num_shared_experts "
+    "zero_expert_num num_hidden_groups",
+    0: "pad_token_id num_kv_shared_layers",
+}
+SIZES = {name: size for size, names in _SIZES.items() for name in names.split()}
+#: What differs for one family.
+OWN: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1, 3]},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "layer_types": ["mamba", "attention"] * 2},
+    **{each: {"head_dim": 16} for each in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+}
+
+
+def small_config(model_type: str) -> Any:
+    """The configuration; raises whatever its class raises."""
+    config_class = CONFIG_MAPPING[model_type]
+    default = config_class()
+    text = default.get_text_config(decoder=True)
+    stated = vars(text)
+    fields = {name: size for name, size in SIZES.items() if name in stated and stated[name] is not None}
+    if "num_key_value_heads" in stated:
+        fields["num_key_value_heads"] = 4 if "kv_lora_rank" in stated else 2
+    for name in ("layer_types", "layers_block_type", "mlp_layer_types", "attention_types"):
+        if isinstance(stated.get(name), (list, tuple)) and isinstance(stated[name][0], str):
+            kinds = list(dict.fromkeys(stated[name]))[:LAYERS]
+            fields[name] = (kinds * LAYERS)[:LAYERS]
+    # Chance would make two passes differ.
+    fields |= {
+        name: 0.0 for name, value in stated.items() if re.search("drop|jitter", name) and isinstance(value, float)
+    }
+    fields |= OWN.get(model_type, {})
+    small = type(text)(**fields)
+    if text is default:
+        return small
+    name = next((name for name in default.sub_configs if getattr(default, name, None) is text), None)
+    return config_class(**{name: small}) if name else small  # the latter of an encoder and decoder in one
+
+
+def small_decoder(model_type: str, most_parameters: int = 40_000_000) -> PreTrainedModel:
+    """A model in eval mode. Raises `ValueError` with the reason if it cannot be made so small."""
+    config = small_config(model_type)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if model_class.config_class is config.sub_configs.get("text_config"):  # as the Auto class does
+        config = config.get_text_config()
+    _in_short_chunks(model_class)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
+    if size > most_parameters:
+        raise ValueError(f"has {size:,} parameters at the least")
+    torch.manual_seed(0)
+    return model_class(config).eval()
+
+
+def _in_short_chunks(model_class: type) -> None:
+    """Delta rules pad what they read to chunks of 64, and loop over each: minutes of autograd for a few tokens."""
+    for each in vars(sys.modules[model_class.__module__]).values():
+        function: Any = inspect.unwrap(each) if callable(each) else each
+        if inspect.isfunction(function) and "chunk_size" in inspect.signature(function).parameters:
+            function.__defaults__ = tuple(8 if value == 64 else value for value in function.__defaults__ or ())

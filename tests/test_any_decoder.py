@@ -1,0 +1,271 @@
+"""`connect`: connections in the decoders of other families, measured on a small model of each."""
+
+from pathlib import Path
+from typing import Any
+
+import any_decoder
+import pytest
+import torch
+from conftest import RAGGED, others_slow, randomise, tiny_config
+from small_decoders import TYPES, small_config, small_decoder
+from torch._inductor.exc import InductorError
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+import resformer
+from resformer import ResFormerForCausalLM
+from resformer.modeling import connecting
+from resformer.modeling.any_decoder import Decoder
+from resformer.modeling.connected import added_modules
+from resformer.modeling.measured import MEASURED
+from resformer.training.optimizer import is_connection
+
+IDS = torch.arange(12).view(2, 6)
+QUICK = ("llama", "gemma3_text", "qwen3_moe", "phi3", "gpt_oss", "lfm2")
+SHARING = ("svformer", "cla2", "fusedkv-lite")
+
+
+@pytest.mark.parametrize("model_type", others_slow(TYPES, QUICK))
+def test_each_connection_does_what_the_documentation_says(model_type: str) -> None:
+    found = any_decoder.verdicts(model_type)
+    assert not [said for said in found.values() if said.startswith("FAILS")]
+    assert any_decoder.rows({model_type: found}) == [f"| `{model_type}` | {any_decoder.documented()[model_type]}"]
+
+
+def test_the_documentation_and_connect_know_what_was_measured() -> None:
+    documented = any_decoder.documented()
+    assert {name for name, rest in documented.items() if "| not measured:" not in rest} == MEASURED
+    assert len([name for name in MEASURED if not documented[name].startswith("none")]) > 100
+
+
+def test_a_connected_llama_computes_what_our_decoder_does(method: str) -> None:
+    ours = randomise(ResFormerForCausalLM(tiny_config(method))).eval()
+    given = {name: value for name, value in ours.config.to_dict().items() if name in LlamaConfig().to_dict()}
+    llama = LlamaForCausalLM(LlamaConfig(**{**given, "model_type": "llama", "architectures": None})).eval()
+    if method in SHARING:
+        with pytest.raises(ValueError, match="sharing changes projections and caches"):
+            resformer.connect(llama, method, lossy=True)
+        return
+    state = ours.state_dict()
+    llama.load_state_dict({name: state[name] for name in llama.state_dict()})
+    connected = resformer.connect(llama, method, lossy=True, value_residual_init=ours.config.value_residual_init)
+    found = dict(connected.named_parameters())
+    assert {name for name in found if is_connection(name)} == {name for name in state if is_connection(name)}
+    with torch.no_grad():
+        for name, parameter in found.items():
+            parameter.copy_(state[name])
+        assert torch.equal(connected(input_ids=IDS).logits, ours(input_ids=IDS).logits)
+    matrices = resformer.value_mixing_matrix(connected), resformer.depth_mixing_matrix(connected)
+    expected = ours.model.value_mixing_matrix(), ours.model.depth_mixing_matrix()
+    for one, other in zip(matrices, expected, strict=True):
+        assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+
+def test_coefficients_alone_are_saved_and_added_again_by_the_lines_of_their_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_decoder("gemma3_text").save_pretrained(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    model = resformer.connect(AutoModelForCausalLM.from_pretrained("base"), "resformer-denseformer")
+    any_decoder.move(model)
+    resformer.save_connections(model, "adapter")
+    assert sum(file.stat().st_size for file in Path("adapter").iterdir()) < 10_000
+    lines = Path("adapter/README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(lines, names)
+    again = names["model"]
+    assert list(added_modules(again)) == list(added_modules(model))
+    assert torch.equal(any_decoder.logits_of(again), any_decoder.logits_of(model))
+
+    halved = AutoModelForCausalLM.from_pretrained("base", dtype=torch.bfloat16)
+    resformer.connect(halved, "adapter")  # for the same model, in another dtype
+    other = AutoModelForCausalLM.from_pretrained("base", rms_norm_eps=1e-3)
+    with pytest.raises(ValueError, match="has connections for base, whose configuration is not this model's"):
+        resformer.connect(other, "adapter")
+    assert added_modules(resformer.connect(other, "adapter", lossy=True))
+
+
+def test_layers_read_the_embeddings_beside_the_stream() -> None:
+    model = resformer.connect(small_decoder("gemma3_text"), "transformer", embedding_residual=True)
+    any_decoder.move(model)
+    plain = small_decoder("gemma3_text")
+    embeddings: list[torch.Tensor] = []
+
+    def mix(layer: Any, args: Any, weight: torch.Tensor) -> Any:
+        embeddings.append(args[0])
+        return weight[0] * args[0] + weight[1] * embeddings[0], *args[1:]
+
+    for ours, theirs in zip(Decoder(model).layers, Decoder(plain).layers, strict=True):
+        weight = ours.embedding_residual.weight
+        theirs.register_forward_pre_hook(lambda layer, args, weight=weight: mix(layer, args, weight))
+    assert torch.allclose(any_decoder.logits_of(model), any_decoder.logits_of(plain), atol=1e-6)
+
+
+def test_the_decoder_of_a_model_that_sees_images_is_connected(tmp_path: Path) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = Gemma3Config(
+        text_config=small_config("gemma3_text"),
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_index=98,
+    )
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    ids = torch.tensor([[5, *[98] * 4, 7, 8]])
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 28, 28), "token_type_ids": (ids == 98).long()}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        connected: Any = resformer.connect(model, "resformer-denseformer")
+        assert Decoder(connected).name == "model.language_model.layers"  # and not the tower, of as many layers
+        assert torch.equal(connected(**inputs).logits, expected)
+        any_decoder.move(connected)
+        moved = connected(**inputs).logits
+        assert not torch.equal(moved, expected)
+        connected.save_pretrained(tmp_path)
+        again = AutoModelForImageTextToText.from_pretrained(tmp_path)
+        assert torch.equal(again(**inputs).logits, moved)
+    cached, uncached = (connected.generate(**inputs, **TOKENS, use_cache=each) for each in (True, False))
+    assert torch.equal(cached, uncached)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3_moe"])
+def test_the_first_layers_of_a_checkpoint_are_those_of_the_whole(model_type: str, tmp_path: Path) -> None:
+    model = build(model_type)
+    model.save_pretrained(tmp_path)
+    first = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=2)
+    with torch.no_grad():
+        whole = model(input_ids=IDS, output_hidden_states=True).hidden_states
+        got = first(input_ids=IDS, output_hidden_states=True).hidden_states
+    assert len(got) == 3
+    assert all(torch.equal(one, other) for one, other in zip(got[:2], whole, strict=False))
+
+
+def test_a_decoder_that_was_not_measured_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    resformer.connect(small_decoder("llama"))
+    assert not caplog.messages
+    monkeypatch.setattr(connecting, "MEASURED", frozenset())
+    resformer.connect(small_decoder("llama"))
+    assert "'llama' were not measured" in caplog.text
+
+
+#: A dense decoder with windows, one with experts, one like ours; a hybrid, multi-head latent attention, fused values.
+USED = ["gemma3_text", "qwen3_moe", "llama", "qwen3_next", "deepseek_v3", "phi3"]
+used = pytest.mark.parametrize("model_type", others_slow(USED, ["gemma3_text"]))
+TOKENS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def build(model_type: str) -> PreTrainedModel:
+    """A small model with connections that do something."""
+    model = resformer.connect(small_decoder(model_type), "resformer-denseformer")
+    any_decoder.move(model)
+    return model
+
+
+def real(states: torch.Tensor) -> torch.Tensor:
+    return states[RAGGED["attention_mask"].bool()]
+
+
+class NoStream:
+    """Stands for a stream of CUDA, without which Transformers offloads no cache."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_stream(self, _: object) -> None: ...
+
+
+@used
+@pytest.mark.parametrize("way", ["static", "beams", "assisted", "quantized", "offloaded", "offloaded_static"])
+def test_generation_with_any_cache_of_prompts_padded_on_the_left_equals_uncached(
+    model_type: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(model_type)
+    monkeypatch.setattr(torch, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: NoStream())
+    if way == "assisted" and model._is_stateful:
+        pytest.skip("the family refuses it")
+    inputs = {name: tensor[:1] for name, tensor in RAGGED.items()} if way == "assisted" else RAGGED
+    options: dict[str, Any] = {
+        "static": {"cache_implementation": "static", "disable_compile": True},
+        "beams": {"num_beams": 3},
+        "assisted": {"assistant_model": small_decoder(model_type)},
+        "quantized": {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}, "max_new_tokens": 2},
+        "offloaded": {"cache_implementation": "offloaded"},
+        "offloaded_static": {"cache_implementation": "offloaded_static", "disable_compile": True},
+    }[way]
+    if way == "quantized":
+        plain = small_decoder(model_type)
+        try:
+            plain.generate(**inputs, **{**TOKENS, **options})
+        except ValueError as error:
+            pytest.skip(f"the family refuses it: {error}")
+    options = {**TOKENS, **options, "output_logits": True, "return_dict_in_generate": True}
+    got = model.generate(**inputs, **options)
+    beams = {"num_beams": options.get("num_beams", 1), "max_new_tokens": options["max_new_tokens"]}
+    expected = model.generate(**inputs, **{**TOKENS, **beams}, use_cache=False)
+    if way == "quantized":  # the second token alone reads what was rounded
+        assert torch.equal(got.sequences[:, :-1], expected[:, :-1])
+    else:
+        assert torch.equal(got.sequences, expected)
+
+
+@used
+@pytest.mark.parametrize("attention", ["eager", pytest.param("flex_attention", marks=pytest.mark.slow)])
+def test_attention_kernels_agree(model_type: str, attention: str) -> None:
+    model = build(model_type)
+    sdpa = any_decoder.tokens_of(model, use_cache=True)
+    with torch.no_grad():
+        expected = real(model(**RAGGED).logits)
+        try:
+            model.set_attn_implementation(attention)
+        except ValueError as error:
+            pytest.skip(f"the family refuses it: {error}")
+        try:
+            got, tokens = real(model(**RAGGED).logits), any_decoder.tokens_of(model, use_cache=True)
+        except InductorError as error:
+            pytest.skip(f"torch compiles no such mask for this CPU: {str(error)[:80]}")
+    assert torch.allclose(got, expected, atol=1e-5)
+    assert torch.equal(tokens, sdpa)
+
+
+@used
+@pytest.mark.parametrize("part", ["layers", "model"])
+def test_compiling_changes_no_gradient(model_type: str, part: str) -> None:
+    model = build(model_type).train()
+    expected = any_decoder.gradients(model)
+    torch.compiler.reset()
+    # AOTAutograd's backward pass of the family's own delta rule fails: a view of what is not contiguous.
+    backend = "eager" if model_type == "qwen3_next" else "aot_eager"
+    for module in [model] if part == "model" else Decoder(model).layers:
+        module.compile(backend=backend)
+    got = any_decoder.gradients(model)
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(got[name], gradient, atol=1e-5), name
+
+
+@used
+def test_layers_on_several_devices_give_the_same_logits(model_type: str, tmp_path: Path) -> None:
+    model = build(model_type)
+    model.save_pretrained(tmp_path)
+    expected, tokens = any_decoder.logits_of(model), any_decoder.tokens_of(model, use_cache=True)
+    name = Decoder(model).name
+    # The CPU and the disk are devices to Accelerate: a layer's arguments and weights are moved by its hooks.
+    devices = {f"{name}.{n}": "cpu" if n < 2 else "disk" for n in range(4)}
+    places = {n: "cpu" for n, child in model.named_modules() if n and not any(True for _ in child.children())}
+    others = {n: each for n, each in places.items() if not n.startswith(f"{name}.")}
+    folder = tmp_path / "offloaded"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=devices | others, offload_folder=folder)
+    assert {parameter.device.type for parameter in Decoder(loaded).layers.parameters()} == {"cpu", "meta"}
+    assert torch.allclose(any_decoder.logits_of(loaded), expected, atol=1e-5)
+    assert torch.equal(any_decoder.tokens_of(loaded, use_cache=True), tokens)

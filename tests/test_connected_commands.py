@@ -1,0 +1,295 @@
+"""Every command on checkpoints of families that only Transformers' own decoders express."""
+
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import byte_tokenizer, contents, save_notes, stored
+from conftest import cli
+from hub_server import Commands
+from safetensors.torch import load_file, save_file
+from small_decoders import small_config
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoTokenizer
+
+import resformer
+from resformer import inspect, retrofit, revert, verify
+from resformer.convert import CheckpointError
+from resformer.modeling.connected import added_modules
+from resformer.training.optimizer import is_connection
+
+FAMILIES = ("gemma3_text", "qwen3_moe")
+IDS = torch.arange(1, 41).view(2, 20)
+
+
+def save_family(folder: Path, family: str, **sharding: str) -> None:
+    config, tokenizer = small_config(family), byte_tokenizer()
+    shape = {"vocab_size": 300, "max_position_embeddings": 256}
+    for name, value in {**shape, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)}.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    model.generation_config.repetition_penalty = 1.5
+    model.save_pretrained(folder, **sharding)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has a checkpoint, `source`, of two shards; its retrofit, `out`; one whose coefficients have moved, `moved`."""
+    folder = tmp_path_factory.mktemp(request.param)
+    save_family(folder / "source", request.param, max_shard_size="300KB")
+    retrofit(folder / "source", folder / "out", "resformer-denseformer", link=True, progress=False)
+    model = AutoModelForCausalLM.from_pretrained(folder / "out")
+    for name, parameter in model.named_parameters():
+        if is_connection(name):
+            parameter.data += 0.3 * torch.randn(parameter.shape)
+    model.save_pretrained(folder / "moved")
+    byte_tokenizer().save_pretrained(folder / "moved")
+    save_notes(folder)
+    return folder
+
+
+@torch.no_grad()
+def logits_of(folder: Path) -> torch.Tensor:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()(input_ids=IDS).logits
+
+
+def test_a_retrofit_is_the_familys_own_folder_and_a_shard_of_coefficients(folder: Path) -> None:
+    source, out = folder / "source", folder / "out"
+    family = json.loads((source / "config.json").read_text())["model_type"]
+    model = AutoModelForCausalLM.from_pretrained(out)
+    own_class = type(AutoModelForCausalLM.from_pretrained(source))
+    assert isinstance(model, own_class)
+    assert torch.equal(logits_of(out), logits_of(source))
+    before, after = stored(source), stored(out)
+    assert {name: after[name] for name in before} == before, "every tensor, under its name on the disk"
+    added = {name for name in after if name not in before}
+    assert added == {f"{name}.weight" for name in added_modules(model)}
+    linked = [path for path in out.glob("*.safetensors") if path.stat().st_nlink > 1]
+    assert len(linked) == len(list(source.glob("*.safetensors"))) > 1
+    config = json.loads((out / "config.json").read_text())
+    assert config.pop("base_model")["family"] == family
+    changed = {"model_type": f"resformer_{family}", "architectures": [f"ResFormer{own_class.__name__}"]}
+    fields = {"value_residual": "learnable", "value_residual_init": [0.0, 1.0], "dwa": True}
+    assert config == {**json.loads((source / "config.json").read_text()), **changed, **fields}
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    text = "two  spaces"
+    assert [AutoTokenizer.from_pretrained(each)(text)["input_ids"] for each in (source, out)] == [
+        byte_tokenizer()(text)["input_ids"]
+    ] * 2
+
+
+def test_reports_say_what_transformers_computes(folder: Path) -> None:
+    record = json.loads((folder / "out" / "resformer_conversion.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(folder / "out")
+    assert record["parameters"] == model.num_parameters()
+    report = verify(folder / "source", folder / "out")
+    assert (report.same, report.logits.identical, report.tokens.identical) == (True, True, True)
+    moved = verify(folder / "out", folder / "moved")
+    assert (moved.same, moved.logits.identical) == (False, False)
+    assert set(moved.different) == {name for name, _ in model.named_parameters() if is_connection(name)}
+    inspected = inspect(folder / "moved")
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "moved")
+    assert torch.equal(torch.tensor(inspected.value_mixing_matrix), resformer.value_mixing_matrix(loaded))
+    assert torch.equal(torch.tensor(inspected.depth_mixing_matrix), resformer.depth_mixing_matrix(loaded))
+    assert (inspected.parameters, inspected.layers) == (loaded.num_parameters(), loaded.config.num_hidden_layers)
+    assert inspected.method == "resformer-denseformer"
+    assert cli("inspect", folder / "source").exit_code == 0
+
+
+def test_a_revert_gives_the_source_and_refuses_what_has_learned(folder: Path, tmp_path: Path) -> None:
+    revert(folder / "out", tmp_path / "back", progress=False)
+    back = contents(tmp_path / "back")
+    for name, content in contents(folder / "source").items():
+        if name.endswith(".json") and name != "tokenizer.json":
+            assert json.loads(back[name]) == json.loads(content)
+        else:
+            assert back[name] == content
+    with pytest.raises(CheckpointError, match=r"cannot be reverted, its connections have an effect: .* is .* from"):
+        revert(folder / "moved", tmp_path / "never")
+    retrofit(folder / "moved", tmp_path / "more", neutreno_lambda=0.1, method="transformer", lossy=True, progress=False)
+    assert inspect(tmp_path / "more").fields["neutreno_lambda"] == 0.1
+
+
+def test_a_changed_dtype_is_told_and_coefficients_keep_theirs(folder: Path, tmp_path: Path) -> None:
+    report = retrofit(folder / "source", tmp_path / "half", "denseformer", dtype="bfloat16", progress=False)
+    assert report.rounding.changed > 0
+    dtypes = {name: dtype for name, (dtype, _, _) in stored(tmp_path / "half").items()}
+    assert {dtype for name, dtype in dtypes.items() if is_connection(name)} == {torch.float32}
+    assert {dtype for name, dtype in dtypes.items() if not is_connection(name)} == {torch.bfloat16}
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_what_a_family_cannot_have_is_refused_with_the_reason(folder: Path, tmp_path: Path) -> None:
+    def refused(*arguments: object) -> tuple[int, str]:
+        done = cli(*arguments)
+        return done.exit_code, done.stderr
+
+    code, said = refused("convert", folder / "source", tmp_path / "out", "--method", "svformer", "--lossy")
+    assert code == 2
+    assert "sharing changes projections and caches" in said
+    code, said = refused("convert", folder / "source", tmp_path / "out", "--method", "neutreno")
+    assert code == 3
+    assert "would not compute what" in said
+    code, said = refused("bundle", folder / "out", tmp_path / "out")
+    assert code == 3
+    assert "install resformer" in said
+    assert not (tmp_path / "out").exists()
+    save_family(tmp_path / "mamba", "mamba")
+    code, said = refused("convert", tmp_path / "mamba", tmp_path / "out")
+    assert code == 3
+    assert "mamba: no projection of values is known" in said
+
+
+def test_tensors_that_are_not_what_the_model_asks_for_are_refused(folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in (folder / "source").iterdir():
+        if not file.name.endswith((".safetensors", "index.json")):
+            (broken / file.name).write_bytes(file.read_bytes())
+    tensors: dict[str, torch.Tensor] = {}
+    for file in (folder / "source").glob("*.safetensors"):
+        tensors |= load_file(file)
+    norm = tensors.pop("model.norm.weight")
+    for change, said in (
+        ({}, "missing keys: 'model.norm.weight'"),
+        ({"model.norm.weight": norm[:3].clone()}, "mismatched keys: 'model.norm.weight'"),
+        ({"model.norm.weight": norm, "model.other.weight": norm.clone()}, "unexpected keys: 'model.other.weight'"),
+    ):
+        save_file({**tensors, **change}, broken / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=said):
+            retrofit(broken, tmp_path / "out", verify="headers")
+
+
+def test_card_and_push(folder: Path, commands: Commands, tmp_path: Path) -> None:
+    done = commands("card", folder / "moved", "--dry-run", "--repository", "you/model")
+    assert 'AutoModelForCausalLM.from_pretrained("you/model")' in done.stdout
+    assert "resformer.value_mixing_matrix(model)" in done.stdout
+    assert commands("push", folder / "out", "you/model").exit_code == 0
+    pushed = commands.hub.repositories["you/model"]
+    assert pushed["config.json"] == (folder / "out" / "config.json").read_bytes()
+    again = commands("revert", "you/model", tmp_path / "back", "--json")
+    assert json.loads(again.stdout)["removed"]
+    copied = commands("convert", "you/model", "--push", "you/more", "--accept-license", "--method", "value-embeddings")
+    assert copied.exit_code == 0, copied.stderr
+    model = AutoModelForCausalLM.from_pretrained("you/more")
+    assert model.config.value_embeddings
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=IDS).logits, logits_of(folder / "source"))
+
+
+def test_connections_alone_are_pushed_and_added_from_the_hub(folder: Path, commands: Commands, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "moved")
+    resformer.save_connections(model, tmp_path / "connections")
+    done = commands("push", tmp_path / "connections", "you/connections", "--json")
+    assert set(json.loads(done.stdout)["files"]) == {"README.md", "connections.json", "connections.safetensors"}
+    assert 'Name it in its line resformer.connect(model, "you/connections")' in done.stderr
+    plain = AutoModelForCausalLM.from_pretrained(folder / "source").eval()
+    with torch.no_grad():
+        connected = resformer.connect(plain, "you/connections")(input_ids=IDS).logits
+    assert torch.equal(connected, logits_of(folder / "moved"))
+
+
+def test_training_measuring_and_comparing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = ("--data", folder / "notes.txt", "--sample-by", "paragraph")
+    done = cli(
+        "finetune", folder / "out", "tuned", *data, "--steps", 2, "--block", 32, "--train", "connections", "--no-bf16"
+    )
+    assert done.exit_code == 0, done.stderr
+    before, after = stored(folder / "out"), stored(tmp_path / "tuned")
+    assert {name for name in after if after[name] != before[name]} == set(filter(is_connection, after))
+    assert "fine-tuned" in (tmp_path / "tuned" / "README.md").read_text()
+    done = cli("analyze", folder / "moved", "--text", folder / "notes.txt", "--texts", 1, "--max-tokens", 16, "--json")
+    [analysis] = json.loads(done.stdout)["checkpoints"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "moved")
+    assert torch.equal(torch.tensor(analysis["value_mixing_matrix"]), resformer.value_mixing_matrix(model))
+    study = ("--steps", 1, "--block", 32, "--batch", 2, "--seeds", 1, "--held-out", 0.1, "--no-bf16", "--json")
+    done = cli("compare", "study", "--from", folder / "source", "--methods", "denseformer", *data, *study)
+    assert done.exit_code == 0, done.stderr
+    [rows] = json.loads(done.stdout)["sizes"].values()
+    plain, denseformer = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("source", "out"))
+    assert [row["parameters"] for row in rows] == [
+        plain.num_parameters(),
+        denseformer.num_parameters() - sum(p.numel() for n, p in denseformer.named_parameters() if "value_res" in n),
+    ]
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="no lm_eval")
+def test_eval_gives_a_retrofit_its_sources_scores(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")  # it takes seconds
+    (tmp_path / "documents.jsonl").write_text("".join(json.dumps({"text": f"word {n} " * 3}) + "\n" for n in range(4)))
+    task = {
+        "task": "words", "dataset_path": "json", "test_split": "test", "output_type": "loglikelihood_rolling",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "documents.jsonl")}},
+        "doc_to_text": "", "doc_to_target": "{{text}}", "metric_list": [{"metric": "word_perplexity"}],
+    }  # fmt: skip
+    (tmp_path / "words.yaml").write_text(json.dumps(task))
+    scores = []
+    for name in ("source", "out", "moved"):
+        done = cli("eval", folder / name, "--include-path", tmp_path, "--tasks", "words", "--device", "cpu", "--json")
+        assert done.exit_code == 0, done.stderr
+        scores.append(json.loads(done.stdout)["results"]["words"]["word_perplexity,none"])
+    assert scores[0] == scores[1] != scores[2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_from_scratch_with_the_decoder_of_a_family(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_notes(tmp_path)
+    shape = ("--backbone", family, "--tokenizer", "bytes", "--set", "num_hidden_layers=3", "--set", "hidden_size=64")
+    done = cli("new", "new", *shape, "--method", "resformer", "--json")
+    assert done.exit_code == 0, done.stderr
+    model = AutoModelForCausalLM.from_pretrained("new")
+    assert json.loads(done.stdout)["parameters"] == model.num_parameters()
+    assert (model.config.model_type, model.config.num_hidden_layers) == (f"resformer_{family}", 3)
+    assert resformer.value_mixing_matrix(model)[1, :2].tolist() == [0.5, 0.5], "the paper's start"
+    data = ("--data", "notes.txt", "--sample-by", "paragraph", "--held-out", 0.1, "--no-bf16")
+    done = cli(
+        "pretrain", "trained", *shape, "--method", "denseformer", *data, "--block", 32, "--tokens", 256,
+        "--batch-tokens", 128, "--json",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    plan = json.loads(done.stdout)["plan"]
+    trained = AutoModelForCausalLM.from_pretrained("trained")
+    assert plan["parameters"] == trained.num_parameters()
+    assert plan["flops"] > 6 * 256 * sum(p.numel() for n, p in trained.named_parameters() if "self_attn" in n)
+    study = ("--backbone", family, "--sizes", "tiny:num_hidden_layers=3", "--tokenizer", "bytes")
+    steps = ("--steps", 1, "--batch", 2, "--block", 32, "--seeds", 1)
+    done = cli("compare", "study", *study, "--methods", "resformer", *data, *steps)
+    assert done.exit_code == 0, done.stderr
+    assert "| resformer |" in done.stdout
+    refused = cli("new", "never", *shape, "--method", "svformer")
+    assert refused.exit_code == 2
+    assert "sharing changes projections and caches" in refused.stderr
+    plain = type(small_config(family))(num_hidden_layers=3, hidden_size=32, intermediate_size=16)
+    plain.save_pretrained("plain")
+    of_file = cli("new", "again", "--backbone", "plain/config.json", "--tokenizer", "bytes", "--no-weights", "--json")
+    assert of_file.exit_code == 0, of_file.stderr
+    made = json.loads(of_file.stdout)
+    assert (made["hidden_size"], made["vocab_size"], made["value_residual"]) == (32, 257, "learnable")
+
+
+def test_the_page_of_other_decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "any-decoder.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    save_notes(tmp_path)
+    save_family(tmp_path / "gemma", "gemma3_text")
+    page = page.replace("google/gemma-3-1b-it", "gemma")
+    for line in re.findall(r"^resformer .*$", page, re.MULTILINE):
+        done = cli(*line.split()[1:], *(("--no-bf16",) if "--data" in line else ()))
+        assert done.exit_code == 0, done.stderr
+    names: dict[str, Any] = {}
+    for code in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        exec(code, names)
+    assert torch.equal(logits_of(tmp_path / "connected"), logits_of(tmp_path / "gemma"))
+    assert names["untrained"].config.dwa

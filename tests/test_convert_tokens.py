@@ -1,0 +1,267 @@
+"""`AutoTokenizer` gives of every result what it gives of the source, as Transformers reads the user's files."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import change_json, contents, family_model
+from hub_server import Commands, Repository
+from test_finetune_command import finetune
+from tokenizer_files import (
+    CLASSES,
+    FORMS,
+    combinations,
+    facts,
+    tokenizer_json,
+    write_tokenizer,
+)
+from transformers import AutoConfig, AutoTokenizer
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+from resformer import bundle, retrofit, revert, verify
+from resformer.convert.families import FAMILIES
+from resformer.names import SIDE_FILES
+
+#: Name -> family, class, form and place, of which other tokens came before: by the model type, by config.json alone, by
+#: the code of LlamaTokenizer, by a class of sentencepiece.
+SOURCES = {
+    "mistral": ("mistral", "LlamaTokenizer", "bytes", "tokenizer_config.json, Fast"),
+    "distilled": ("qwen2", "LlamaTokenizer", "bytes", "tokenizer_config.json, Fast"),
+    "internlm3": ("internlm3", "InternLM3Tokenizer", "sentencepiece", "tokenizer_config.json"),
+    "config": ("llama", "Qwen2Tokenizer", "vocabulary", "config.json"),
+    "plain": ("qwen3", "", "bytes", "nowhere"),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of each family, without a tokenizer."""
+    folder = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        family_model(family, vocab_size=420).save_pretrained(folder / family)
+    return folder
+
+
+def source_of(models: Path, folder: Path, family: str, class_name: str, form: str, place: str) -> Path:
+    shutil.copytree(models / family, folder)
+    write_tokenizer(folder, class_name, form, place)
+    return folder
+
+
+def walk(models: Path, folder: Path, family: str, cases: list[tuple[str, str, str]]) -> Counter[str]:
+    """Converts each; asserts that the tokens are the source's, or that it is told that Transformers reads none."""
+    counts: Counter[str] = Counter()
+    for number, case in enumerate(cases):
+        source, out = source_of(models, folder / f"source-{number}", family, *case), folder / f"out-{number}"
+        report = retrofit(source, out, verify="headers", progress=False)
+        try:
+            expected = facts(source)
+        except Exception:  # Transformers raises nearly anything
+            counts["not loaded"] += 1
+            assert report.tokens is None, case
+            assert any("tokenizer" in warning and str(source) in warning for warning in report.warnings), case
+        else:
+            counts["other class named" if report.tokenizer_classes else "files as they were"] += 1
+            assert facts(out) == expected, case
+            assert report.tokens is not None, (case, report.warnings)
+            assert report.tokens.identical
+        shutil.rmtree(source)
+        shutil.rmtree(out)
+    return counts
+
+
+def test_some_of_every_form_of_every_family(models: Path, tmp_path: Path) -> None:
+    for number, family in enumerate(FAMILIES):
+        walk(models, tmp_path, family, [*combinations(number)][number :: len(FAMILIES) * 4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_class_of_transformers_table(family: str, models: Path, tmp_path: Path) -> None:
+    cases = [*combinations([*FAMILIES].index(family))]
+    counts = walk(models, tmp_path, family, cases)
+    print(family, len(cases), dict(counts))
+    assert counts.total() == len(CLASSES) + len(FORMS)
+    assert counts["other class named"] + counts["files as they were"] > 0.4 * len(cases)
+
+
+def test_every_file_that_a_tokenizer_of_transformers_reads_goes_along() -> None:
+    for name in CLASSES:
+        for file in getattr(tokenizer_class_from_name(name), "vocab_files_names", {}).values():
+            assert SIDE_FILES.fullmatch(file), (name, file)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("mistral", "plain") else pytest.mark.slow) for name in SOURCES]
+)
+def test_a_revert_brings_the_sources_files_back_to_the_byte(name: str, models: Path, tmp_path: Path) -> None:
+    source = source_of(models, tmp_path / "source", *SOURCES[name])
+    first = retrofit(source, tmp_path / "one", verify="headers")
+    again = retrofit(tmp_path / "one", tmp_path / "two", "transformer", dwa=True, verify="headers")
+    assert again.tokenizer_classes == first.tokenizer_classes
+    bundle(tmp_path / "two", tmp_path / "bundle", verify="headers")
+    report = revert(tmp_path / "bundle", tmp_path / "back", all=True, verify="headers")
+    assert report.tokens is not None
+    assert report.tokens.identical
+    assert facts(tmp_path / "back") == facts(source)
+    written, back = ({n: text for n, text in contents(f).items() if "token" in n} for f in (source, tmp_path / "back"))
+    if name == "config":  # the class that config.json named
+        assert json.loads(back.pop("tokenizer_config.json")) == {"tokenizer_class": "Qwen2Tokenizer"}
+    assert back == written
+
+
+def download(repository: Repository, folder: Path) -> None:
+    folder.mkdir()
+    for name, content in repository.items():
+        (folder / name).write_bytes(bytes(content[:]))
+
+
+@pytest.mark.slow
+def test_the_tokens_stay_through_every_command(
+    models: Path, commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("\n\n".join(f"Line {n}  of the  notes, 12345." for n in range(200)))
+    bundles, expected = [], {}
+    for name, source in SOURCES.items():
+        expected[name] = facts(source_of(models, tmp_path / name, *source))
+        (tmp_path / name / "README.md").write_text("---\nlicense: mit\n---\n")
+        retrofit(name, f"{name}-out", verify="headers")
+        assert verify(name, f"{name}-out", verify="hashes").tokens.identical
+        done = finetune(
+            tmp_path, f"{name}-out", f"{name}-tuned", "--data", "notes.txt", "--block", "32", "--steps", "1", "--json",
+            "--held-out", "0",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["tokenizer"]["identical"]
+        commands.hub.add(f"them/{name}", tmp_path / name)
+        assert commands("convert", f"them/{name}", "--push", f"you/{name}").exit_code == 0
+        assert commands("push", f"{name}-out", f"you/{name}-pushed").exit_code == 0
+        for repository in (name, f"{name}-pushed"):
+            download(commands.hub.repositories[f"you/{repository}"], tmp_path / f"{repository}-hub")
+        bundle(f"{name}-tuned", f"{name}-bundle", verify="headers")
+        bundles.append(f"{name}-bundle")
+        for folder in ("out", "tuned", "hub", "pushed-hub", "bundle"):
+            assert facts(tmp_path / f"{name}-{folder}") == expected[name], (name, folder)
+    worker = Path(__file__).with_name("tokenizer_files.py")
+    home = {"HF_HOME": str(tmp_path / "home"), "HF_MODULES_CACHE": str(tmp_path / "home" / "modules")}
+    done = subprocess.run(
+        [sys.executable, worker, *bundles], env={**os.environ, **home}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(json.dumps(list(expected.values())))
+
+
+#: Case -> what tokenizer_config.json and tokenizer.json hold, and what is said of that.
+UNREADABLE: dict[str, tuple[Any, Any, str]] = {
+    "code": (
+        {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}},
+        {},
+        "auto_map in tokenizer_config.json names code",
+    ),
+    "broken": ({}, {"model": "none"}, "tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_tokenizer_that_cannot_be_loaded_is_told_in_one_line_and_goes_along(
+    case: str, models: Path, tmp_path: Path
+) -> None:
+    source = source_of(models, tmp_path / "source", "llama", "", "vocabulary", "nowhere")
+    settings, tokenizer, said = UNREADABLE[case]
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer) if tokenizer else tokenizer_json("bytes"))
+    (source / "own.py").write_text("raise SystemExit('run')")
+    report = retrofit(source, tmp_path / "out", verify="headers")
+    (warning,) = [each for each in report.warnings if "its tokenizer cannot be loaded" in each]
+    assert "\n" not in warning
+    assert said in warning
+    assert report.tokens is None
+    comparison = verify(source, tmp_path / "out", verify="hashes")
+    assert any(reason.startswith("tokens (of ") for reason in comparison.not_compared)
+
+
+def test_verify_says_which_text_differs(models: Path, tmp_path: Path) -> None:
+    source = source_of(models, tmp_path / "source", *SOURCES["plain"])
+    retrofit(source, tmp_path / "out", verify="headers")
+    assert verify(source, tmp_path / "out", verify="hashes").same
+    content = json.loads(tokenizer_json("bytes"))
+    content["model"]["merges"] = content["model"]["merges"][:20]
+    (tmp_path / "out" / "tokenizer.json").write_text(json.dumps(content))
+    comparison = verify(source, tmp_path / "out", verify="hashes")
+    assert comparison.same is False
+    assert str(comparison.tokens).startswith("differ: the ids of 'Hello world' are, from 0 on, [")
+
+
+def test_tokens_that_a_family_cannot_give_fail_the_verification(
+    models: Path, tmp_path: Path, commands: Commands
+) -> None:
+    """AutoTokenizer reads every Qwen2 with Qwen2Tokenizer, whatever its files name."""
+    source = source_of(models, tmp_path / "source", *SOURCES["distilled"])
+    retrofit(source, tmp_path / "out", verify="headers")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "out" / name).unlink()
+    write_tokenizer(tmp_path / "out", "LlamaTokenizer", "metaspace", "tokenizer_config.json")
+    said = commands.refused("revert", tmp_path / "out", tmp_path / "back", "--verify", "headers")
+    assert said.startswith("4: ")
+    assert (
+        "AutoTokenizer gives the result another tokenizer than the source: the ids of 'Hello world' are, from " in said
+    )
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.slow
+def test_the_switch_for_mistrals_regex(models: Path, tmp_path: Path) -> None:
+    """Transformers reads it by the model type and version of config.json: neither goes along."""
+    source = source_of(models, tmp_path / "source", "mistral", "", "bytes", "nowhere")
+    change_json(source / "config.json", transformers_version="4.57.1")
+    content = json.loads(tokenizer_json("bytes"))
+    content["model"]["vocab"] |= {f"token {n}": n for n in range(len(content["model"]["vocab"]), 100_100)}
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    report = retrofit(source, tmp_path / "unset", verify="headers")
+    assert facts(tmp_path / "unset") == facts(source)
+    assert any("fix_mistral_regex=True mends the source alone" in warning for warning in report.warnings)
+    unset = facts(source)
+    change_json(source / "tokenizer_config.json", fix_mistral_regex=True)
+    assert facts(source) != unset
+    report = retrofit(source, tmp_path / "set", verify="headers")
+    assert not any("regex" in warning for warning in report.warnings)
+    revert(tmp_path / "set", tmp_path / "back", verify="headers")
+    for folder in ("set", "back"):
+        assert facts(tmp_path / folder) == facts(source)
+
+
+def test_a_class_that_config_json_spells_in_a_chat_template(models: Path, tmp_path: Path) -> None:
+    """The text of tokenizer_config.json is edited, and no other place of it."""
+    source = source_of(models, tmp_path / "source", *SOURCES["mistral"])
+    template = json.dumps('{"tokenizer_class": "X"}')
+    text = (
+        f'{{"chat_template": {template},\r\n"tokenizer_class":"LlamaTokenizerFast" , "x": {{"tokenizer_class": "Y"}}}}'
+    )
+    (source / "tokenizer_config.json").write_bytes(text.encode())
+    report = retrofit(source, tmp_path / "out", verify="headers")
+    assert report.tokenizer_classes == ("LlamaTokenizerFast", "TokenizersBackend")
+    changed = text.replace("LlamaTokenizerFast", "TokenizersBackend")
+    assert (tmp_path / "out" / "tokenizer_config.json").read_bytes().decode() == changed
+    revert(tmp_path / "out", tmp_path / "back", verify="headers")
+    assert (tmp_path / "back" / "tokenizer_config.json").read_bytes().decode() == text
+
+
+def test_a_tokenizer_with_more_ids_than_rows_is_told(models: Path, tmp_path: Path) -> None:
+    source = source_of(models, tmp_path / "source", "llama", "", "vocabulary", "nowhere")
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (source / "tokenizer.json").write_text(tokenizer_json("bytes"))
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    rows = AutoConfig.from_pretrained(source).vocab_size
+    tokenizer.add_tokens([f"<more-{number}>" for number in range(rows)])
+    tokenizer.save_pretrained(source)
+    highest = max(tokenizer.get_vocab().values())
+    (warning,) = retrofit(source, tmp_path / "out", verify="headers").warnings
+    assert f"ids up to {highest:,}, and the model {rows:,} rows" in warning

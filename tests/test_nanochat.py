@@ -1,0 +1,375 @@
+"""nanochat's runs, of every era, against a twin of nanochat; smear in every kind of generation."""
+
+import json
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import nanochat_twin as twin
+import pytest
+import torch
+from command_server import resformer
+from conftest import RAGGED, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from resformer import GrowingCache, ResFormerConfig, ResFormerForCausalLM
+from resformer.convert.nanochat import convert_nanochat, is_run
+from resformer.convert.tiktoken_pickle import read_encoding
+from resformer.errors import CheckpointError
+from resformer.modeling.versions import CACHE
+
+IDS = torch.randint(0, twin.SIZES["vocab_size"], (1, 290), generator=torch.Generator().manual_seed(0))
+TEXT = "The thing, 12345 in the aaaaaaa \n\n x they'll über 日本 123 an ing 'LL\r\n end  "
+ERAS = range(5)
+
+
+class Run:
+    """A run of an era, converted."""
+
+    def __init__(self, era: int, folder: Path):
+        self.era, self.source, self.output = era, folder / "run", folder / "out"
+        self.weights = twin.save_run(self.source, era)
+        self.sizes = twin.SIZES | ({"window_pattern": "L"} if era == 0 else {})
+        self.report = convert_nanochat(self.source, self.output, progress=False)
+
+    def twin(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return twin.logits(self.era, self.weights, ids, self.sizes, dtype)
+
+    def model(self, dtype: torch.dtype = torch.float32) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self.output, dtype=dtype).eval()
+
+
+@pytest.fixture(scope="module", params=ERAS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(request.param, tmp_path_factory.mktemp("nanochat"))
+
+
+@pytest.fixture(scope="module")
+def newest(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(4, tmp_path_factory.mktemp("nanochat"))
+
+
+@torch.no_grad()
+def test_logits_are_nanochats(run: Run) -> None:
+    expected, logits = run.twin(IDS), run.model()(IDS).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    assert run.report.era == run.era
+
+
+@torch.no_grad()
+def test_bfloat16_is_as_near_to_float32_as_nanochats(run: Run) -> None:
+    exact = run.twin(IDS)
+    theirs, ours = (
+        (each - exact).abs().mean() for each in (run.twin(IDS, torch.bfloat16), run.model(torch.bfloat16)(IDS).logits)
+    )
+    assert ours <= 1.05 * theirs
+
+
+@pytest.mark.parametrize("cache", [None, "static", "dynamic"])
+def test_greedy_tokens_are_nanochats_through_each_cache(run: Run, cache: str | None) -> None:
+    expected = IDS[:, :140]  # longer than the newest era's window
+    for _ in range(4):
+        expected = torch.cat([expected, run.twin(expected)[:, -1:].argmax(-1)], dim=1)
+    options = {} if cache is None else {"cache_implementation": cache}
+    tokens = run.model().generate(IDS[:, :140], max_new_tokens=4, do_sample=False, eos_token_id=None, **options)
+    assert tokens.tolist() == expected.tolist()
+
+
+def test_tokens_are_tiktokens(run: Run) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(run.output)
+    assert tokenizer(TEXT, add_special_tokens=False)["input_ids"] == twin.encoded(TEXT)
+    bos = len(twin.RANKS)
+    assert tokenizer(TEXT)["input_ids"] == [bos, *twin.encoded(TEXT)]
+    assert tokenizer.decode(twin.encoded(TEXT)) == TEXT
+    assert [tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in twin.SPECIAL] == [*range(bos, bos + 9)]
+
+
+def test_conversations_are_rendered_as_nanochat_does(newest: Run) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(newest.output)
+    parts = [
+        {"type": "text", "text": "It is "},
+        {"type": "python", "text": "2+2"},
+        {"type": "python_output", "text": "4"},
+        {"type": "text", "text": "4."},
+    ]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 2 + 2?"},
+        {"role": "assistant", "content": parts},
+        {"role": "user", "content": [{"type": "text", "text": "Thanks"}]},
+    ]
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == (
+        "<|bos|><|user_start|>Be brief.\n\nWhat is 2 + 2?<|user_end|><|assistant_start|>It is <|python_start|>2+2"
+        "<|python_end|><|output_start|>4<|output_end|>4.<|assistant_end|><|user_start|>Thanks<|user_end|>"
+        "<|assistant_start|>"
+    )
+    rendered = tokenizer.apply_chat_template(messages[1:3], return_dict=True, return_assistant_tokens_mask=True)
+    learned = [token for token, one in zip(rendered["input_ids"], rendered["assistant_masks"], strict=True) if one]
+    assert tokenizer.decode(learned) == "It is <|python_start|>2+2<|python_end|>4.<|assistant_end|>"
+    generation = GenerationConfig.from_pretrained(newest.output)
+    ends = tokenizer.convert_tokens_to_ids(["<|assistant_end|>", "<|bos|>"])
+    assert (generation.eos_token_id, generation.bos_token_id) == (ends, ends[1])
+
+
+def test_constants_are_told_and_can_be_given(newest: Run, tmp_path: Path) -> None:
+    expected = {"rope_theta": 1e5, "gate_limit": 3.0, "qk_scale": 1.2, "softcap": 15.0, "short_window": 128}
+    assert newest.report.constants == expected
+    given = convert_nanochat(newest.source, tmp_path / "out", softcap=20, progress=False)
+    assert given.constants == {**expected, "softcap": 20}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        logits = model(IDS[:, :20]).logits
+    torch.testing.assert_close(logits, twin.logits(4, newest.weights, IDS[:, :20], softcap=20.0), rtol=0, atol=2e-4)
+    with pytest.raises(ValueError, match=r"`softcp` is no constant .* Did you mean 'softcap'"):
+        convert_nanochat(newest.source, tmp_path / "other", softcp=20)
+    with pytest.raises(ValueError, match=r"`short_window` is 1\.5: expected a whole number"):
+        convert_nanochat(newest.source, tmp_path / "other", short_window=1.5)
+
+
+def test_the_last_step_is_taken_and_weights_of_a_compiled_model(tmp_path: Path) -> None:
+    twin.save_run(tmp_path / "run", 2, step=50)
+    weights = torch.load(tmp_path / "run/model_000050.pt")
+    torch.save({f"_orig_mod.{name}": tensor for name, tensor in weights.items()}, tmp_path / "run/model_000100.pt")
+    (tmp_path / "run/meta_000100.json").write_text((tmp_path / "run/meta_000050.json").read_text())
+    report = convert_nanochat(tmp_path / "run", tmp_path / "out", dry_run=True)
+    assert report.weights == "model_000100.pt"
+    assert "model_000050.pt" in report.warnings[0]
+    assert is_run(tmp_path / "run/model_000050.pt")
+    assert not (tmp_path / "out").exists()
+
+
+def _changed(folder: Path, change: Any) -> None:
+    weights = torch.load(folder / "model_000100.pt")
+    change(weights)
+    torch.save(weights, folder / "model_000100.pt")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.update(extra=torch.ones(1)), "holds 'extra', which no nanochat"),
+        (lambda w: w.pop("smear_lambda"), "era 4 of nanochat, but lacks 'smear_lambda'"),
+        (lambda w: w.update({"x0_lambdas": torch.ones(7)}), r"x0_lambdas is torch.float32 \[7\]; expected \[6\]"),
+        (lambda w: w.update({"lm_head.weight": torch.ones(320, 64, dtype=torch.int8)}), "lm_head.weight is torch.int8"),
+        (lambda w: w["lm_head.weight"].fill_(torch.nan), "lm_head.weight .* not finite"),
+        (
+            lambda w: w.update({f"transformer.h.{n}.attn.ve_gate.weight": torch.ones(2, 9) for n in (1, 3, 5)}),
+            r"gates of value embeddings read \[9\] channels",
+        ),
+    ],
+)
+def test_unknown_tensors_are_refused_by_name(change: Any, message: str, tmp_path: Path) -> None:
+    twin.save_run(tmp_path / "run", 4)
+    _changed(tmp_path / "run", change)
+    with pytest.raises(CheckpointError, match=message):
+        convert_nanochat(tmp_path / "run", tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n_layer": 10**9}, "lacks '1000000000 layers'"),
+        ({"n_embd": -1}, "n_embd -1; expected a size"),
+        ({"window_pattern": "SXL"}, "window_pattern is 'SXL'"),
+        ({"moe": 8}, "`model_config` has 'moe'"),
+        ({"vocab_size": 300}, "has 282 tokens, meta_000100.json says 300"),
+    ],
+)
+def test_unknown_sizes_are_refused_by_name(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    twin.save_run(tmp_path / "run", 3)
+    meta = {"model_config": {**twin.SIZES, **fields}}
+    (tmp_path / "run/meta_000100.json").write_text(json.dumps(meta))
+    with pytest.raises(CheckpointError, match=message):
+        convert_nanochat(tmp_path / "run", tmp_path / "out", progress=False)
+
+
+class Planted:
+    """Unpickling it writes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    twin.save_run(tmp_path / "run", 4)
+    for name in ("tokenizer.pkl", "model_000100.pt"):
+        content = (tmp_path / "run" / name).read_bytes()
+        (tmp_path / "run" / name).write_bytes(pickle.dumps(Planted(tmp_path / "planted")))
+        with pytest.raises(CheckpointError, match=name):
+            convert_nanochat(tmp_path / "run", tmp_path / "out", progress=False)
+        (tmp_path / "run" / name).write_bytes(content)
+    assert not (tmp_path / "planted").exists()
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_pickles_of_other_protocols_are_read(protocol: int, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.pkl").write_bytes(twin.pickled(protocol=protocol))
+    assert read_encoding(tmp_path / "tokenizer.pkl").ranks == twin.RANKS
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (twin.pickled(dict.fromkeys(twin.RANKS, 5)), "not numbered from 0 on"),
+        (twin.pickled({b"a": 0}), "no token for the byte 0"),
+        (twin.pickled()[:-40], "is no pickle|has no|known"),
+        (pickle.dumps({}), "has STOP"),
+        (b"\x80\x04]\x94.", "has EMPTY_LIST"),
+        (b"", "is no pickle"),
+    ],
+)
+def test_other_pickles_are_refused_by_name(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.pkl").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        read_encoding(tmp_path / "tokenizer.pkl")
+
+
+# Smear, whose token before is in the cache.
+
+SLIDING = ["sliding_attention"] * 3
+SMEARED = {"smear": True, "embedding_residual": True, "backout": True, "num_hidden_layers": 4}
+
+
+def smeared_model(**fields: Any) -> ResFormerForCausalLM:
+    return tiny_model("transformer", dtype=torch.float64, **{**SMEARED, **fields})
+
+
+@torch.no_grad()
+def test_padding_on_the_left_and_pieces_change_nothing() -> None:
+    model, ids, mask = smeared_model(), RAGGED["input_ids"], RAGGED["attention_mask"]
+    whole = model(**RAGGED).logits
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    for row, start in ((0, 0), (1, 5), (2, 3)):
+        alone = model(ids[row : row + 1, start:]).logits[0]
+        torch.testing.assert_close(whole[row, start:], alone, rtol=0, atol=1e-5)
+    for cache in (GrowingCache(model.config), None):
+        for first, end in ((0, 7), (7, 8), (8, 11)):
+            output = model(
+                ids[:, first:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, first:end],
+                use_cache=True,
+                **{CACHE: cache},
+            )
+            cache = getattr(output, CACHE)
+            piece = output.logits[0], whole[0, first:end]
+            torch.testing.assert_close(*piece, rtol=0, atol=1e-5)
+            rest = slice(max(first, 5), end)
+            torch.testing.assert_close(output.logits[1, rest.start - first :], whole[1, rest], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_packed_sequences_are_smeared_apart() -> None:
+    model, ids = smeared_model(), RAGGED["input_ids"][:1]
+    positions = torch.tensor([[*range(4), *range(7)]])
+    packed = model(ids, position_ids=positions).logits
+    apart = torch.cat([model(ids[:, :4]).logits, model(ids[:, 4:]).logits], dim=1)
+    torch.testing.assert_close(packed, apart, rtol=0, atol=1e-5)
+
+
+def greedy(model: Any, **options: Any) -> list[list[int]]:
+    tokens = model.generate(**RAGGED, max_new_tokens=8, eos_token_id=None, pad_token_id=0, do_sample=False, **options)
+    return tokens[:, 11:].tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cache_implementation": "static"},
+        {"cache_implementation": "dynamic"},
+        {"prefill_chunk_size": 3},
+        {"num_beams": 3},
+        {"num_beams": 3, "cache_implementation": "static"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "fields", [{}, {"sliding_window": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}]
+)
+def test_every_cache_gives_the_tokens_of_none(options: dict[str, Any], fields: dict[str, Any]) -> None:
+    model = smeared_model(**fields)
+    uncached = {name: value for name, value in options.items() if name == "num_beams"}
+    assert greedy(model, **options) == greedy(model, use_cache=False, **uncached)
+
+
+@pytest.mark.parametrize("how", ["assistant", "lookup", "early exit"])
+def test_rejected_tokens_are_cropped(how: str) -> None:
+    model, ids = smeared_model(), RAGGED["input_ids"][:1]
+    options: dict[str, Any] = {"assistant": {"assistant_model": smeared_model(seed=1)}}.get(how, {})
+    options |= {"lookup": {"prompt_lookup_num_tokens": 3}, "early exit": {"assistant_early_exit": 2}}.get(how, {})
+    common = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+    assert model.generate(ids, **common, **options).tolist() == model.generate(ids, **common, use_cache=False).tolist()
+
+
+def test_embeddings_alone_are_refused_where_tokens_are_read() -> None:
+    model = smeared_model()
+    with pytest.raises(ValueError, match="`smear`=True looks up rows of tokens"):
+        model(inputs_embeds=torch.zeros(1, 3, model.config.hidden_size))
+
+
+def test_a_new_model_with_smear_is_llama() -> None:
+    torch.manual_seed(0)
+    shape = {
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "vocab_size": 97,
+    }
+    fields = {"smear": True, "backout": True, "backout_init": 0.0}
+    model = ResFormerForCausalLM(ResFormerConfig(**shape, **fields)).eval()
+    plain = ResFormerForCausalLM(ResFormerConfig(**shape)).eval()
+    plain.load_state_dict({name: each for name, each in model.state_dict().items() if name in plain.state_dict()})
+    assert torch.equal(model(RAGGED["input_ids"]).logits, plain(RAGGED["input_ids"]).logits)
+
+
+def test_a_bound_of_the_logits_is_never_kept_and_ignored(tmp_path: Path) -> None:
+    model = tiny_model("transformer", final_logit_softcapping=2.0)
+    free = tiny_model("transformer")
+    ids = RAGGED["input_ids"]
+    with torch.no_grad():
+        logits = free(ids).logits
+        assert logits.abs().max() > 4
+        bounded = model(ids, labels=ids)
+    torch.testing.assert_close(bounded.logits, 2 * torch.tanh(logits / 2), rtol=0, atol=0)
+    expected = torch.nn.functional.cross_entropy(bounded.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(bounded.loss, expected)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    again.resize_token_embeddings(99)
+    assert torch.equal(again(ids).logits[..., :97], bounded.logits)
+    with pytest.raises(Exception, match="above 0"):
+        ResFormerConfig(final_logit_softcapping=-1.0)
+
+
+@pytest.mark.slow
+def test_the_page_of_nanochat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "nanochat.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    twin.save_run(tmp_path / "d12", 4)
+    (tmp_path / "notes.txt").write_text("\n\n".join(f"Note {n} about the thing in the ring." for n in range(40)))
+    for line in re.findall(r"^resformer .*$", page, re.MULTILINE):
+        if " serve " not in line:
+            done = resformer(*line.split()[1:], *(["--no-bf16"] if "--data" in line else []), cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+    for code in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        exec(code, {})
+    card = (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
+    assert "states no licence" in card
+    assert "Whether it was trained, and on what, is not recorded" in card
+    assert "taken out of what the final norm reads" in card
+
+
+def test_what_a_run_has_no_use_for_is_refused(tmp_path: Path) -> None:
+    twin.save_run(tmp_path / "d12", 1)
+    done = resformer("convert", "d12", "out", "--lossy", "--method", "cla2", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "--lossy, --method: a nanochat run is converted as it is" in done.stderr
+    done = resformer("convert", "d12", "out", "--json", "--set", "softcap=20", cwd=tmp_path)
+    assert json.loads(done.stdout)["constants"]["softcap"] == 20
