@@ -2,7 +2,7 @@
 
     python benchmarks/recall.py benchmarks/results/study/recall.jsonl --layers 4 --seeds 10
 
-A sequence is a beginning-of-sequence token, 32 pairs of a key and a value, then the keys again in another order, each
+A sequence is a beginning-of-sequence token, 64 pairs of a key and a value, then the keys again in another order, each
 followed by its value; only these values are learned. All methods of a seed see the same sequences. A line of OUTPUT is
 a run: accuracy on 128 new sequences at each evaluation, and the coefficients at the end. Runs that are there are kept.
 """
@@ -24,7 +24,8 @@ from resformer.files import locked
 from resformer.training.optimizer import is_connection
 from resformer.training.study.record import add_line, read_record
 
-BOS, KEYS, VALUES, PAIRS = 0, 64, 64, 32
+BOS, KEYS, VALUES, PAIRS = 0, 128, 128, 64
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
 
 
@@ -40,7 +41,7 @@ def sequences(count: int, generator: torch.Generator) -> tuple[torch.Tensor, tor
     ids = torch.cat([torch.full((count, 1), BOS), *parts], dim=1)
     labels = ids.masked_fill(torch.arange(ids.shape[1]) < 1 + 2 * PAIRS, -100)
     labels[:, 1 + 2 * PAIRS :: 2] = -100  # keys
-    return ids, labels
+    return ids.to(DEVICE), labels.to(DEVICE)
 
 
 def accuracy(model: Any, generator: torch.Generator) -> float:
@@ -61,7 +62,7 @@ def trained(method: str, layers: int, seed: int, arguments: argparse.Namespace) 
         initializer_range=0.08,
         **SHAPE,
     )
-    model: Any = AutoModelForCausalLM.from_config(config)
+    model: Any = AutoModelForCausalLM.from_config(config).to(DEVICE)
     named = dict(model.named_parameters())
     connections = [parameter for name, parameter in named.items() if is_connection(name)]
     others = [parameter for name, parameter in named.items() if not is_connection(name)]

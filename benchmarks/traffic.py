@@ -26,7 +26,7 @@ from resformer import ResFormerConfig
 from resformer.configuration.methods import METHODS
 from resformer.modeling.versions import CACHE
 
-TOKENS, CONTEXT, ROUNDS = 8192, 128, 9
+TOKENS, CONTEXT, ROUNDS, STEPS = 8192, 128, 3, 5
 SHAPES: dict[str, dict[str, int]] = {
     "135M": dict(zip("LDFHKV", (30, 576, 1536, 9, 3, 49152), strict=True)),
     "1B": dict(zip("LDFHKV", (16, 2048, 8192, 32, 8, 128256), strict=True)),
@@ -124,18 +124,23 @@ def counted(method: str, shape: str) -> dict[str, dict[str, int]]:
 
 
 def timed(methods: list[str], shape: str) -> dict[str, dict[str, float]]:
-    """Median milliseconds of each step, the methods in turn."""
+    """Median milliseconds of each step after a first one, the methods in turn."""
     found: dict[str, dict[str, list[float]]] = {method: {} for method in methods}
     for _ in range(ROUNDS):
         for method in methods:  # one model at a time: eight billion parameters, and gradients
-            for name, step in steps(build(method, shape, "cuda"), "cuda").items():
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda.synchronize()
-                start.record()
-                step()
-                end.record()
-                torch.cuda.synchronize()
-                found[method].setdefault(name, []).append(start.elapsed_time(end))
+            model = build(method, shape, "cuda")
+            of_model = steps(model, "cuda")
+            for number in range(STEPS + 1):
+                for name, step in of_model.items():
+                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    torch.cuda.synchronize()
+                    start.record()
+                    step()
+                    end.record()
+                    torch.cuda.synchronize()
+                    if number:
+                        found[method].setdefault(name, []).append(start.elapsed_time(end))
+                model.zero_grad()
     return {method: {name: statistics.median(each) for name, each in of.items()} for method, of in found.items()}
 
 
