@@ -20,7 +20,7 @@ if [ "$part" = wheels ]; then # under 58 MiB, most of it bitsandbytes, which one
         --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 \
         --platform manylinux2014_x86_64 --constraint constraints.txt --dest wheels \
         transformers huggingface_hub httpx2 httpcore2 truststore idna datasets dill multiprocess xxhash filelock fsspec \
-        regex wrapt click typer bitsandbytes
+        regex wrapt click typer pydantic pydantic_core annotated_types typing_inspection bitsandbytes
 fi
 if [ -d wheels ]; then
     if [ ! -d "$work/site" ]; then
@@ -94,10 +94,9 @@ case $part in
             --batch 16 --no-bf16 --held-out-blocks 512 "${@:4}"
         cp "$work/$2/runs.jsonl" "$results/$2.jsonl"
     }
-    looked_up() { together "$few" benchmarks/recall.py "$work/recall.jsonl" "$@" && cp "$work/recall.jsonl" "$results"; }
     shape=num_attention_heads=4:num_key_value_heads=4:hidden_size=64:intermediate_size=256
-    c=connection_learning_rate steps=489 steps24=960 seeds=10 fewer=5 many=14 few=5 recall=
-    [ -z "$toy" ] || steps=2 steps24=2 seeds=1 fewer=1 many=2 few=1 recall="--steps 2 --every 1"
+    c=connection_learning_rate steps=489 steps24=960 seeds=10 fewer=5 many=14 few=5
+    [ -z "$toy" ] || steps=2 steps24=2 seeds=1 fewer=1 many=2 few=1
     compared "$many" a 12 --tokenizer bytes --steps $steps --seeds 2 --first-seed 100 --learning-rate 4e-3 --methods \
         "transformer,transformer:learning_rate=2e-3,transformer:learning_rate=8e-3,$(
             printf "%s,%s:$c=4e-2,%s:$c=2e-1," {resformer,denseformer}{,,} | sed 's/,$//')"
@@ -107,8 +106,6 @@ case $part in
     read -r better < <(chosen better b12)
     compared "$few" b24 24 --tokenizer bytes $rates --steps $steps24 --seeds $fewer --methods $better &
     compared "$few" c 12 --tokenizer bpe:4096 $rates --steps $steps --seeds $fewer --methods resformer &
-    looked_up --layers 4 --seeds $seeds $recall
-    looked_up --layers 2 8 --seeds $fewer $recall
     wait
     ;;
 *) echo "unknown part: $part" && exit 2 ;;
