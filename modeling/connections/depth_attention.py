@@ -52,7 +52,7 @@ class DepthAttention(ValueResidual, mode="depth_attention"):
 
     def row(self, of_decoder: Any) -> list[float]:
         # Of two layers whose scores are equal, and whose values are 1 and 0.
-        one = torch.ones(1, 1, len(self.gate), 1, dtype=torch.float32)
+        one = torch.ones(1, 1, len(self.gate), 1, dtype=torch.float32, device=self.gate.device)
         moved = self(0 * one, one, one, (one,), (one,)).any()
         return [float("nan")] * len(self.columns) if moved else [*[0.0] * (len(self.columns) - 1), 1.0]
 
