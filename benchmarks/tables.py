@@ -48,10 +48,16 @@ def runs_of(name: str) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     return read_record(RESULTS / "study" / f"{name}.jsonl")
 
 
+def paired(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs of seeds that every method has."""
+    seeds = {method: {run["seed"] for run in runs if run["method"] == method} for method in {r["method"] for r in runs}}
+    return [run for run in runs if run["seed"] in set.intersection(*seeds.values())]
+
+
 def report(name: str) -> dict[str, Any]:
     """Of a record of one study; the first run's method is the baseline."""
     ((study, runs),) = runs_of(name)
-    return report_of(study, runs, runs[0]["method"])
+    return report_of(study, paired(runs), runs[0]["method"])
 
 
 def study_rows(name: str) -> list[dict[str, Any]]:
@@ -112,21 +118,40 @@ def scratch(names: str) -> str:
     """The differences from plain Llama of studies from scratch, the longest training first."""
     found = []
     for name in names.split(","):
-        plain, *rows = study_rows(name)
+        plain, *rows = planned() if name == "b12" else study_rows(name)
         for row in sorted(rows, key=lambda row: row["difference"]["mean"]):
             each = row["difference"]
             cells = [name, row["architecture"], with_interval(each), *evidence(each), ahead(each["values"])]
             cells.append(f"{100 * row['cache_bytes_per_token'] / plain['cache_bytes_per_token']:.0f} %")
             found.append([*cells, finding(each, plain["loss"])])
-    by_method = {row["architecture"]: row for row in study_rows("main")}
-    for method in ("svformer", "cla2"):
-        row, other = by_method[method], by_method["transformer:num_key_value_heads=4"]
-        each = paired_difference(row["losses"], other["losses"])
-        assert each is not None
-        cells = ["main", f"{method} minus GQA", with_interval(each), "", f"{each['detectable']:.4f}"]
-        cells += [ahead(each["values"]), f"{100 * row['cache_bytes_per_token'] / plain['cache_bytes_per_token']:.0f} %"]
-        found.append([*cells, "not planned"])
     return table("study | method | Δ [95 %] | p | detectable | ahead in | cache | finding", found)
+
+
+def planned() -> list[dict[str, Any]]:
+    """The rows of `b12` with its planned contrasts: SVFormer minus GQA in the place of GQA."""
+    rows = study_rows("b12")
+    (shared,) = (row for row in rows if row["architecture"] == "svformer")
+    (grouped,) = (row for row in rows if row["architecture"] == "transformer:num_key_value_heads=2")
+    grouped |= {"architecture": "svformer minus GQA", "cache_bytes_per_token": shared["cache_bytes_per_token"]}
+    grouped["difference"] = paired_difference(shared["losses"], grouped["losses"])
+    correct([row["difference"] for row in rows[1:]])
+    return rows
+
+
+def connection_rates(name: str) -> str:
+    """Loss minus plain Llama's, the mean of the seeds, against the learning rate of connections."""
+    ((_, runs),) = runs_of(name)
+    losses: dict[tuple[str, float], list[float]] = {}
+    for run in runs:
+        if run["learning_rate"] == 4e-3:
+            rate = (run["connection_learning_rate"] or 4e-3) / 4e-3
+            losses.setdefault((run["architecture"], rate), []).append(run["loss"])
+    rows, plain = [], losses.pop(("transformer", 1.0))
+    for factor in sorted({factor for _, factor in losses}):
+        leads = {method: paired_difference(losses[method, factor], plain) for method in ("resformer", "denseformer")}
+        means = [each["mean"] for each in leads.values() if each]
+        rows.append([f"{factor:g}", *(f"{mean:+.4f}" for mean in [*means, statistics.fmean(means)])])
+    return table("times the model's rate | resformer | denseformer | mean", rows)
 
 
 def ahead(values: list[float]) -> str:
@@ -306,6 +331,16 @@ def traffic(name: str) -> str:
     return table("method | forward: kernels | GB | backward: kernels | GB | a decoded token: kernels", rows)
 
 
+def on_a_gpu(name: str) -> str:
+    """Milliseconds and memory of a training step against Llama's."""
+    ((_, case),) = read(name)["time"].items()
+    rows = [
+        [f"`{arm}`" if arm in METHODS else arm, each["ms"], each["of llama"], each["memory"]["of llama"]]
+        for arm, each in case["arms"].items()
+    ]
+    return table("method | ms | of Llama's | memory, of Llama's", rows)
+
+
 def sizes(source: str) -> str:
     """Shapes and budgets of the sizes that a model is trained from scratch in."""
     rows, tokenizer = [], make_tokenizer("bytes", {}, 0.0)
@@ -329,6 +364,7 @@ def _made_by(report: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[str], str]] = {
     "studies": studies,
     "scratch": scratch,
+    "connection_rates": connection_rates,
     "early": early,
     "frozen": frozen,
     "served": served,
@@ -339,6 +375,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "adapters": adapters,
     "sizes": sizes,
     "traffic": traffic,
+    "on_a_gpu": on_a_gpu,
 }
 
 
@@ -354,18 +391,16 @@ def of_studies() -> dict[str, list[str]]:
     shares = sorted(100 * each / plain["loss"] for each in seen.values())
     gains = sorted(100 * (1 - loss / other) for loss, other in PAPERS_LOSSES)
     ends = [(row["difference"]["low"], row["difference"]["high"]) for row in longest.values()]
-    without = {  # the seed of the rates
-        (name, method): paired_difference(rows[name][method]["losses"][1:], rows[name]["transformer"]["losses"][1:])
-        for name, method in (("five", "resformer"), ("budget20", "denseformer"))
-    }
     continued = [row["difference"] for row in study_rows("continued")[1:]]
     largest = max(-each["low"] for each in continued)
     nothing = f"gained less than {math.ceil(1000 * largest) / 1000} nats"
     added = conversions_early()
+    _, *contrasts = planned()
+    by = {row["architecture"]: -row["difference"]["mean"] for row in contrasts}
     (llama, *_), (smol, *_) = (read(f"analysis/{name}/analysis")["checkpoints"] for name in ("from-scratch", "smollm2"))
     first, sink = (max(model["quantities"]["importance_ratio"]["mean"]) for model in (llama, smol))
     holds = {
-        "ahead at first": all(each["holm"] < 0.05 for each in leads),
+        "ahead at first": all(each["holm"] < 0.05 for each in [*leads, *(row["difference"] for row in contrasts)]),
         "0 and the paper's gains": all(low < -gains[-1] / 100 * plain["loss"] and high > 0 for low, high in ends),
         "its smallest gain": round(gains[0]) == 100 * PAPERS_GAIN,
         "value embeddings": all(max(each["values"]) < 0 for at, each in added["value-embeddings"].items() if at),
@@ -380,14 +415,21 @@ def of_studies() -> dict[str, list[str]]:
             f"would have seen a gain of {shares[0]:.0f} to {shares[-1]:.0f} % of the loss; the papers report about "
             f"{100 * PAPERS_GAIN:.0f} %",
             f"{nothing} a token ({len(continued[0]['values'])} seeds)",
+            f"at {tokens_a_parameter('b12'):.1f} tokens a parameter, `svformer` is {by['svformer']:.2f}, `resformer` "
+            f"{by['resformer']:.2f} and `denseformer` {by['denseformer']:.2f} nats a token ahead of plain Llama",
         ],
+        "docs/methods.md": [f"ahead of fewer key/value heads by {by['svformer minus GQA']:.3f} nats"],
         "docs/results.md": [
-            f"at {tokens['main']} and {tokens['five']} tokens a parameter by {lead[0]:.3f} to {lead[-1]:.3f} nats",
+            f"at {tokens['main']} and {tokens['five']} tokens a parameter: `resformer` and `svformer` by "
+            f"{lead[0]:.3f} to {lead[-1]:.3f}",
+            f"at {tokens_a_parameter('b12'):.1f} tokens a parameter, with rates chosen on other seeds: `svformer` by "
+            f"{by['svformer']:.3f} nats a token, `resformer` by {by['resformer']:.3f} and `denseformer` by "
+            f"{by['denseformer']:.3f}",
+            f"`svformer` is {by['svformer minus GQA']:.3f} nats ahead of grouped-query attention",
             f"at {tokens['budget20']} tokens a parameter, we cannot tell.** {_NUMBERS[seeds].capitalize()} seeds would "
             f"have seen {seen['resformer']:.3f} nats for `resformer`, {seen['svformer']:.3f} for `svformer` and "
             f"{seen['denseformer']:.3f} for `denseformer`, which is {shares[0]:.1f} to {shares[-1]:.1f} % of the loss. "
             f"The ResFormer paper gains {gains[0]:.1f} to {gains[-1]:.1f} %",
-            *(f"`{method}` is at {with_interval(each)} in `{name}`" for (name, method), each in without.items()),
             nothing,
             f"The largest gain that any of the {len(continued)} intervals holds is {largest:.4f} nats; up to "
             f"{max(each['detectable'] for each in continued):.4f} could have been seen",
@@ -426,6 +468,7 @@ def sentences() -> dict[str, list[str]]:
         ],
         "README.md": [f"[{len(METHODS) - 3} other methods](docs/methods.md)", *studied["README.md"]],
         "docs/results.md": studied["docs/results.md"],
+        "docs/methods.md": studied["docs/methods.md"],
     }
 
 
@@ -446,7 +489,7 @@ def write_reports(folder: Path) -> None:
         studies = [(study, runs) for study, runs in read_record(path) if "method" in runs[0]]
         for place, (study, runs) in enumerate(studies):
             name = path.stem if len(studies) == 1 else f"{path.stem}-{place}"
-            made = report_of(study, runs, runs[0]["method"])
+            made = report_of(study, paired(runs), runs[0]["method"])
             (folder / f"{name}.md").write_text(f"{markdown(made)}\n", encoding="utf-8")
             plot(made, runs, folder / f"{name}.png")
 

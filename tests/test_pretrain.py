@@ -164,6 +164,7 @@ def test_a_step_is_as_large_on_any_number_of_devices(work: Path, monkeypatch: py
         plans.append(pretraining.pretrain_plan(options, config))
     assert len({(plan.steps, plan.tokens, plan.sequences) for plan in plans}) == 1
     assert [plan.sequences // (plan.micro_batch * plan.accumulate) for plan in plans] == [1, 2, 8]
+    assert plans[0].connection_learning_rate == 50 * plans[0].learning_rate
     assert plans[0].tokens == pytest.approx(20 * plans[0].parameters, rel=0.01)
 
 

@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, others_slow, training_arguments, training_rows
+from conftest import TINY, others_slow, tiny_model, training_arguments, training_rows
 from transformers import AutoModelForCausalLM, Trainer
 
 from resformer import ResFormerConfig, ResFormerForCausalLM, trl
 from resformer.environment import peak_memory
-from resformer.training.optimizer import ConnectionTrainer, is_connection, set_connection_learning_rate
+from resformer.training.optimizer import (
+    ConnectionTrainer,
+    connection_learning_rate,
+    is_connection,
+    set_connection_learning_rate,
+)
 
 #: One of every mechanism, and their combination.
 TRAINED = others_slow(
@@ -128,6 +133,13 @@ def test_connections_have_their_rate_with_every_optimizer(name: str, trainer: Bu
         first = optimizer.param_groups[0]
         assert first["params"][0] is run.model.get_input_embeddings().weight
         assert [optimizer.get_config(0, index, first)["optim_bits"] for index in (0, 1)] == [32, 8]
+
+
+@pytest.mark.parametrize(
+    ("method", "times"), {"transformer": None, "denseformer": 50, "resformer-gated": 1, "nanochat": 1}.items()
+)
+def test_from_scratch_only_coefficients_have_a_higher_rate(method: str, times: int | None) -> None:
+    assert connection_learning_rate(tiny_model(method), 0.5) == (times and 0.5 * times)
 
 
 def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(trainer: Build) -> None:

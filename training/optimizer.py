@@ -15,6 +15,18 @@ def is_connection(parameter_name: str) -> bool:
     return not {kind.name for kind in KINDS}.isdisjoint(parameter_name.split("."))
 
 
+def connection_learning_rate(model: nn.Module, learning_rate: float) -> float | None:
+    """The rate of connections in training from scratch, unless it is given; `None` if nothing of them learns.
+
+    50 times that of everything else where they are coefficients alone, the best of 1, 10 and 50 (benchmarks/study.md,
+    question a). With gates, queries or tables among them, which are matrices, it is that of everything else.
+    """
+    connections = [parameter for name, parameter in model.named_parameters() if is_connection(name)]
+    if not connections:
+        return None
+    return learning_rate * (50 if all(parameter.ndim == 1 for parameter in connections) else 1)
+
+
 def set_connection_learning_rate(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float) -> None:
     """Moves the connections of `model` out of the optimizer's groups into one of their own, without weight decay."""
     connections = {id(parameter) for name, parameter in model.named_parameters() if is_connection(name)}

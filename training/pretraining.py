@@ -23,12 +23,12 @@ from resformer.environment import free_memory, peak_memory, usable_device
 from resformer.evaluation import check_tasks
 from resformer.training.flops import training_flops
 from resformer.training.log import TrainingLog, last_checkpoint
-from resformer.training.optimizer import MuonAndAdamW
+from resformer.training.optimizer import MuonAndAdamW, connection_learning_rate
 from resformer.training.options import BEGUN, FinetuneOptions, PretrainOptions, RunOptions, read_begun, unfinished_of
 from resformer.training.recipe import START, finetune_checkpoint, uses_bf16
 from resformer.training.report import FinetuneReport
 from resformer.training.sizes import budget, passes, replicas, schedule_arguments
-from resformer.training.untrained import parameter_count, untrained, write_untrained
+from resformer.training.untrained import meta_model, untrained, write_untrained
 
 _PASS = 16_384  # tokens that a device takes at a time, unless more is said
 _TIMED = 20.0  # seconds for the speed of a plan
@@ -58,6 +58,7 @@ class PretrainPlan:
     micro_batch: int  # sequences a device takes at a time
     accumulate: int  # passes a step
     learning_rate: float
+    connection_learning_rate: float | None
     flops: float  # of the whole training
     bytes: int  # of the tokens as int32
     estimated_memory: int  # bytes on a device
@@ -147,7 +148,8 @@ def _model(options: PretrainOptions) -> tuple[Any, PreTrainedTokenizerBase]:
 def pretrain_plan(options: PretrainOptions, config: Any) -> PretrainPlan:
     """The plan for a model of this configuration, without its speed and memory."""
     block = config.max_position_embeddings
-    parameters, flops = parameter_count(config), training_flops(config, block)
+    model, flops = meta_model(config), training_flops(config, block)
+    parameters = int(model.num_parameters())
     tokens, batch_tokens, rate = budget(parameters, flops, options.tokens)
     devices = _devices()
     replicas(options.shard, devices)  # refused before data is read
@@ -164,6 +166,7 @@ def pretrain_plan(options: PretrainOptions, config: Any) -> PretrainPlan:
         n for n in range(1, each + 1) if each % n == 0 and n * block <= max(block, _PASS)
     )
     steps = math.ceil(tokens / (each * devices * block))
+    rate = options.learning_rate or rate
     tokens = steps * each * devices * block
     return PretrainPlan(
         parameters=parameters,
@@ -173,7 +176,8 @@ def pretrain_plan(options: PretrainOptions, config: Any) -> PretrainPlan:
         sequences=each * devices,
         micro_batch=micro,
         accumulate=passes(each, micro),
-        learning_rate=options.learning_rate or rate,
+        learning_rate=rate,
+        connection_learning_rate=options.connection_learning_rate or connection_learning_rate(model, rate),
         flops=flops * tokens,
         bytes=4 * tokens,
         estimated_memory=_estimated_memory(options, config, parameters, micro * block),
@@ -210,7 +214,7 @@ def _run(options: PretrainOptions, plan: PretrainPlan) -> _Run:
         batch=plan.micro_batch,
         accumulate=plan.accumulate,
         learning_rate=plan.learning_rate,
-        connection_learning_rate=options.connection_learning_rate or plan.learning_rate,
+        connection_learning_rate=plan.connection_learning_rate or plan.learning_rate,
         trainer={
             **schedule_arguments(options.schedule, plan.steps, options.warmup, options.decay),
             "weight_decay": options.weight_decay,

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from resformer.files import check_target, replacing
 from resformer.training.data import INDEX, DataError, load_documents
@@ -61,7 +61,12 @@ def write_untrained(
         save_tokenizer(tokenizer, folder)
 
 
+def meta_model(config: Any) -> PreTrainedModel:
+    """A model without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
 def parameter_count(config: Any) -> int:
     """The number of parameters of a model."""
-    with torch.device("meta"):
-        return int(AutoModelForCausalLM.from_config(config).num_parameters())
+    return int(meta_model(config).num_parameters())

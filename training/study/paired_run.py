@@ -27,7 +27,7 @@ from resformer.environment import peak_memory
 from resformer.training.data import DataError
 from resformer.training.flops import training_flops
 from resformer.training.log import coefficients, last_checkpoint
-from resformer.training.optimizer import ConnectionTrainer
+from resformer.training.optimizer import ConnectionTrainer, connection_learning_rate
 from resformer.training.options import RunSettings
 from resformer.training.packing import Blocks, PackedBlocks
 from resformer.training.recipe import uses_bf16
@@ -131,6 +131,7 @@ def paired_run(
     has that of the blocks of `blocks.held_out` during the training, with the connections' coefficients.
     """
     arguments, use_cache = run_arguments(settings, folder, seed), model.config.use_cache
+    rate = settings.connection_learning_rate or connection_learning_rate(model, arguments.learning_rate)
     recorder = _Recorder()
     trainer = ConnectionTrainer(
         model=model,
@@ -139,7 +140,7 @@ def paired_run(
         eval_dataset=blocks.held_out,
         data_collator=default_data_collator,
         callbacks=[recorder, *callbacks, *([Bar()] if sys.stderr.isatty() else [])],
-        connection_learning_rate=settings.connection_learning_rate,
+        connection_learning_rate=rate,
     )
     trainer.remove_callback(PrinterCallback)
     checkpoint = last_checkpoint(folder)
@@ -161,6 +162,7 @@ def paired_run(
         trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False).save_pretrained(save_to)
     return {
         "seed": seed,
+        "connection_learning_rate": rate,
         "loss": held_out["loss"],
         "held_out": held_out,
         "curve": curve,

@@ -79,10 +79,11 @@ def _notes(
     for size, rows in sizes.items():
         if diverged := [row["method"] for row in rows if row["loss"] is None]:
             notes.append(f"{size}: no differences, since a run diverged: {', '.join(diverged)}.")
-    rates = {(run["size"], run["learning_rate"], run["connection_learning_rate"]) for run in runs}
+    rates = {(run["size"], run["learning_rate"]) for run in runs}
+    own = {(run["size"], rate) for run in runs if (rate := run["connection_learning_rate"]) is not None}
     base = {run["size"]: f"{run['learning_rate']:.2g} ({run['size']})" for run in runs if run["method"] == baseline}
     notes.append(f"The highest learning rate: {', '.join(base.values())}.")
-    if len(rates) > len(sizes):
+    if max(len(rates), len(own)) > len(sizes):
         notes.append(
             "The methods have different learning rates. A difference is then one of rates, too, unless each method has "
             "its best one."
