@@ -13,13 +13,14 @@ from resformer.configuration import ResFormerConfig, key_sources, mixing_layers,
 from resformer.configuration.methods import CONNECTION_FIELDS, backbone_fields
 from resformer.convert.connected_families import facts, in_one_family, is_connected, view
 from resformer.convert.connections import added_shapes, expected_shapes, head_of, read_connections
-from resformer.convert.logits import LogitsComparison, compare_logits, free_memory, memory_for_logits, window_of
+from resformer.convert.logits import LogitsComparison, compare_logits, memory_for_logits, window_of
 from resformer.convert.reading import EMBEDDING, HEAD
 from resformer.convert.sameness import differences
 from resformer.convert.source import OpenedSource, open_source
 from resformer.convert.tensors import numbers
 from resformer.convert.to_folder import Verify, check_verify
 from resformer.convert.tokens import TokensComparison, compare_tokens, fetch_side_files, source_tokenizer
+from resformer.environment import free_memory
 from resformer.errors import CheckpointError, one_line
 from resformer.files import AsDict
 from resformer.modeling.any_decoder import text_config

@@ -2,13 +2,10 @@
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -172,20 +169,3 @@ def memory_for_logits(checkpoint: Checkpoint, dtype: torch.dtype, added: Iterabl
     """
     elements = sum(tensor.elements for tensor in (*checkpoint.tensors.values(), *added))
     return int(1.2 * elements * dtype.itemsize) + 2**29
-
-
-def free_memory(system: Path = Path("/")) -> int:
-    """Bytes that this process can still take: of the machine, or of a control group that it is in, if that is less."""
-    free = psutil.virtual_memory().available
-    with suppress(OSError, IndexError):  # no control groups of version 2
-        own = (system / "proc/self/cgroup").read_text().partition("0::")[2].splitlines()[0]
-        mount = system / "sys/fs/cgroup"
-        group = mount / own.lstrip("/")
-        # A container sees its own group as the mount, and a path that is not below it.
-        for folder in (group, *group.parents):
-            with suppress(OSError, ValueError, KeyError):  # the root group has no such files, and no limit reads "max"
-                if folder == mount or mount in folder.parents:
-                    limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
-                    statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                    free = min(free, limit - used + int(statistics["inactive_file"]))  # cached files make room
-    return free

@@ -17,7 +17,6 @@ and k stands in `q_norm` and `k_norm`.
 """
 
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,8 +34,9 @@ from resformer.convert.reading_back import check_headers
 from resformer.convert.tensors import CODES, to_tensor
 from resformer.convert.tiktoken_pickle import Encoding, fast_tokenizer, read_encoding
 from resformer.convert.to_folder import folder_name
-from resformer.errors import CheckpointError, OutputError, did_you_mean, first_names, one_line, quoted
-from resformer.files import AsDict, check_target, folder_above, replacing, write_text, writing
+from resformer.convert.writing import check_space
+from resformer.errors import CheckpointError, did_you_mean, first_names, one_line, quoted
+from resformer.files import AsDict, check_target, replacing, write_text, writing
 from resformer.names import CONFIG, SINGLE
 from resformer.progress import progress_bar
 from resformer.safetensors_format import Tensor, header_bytes
@@ -203,7 +203,7 @@ def convert_nanochat(
         replacing(target, made_by="convert", force=force) as partial,
         progress_bar(total=total, unit="B", unit_scale=True, desc=target.name, show=progress) as bar,
     ):
-        _check_room(total, partial)
+        check_space(total, partial)
         with writing(partial / SINGLE), (partial / SINGLE).open("xb") as file:
             file.write(header_bytes(headers))
             made = dict(_converted(weights, sizes, config, chosen))
@@ -229,12 +229,6 @@ def _code(dtype: str) -> str:
     if dtype not in ("auto", *names):
         raise ValueError(f"dtype={dtype!r}: expected auto, {', '.join(names)}.")
     return names["float32" if dtype == "auto" else dtype]
-
-
-def _check_room(needed: int, folder: Path) -> None:
-    free = shutil.disk_usage(folder_above(folder)).free
-    if needed > free:
-        raise OutputError(f"{folder_above(folder)}: has {free:,} bytes free, the result takes {needed:,}.")
 
 
 def _files(run: Path) -> tuple[Path, Path, Path, list[str]]:

@@ -12,14 +12,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers import GenerationConfig
 
 from resformer.convert.deciding import Decision
-from resformer.convert.logits import (
-    LogitsComparison,
-    compare_logits,
-    free_memory,
-    memory_for_logits,
-    not_finite,
-    window_of,
-)
+from resformer.convert.logits import LogitsComparison, compare_logits, memory_for_logits, not_finite, window_of
 from resformer.convert.other_formats import load_model
 from resformer.convert.planning import Plan, make_plan
 from resformer.convert.reading import Checkpoint, read_checkpoint
@@ -29,6 +22,7 @@ from resformer.convert.source import Source
 from resformer.convert.tensors import Rounding
 from resformer.convert.tokens import TokensComparison, carry_tokenizer
 from resformer.convert.writing import Transfer, can_be_linked, check_space, transfer_of, write_plan
+from resformer.environment import free_memory
 from resformer.errors import CheckpointError, OutputError, VerificationError, first_names, one_line
 from resformer.files import AsDict, replacing, write_text
 from resformer.progress import progress_bar
@@ -131,7 +125,7 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         shards = decision.source.checkpoint.shards
         forecast.downloaded = sum(each.size for each in shards if not all(t.on_this_disk for t in each.tensors))
         try:
-            check_space(forecast, output)
+            check_space(forecast.moved, output)
         except OutputError as error:
             warnings.append(f"As things are this would fail: {error}")
         return replace(report, warnings=[*report.warnings, *warnings])
@@ -140,7 +134,7 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         replacing(output, made_by=options.made_by, force=options.force) as partial,
         progress_bar(total=total, unit="B", unit_scale=True, desc=output.name, show=options.progress) as bar,
     ):
-        check_space(forecast, partial)  # what a killed run left has been removed
+        check_space(forecast.moved, partial)  # what a killed run left has been removed
         written = write_plan(plan, partial, link=options.link, progress=bar.update)
         stored = read_checkpoint(partial)
         check_headers(partial, stored.tensors, plan.tensors)

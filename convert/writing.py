@@ -69,14 +69,14 @@ def can_be_linked(plan: Plan, target: Path) -> set[str]:
     return {name for name, place in places.items() if place.stat().st_dev == disk}
 
 
-def check_space(transfer: Transfer, target: Path) -> None:
-    """Raises `OutputError` if the disk has no room for it."""
+def check_space(needed: int, target: Path) -> None:
+    """Raises `OutputError` if the disk has no room for so many bytes, and some to spare."""
     folder = folder_above(target)
-    free, needed = shutil.disk_usage(folder).free, transfer.moved + 64 * MIB
-    if needed > free:
+    free = shutil.disk_usage(folder).free
+    if needed + 64 * MIB > free:
         raise OutputError(
-            f"{folder}: has {free:,} bytes free, the result takes {transfer.moved:,} and some room to spare. "
-            "convert, revert and bundle can link whole shards of a source on the same disk: --link (link=True)."
+            f"{folder}: has {free:,} bytes free, the result takes {needed:,} and some room to spare. Whole shards of a "
+            "checkpoint on the same disk can be linked: --link (link=True)."
         )
 
 

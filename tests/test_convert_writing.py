@@ -25,8 +25,9 @@ from resformer.convert import (
     to_folder,
     verify,
 )
-from resformer.convert.logits import compare_logits, free_memory
+from resformer.convert.logits import compare_logits
 from resformer.convert.tensors import Rounding, converted
+from resformer.environment import free_memory
 from resformer.names import LISTING
 from resformer.safetensors_format import FLOATING, Tensor, read_shard
 from resformer.training.optimizer import is_connection

@@ -181,7 +181,7 @@ def pretrain_plan(options: PretrainOptions, config: Any) -> PretrainPlan:
         flops=flops * tokens,
         bytes=4 * tokens,
         estimated_memory=_estimated_memory(options, config, parameters, micro * block),
-        free_memory=free_memory(),
+        free_memory=torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else free_memory(),
     )
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
 from types import ModuleType
@@ -105,14 +106,23 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def free_memory() -> int:
-    """Bytes that can still be had: of the accelerator, or of this machine."""
+def free_memory(system: Path = Path("/")) -> int:
+    """Bytes that this process can still take: of the machine, or of a control group that it is in, if that is less."""
     import psutil
-    import torch
 
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0]
-    return int(psutil.virtual_memory().available)
+    free = int(psutil.virtual_memory().available)
+    with suppress(OSError, IndexError):  # no control groups of version 2
+        own = (system / "proc/self/cgroup").read_text().partition("0::")[2].splitlines()[0]
+        mount = system / "sys/fs/cgroup"
+        group = mount / own.lstrip("/")
+        # A container sees its own group as the mount, and a path that is not below it.
+        for folder in (group, *group.parents):
+            with suppress(OSError, ValueError, KeyError):  # the root group has no such files, and no limit reads "max"
+                if folder == mount or mount in folder.parents:
+                    limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+                    statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                    free = min(free, limit - used + int(statistics["inactive_file"]))  # cached files make room
+    return free
 
 
 def usable_device(device: Any) -> Any:
