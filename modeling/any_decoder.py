@@ -54,7 +54,9 @@ class ValueProjection:
         """The values, `(batch, tokens, heads, head_dim)`."""
         if not self.part:
             return output
-        values = self._parts(output).narrow(-1, self.start, self.width)
+        values = self._parts(output)
+        if self.width < self.part:
+            values = values.narrow(-1, self.start, self.width)
         return values if self.width == self.head_dim else values.flatten(-2).unflatten(-1, (-1, self.head_dim))
 
     def put(self, output: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -489,14 +491,15 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: View) -> Non
     wiring = Wiring(view)
     list_name = decoder.name.rpartition(".")[2]
     passes = Passes(decoder.module, list_name)
-    takes = {name for kinds in wiring.kinds for kind in kinds for name in kind.takes}
-    norms = any(kind.name == "attention_residuals" for kinds in wiring.kinds for kind in kinds)
+    kinds = kinds_in(view)
+    takes = {name for kind in kinds for name in kind.takes}
+    norms = any(kind.name == "attention_residuals" for kind in kinds)
     for n, (layer, places) in enumerate(zip(decoder.layers, decoder.places, strict=True)):
         like = next(layer.parameters())
         if places.values is not None:
             attention: Any = layer.get_submodule(places.attention)
             methods = {places.values.module: "around_values"}
-            if places.output is not None:
+            if places.output is not None and any(kind.place == "attention_output" for kind in kinds):
                 methods[places.output] = "around_output"
             if "queries" in takes and not places.queries:
                 methods |= {"q_proj": "around_queries", "k_proj": "around_keys"}
@@ -509,7 +512,7 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: View) -> Non
         connected.add_connections(wiring, n)
         for name in connected.connections:
             _start(layer._modules[name], like)
-    for kind in kinds_in(view):
+    for kind in kinds:
         if (module := kind.of_decoder(view)) is not None:
             decoder.module.add_module(kind.name, module)
             _start(module, next(decoder.layers.parameters()))

@@ -1,5 +1,6 @@
 """`connect`: connections in the decoders of other families, measured on a small model of each."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from conftest import RAGGED, others_slow, randomise, tiny_config
 from small_decoders import TYPES, small_config, small_decoder
 from torch._inductor.exc import InductorError
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -55,6 +57,7 @@ def test_a_connected_llama_computes_what_our_decoder_does(method: str) -> None:
         return
     state = ours.state_dict()
     llama.load_state_dict({name: state[name] for name in llama.state_dict()})
+    plain = operations_of(llama)
     connected = resformer.connect(llama, method, lossy=True, value_residual_init=ours.config.value_residual_init)
     found = dict(connected.named_parameters())
     assert {name for name in found if is_connection(name)} == {name for name in state if is_connection(name)}
@@ -62,10 +65,30 @@ def test_a_connected_llama_computes_what_our_decoder_does(method: str) -> None:
         for name, parameter in found.items():
             parameter.copy_(state[name])
         assert torch.equal(connected(input_ids=IDS).logits, ours(input_ids=IDS).logits)
+    added = [operations_of(connected), operations_of(ours)]
+    for operations, without in zip(added, (plain, operations_of(ResFormerForCausalLM(tiny_config()))), strict=True):
+        operations.subtract(without)
+    assert {name: n for name, n in added[0].items() if n} == {name: n for name, n in added[1].items() if n}
     matrices = resformer.value_mixing_matrix(connected), resformer.depth_mixing_matrix(connected)
     expected = ours.model.value_mixing_matrix(), ours.model.depth_mixing_matrix()
     for one, other in zip(matrices, expected, strict=True):
         assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+
+def operations_of(model: Any) -> Counter[str]:
+    """What is computed, forward and backward."""
+    seen: Counter[str] = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.overloadpacket.__name__
+            seen[name] += not (func.is_view or name in ("clone", "_unsafe_view"))  # which follow from strides
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        model(input_ids=IDS, use_cache=False).logits.sum().backward()
+    model.zero_grad()
+    return seen
 
 
 def test_coefficients_alone_are_saved_and_added_again_by_the_lines_of_their_card(

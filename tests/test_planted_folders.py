@@ -286,8 +286,8 @@ def test_a_folder_with_a_link_out_is_not_loaded_whatever_its_name(
     with pytest.raises(CheckpointError):
         check_folder(folder / "model")
     (place / name).unlink()
-    (place / name).symlink_to("other")  # inside: it is followed
-    (place / "other").touch()
+    (place / name).symlink_to(f"{name}2")  # inside: it is followed
+    (place / f"{name}2").touch()
     check_folder(folder / "model")
 
 

@@ -51,8 +51,9 @@ class DepthAttention(ValueResidual, mode="depth_attention"):
         init.constant_(self.gate, self.first)
 
     def row(self, of_decoder: Any) -> list[float]:
-        # Of two layers whose scores are equal, and whose values are 1 and 0.
-        one = torch.ones(1, 1, len(self.gate), 1, dtype=torch.float32, device=self.gate.device)
+        # Of two layers whose scores are equal, and whose values are 1 and 0; hooks move them for an offloaded gate.
+        device = "cpu" if self.gate.is_meta else self.gate.device
+        one = torch.ones(1, 1, len(self.gate), 1, dtype=torch.float32, device=device)
         moved = self(0 * one, one, one, (one,), (one,)).any()
         return [float("nan")] * len(self.columns) if moved else [*[0.0] * (len(self.columns) - 1), 1.0]
 
