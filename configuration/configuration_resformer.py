@@ -107,7 +107,7 @@ class ResFormerConfig(ConnectionFields, PreTrainedConfig):
             `input_ids`.
         value_sources (`list[int]`, *optional*):
             Layer n attends to the values of layer `value_sources[n]` and has no `v_proj` unless that is n itself.
-            `[0] * N` is SVFormer (arXiv 2410.17897, section 3.3).
+            `[0] * N` is SVFormer (arXiv 2410.17897).
         key_sources (`list[int]`, *optional*):
             The same for keys and `k_proj`. `[0, 0, 2, 2, ...]` in both is CLA2 (arXiv 2405.12981).
 

@@ -64,12 +64,13 @@ class ConnectionFields:
             but 0 that has values of its own.
         depth_attention_stride (`int`, defaults to 1):
             The stride s of `"depth_attention"`: layer n mixes layers n, n - s, n - 2s, ..., and the first to mix is s.
+            In the authors' code layer n mixes layers 0, s, 2s, ... below it, and itself.
         depth_attention_init (`float`, defaults to 1.0):
-            The start of the gates of `"depth_attention"`. 1 is the paper, 0 plain Llama.
+            The start of the gates of `"depth_attention"`. 1 is as without gates, 0 plain Llama.
         value_embeddings (`list[int]`, *optional*):
             The layers that add to their values a row of a table, picked by the token and gated per key/value head
-            (modded-nanogpt, nanochat; Bank of Values, arXiv 2606.02780), ascending. A table has
-            `vocab_size` x `num_key_value_heads` x `head_dim` numbers. The model then needs `input_ids`.
+            (modded-nanogpt, nanochat; in Bank of Values, arXiv 2606.02780, the row is the value), ascending. A table
+            has `vocab_size` x `num_key_value_heads` x `head_dim` numbers. The model then needs `input_ids`.
         value_embeddings_init (`float`, *optional*):
             The standard deviation that the tables start with; 0 starts as plain Llama. Default: `initializer_range`, as
             of every other embedding and projection.

@@ -5,8 +5,8 @@ r"""Depth-Attention, arXiv 2606.05014, with a gate: values are mixed over depth 
     V'_n = V_n + g_n (V~_n - V_n)
 
 All of it is at one token: q_n is the mean of the queries that share a key/value head, K_m the keys that layer m attends
-with, V'_m the values that it attends to. There is one gate g_n per key/value head: 0 is plain Llama, 1 the paper, in
-which V' = V~. s is `depth_attention_stride`.
+with, V'_m the values that it attends to. There is one gate g_n per key/value head: 0 is plain Llama, 1 the paper's
+V' = V~. s is `depth_attention_stride`. In the authors' code S(n) is n and the multiples of s below it.
 
 Queries and keys are taken before the rotary embedding, which turns both by the same angle: layers with and without it
 are comparable, and its scaling of long contexts has no effect here. They are normed if the model norms them.
