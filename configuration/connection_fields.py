@@ -63,8 +63,7 @@ class ConnectionFields:
             The layers that mix, from 1 to `num_hidden_layers - 1`, ascending (Sparse-ResFormer). Default: every layer
             but 0 that has values of its own.
         depth_attention_stride (`int`, defaults to 1):
-            The stride s of `"depth_attention"`: layer n mixes layers n, n - s, n - 2s, ..., and the first to mix is s.
-            In the authors' code layer n mixes layers 0, s, 2s, ... below it, and itself.
+            The stride s of `"depth_attention"`: layer n mixes layers 0, s, 2s, ... below it, and itself.
         depth_attention_init (`float`, defaults to 1.0):
             The start of the gates of `"depth_attention"`. 1 is as without gates, 0 plain Llama.
         value_embeddings (`list[int]`, *optional*):
@@ -128,7 +127,7 @@ class ConnectionFields:
 def check_connections(config: Any) -> None:
     """Refuses fields that do not fit together or the layers, and warns of those without effect."""
     depth_attention = config.value_residual == "depth_attention"
-    _check_layers(config, "value_residual_layers", config.depth_attention_stride if depth_attention else 1)
+    _check_layers(config, "value_residual_layers", 1)
     _check_layers(config, "value_embeddings", 0)
     init = config.value_residual_init
     if len(init) != 2 or not all(math.isfinite(value) for value in init):

@@ -41,11 +41,10 @@ def mixing_layers(config: Any) -> list[int]:
         return []
     if config.value_residual_layers is not None:
         return config.value_residual_layers
-    first = config.depth_attention_stride if config.value_residual == "depth_attention" else 1
     seen: set[int] = set()
     layers = []
     for layer, group in enumerate(value_groups(config)):
-        if group in seen and layer >= first:
+        if group in seen:
             layers.append(layer)
         if group is not None:
             seen.add(group)

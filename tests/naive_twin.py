@@ -182,7 +182,7 @@ def with_deltas(
 
 def depth_gate(config: ResFormerConfig, weights: Weights, n: int, head: int) -> torch.Tensor:
     """g of a layer and a key/value head; 0 where nothing is mixed."""
-    layers = config.value_residual_layers or list(range(config.depth_attention_stride, config.num_hidden_layers))
+    layers = config.value_residual_layers or list(range(1, config.num_hidden_layers))
     if n not in layers:
         return torch.zeros((), dtype=torch.float64)
     return weights[f"model.layers.{n}.value_residual.gate"][head]
@@ -195,9 +195,9 @@ def over_depth(
     gate: torch.Tensor,
     stride: int,
 ) -> torch.Tensor:
-    """V'_n of one head: each token attends to itself in layers n, n - stride, n - 2 stride, ..."""
+    """V'_n of one head: each token attends to itself in layers 0, stride, 2 stride, ... below n, and in n."""
     n = max(values)
-    layers = range(n, -1, -stride)
+    layers = [*range(0, n, stride), n]
     rows = []
     for t in range(len(query)):
         exponentials = {m: torch.exp(keys[m][t] @ query[t] / math.sqrt(query.shape[-1])) for m in layers}

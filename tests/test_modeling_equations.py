@@ -123,8 +123,7 @@ def random_fields(seed: int) -> dict[str, Any]:
 
     fields["value_sources"] = None if over_depth else sources(lambda m, n: types[m] == types[n])
     fields["key_sources"] = sources(lambda m, n: types[m] == types[n] and rope[m] == rope[n])
-    first = fields["depth_attention_stride"] if over_depth else 1
-    owners = [n for n in range(first, layers) if fields["value_sources"] is None or fields["value_sources"][n] == n]
+    owners = [n for n in range(1, layers) if fields["value_sources"] is None or fields["value_sources"][n] == n]
     if draw.random() < 0.4:
         with_values = [n for n in range(layers) if fields["value_sources"] is None or fields["value_sources"][n] == n]
         fields["value_embeddings"] = sorted(draw.sample(with_values, draw.randint(1, len(with_values))))
@@ -232,7 +231,7 @@ def test_matrices_are_copies_in_float32_on_the_cpu_with_nan_where_a_gate_decides
         assert gated.any()
     elif model.config.value_residual == "depth_attention":
         for n in mixing_layers(model.config):
-            gated[n, n % model.config.depth_attention_stride : n + 1 : model.config.depth_attention_stride] = True
+            gated[n, [*range(0, n, model.config.depth_attention_stride), n]] = True
     assert torch.equal(value_mixing.isnan(), gated)
     assert not depth_mixing.isnan().any()
     before = copy.deepcopy(model.state_dict())

@@ -1,12 +1,12 @@
 r"""Depth-Attention, arXiv 2606.05014, with a gate: values are mixed over depth by the layer's own queries and keys.
 
-    a_{n,m} = softmax_{m in S(n)}( q_n . K_m / sqrt(head_dim) ),   S(n) = {n, n - s, n - 2s, ...}
+    a_{n,m} = softmax_{m in S(n)}( q_n . K_m / sqrt(head_dim) ),   S(n) = {0, s, 2s, ... < n} and n
     V~_n = a_{n,n} V_n + sum_{m < n} a_{n,m} V'_m
     V'_n = V_n + g_n (V~_n - V_n)
 
 All of it is at one token: q_n is the mean of the queries that share a key/value head, K_m the keys that layer m attends
 with, V'_m the values that it attends to. There is one gate g_n per key/value head: 0 is plain Llama, 1 the paper's
-V' = V~. s is `depth_attention_stride`. In the authors' code S(n) is n and the multiples of s below it.
+V' = V~. s is `depth_attention_stride`.
 
 Queries and keys are taken before the rotary embedding, which turns both by the same angle: layers with and without it
 are comparable, and its scaling of long contexts has no effect here. They are normed if the model norms them.
@@ -64,7 +64,7 @@ class DepthAttention(ValueResidual, mode="depth_attention"):
     @classmethod
     def mixes(cls, config: Any, layer: int) -> list[int]:
         stride = config.depth_attention_stride
-        return [each for each in value_layers(config, layer) if (layer - each) % stride == 0]
+        return [each for each in value_layers(config, layer) if each % stride == 0 or each == layer]
 
     @classmethod
     def reads(cls, config: Any, layer: int) -> Reads:
