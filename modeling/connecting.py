@@ -296,8 +296,11 @@ def _with_fields(config: PreTrainedConfig, fields: Mapping[str, Any]) -> PreTrai
 def save_connections(model: torch.nn.Module, folder: str | Path) -> None:
     """Writes what `connect` has added to a model: a few kilobytes, which `connect(model, folder)` adds again.
 
-    They are the coefficients, the fields, the model that they are for, its revision and a digest of its configuration,
-    and a card.
+    They are the coefficients, the fields, the name, revision and configuration's digest of the model that they are for,
+    and a card. Other weights are not saved, though they may have been trained.
+
+    Raises:
+        ValueError: the model has no connections.
     """
     folder = Path(folder)
     config: Any = model.config
