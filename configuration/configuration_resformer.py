@@ -2,13 +2,10 @@
 
 import copy
 import difflib
-import functools
-import re
 from dataclasses import fields
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
@@ -20,7 +17,7 @@ from resformer.configuration.connection_fields import (
     check_connections,
     positive,
     positive_number,
-    reason,
+    told_in_one_line,
 )
 from resformer.configuration.methods import method_fields
 from resformer.configuration.sources import (  # noqa: F401  (all three: a bundle imports them from here)
@@ -48,27 +45,7 @@ _RENAMED = {
 }
 
 
-def _told_in_one_line(config: Any) -> Any:
-    """Makes errors of a new configuration one line, with the value that was probably meant."""
-    begin = config.__init__
-
-    @functools.wraps(begin)
-    def init(self: Any, *given: Any, **named: Any) -> None:
-        try:
-            begin(self, *given, **named)
-        except StrictDataclassError as error:
-            told = reason(error)
-            if expected := re.search(r"expected one of \((.+)\), got (.+)$", told):
-                close = difflib.get_close_matches(expected[2], re.findall(r"'(\w+)'", expected[1]), n=1)
-                told += "".join(f". Did you mean {each!r}?" for each in close)
-            error.args = (told,)
-            raise error.with_traceback(None) from None
-
-    config.__init__ = init
-    return config
-
-
-@_told_in_one_line
+@told_in_one_line
 @strict
 class ResFormerConfig(ConnectionFields, PreTrainedConfig):
     r"""Configuration of a Llama-style decoder with cross-layer connections.

@@ -1,24 +1,50 @@
 """The fields of connections that any decoder can have, in a configuration of ours or of another family."""
 
+import difflib
+import functools
 import math
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import as_validated_field
+from huggingface_hub.errors import StrictDataclassError
 
 from resformer.configuration.sources import mixing_layers, value_sources
 
 
 def reason(error: BaseException) -> str:
-    """What a validator of huggingface_hub's says: the field and what is wrong with it, in one line."""
+    """What a validator of huggingface_hub's says: the field and what is wrong with it, in one line.
+
+    Where one of several values is expected, the one that was probably meant is named.
+    """
     named = re.match(
         r"(?:Class v|V)alidation error for (?:validator '\w+'|field ('\w+')):\s+\w+: (.*)", str(error), re.S
     )
     if named is None:
         return str(error)
     field = "" if named[1] is None or named[2].startswith("Field ") else f"Field {named[1]}: "
-    return " ".join(f"{field}{named[2]}".split())
+    told = " ".join(f"{field}{named[2]}".split())
+    if expected := re.search(r"expected one of \((.+)\), got (.+)$", told):
+        close = difflib.get_close_matches(expected[2], re.findall(r"'(\w+)'", expected[1]), n=1)
+        told += "".join(f". Did you mean {each!r}?" for each in close)
+    return told
+
+
+def told_in_one_line(config: Any) -> Any:
+    """Makes errors of a new configuration one line: `reason`."""
+    begin = config.__init__
+
+    @functools.wraps(begin)
+    def init(self: Any, *given: Any, **named: Any) -> None:
+        try:
+            begin(self, *given, **named)
+        except StrictDataclassError as error:
+            error.args = (reason(error),)
+            raise error.with_traceback(None) from None
+
+    config.__init__ = init
+    return config
 
 
 @as_validated_field

@@ -26,7 +26,7 @@ from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.tensors import CODES
 from resformer.convert.to_folder import Options, Report, Verify, carry_out, folder_name, published_name
 from resformer.convert.to_hub import publish
-from resformer.errors import CheckpointError
+from resformer.errors import CheckpointError, did_you_mean
 from resformer.files import check_target
 from resformer.model_cards import base_model_of, carried_metadata, model_card
 from resformer.modeling.connecting import chosen_fields
@@ -140,7 +140,8 @@ def retrofit(
         raise ValueError(f"`allow_pickle` is gone: only safetensors and GGUF files are read. {plain_way()}")
     for field in sorted(fields.keys() - set(CONNECTION_FIELDS)):
         known = ", ".join(CONNECTION_FIELDS)
-        raise ValueError(f"`{field}` is not a field that a retrofit sets: expected one of {known}.")
+        hint = did_you_mean(field, CONNECTION_FIELDS)
+        raise ValueError(f"`{field}` is not a field that a retrofit sets: expected one of {known}.{hint}")
     method_fields(method, 1)  # an unknown method is refused before anything is read or fetched
     if (output is None) == (push_to is None):
         raise ValueError("Give either an output folder or --push OWNER/NAME (push_to).")

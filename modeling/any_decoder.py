@@ -299,7 +299,7 @@ def why_not(decoder: Decoder, view: View) -> str | None:
                 return f"{name}: its residual stream has several lanes."
             without = next((n for n, each in enumerate(decoder.places) if each.norms is None), None)
             if without is not None:
-                return f"{name}: layer {without} has no norm before its attention and another before its MLP."
+                return f"{name}: layer {without} lacks a norm before its attention or before its MLP."
         if "queries" in kind.takes:
             for n in kind.layers(view):
                 if reason := decoder.places[n].queries:

@@ -19,6 +19,7 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -26,9 +27,9 @@ from transformers.models.auto import modeling_auto, tokenization_auto
 from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.utils import logging, output_capturing
 
-from resformer.configuration.connection_fields import ConnectionFields, check_connections
+from resformer.configuration.connection_fields import ConnectionFields, check_connections, reason, told_in_one_line
 from resformer.configuration.methods import CONNECTION_FIELDS, METHODS, connections_of, method_fields
-from resformer.errors import CheckpointError, did_you_mean
+from resformer.errors import CheckpointError, did_you_mean, one_line
 from resformer.modeling.any_decoder import Decoder, add_connections, text_config, why_not
 from resformer.modeling.connected import ConnectedLayer, ConnectedModel, added_modules, modules_of
 from resformer.modeling.connection import KINDS, StartsAsStated, kinds_in, mixing_matrix
@@ -112,7 +113,7 @@ def config_class(family: type[PreTrainedConfig]) -> Any:
     """The configuration of a family with fields for connections; the Auto classes then know it and its models."""
     name, model_type = f"ResFormer{family.__name__}", PREFIX + family.model_type
     members = {"model_type": model_type, "__module__": __name__, "__doc__": family.__doc__}
-    made: Any = strict(type(name, (ConnectedFamilyConfig, family), members))
+    made: Any = told_in_one_line(strict(type(name, (ConnectedFamilyConfig, family), members)))
     AutoConfig.register(model_type, made, exist_ok=True)
     # Processors of images and sounds are imported where there are any.
     others = ("processing_auto", "image_processing_auto", "feature_extraction_auto") if family.sub_configs else ()
@@ -193,14 +194,31 @@ def connect(
     >>> model = AutoModelForCausalLM.from_pretrained("google/gemma-3-1b-it")
     >>> resformer.connect(model, "resformer-denseformer")
     ```"""
+    if isinstance(model, str):
+        raise ValueError(
+            f"`connect` takes a model, not its name: load it with AutoModelForCausalLM.from_pretrained({model!r})."
+        )
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"{type(model).__name__} is no model of Transformers: connect the model before it is wrapped.")
     if isinstance(model, ConnectedModel):
-        raise ValueError(f"{type(model).__name__} has connections, or fields for them, already.")
+        raise ValueError(
+            f"{type(model).__name__} has connections, or fields for them, already. Connect the model without them, "
+            "or add further ones to its checkpoint with `resformer convert`."
+        )
     if method not in METHODS and (Path(method).is_dir() or "/" in method):
         folder = Path(method)
         if not folder.is_dir():
-            folder = Path(snapshot_download(method, revision=revision, allow_patterns=[COEFFICIENTS, SETTINGS]))
+            try:
+                folder = Path(snapshot_download(method, revision=revision, allow_patterns=[COEFFICIENTS, SETTINGS]))
+            except (OSError, ValueError) as error:
+                raise CheckpointError(
+                    f"{method}: is no local folder, and the Hub did not give it: {one_line(error)}"
+                ) from error
+        if not (folder / SETTINGS).exists():
+            raise CheckpointError(
+                f"{method}: has no {SETTINGS}, so it is not what `resformer.save_connections` writes. Load a whole "
+                f"model with AutoModelForCausalLM.from_pretrained({method!r})."
+            )
         settings = read_json(folder / SETTINGS)
         if settings.get("digest") != _digest(model.config) and not lossy:
             raise ValueError(
@@ -267,21 +285,28 @@ def connected_config(config: PreTrainedConfig, method: str = "resformer", **fiel
 def _with_fields(config: PreTrainedConfig, fields: Mapping[str, Any]) -> PreTrainedConfig:
     """The configuration itself, as its family's with connections."""
     config.__class__ = config_class(type(config))  # type: ignore[arg-type]
-    for name, value in fields.items():
-        setattr(config, name, value)
+    try:
+        for name, value in fields.items():
+            setattr(config, name, value)
+    except StrictDataclassError as error:
+        raise ValueError(reason(error)) from None
     return config
 
 
 def save_connections(model: torch.nn.Module, folder: str | Path) -> None:
     """Writes what `connect` has added to a model: a few kilobytes, which `connect(model, folder)` adds again.
 
-    They are the coefficients, the fields, the model that they are for, its revision and a digest of its configuration,
-    and a card.
+    They are the coefficients, the fields, the name, revision and configuration's digest of the model that they are for,
+    and a card. Other weights are not saved, though they may have been trained.
+
+    Raises:
+        ValueError: the model has no connections.
     """
     folder = Path(folder)
     config: Any = model.config
     tensors = {name: value.detach().cpu().contiguous() for name, value in _coefficients(model).items()}
-    fields = connections_of(config)
+    if not (fields := connections_of(config)):
+        raise ValueError(f"{type(model).__name__} has no connections to save: add them with `connect`.")
     base, revision = config._name_or_path, getattr(config, "_commit_hash", None)
     settings = {"base_model": base, "revision": revision, "digest": _digest(config), "fields": fields}
     at_revision = "" if revision is None else f', revision="{revision}"'

@@ -8,6 +8,7 @@ import any_decoder
 import pytest
 import torch
 from conftest import RAGGED, others_slow, randomise, tiny_config
+from huggingface_hub.errors import StrictDataclassError
 from small_decoders import TYPES, small_config, small_decoder
 from torch._inductor.exc import InductorError
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +24,7 @@ from transformers import (
 
 import resformer
 from resformer import ResFormerForCausalLM
+from resformer.errors import CheckpointError
 from resformer.modeling import connecting
 from resformer.modeling.any_decoder import Decoder
 from resformer.modeling.connected import added_modules
@@ -89,6 +91,27 @@ def operations_of(model: Any) -> Counter[str]:
         model(input_ids=IDS, use_cache=False).logits.sum().backward()
     model.zero_grad()
     return seen
+
+
+def test_what_cannot_be_connected_is_told_in_one_line(tmp_path: Path) -> None:
+    model = small_decoder("gemma3_text")
+    bad = {"value_residual": "learnabel"}
+    for refused, said in (
+        (lambda: resformer.connect(model, **bad), "expected one of .*, got learnabel. Did you mean 'learnable'\\?"),
+        (lambda: resformer.connected_config(model.config, **bad), "got learnabel. Did you mean 'learnable'\\?"),
+        (lambda: resformer.connect("gemma"), "takes a model, not its name"),
+        (lambda: resformer.save_connections(model, tmp_path / "none"), "has no connections to save"),
+        (lambda: resformer.connect(resformer.connect(model)), "has connections, or fields for them, already"),
+    ):
+        with pytest.raises(ValueError, match=said) as error:
+            refused()
+        assert "\n" not in str(error.value)
+    with pytest.raises(StrictDataclassError, match=r"^Field 'value_residual' expected .*Did you mean 'learnable'"):
+        type(model.config)(**bad)
+    small_decoder("gemma3_text").save_pretrained(tmp_path / "whole")
+    with pytest.raises(CheckpointError, match=r"whole: has no connections\.json"):
+        resformer.connect(small_decoder("gemma3_text"), str(tmp_path / "whole"))
+    assert not (tmp_path / "none").exists()
 
 
 def test_coefficients_alone_are_saved_and_added_again_by_the_lines_of_their_card(

@@ -17,6 +17,8 @@ from mdit_py_plugins.dollarmath import dollarmath_plugin
 from transformers import AutoModelForCausalLM
 
 from resformer import METHODS, ResFormerConfig, retrofit
+from resformer.errors import CheckpointError
+from resformer.files import check_target
 from resformer.model_cards import (
     Metric,
     carried_metadata,
@@ -223,6 +225,23 @@ def test_command_makes_the_card_that_the_converter_made_or_prints_it(copied: Cal
     assert code == 0
     assert "origin: retrofitted" in said
     assert (folder / "README.md").read_text() == built
+
+
+def test_a_card_that_was_made_anew_does_not_keep_force_from_replacing_the_folder(
+    copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = copied("exact")
+    assert card(folder, "--repository", "you/x") == (
+        0,
+        f"card          {folder / 'README.md'}, origin: retrofitted\n",
+        "",
+    )
+    check_target(folder, made_by="convert", force=True)
+    card(folder, "--output", tmp_path / "card.md")  # in no listing
+    with (folder / "README.md").open("a") as file:
+        file.write("By hand.\n")
+    with pytest.raises(CheckpointError, match=r"README\.md', which `resformer convert` did not write, or which has ch"):
+        check_target(folder, made_by="convert", force=True)
 
 
 @pytest.fixture

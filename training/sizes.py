@@ -59,7 +59,10 @@ def with_fields(text: str, known: Collection[str], what: str, allowed: Collectio
     """`NAME:FIELD=VALUE...` as a known name and the fields; a value is JSON or a text, or several between commas."""
     name, *pairs = text.split(":")
     if name not in known:
-        raise ValueError(f"{what} is {name!r}; expected one of {', '.join(known)}, with :FIELD=VALUE... or without.")
+        raise ValueError(
+            f"{what} is {name!r}; expected one of {', '.join(known)}, with :FIELD=VALUE... or without."
+            f"{did_you_mean(name, known)}"
+        )
     values: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -95,7 +98,10 @@ def _backbone(name: str) -> PreTrainedConfig:
     else:
         values = {}
     if name not in MEASURED:
-        raise ValueError(f"backbone is {name!r}; expected a config.json, or one of {', '.join(sorted(MEASURED))}.")
+        raise ValueError(
+            f"backbone is {name!r}; expected a config.json, or a model type of the table in docs/methods.md."
+            f"{did_you_mean(name, MEASURED)}"
+        )
     config = CONFIG_MAPPING[name].from_dict(values)
     if text_config(config) is not config:
         decoder = text_config(config).model_type

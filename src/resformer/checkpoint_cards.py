@@ -13,7 +13,7 @@ from resformer.configuration.connection_fields import ConnectionFields
 from resformer.convert.retrofitting import UNRECORDED, RetrofitReport
 from resformer.convert.source import OpenedSource, open_source
 from resformer.errors import CheckpointError, one_line
-from resformer.files import fingerprint, listed, replace_text
+from resformer.files import fingerprint, listed, replace_listed
 from resformer.model_cards import (
     Metric,
     Training,
@@ -59,7 +59,7 @@ class CheckpointCard:
         old = read_bounded(path, MOST_BYTES).decode(errors="replace") if os.path.lexists(path) and not force else None
         if old is not None and not is_as_made(old):
             raise CheckpointError(f"{path}: was written or edited by hand. Replace it with --force.", "--force")
-        replace_text(path, str(self.card))
+        replace_listed(path, str(self.card))
 
 
 def checkpoint_card(

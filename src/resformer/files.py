@@ -51,8 +51,8 @@ def check_target(target: Path, *inputs: str | Path, made_by: str, force: bool) -
     for name in _names(target):  # the first one that is not known ends the search
         if known.get(name) is None or known[name] != fingerprint(target / name):
             raise CheckpointError(
-                f"{target}: holds {quoted(name)}, which no {LISTING} of `resformer {made_by}` lists as it is. "
-                "It is not replaced, with or without --force; choose another output."
+                f"{target}: holds {quoted(name)}, which `resformer {made_by}` did not write, or which has changed "
+                "since. Even --force does not replace such a folder; choose another output."
             )
     if not force:
         raise CheckpointError(
@@ -217,6 +217,17 @@ def replace_text(path: Path, text: str) -> None:
         with suppress(OSError):  # as there is none; the error above is raised
             partial.unlink()
         raise
+
+
+def replace_listed(path: Path, text: str) -> None:
+    """Writes a file as `replace_text` does; if the `LISTING` beside it has the file, it then has the new one."""
+    replace_text(path, text)
+    listing = path.parent / LISTING
+    with suppress(CheckpointError):  # a listing that cannot be read lists nothing
+        values = read_json(listing, MOST_BYTES) if os.path.lexists(listing) else {}
+        if isinstance(files := values.get("files"), dict) and path.name in files:
+            files[path.name] = fingerprint(path)
+            replace_text(listing, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 @contextmanager

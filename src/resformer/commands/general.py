@@ -26,6 +26,7 @@ def methods(
         for name, values in fields.items():
             echo(f"{name}: {FACTS[name].summary}")
             row("", json.dumps(values))
+        echo(f"Fields for {layers} layers; --layers shows those of another depth.")
 
 
 @app.command(**example(START, "resformer env --json"))

@@ -55,7 +55,8 @@ def card(
         target = output or checkpoint / "README.md"
         built.write(target, force=force)
         row("card", f"{target}, origin: {built.origin}")
-        row("results", len(built.card.data.get("eval_results") or ()))
+        if results := built.card.data.get("eval_results"):
+            row("results", len(results))
 
 
 @app.command(**example(SHARE, "resformer push finetuned you/finetuned --dry-run"))
