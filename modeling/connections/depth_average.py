@@ -123,7 +123,11 @@ class RunningAverage(BetweenLayers):
     def buffered(self, state: torch.Tensor, number: int) -> torch.Tensor:
         for n, buffer in enumerate(self.buffers):
             if number in buffer.columns:
-                output, self.chains[n] = AverageNode.apply(state.to(buffer.states), self.chains[n], buffer, number)
+                output = state.to(buffer.states)
+                if torch.is_grad_enabled():
+                    output, self.chains[n] = AverageNode.apply(output, self.chains[n], buffer, number)
+                else:
+                    output = buffer.average(output, number)
                 if number == buffer.columns[-1]:
                     del buffer.states
                 return output.to(state)
@@ -160,6 +164,14 @@ class Buffer:
         self.gradients: torch.Tensor | None = None  # of the averages
         self.newest = -1  # the last average with a gradient in this backward pass
 
+    def average(self, state: torch.Tensor, number: int) -> torch.Tensor:
+        """Keeps X_j; returns Y_j, or X_j where no average is made."""
+        stop = self.columns.index(number) + self.copies
+        self.states.data[stop - self.copies : stop] = state  # `data`: what is saved of the others has not changed
+        if number not in self.rows:
+            return state
+        return _sum(None, self.states[:stop], self.forward_weights[self.rows.index(number), :stop])
+
     def readers(self, number: int) -> range:
         """The averages, by their places in `rows`, that read a state and have a gradient."""
         return range(len([i for i in self.rows if i < number]), self.newest + 1)
@@ -182,15 +194,10 @@ class AverageNode(torch.autograd.Function):
         ctx.buffer, ctx.number = buffer, number
         if buffer.lowest is None and any(ctx.needs_input_grad):
             buffer.lowest = number
-        place = buffer.columns.index(number)
-        stop = place + buffer.copies
-        buffer.states.data[place:stop] = state  # `data`: what is saved of the other states has not changed
+        output = buffer.average(state, number)
         if buffer.weights.requires_grad:
-            ctx.save_for_backward(buffer.states[place])
-        if number in buffer.rows:
-            weights = buffer.forward_weights[buffer.rows.index(number), :stop]
-            return _sum(None, buffer.states[:stop], weights), chain.view_as(chain)
-        return state.view_as(state), chain.view_as(chain)
+            ctx.save_for_backward(buffer.states[buffer.columns.index(number)])
+        return output if number in buffer.rows else output.view_as(output), chain.view_as(chain)
 
     @staticmethod
     def backward(
