@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from resformer import bundle, retrofit, revert, verify
+from resformer.checkpoint_cards import checkpoint_card
 from resformer.convert.families import FAMILIES
 from resformer.names import SIDE_FILES
 
@@ -248,6 +249,7 @@ def test_a_class_that_config_json_spells_in_a_chat_template(models: Path, tmp_pa
     (source / "tokenizer_config.json").write_bytes(text.encode())
     report = retrofit(source, tmp_path / "out", verify="headers")
     assert report.tokenizer_classes == ("LlamaTokenizerFast", "TokenizersBackend")
+    assert checkpoint_card(tmp_path / "out").origin == "retrofitted"  # the record has a list of them
     changed = text.replace("LlamaTokenizerFast", "TokenizersBackend")
     assert (tmp_path / "out" / "tokenizer_config.json").read_bytes().decode() == changed
     revert(tmp_path / "out", tmp_path / "back", verify="headers")

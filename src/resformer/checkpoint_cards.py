@@ -158,19 +158,22 @@ def _read_results(metrics: list[Path], evaluations: list[Path]) -> tuple[dict[st
 def _check(value: Mapping[str, Any], form: Mapping[str, Any], where: str) -> None:
     """Refuses an object of a file that a stranger may have written if it lacks a name of `form`, name -> type.
 
-    It may have others. In place of a dataclass JSON has an object of its fields.
+    It may have others. In place of a dataclass JSON has an object of its fields, and a list in place of a tuple.
     """
     for name, kind in form.items():
         if name not in value:
             raise CheckpointError(f"{where}: lacks `{name}`, which a card states.")
-        inner = next((each for each in (kind, *get_args(kind)) if is_dataclass(each)), None)
+        given, kinds = value[name], (kind, *get_args(kind))
+        if isinstance(given, list) and any(get_origin(each) is tuple for each in kinds):
+            given = tuple(given)
+        inner = next((each for each in kinds if is_dataclass(each)), None)
         outer = dict if inner is kind else list[dict] if get_origin(kind) is list else dict | None
         try:
-            type_validator(f"{where}: `{name}`", value[name], kind if inner is None else outer)
+            type_validator(f"{where}: `{name}`", given, kind if inner is None else outer)
         except TypeError as error:
             raise CheckpointError(f"A card cannot state this: {one_line(error)}.") from error
-        if inner is not None and value[name] is not None:
-            for each in value[name] if outer == list[dict] else [value[name]]:
+        if inner is not None and given is not None:
+            for each in given if outer == list[dict] else [given]:
                 _check(each, get_type_hints(inner), f"{where}: `{name}`")
 
 
