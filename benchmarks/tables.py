@@ -397,6 +397,7 @@ def of_studies() -> dict[str, list[str]]:
     added = conversions_early()
     _, *contrasts = planned()
     by = {row["architecture"]: -row["difference"]["mean"] for row in contrasts}
+    tokenised, words = report("c"), -study_rows("c")[1]["difference"]["mean"]
     (llama, *_), (smol, *_) = (read(f"analysis/{name}/analysis")["checkpoints"] for name in ("from-scratch", "smollm2"))
     first, sink = (max(model["quantities"]["importance_ratio"]["mean"]) for model in (llama, smol))
     holds = {
@@ -426,6 +427,8 @@ def of_studies() -> dict[str, list[str]]:
             f"{by['svformer']:.3f} nats a token, `resformer` by {by['resformer']:.3f} and `denseformer` by "
             f"{by['denseformer']:.3f}",
             f"`svformer` is {by['svformer minus GQA']:.3f} nats ahead of grouped-query attention",
+            f"on a BPE of {tokenised['vocabulary']:,}: its lead of {words:.3f} nats a token is "
+            f"{words / tokenised['bytes_per_token']:.3f} a byte, that of `b12` {by['resformer']:.3f}",
             f"at {tokens['budget20']} tokens a parameter, we cannot tell.** {_NUMBERS[seeds].capitalize()} seeds would "
             f"have seen {seen['resformer']:.3f} nats for `resformer`, {seen['svformer']:.3f} for `svformer` and "
             f"{seen['denseformer']:.3f} for `denseformer`, which is {shares[0]:.1f} to {shares[-1]:.1f} % of the loss. "
