@@ -240,7 +240,7 @@ def test_a_card_that_was_made_anew_does_not_keep_force_from_replacing_the_folder
     card(folder, "--output", tmp_path / "card.md")  # in no listing
     with (folder / "README.md").open("a") as file:
         file.write("By hand.\n")
-    with pytest.raises(CheckpointError, match=r"README\.md', which `resformer convert` did not write, or which has ch"):
+    with pytest.raises(CheckpointError, match=r"README\.md', which is not as `resformer convert` wrote it"):
         check_target(folder, made_by="convert", force=True)
 
 

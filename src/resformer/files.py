@@ -51,8 +51,8 @@ def check_target(target: Path, *inputs: str | Path, made_by: str, force: bool) -
     for name in _names(target):  # the first one that is not known ends the search
         if known.get(name) is None or known[name] != fingerprint(target / name):
             raise CheckpointError(
-                f"{target}: holds {quoted(name)}, which `resformer {made_by}` did not write, or which has changed "
-                "since. Even --force does not replace such a folder; choose another output."
+                f"{target}: holds {quoted(name)}, which is not as `resformer {made_by}` wrote it, by its {LISTING}. "
+                "Even --force does not replace such a folder; choose another output."
             )
     if not force:
         raise CheckpointError(
