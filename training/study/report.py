@@ -56,7 +56,8 @@ def evidence(difference: Mapping[str, Any] | None) -> list[str]:
     """The corrected p-value of a difference, and the smallest one that could be seen."""
     if difference is None or difference["p"] is None:
         return ["", ""]
-    return [f"{difference['holm']:.3f}", f"{difference['detectable']:.4f}"]
+    holm = "<0.001" if difference["holm"] < 0.001 else f"{difference['holm']:.3f}"
+    return [holm, f"{difference['detectable']:.4f}"]
 
 
 def _notes(
