@@ -136,10 +136,17 @@ def test_connections_have_their_rate_with_every_optimizer(name: str, trainer: Bu
 
 
 @pytest.mark.parametrize(
-    ("method", "times"), {"transformer": None, "denseformer": 50, "resformer-gated": 1, "nanochat": 1}.items()
+    ("method", "rates"),
+    {
+        "transformer": [None, None],
+        "denseformer": [5e-2, 0.2],
+        "resformer-gated": [1e-3, 0.5],
+        "nanochat": [1e-3, 0.5],
+    }.items(),
 )
-def test_from_scratch_only_coefficients_have_a_higher_rate(method: str, times: int | None) -> None:
-    assert connection_learning_rate(tiny_model(method), 0.5) == (times and 0.5 * times)
+def test_from_scratch_only_coefficients_have_a_higher_rate(method: str, rates: list[float | None]) -> None:
+    model = tiny_model(method)
+    assert [connection_learning_rate(model, rate) for rate in (1e-3, 0.5)] == rates
 
 
 def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(trainer: Build) -> None:

@@ -19,12 +19,13 @@ def connection_learning_rate(model: nn.Module, learning_rate: float) -> float | 
     """The rate of connections in training from scratch, unless it is given; `None` if nothing of them learns.
 
     50 times that of everything else where they are coefficients alone, the best of 1, 10 and 50 (benchmarks/study.md,
-    question a). With gates, queries or tables among them, which are matrices, it is that of everything else.
+    question a), and at most 0.2, the highest that was tried. With gates, queries or tables among them, which are
+    matrices, it is that of everything else.
     """
     connections = [parameter for name, parameter in model.named_parameters() if is_connection(name)]
     if not connections:
         return None
-    return learning_rate * (50 if all(parameter.ndim == 1 for parameter in connections) else 1)
+    return min(50 * learning_rate, 0.2) if all(parameter.ndim == 1 for parameter in connections) else learning_rate
 
 
 def set_connection_learning_rate(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float) -> None:

@@ -184,7 +184,8 @@ class ScheduleOptions(_Checked):
     ] = None
     learning_rate: float | None = None
     connection_learning_rate: Annotated[
-        float | None, Option(help="Of the connections.  [default: 50 x --learning-rate; of compare --from: 3e-4]")
+        float | None,
+        Option(help="Of the connections.  [default: 50 x --learning-rate, at most 0.2; of compare --from: 3e-4]"),
     ] = None
     warmup: Annotated[float, Option(help="Share of the steps, or how many.")] = 0.05
     schedule: Annotated[str, Option(help="cosine, constant, or wsd: down in the last --decay of the steps.")] = "cosine"
