@@ -107,7 +107,9 @@ def reporting_errors(
         interrupted: what to say after Ctrl-C; {command} is the command as it was given.
         any_transformers: the command does not use Transformers.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it; it warns of packages that it could use
+    # PEFT and Transformers import them; they warn of what they could use, and torch of how torchao registers its enums.
+    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     before, logged, shown = {}, logging.getLogRecordFactory(), warnings.formatwarning
     logging.setLogRecordFactory(lambda *parts, **named: _plain_record(logged(*parts, **named)))
     warnings.formatwarning = lambda *parts, **named: plain(shown(*parts, **named))
