@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import without_connections
 from resformer.convert.families import expressed_names, resformer_config, supported, training_only_names
-from resformer.convert.other_formats import ATTENTION, auto_config, check_quantisation
+from resformer.convert.other_formats import ATTENTION, auto_config, check_plain
 from resformer.convert.tensors import CODES
 from resformer.errors import CheckpointError, one_line, quoted
 from resformer.modeling.versions import CACHE
@@ -98,10 +98,7 @@ def read_config(
             supported(model_type)
         except CheckpointError as error:
             raise CheckpointError(f"{where}: {error}") from error
-    if raw.get("quantization_config") is not None:
-        check_quantisation(where, raw["quantization_config"])
-    if "configuration_files" in raw:
-        raise CheckpointError(f"{where}: configuration_files names other files: put the right one in its place.")
+    check_plain(where, raw)
     _check_values(where, raw)
     try:
         config = _standardised(auto_config(folder))

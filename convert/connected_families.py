@@ -19,7 +19,7 @@ from resformer.configuration import ResFormerConfig, cache_bytes_per_token
 from resformer.configuration.connection_fields import ConnectionFields, check_connections
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of, without_connections
 from resformer.convert.families import FAMILIES, family_config, resformer_config
-from resformer.convert.other_formats import auto_config, check_quantisation
+from resformer.convert.other_formats import auto_config, check_plain
 from resformer.convert.reading import Checkpoint
 from resformer.convert.tensors import CODES
 from resformer.errors import CheckpointError, first_names, one_line, quoted
@@ -46,10 +46,7 @@ def is_of_a_family(model_type: object) -> bool:
 def read_config(folder: Path, raw: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str, ...]]:
     """(what `AutoConfig` makes of the folder, the keys of its config.json, `raw`, that are not read)."""
     where = folder / "config.json"
-    if raw.get("quantization_config") is not None:
-        check_quantisation(where, raw["quantization_config"])
-    if "configuration_files" in raw:
-        raise CheckpointError(f"{where}: configuration_files names other files: put the right one in its place.")
+    check_plain(where, raw)
     _check_sizes(where, raw)
     try:
         config = auto_config(folder)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -165,12 +166,15 @@ def _check_gguf(path: Path, reader: Any, config: PreTrainedConfig) -> None:
         )
 
 
-def check_quantisation(where: Path, quantisation: object) -> None:
-    """Refuses a checkpoint whose config.json has a `quantization_config`, with the lines that make it plain."""
-    # bitsandbytes' older configurations do not name it.
-    method = quantisation.get("quant_method", "bitsandbytes") if isinstance(quantisation, dict) else None
-    way = plain_way(_DEQUANTISED[method]) if method in _DEQUANTISED else "Convert the model that it was made from."
-    raise CheckpointError(
-        f"{where}: the checkpoint is quantised ({quoted(quantisation)}), and only plain weights are read. {way} If no "
-        "tensor is quantised, take quantization_config from config.json."
-    )
+def check_plain(where: Path, raw: Mapping[str, Any]) -> None:
+    """Refuses a config.json, `raw`, of quantised weights, with the lines that make them plain, or that names others."""
+    if (quantisation := raw.get("quantization_config")) is not None:
+        # bitsandbytes' older configurations do not name it.
+        method = quantisation.get("quant_method", "bitsandbytes") if isinstance(quantisation, dict) else None
+        way = plain_way(_DEQUANTISED[method]) if method in _DEQUANTISED else "Convert the model that it was made from."
+        raise CheckpointError(
+            f"{where}: the checkpoint is quantised ({quoted(quantisation)}), and only plain weights are read. {way} "
+            "If no tensor is quantised, take quantization_config from config.json."
+        )
+    if "configuration_files" in raw:
+        raise CheckpointError(f"{where}: configuration_files names other files: put the right one in its place.")
