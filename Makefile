@@ -43,10 +43,12 @@ test-vllm: .venv-vllm/made
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -n $(WORKERS) --dist worksteal \
 		-m vllm tests/test_evaluation.py tests/test_serving.py tests/test_vllm.py $(ARGS)
 
-# What an engine loads, on the oldest Transformers and on one in between: `make test-floor`.
+# What an engine loads, on the oldest Transformers and on one in between, which walks every decoder too: `make test-floor`.
 test-floor: .venv/floor-5.9.0 .venv/floor-5.19.0
 	for floor in $^; do PYTHONPATH=src OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $$floor/bin/python -m pytest -n $(WORKERS) \
 		--dist worksteal -m "not slow" $(FLOOR_TESTS) $(ARGS) || exit 1; done
+	PYTHONPATH=src OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv/floor-5.19.0/bin/python -m pytest -n $(WORKERS) \
+		--dist worksteal tests/test_any_decoder.py -k each_connection $(ARGS)
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -112,9 +112,9 @@ def analyze(
         checkpoint = str(model)
         tokenizer = checkpoint if tokenizer is None else tokenizer
         model = _load(checkpoint, dtype, device)
-    max_tokens = min(max_tokens, getattr(model.config, "max_position_embeddings", None) or max_tokens)
+    max_tokens = min(max_tokens, getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_tokens)
     name = name or (os.path.basename(os.path.normpath(checkpoint)) if checkpoint else type(model).__name__)
-    base = model.base_model
+    base = model.get_decoder()
     layers = _layers(base, name)
     per_text: list[np.ndarray] = []  # (layers, quantities) each
     lengths: list[int] = []
@@ -125,7 +125,7 @@ def analyze(
                 from resformer.training.tokenizers import load_tokenizer
 
                 remedy = "name another with --tokenizer (tokenizer=)"
-                tokenizer = load_tokenizer(tokenizer, model.config.vocab_size, remedy)
+                tokenizer = load_tokenizer(tokenizer, model.config.get_text_config().vocab_size, remedy)
             ids = _ids(text, tokenizer, max_tokens)
             if len(ids) < 2:
                 skipped += 1
@@ -200,7 +200,7 @@ def _uniform(tokens: int) -> np.ndarray:
 @contextmanager
 def _measured(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterator[Callable[[list[int]], np.ndarray]]:
     """A function from token ids to the quantities, `(layers, quantities)`."""
-    base, was, training = model.base_model, model.config._attn_implementation, model.training
+    base, was, training = model.get_decoder(), model.config._attn_implementation, model.training
     attention: dict[int, torch.Tensor] = {}
     hidden: dict[int, torch.Tensor] = {}
 

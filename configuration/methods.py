@@ -102,8 +102,9 @@ def method_of(config: Any) -> str | None:
     Initial values of coefficients are compared only where the method sets them.
     """
     connections = connections_of(config)
+    decoder = config if hasattr(config, "num_hidden_layers") else config.get_text_config()
     for name, method in METHODS.items():
-        chosen = method(config.num_hidden_layers)
+        chosen = method(decoder.num_hidden_layers)
         if all(
             connections.get(field, CONNECTION_FIELDS[field]) == chosen.get(field, CONNECTION_FIELDS[field])
             for field in CONNECTION_FIELDS

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from resformer.configuration import ResFormerConfig, cache_bytes_per_token
 from resformer.configuration.connection_fields import ConnectionFields, check_connections
@@ -40,7 +41,8 @@ def is_of_a_family(model_type: object) -> bool:
     if not isinstance(model_type, str):
         return False
     family = model_type.removeprefix(PREFIX)
-    return family in MEASURED and (family != model_type or family not in FAMILIES)
+    known = family in MEASURED and family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return known and (family != model_type or family not in FAMILIES)
 
 
 def read_config(folder: Path, raw: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str, ...]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from resformer.configuration import ResFormerConfig
@@ -68,8 +69,15 @@ def tied_names(config: PreTrainedConfig) -> set[str]:
 
 
 def connection_modules(config: Any) -> dict[str, Added]:
-    """Name in the model -> the module, on the meta device, of each connection that has one."""
-    return added_modules(_of_ours(config))
+    """Name in a checkpoint -> the module, on the meta device, of each connection that has one."""
+    model = _of_ours(config)
+    return {_stored_name(model, name): module for name, module in added_modules(model).items()}
+
+
+def _stored_name(model: PreTrainedModel, module: str) -> str:
+    """Some families, Gemma 3 for one, have other names on the disk than in the model."""
+    (name,) = revert_weight_conversion(model, {f"{module}.weight": torch.empty(0)})
+    return str(name).removesuffix(".weight")
 
 
 def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:

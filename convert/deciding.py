@@ -10,7 +10,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from resformer.configuration import ResFormerConfig
 from resformer.convert import connected_families
 from resformer.convert.connected_families import is_connected, view
-from resformer.convert.connections import added_shapes, expected_shapes
+from resformer.convert.connections import added_shapes
 from resformer.convert.families import FAMILIES
 from resformer.convert.logits import memory_for_logits
 from resformer.convert.reading import SideFile
@@ -58,7 +58,7 @@ def added_kinds(config: Any, before: Any) -> list[type[Connection]]:
                 )
         if kind.is_in(config) and not kind.is_in(before):
             added.append(kind)
-    shapes = expected_shapes(config)
+    shapes = added_shapes(config)
     for name, shape in added_shapes(before).items():
         if shapes.get(name) != shape:
             raise CheckpointError(

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import backbone_fields, without_connections
 from resformer.errors import CheckpointError, one_line, quoted
+from resformer.modeling.measured import MEASURED
 
 #: Fields that bear one name and one meaning in every family.
 _COMMON = (
@@ -101,7 +102,9 @@ def supported(model_type: object) -> str:
         raise CheckpointError(
             "This is a ResFormer checkpoint already: `resformer revert` makes it plain again, if nothing was learned."
         )
-    if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if isinstance(model_type, str) and model_type in MEASURED - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys():
+        reason = "AutoModelForCausalLM does not load it; `resformer.connect` adds connections to the loaded model"
+    elif not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         reason = "Transformers has no causal language model of it, and code of a checkpoint is not run"
     else:
         reason = "connections in its decoder are not known to work: not tried, or failed"

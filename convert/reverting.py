@@ -13,7 +13,7 @@ from resformer.configuration import ResFormerConfig
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.convert.connected_families import family_of, view, with_connections
-from resformer.convert.connections import connection_modules, expected_shapes, read_connections
+from resformer.convert.connections import added_shapes, connection_modules, read_connections
 from resformer.convert.deciding import Decision, added_kinds, config_text, recorded_family
 from resformer.convert.families import family_config
 from resformer.convert.source import OpenedSource, Source, open_source
@@ -122,7 +122,7 @@ def _decide(source: OpenedSource, config: Any, before: Any, reverted: PreTrained
         source=source,
         config=config_text(reverted, source),
         dtype=source.dtype,
-        dropped=sorted(expected_shapes(config).keys() - expected_shapes(before).keys()),
+        dropped=sorted(added_shapes(config).keys() - added_shapes(before).keys()),
         warnings=tuple(warnings),
     )
 

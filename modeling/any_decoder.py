@@ -7,6 +7,7 @@ LoRA or a quantised layer, is still seen, once.
 """
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.modeling.connected import ConnectedLayer, ForwardPass, Places, Wiring
-from resformer.modeling.connection import StartsAsStated, kinds_in
+from resformer.modeling.connection import Connection, StartsAsStated, kinds_in
 
 #: Names of projections whose whole output is values, of fused ones whose output ends with the values of all heads, and
 #: of fused ones whose output ends with values within each head.
@@ -223,6 +224,10 @@ def layer_places(layer: nn.Module, config: Any) -> LayerPlaces:
             queries_unknown = "its `q_proj` returns more than queries"
         elif _width(attention._modules["k_proj"]) != width:
             queries_unknown = "its keys and values have different widths"
+        elif (names := inspect.unwrap(type(attention).forward).__code__.co_names) and (
+            {"q_proj", "v_proj"} <= {*names} and names.index("q_proj") > names.index("v_proj")
+        ):
+            queries_unknown = "its values are made before its queries"
         unlike = next((reason for each, reason in _OUTPUTS_UNLIKE.items() if hasattr(attention, each)), "")
         values = ValueProjection(projection, part, start, value_width, head_dim)
         return LayerPlaces(name, values, heads, query_heads, output, unlike, norms, queries_unknown)
@@ -272,38 +277,41 @@ def _norms(layer: nn.Module) -> tuple[str, str] | None:
 
 def why_not(decoder: Decoder, view: View) -> str | None:
     """Why the decoder cannot have the connections of `view`; `None` if it can."""
-    name = decoder.model_type
-    if any("Cross" in type(layer).__name__ for layer in decoder.layers):
-        return f"{name}: its layers of cross-attention are left out where there are no images."
-    with_values = [n for n, each in enumerate(decoder.places) if each.values is not None]
-    kinds = kinds_in(view)
-    for kind in kinds:
-        place = kind.place
-        if place in ("raw_values", "mixed_values", "attention_output") and not with_values:
-            layer = type(decoder.layers[0]).__name__
-            return f"{name}: no projection of values is known in {layer}."
-        if place == "attention_output" and any(decoder.places[n].output is None for n in with_values):
-            return f"{name}: the output projection of its attention is not known."
-        if place == "attention_output" and (reason := decoder.places[with_values[0]].output_unlike):
-            return f"{name}: its attention {reason}."
-        if place in ("raw_values", "mixed_values", "attention_output") and not kind.layers(view):
-            return f"{name}: no two layers have values of one shape."
-        if any(places.values.module == "kv_b_proj" for places in decoder.places if places.values) and (
-            place == "attention_output" or not {"hidden_states", "input_ids", "queries"}.isdisjoint(kind.takes)
-        ):
-            return (
-                f"{name}: its cache holds latents, of which past tokens' values are made again, but not what they read."
-            )
-        if kind.name == "attention_residuals":
-            if decoder.lanes:
-                return f"{name}: its residual stream has several lanes."
-            without = next((n for n, each in enumerate(decoder.places) if each.norms is None), None)
-            if without is not None:
-                return f"{name}: layer {without} lacks a norm before its attention or before its MLP."
-        if "queries" in kind.takes:
-            for n in kind.layers(view):
-                if reason := decoder.places[n].queries:
-                    return f"{name}: in layer {n} {reason}."
+    for kind in kinds_in(view):
+        if reason := _why_not(kind, decoder, view):
+            return f"{decoder.model_type} cannot have `{kind.name}`: {reason}."
+    return None
+
+
+def _why_not(kind: type[Connection], decoder: Decoder, view: View) -> str | None:
+    layers, places = decoder.layers, decoder.places
+    with_values = [each for each in places if each.values is not None]
+    if any("Cross" in type(layer).__name__ for layer in layers):
+        return "its layers of cross-attention are left out where there are no images"
+    if kind.place in ("raw_values", "mixed_values", "attention_output"):
+        if not with_values:
+            return f"no projection of values is known in {type(layers[0]).__name__}"
+        if not kind.layers(view):
+            return "no two layers have values of one shape"
+    if kind.place == "attention_output":
+        if any(each.output is None for each in with_values):
+            return "the output projection of its attention is not known"
+        if reason := with_values[0].output_unlike:
+            return f"its attention {reason}"
+    reads_tokens = not {"hidden_states", "input_ids", "queries"}.isdisjoint(kind.takes)
+    if any(each.values.module == "kv_b_proj" for each in with_values if each.values) and (
+        reads_tokens or kind.place == "attention_output"
+    ):
+        return "its cache holds latents, of which past tokens' values are made again, but not what they read"
+    if kind.name == "attention_residuals":
+        if decoder.lanes:
+            return "its residual stream has several lanes"
+        without = next((n for n, each in enumerate(places) if each.norms is None), None)
+        if without is not None:
+            return f"layer {without} lacks a norm before its attention or before its MLP"
+    for n in kind.layers(view) if "queries" in kind.takes else ():
+        if reason := places[n].queries:
+            return f"in layer {n} {reason}"
     return None
 
 

@@ -60,9 +60,9 @@ The coefficients of `{fields}`, and no weights of the model:
 
 ```python
 import resformer
-from transformers import AutoModelForCausalLM
+from transformers import {auto}
 
-model = AutoModelForCausalLM.from_pretrained("{base}"{revision})
+model = {auto}.from_pretrained("{base}"{revision})
 resformer.connect(model, "{name}")
 ```
 """
@@ -264,6 +264,9 @@ def _connect(model: PreTrainedModel, fields: Mapping[str, Any], unless_exact: st
     if reasons and unless_exact:
         raise ValueError(f"{unless_exact}: {'; '.join(reasons)}. Allow it with lossy=True.")
     _with_fields(model.config, fields)  # in place: parts of the model hold it too
+    if (name := model.config._name_or_path) and not getattr(model.config, "base_model", None):
+        commit = getattr(model.config, "_commit_hash", None)  # of a folder, its last part tells of no machine
+        model.config.base_model = {"name": name if commit else Path(name).absolute().name, "revision": commit}
     connected: Any = model
     connected.__class__ = model_class(type(model), type(model.config))  # type: ignore[arg-type]
     dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(type(model)), connected._can_record_outputs)
@@ -307,13 +310,16 @@ def save_connections(model: torch.nn.Module, folder: str | Path) -> None:
     tensors = {name: value.detach().cpu().contiguous() for name, value in _coefficients(model).items()}
     if not (fields := connections_of(config)):
         raise ValueError(f"{type(model).__name__} has no connections to save: add them with `connect`.")
-    base, revision = config._name_or_path, getattr(config, "_commit_hash", None)
+    origin = getattr(config, "base_model", None) or {}
+    base, revision = origin.get("name", ""), origin.get("revision")
     settings = {"base_model": base, "revision": revision, "digest": _digest(config), "fields": fields}
     at_revision = "" if revision is None else f', revision="{revision}"'
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / COEFFICIENTS, metadata={"format": "pt", "resformer": __version__})
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    card = _CARD.format(base=base, fields=json.dumps(fields), revision=at_revision, name=folder.name)
+    texts_alone = type(config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = "AutoModelForCausalLM" if texts_alone else "AutoModelForImageTextToText"
+    card = _CARD.format(base=base, fields=json.dumps(fields), revision=at_revision, name=folder.name, auto=auto)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 

@@ -1,4 +1,7 @@
-"""A small model of each decoder that the installed Transformers has, made from its configuration's own defaults."""
+"""A small model of each decoder that the installed Transformers has, made from its configuration's own defaults.
+
+Models that see images among them, with a small tower.
+"""
 
 import copy
 import inspect
@@ -9,17 +12,24 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 #: Those of another name for one of them, and ours.
-TYPES = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("resformer")]
+_NAMES = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+TYPES = [name for name in _NAMES if not name.startswith("resformer")]
 VOCABULARY = 99
 LAYERS = 4
 #: Names of sizes in configurations -> what they are here.
 _SIZES: dict[int, str] = {
     VOCABULARY: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
-    64: "hidden_size max_position_embeddings n_embd d_model embed_dim hidden_dim lru_width word_embed_proj_dim "
-    "n_positions n_ctx max_seq_len mamba_d_ssm embedding_size rnn_hidden_size emb_dim index_topk",
+    64: "hidden_size out_hidden_size text_hidden_size max_position_embeddings n_embd d_model embed_dim hidden_dim "
+    "lru_width word_embed_proj_dim n_positions n_ctx max_seq_len mamba_d_ssm embedding_size rnn_hidden_size emb_dim "
+    "index_topk",
     48: "intermediate_size n_inner d_ff ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim block_ff_dim "
     "block_ffn_hidden_size intermediate_size_mlp",
     32: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size "
@@ -40,6 +50,13 @@ _SIZES: dict[int, str] = {
     0: "pad_token_id num_kv_shared_layers",
 }
 SIZES = {name: size for size, names in _SIZES.items() for name in names.split()}
+
+
+def _of_images(section: list[int]) -> dict[str, Any]:
+    """A rotary embedding of time, height and width, of so many channels each."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section}}
+
+
 #: What differs for one family.
 OWN: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1, 3]},
@@ -51,6 +68,10 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "nemotron_h": {"layers_block_type": ["mamba", "attention"] * 2},
+    "ernie4_5_vl_moe": {"moe_intermediate_size": [32, 32]},
+    **{each: _of_images([4, 2, 2]) for each in "qwen2_vl qwen2_5_vl qwen2_5_omni_thinker paddleocr_vl".split()},
+    **{each: _of_images([4, 2, 2]) for each in "cosmos3_edge glm4v glm46v glm_ocr glmga".split()},
+    "glm4v_moe": _of_images([2, 1, 1]),
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
 }
 
@@ -61,7 +82,7 @@ def small_config(model_type: str) -> Any:
     default = config_class()
     text = default.get_text_config(decoder=True)
     stated = vars(text)
-    fields = {name: size for name, size in SIZES.items() if name in stated and stated[name] is not None}
+    fields = _sizes(text)
     if "num_key_value_heads" in stated:
         fields["num_key_value_heads"] = 4 if "kv_lora_rank" in stated else 2
     for name in ("layer_types", "layers_block_type", "mlp_layer_types", "attention_types"):
@@ -76,14 +97,27 @@ def small_config(model_type: str) -> Any:
     small = type(text)(**fields)
     if text is default:
         return small
-    name = next((name for name in default.sub_configs if getattr(default, name, None) is text), None)
-    return config_class(**{name: small}) if name else small  # the latter of an encoder and decoder in one
+    parts = {name: part for name in default.sub_configs if (part := getattr(default, name, None)) is not None}
+    name = next((name for name, part in parts.items() if part is text), None)
+    if name is None:  # an encoder and decoder in one
+        return small
+    towers = {other: type(part)(**_sizes(part)) for other, part in parts.items() if other != name}
+    return config_class(**{name: small}, **towers)
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    return {name: size for name, size in SIZES.items() if vars(config).get(name) is not None}
 
 
 def small_decoder(model_type: str, most_parameters: int = 40_000_000) -> PreTrainedModel:
     """A model in eval mode. Raises `ValueError` with the reason if it cannot be made so small."""
     config = small_config(model_type)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    table = (
+        MODEL_FOR_CAUSAL_LM_MAPPING
+        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    )
+    model_class = table[type(config)]
     if model_class.config_class is config.sub_configs.get("text_config"):  # as the Auto class does
         config = config.get_text_config()
     _in_short_chunks(model_class)

@@ -7,6 +7,7 @@ from typing import Any
 import any_decoder
 import pytest
 import torch
+import transformers
 from conftest import RAGGED, others_slow, randomise, tiny_config
 from huggingface_hub.errors import StrictDataclassError
 from small_decoders import TYPES, small_config, small_decoder
@@ -40,13 +41,18 @@ SHARING = ("svformer", "cla2", "fusedkv-lite")
 def test_each_connection_does_what_the_documentation_says(model_type: str) -> None:
     found = any_decoder.verdicts(model_type)
     assert not [said for said in found.values() if said.startswith("FAILS")]
-    assert any_decoder.rows({model_type: found}) == [f"| `{model_type}` | {any_decoder.documented()[model_type]}"]
+    documented = any_decoder.documented().get(model_type, "")
+    if f"transformers=={transformers.__version__}\n" in (any_decoder.ROOT / "constraints.txt").read_text():
+        assert any_decoder.rows({model_type: found}) == [f"| `{model_type}` | {documented}"]
+    elif "" not in found and documented and not documented.startswith("none"):  # another version may refuse others
+        passing = [name for name, said in found.items() if not said]
+        assert passing == any_decoder.passing(documented)
 
 
 def test_the_documentation_and_connect_know_what_was_measured() -> None:
     documented = any_decoder.documented()
     assert {name for name, rest in documented.items() if "| not measured:" not in rest} == MEASURED
-    assert len([name for name in MEASURED if not documented[name].startswith("none")]) > 100
+    assert len([name for name in MEASURED if not documented[name].startswith("none")]) > 180
 
 
 def test_a_connected_llama_computes_what_our_decoder_does(method: str) -> None:
@@ -129,6 +135,10 @@ def test_coefficients_alone_are_saved_and_added_again_by_the_lines_of_their_card
     again = names["model"]
     assert list(added_modules(again)) == list(added_modules(model))
     assert torch.equal(any_decoder.logits_of(again), any_decoder.logits_of(model))
+
+    model.save_pretrained("connected")
+    resformer.save_connections(AutoModelForCausalLM.from_pretrained("connected"), "again")
+    assert Path("again/connections.json").read_text() == Path("adapter/connections.json").read_text()
 
     halved = AutoModelForCausalLM.from_pretrained("base", dtype=torch.bfloat16)
     resformer.connect(halved, "adapter")  # for the same model, in another dtype

@@ -21,7 +21,8 @@ from resformer.convert import CheckpointError
 from resformer.modeling.connected import added_modules
 from resformer.training.optimizer import is_connection
 
-FAMILIES = ("gemma3_text", "qwen3_moe")
+#: The last sees images, too, and has other names of tensors on the disk than in the model.
+FAMILIES = ("gemma3_text", "qwen3_moe", "gemma3")
 IDS = torch.arange(1, 41).view(2, 20)
 
 
@@ -29,7 +30,7 @@ def save_family(folder: Path, family: str, **sharding: str) -> None:
     config, tokenizer = small_config(family), byte_tokenizer()
     shape = {"vocab_size": 300, "max_position_embeddings": 256}
     for name, value in {**shape, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)}.items():
-        setattr(config, name, value)
+        setattr(config.get_text_config(), name, value)
     torch.manual_seed(0)
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     model.generation_config.repetition_penalty = 1.5
@@ -68,7 +69,8 @@ def test_a_retrofit_is_the_familys_own_folder_and_a_shard_of_coefficients(folder
     before, after = stored(source), stored(out)
     assert {name: after[name] for name in before} == before, "every tensor, under its name on the disk"
     added = {name for name in after if name not in before}
-    assert added == {f"{name}.weight" for name in added_modules(model)}
+    assert added == set(stored(folder / "moved")) - set(before), "under the names of `save_pretrained`"
+    assert len(added) == len(added_modules(model))
     linked = [path for path in out.glob("*.safetensors") if path.stat().st_nlink > 1]
     assert len(linked) == len(list(source.glob("*.safetensors"))) > 1
     config = json.loads((out / "config.json").read_text())
@@ -92,12 +94,13 @@ def test_reports_say_what_transformers_computes(folder: Path) -> None:
     assert (report.same, report.logits.identical, report.tokens.identical) == (True, True, True)
     moved = verify(folder / "out", folder / "moved")
     assert (moved.same, moved.logits.identical) == (False, False)
-    assert set(moved.different) == {name for name, _ in model.named_parameters() if is_connection(name)}
+    assert set(moved.different) == set(filter(is_connection, stored(folder / "moved")))
     inspected = inspect(folder / "moved")
     loaded = AutoModelForCausalLM.from_pretrained(folder / "moved")
     assert torch.equal(torch.tensor(inspected.value_mixing_matrix), resformer.value_mixing_matrix(loaded))
     assert torch.equal(torch.tensor(inspected.depth_mixing_matrix), resformer.depth_mixing_matrix(loaded))
-    assert (inspected.parameters, inspected.layers) == (loaded.num_parameters(), loaded.config.num_hidden_layers)
+    decoder = loaded.config.get_text_config()
+    assert (inspected.parameters, inspected.layers) == (loaded.num_parameters(), decoder.num_hidden_layers)
     assert inspected.method == "resformer-denseformer"
     assert cli("inspect", folder / "source").exit_code == 0
 
@@ -143,7 +146,7 @@ def test_what_a_family_cannot_have_is_refused_with_the_reason(folder: Path, tmp_
     save_family(tmp_path / "mamba", "mamba")
     code, said = refused("convert", tmp_path / "mamba", tmp_path / "out")
     assert code == 3
-    assert "mamba: no projection of values is known" in said
+    assert "mamba cannot have `value_residual`: no projection of values is known" in said
 
 
 def test_tensors_that_are_not_what_the_model_asks_for_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -155,11 +158,12 @@ def test_tensors_that_are_not_what_the_model_asks_for_are_refused(folder: Path, 
     tensors: dict[str, torch.Tensor] = {}
     for file in (folder / "source").glob("*.safetensors"):
         tensors |= load_file(file)
-    norm = tensors.pop("model.norm.weight")
+    name = next(name for name in tensors if name.endswith("model.norm.weight"))
+    norm = tensors.pop(name)
     for change, said in (
-        ({}, "missing keys: 'model.norm.weight'"),
-        ({"model.norm.weight": norm[:3].clone()}, "mismatched keys: 'model.norm.weight'"),
-        ({"model.norm.weight": norm, "model.other.weight": norm.clone()}, "unexpected keys: 'model.other.weight'"),
+        ({}, "missing keys: '.*norm.weight'"),
+        ({name: norm[:3].clone()}, "mismatched keys: '.*norm.weight'"),
+        ({name: norm, "other.weight": norm.clone()}, "unexpected keys: 'other.weight'"),
     ):
         save_file({**tensors, **change}, broken / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(CheckpointError, match=said):
@@ -240,7 +244,7 @@ def test_eval_gives_a_retrofit_its_sources_scores(
     assert scores[0] == scores[1] != scores[2]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES[:2])
 def test_from_scratch_with_the_decoder_of_a_family(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,7 @@ from resformer.training.packing import Blocks, StreamedBlocks, pack_documents, s
 from resformer.training.report import FinetuneReport, perplexity, record_origin
 from resformer.training.sizes import replicas
 from resformer.training.tokenizers import load_tokenizer, save_tokenizer
-from resformer.training.trainer import Bar, EvaluationLines, Place, RecipeTrainer
+from resformer.training.trainer import Bar, EvaluationLines, Place, RecipeTrainer, set_use_cache
 
 #: The folder, in that of an unfinished run, of an untrained checkpoint that it has begun with.
 START = "start"
@@ -129,7 +129,7 @@ def _finetune(
         parts["distributed_config"] = DistributedConfig(fsdp_size=options.shard, dp_replicate_size=groups)
     tokenizer = load_tokenizer(
         options.tokenizer or options.model,
-        config.vocab_size,
+        config.get_text_config().vocab_size,
         "name a checkpoint that has the right one with --tokenizer",
     )
     if options.distill is not None:
@@ -210,7 +210,7 @@ def _config(options: FinetuneOptions) -> PreTrainedConfig:
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         raise CheckpointError(f"{options.model}: is an encoder ({config.model_type}); only causal models are trained.")
     if options.distill is not None:
-        check_teacher(config, _loaded(AutoConfig, options.distill).get_text_config())
+        check_teacher(config.get_text_config(), _loaded(AutoConfig, options.distill).get_text_config())
     return config
 
 
@@ -218,7 +218,7 @@ def _blocks(
     options: FinetuneOptions, arguments: TrainingArguments, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Blocks, list[str]]:
     """The packed data, and notes on them."""
-    positions = config.max_position_embeddings
+    positions = config.get_text_config().max_position_embeddings
     block = options.block or min(1024, positions)
     if block > positions:
         raise ValueError(f"block is {block:,}, the model has {positions:,} positions; use --block {positions}.")
@@ -304,7 +304,7 @@ def _write(
     report.metrics = [asdict(score) for score in scores]
     writer = replacing(output, made_by=command, force=_replaces(options)) if first else nullcontext(options.unfinished)
     with writer as folder:
-        trainer.model.config.use_cache = config.use_cache  # which the Trainer sets to False
+        set_use_cache(trainer.model.config, getattr(config, "use_cache", None))
         saved = folder if options.save_dtype is None else options.unfinished / "trained"
         trainer.save_model(str(saved))
         if not first:

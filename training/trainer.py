@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from tqdm import tqdm
-from transformers import ProgressCallback, TrainerCallback, TrainingArguments
+from transformers import PreTrainedConfig, ProgressCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from resformer.errors import OutputError, one_line
@@ -26,6 +26,14 @@ from resformer.training.packing import PackedBlocks, StreamedBlocks, bytes_per_t
 from resformer.training.report import perplexity
 
 _SHARDS = "shards"  # the folder of a checkpoint that has the processes' parts
+
+
+def set_use_cache(config: PreTrainedConfig, use_cache: bool | None) -> None:
+    """Undoes what the Trainer sets; `None`: the configuration had none of its own, a part of it has."""
+    if use_cache is None:
+        del config.use_cache
+    else:
+        config.use_cache = use_cache
 
 
 class RecipeTrainer(ConnectionTrainer, DistillationTrainer):

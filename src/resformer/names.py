@@ -18,6 +18,7 @@ SIDE_FILES = re.compile(
     r"|tokenizer\.[\d.]+\.json|bpe\.codes|dict\.txt|(source|target)\.spm|prophetnet\.tokenizer"
     r"|(emoji|vocab-src|vocab-tgt|target_vocab|entity_vocab|byte_maps|word_(shape|pronunciation)|normalizer)\.json"
     r"|merges\.txt|[\w.-]*\.model|[\w.-]*\.tiktoken|tekken\.json|chat_template\.(jinja|json)|generation_config\.json"
+    r"|((video_)?pre)?processor_config\.json"
     r"|(chat_templates|additional_chat_templates)/[\w.-]+\.jinja"
     r"|(?i:(LICEN[SC]E|NOTICE|COPYING|USE[_-]POLICY|ACCEPTABLE_USE)[\w-]*(\.(txt|md|rst|pdf))?)"
 )
@@ -25,7 +26,10 @@ SIDE_FILES = re.compile(
 TOKENIZERS = re.compile(r"tokenizer\.json|vocab\.(json|txt)|[\w.-]*\.(model|tiktoken)|tekken\.json")
 TOKENIZER_CONFIG = "tokenizer_config.json"
 #: Side files that hold settings, and so may name code.
-SETTINGS = (TOKENIZER_CONFIG, "special_tokens_map.json", "generation_config.json", "chat_template.json")
+SETTINGS = (
+    *(TOKENIZER_CONFIG, "special_tokens_map.json", "generation_config.json", "chat_template.json"),
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+)
 #: The card, the record, results and pictures describe these very weights: bundles and pushes take them too.
 DESCRIPTIONS = re.compile(
     rf"{re.escape(CARD)}|{re.escape(RECORD)}|(metrics|log|eval)\.json|[\w.-]+\.(png|jpe?g|gif|webp|svg)"

@@ -293,13 +293,11 @@ def _continued_runs(options: StudyOptions, methods: Sequence[_Method], data: Stu
             how: dict[str, Any] = {"lossy": True, "link": True, "verify": "headers", "progress": False}
             retrofit(options.start, folder, method.name, **how, **method.fields)
         config = AutoConfig.from_pretrained(folder)
-        if options.block > config.max_position_embeddings:
+        if options.block > (positions := config.get_text_config().max_position_embeddings):
+            raise ValueError(f"block is {options.block}, but {options.start} has {positions} positions.")
+        if len(data.tokenizer) > (vocabulary := config.get_text_config().vocab_size):
             raise ValueError(
-                f"block is {options.block}, but {options.start} has {config.max_position_embeddings} positions."
-            )
-        if len(data.tokenizer) > config.vocab_size:
-            raise ValueError(
-                f"The tokenizer has {len(data.tokenizer):,} tokens, but {options.start} {config.vocab_size:,}; give it "
+                f"The tokenizer has {len(data.tokenizer):,} tokens, but {options.start} {vocabulary:,}; give it "
                 "the checkpoint's own with --tokenizer."
             )
         runs += [_Run(size, method, seed, config, config, folder) for seed in options.all_seeds]

@@ -32,7 +32,7 @@ from resformer.training.options import RunSettings
 from resformer.training.packing import Blocks, PackedBlocks
 from resformer.training.recipe import uses_bf16
 from resformer.training.sizes import passes, schedule_arguments
-from resformer.training.trainer import Bar
+from resformer.training.trainer import Bar, set_use_cache
 
 _WARMING_UP = 2  # steps that are not timed, where there are more
 
@@ -130,7 +130,7 @@ def paired_run(
     `loss` is that of the whole held-out text after the last step, `held_out` has it document by document, and `curve`
     has that of the blocks of `blocks.held_out` during the training, with the connections' coefficients.
     """
-    arguments, use_cache = run_arguments(settings, folder, seed), model.config.use_cache
+    arguments, use_cache = run_arguments(settings, folder, seed), getattr(model.config, "use_cache", None)
     rate = settings.connection_learning_rate or connection_learning_rate(model, arguments.learning_rate)
     recorder = _Recorder()
     trainer = ConnectionTrainer(
@@ -158,7 +158,7 @@ def paired_run(
     curve = [{"step": step, "tokens": step * tokens, **points[step]} for step in sorted(points)]
     held_out = losses_by_document(trainer.model, blocks.held_out.whole, arguments.per_device_eval_batch_size)
     if save_to is not None and arguments.should_save:
-        model.config.use_cache = use_cache  # which the Trainer sets to False
+        set_use_cache(model.config, use_cache)
         trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False).save_pretrained(save_to)
     return {
         "seed": seed,
