@@ -145,7 +145,10 @@ def _as_the_family(module: ModuleType, family: type[PreTrainedConfig], made: typ
     """Gives a configuration what the mappings of a module have for its family."""
     for mapping in list(vars(module).values()):
         if isinstance(mapping, _LazyAutoMapping) and family in mapping and made not in mapping._extra_content:
-            found = mapping[family]
+            try:
+                found = mapping[family]
+            except ImportError:  # a processor whose packages are not installed
+                continue
             is_model = isinstance(found, type) and issubclass(found, PreTrainedModel)
             mapping.register(made, model_class(found, made) if is_model else found, exist_ok=True)  # type: ignore[arg-type]
 
