@@ -63,11 +63,19 @@ def write_math(translator, node):
     raise nodes.SkipNode
 
 
+def mark_cells(_app, doctree):
+    """Short cells, as numbers with their intervals, do not break; long ones keep a readable width (site.css)."""
+    for cell in doctree.findall(nodes.entry):
+        length = len(cell.astext())
+        cell["classes"] += ["short"] * (length <= 32) + ["long"] * (length > 60)
+
+
 def setup(app):
-    """Converts every docstring before napoleon reads it, and equations."""
+    """Converts every docstring before napoleon reads it, and equations; marks the cells of tables."""
     app.add_html_math_renderer("mathml", inline_renderers=(write_math, None), block_renderers=(write_math, None))
 
     def convert(_app, _what, _name, _object, _options, lines):
         lines[:] = to_restructured_text(lines)
 
     app.connect("autodoc-process-docstring", convert, priority=400)
+    app.connect("doctree-read", mark_cells)
