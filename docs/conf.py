@@ -64,10 +64,13 @@ def write_math(translator, node):
 
 
 def mark_cells(_app, doctree):
-    """Short cells, as numbers with their intervals, do not break; long ones keep a readable width (site.css)."""
+    """Numbers, intervals and names do not break in a cell; long cells keep a readable width (site.css)."""
     for cell in doctree.findall(nodes.entry):
-        length = len(cell.astext())
-        cell["classes"] += ["short"] * (length <= 32) + ["long"] * (length > 60)
+        text = cell.astext()
+        if len(text) > 60:
+            cell["classes"].append("long")
+        elif len(text) <= 27 and not re.search(r"[a-z]+ [a-z]+ [a-z]+", text):  # no phrase
+            cell["classes"].append("short")
 
 
 def setup(app):
