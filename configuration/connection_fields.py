@@ -73,7 +73,7 @@ def not_negative(value: float | None = None) -> None:
 
 @dataclass(kw_only=True)
 class ConnectionFields:
-    r"""What is added to a decoder. With nothing set it is the decoder, bit for bit. Layers are counted from 0.
+    r"""Connections that are added to a decoder. The defaults add none. Layers are counted from 0.
 
     Args:
         value_residual (`str`, defaults to `"none"`):
@@ -99,8 +99,10 @@ class ConnectionFields:
         value_embeddings_init (`float`, *optional*):
             The standard deviation that the tables start with; 0 starts as plain Llama. Default: `initializer_range`, as
             of every other embedding and projection.
-        value_embeddings_gate_channels, value_embeddings_gate_limit (`int`, `float`, default to 12, 3.0):
-            How many channels of its input the gate reads, and its largest value.
+        value_embeddings_gate_channels (`int`, defaults to 12):
+            Number of channels of the layer's input that the gate reads.
+        value_embeddings_gate_limit (`float`, defaults to 3.0):
+            The gate's largest value.
         neutreno_lambda (`float`, defaults to 0.0):
             NeuTRENO's term l (V_0 - V'_n), added to the attention output of every layer but 0 (arXiv 2312.00751,
             0.4 in its language models). Finite and not negative.

@@ -66,7 +66,7 @@ class Comparison(AsDict):
 
     @property
     def same(self) -> bool | None:
-        """Whether both are the same model; a retrofit and its source are, if it is exact. `None`: not known."""
+        """Whether both are the same model, as an exact retrofit and its source are; `None` if not known."""
         compared = [each for each in (self.logits, self.tokens) if each is not None]
         if not (self.same_tensors and all(each.identical for each in compared)):
             return False

@@ -45,7 +45,7 @@ def revert(
     revision: str | None = None,
     **options: Any,
 ) -> RevertReport:
-    """Writes the ResFormer checkpoint `source` as what it was made from: without the connections that were added.
+    """Writes the ResFormer checkpoint `source` without the connections that were added.
 
     Only where that changes nothing: the mixing matrices of what is taken out are the identity and no projection was
     dropped. Every other tensor is the source's, byte for byte, and the logits are compared as for a retrofit. The card

@@ -63,11 +63,22 @@ def write_math(translator, node):
     raise nodes.SkipNode
 
 
+def mark_cells(_app, doctree):
+    """Numbers, intervals and names do not break in a cell; long cells keep a readable width (site.css)."""
+    for cell in doctree.findall(nodes.entry):
+        text = cell.astext()
+        if len(text) > 60:
+            cell["classes"].append("long")
+        elif len(text) <= 27 and not re.search(r"[a-z]+ [a-z]+ [a-z]+", text):  # no phrase
+            cell["classes"].append("short")
+
+
 def setup(app):
-    """Converts every docstring before napoleon reads it, and equations."""
+    """Converts every docstring before napoleon reads it, and equations; marks the cells of tables."""
     app.add_html_math_renderer("mathml", inline_renderers=(write_math, None), block_renderers=(write_math, None))
 
     def convert(_app, _what, _name, _object, _options, lines):
         lines[:] = to_restructured_text(lines)
 
     app.connect("autodoc-process-docstring", convert, priority=400)
+    app.connect("doctree-read", mark_cells)

@@ -179,7 +179,7 @@ def connect(
 ) -> PreTrainedModel:
     """Adds connections to a model in place, and returns it.
 
-    What is learned starts so that the model computes what it did, bit for bit. `save_pretrained` then writes a folder
+    Coefficients start at values with which no logit changes, bit for bit. `save_pretrained` then writes a folder
     that `AutoModelForCausalLM.from_pretrained` loads after `import resformer`.
 
     Args:

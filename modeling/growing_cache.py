@@ -87,7 +87,7 @@ class GrowingCache(DynamicCache):
     """A `DynamicCache` that grows in place: the same results, without copying all of it at every token.
 
     `generate()` and plain forward calls of resformer's models use it by default. Any Llama-style model of Transformers
-    takes it as `cache`. What a `DynamicCache` can do, it can: cropping, beams, assisted decoding, windows,
+    takes it as `cache`. It supports the operations of a `DynamicCache`: cropping, beams, assisted decoding, windows,
     several turns, copies, offloading.
 
     It grows in place where gradients are off (`torch.no_grad()`, `torch.inference_mode()`, `generate()`). Where they

@@ -205,7 +205,7 @@ class ScheduleOptions(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions(RunOptions):
-    """What `resformer finetune` takes."""
+    """Options of `resformer finetune`."""
 
     model: Annotated[str, Argument(help="A checkpoint folder or a Hub id.")]
     output: Annotated[str, Argument(help="The folder to write; new or empty.")]

@@ -23,7 +23,7 @@ from resformer.untrusted import read_json
 
 @dataclass
 class FinetuneReport(Training):
-    """What `metrics.json` holds. Losses are in nats per token, on the held-out blocks."""
+    """The content of `metrics.json`. Losses are in nats per token, on the held-out blocks."""
 
     arguments: dict[str, Any]
     method: str | None  # the named method of the model; None: plain, or connections without a name

@@ -80,7 +80,7 @@ def checkpoint_card(
         base_model: Hub id of the source, if it was read from a folder.
         license: the Hub's name of a licence; default: the licence of the source.
 
-    Raises `CheckpointError` for what is no ResFormer checkpoint, and for files that cannot be read.
+    Raises `CheckpointError` if it is no ResFormer checkpoint, or a file cannot be read.
     """
     checkpoint = Path(checkpoint)
     if license is not None and not well_formed({"license": license}):
