@@ -279,7 +279,10 @@ def test_group_wise_quantized_caches_take_layers_that_store_one_tensor(variant: 
     assert_same_generation(got, generate(model, RAGGED, use_cache=False, num_beams=beams))
 
 
-@pytest.mark.parametrize("variant", others_slow(VARIANTS, ["svformer", "kitchen-sink"]), indirect=True)
+BATCHED = [name for name in VARIANTS if name != "smeared"]  # it reads the token before, which no page keeps
+
+
+@pytest.mark.parametrize("variant", others_slow(BATCHED, ["svformer", "kitchen-sink"]), indirect=True)
 def test_continuous_batching_gives_the_tokens_of_generate(variant: str) -> None:
     model = tiny_model(variant)
     prompts = [ids[mask.bool()] for ids, mask in zip(RAGGED["input_ids"], RAGGED["attention_mask"], strict=True)]

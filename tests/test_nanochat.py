@@ -1,4 +1,4 @@
-"""nanochat's runs, of every era, against a twin of nanochat; smear in every kind of generation."""
+"""nanochat's runs, of every era, against a twin of nanochat."""
 
 import json
 import pickle
@@ -13,11 +13,10 @@ from command_server import resformer
 from conftest import RAGGED, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from resformer import GrowingCache, ResFormerConfig, ResFormerForCausalLM
+from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.convert.nanochat import convert_nanochat, is_run
 from resformer.convert.tiktoken_pickle import read_encoding
 from resformer.errors import CheckpointError
-from resformer.modeling.versions import CACHE
 
 IDS = torch.randint(0, twin.SIZES["vocab_size"], (1, 290), generator=torch.Generator().manual_seed(0))
 TEXT = "The thing, 12345 in the aaaaaaa \n\n x they'll über 日本 123 an ing 'LL\r\n end  "
@@ -227,90 +226,6 @@ def test_other_pickles_are_refused_by_name(content: bytes, message: str, tmp_pat
     (tmp_path / "tokenizer.pkl").write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         read_encoding(tmp_path / "tokenizer.pkl")
-
-
-# Smear, whose token before is in the cache.
-
-SLIDING = ["sliding_attention"] * 3
-SMEARED = {"smear": True, "embedding_residual": True, "backout": True, "num_hidden_layers": 4}
-
-
-def smeared_model(**fields: Any) -> ResFormerForCausalLM:
-    return tiny_model("transformer", dtype=torch.float64, **{**SMEARED, **fields})
-
-
-@torch.no_grad()
-def test_padding_on_the_left_and_pieces_change_nothing() -> None:
-    model, ids, mask = smeared_model(), RAGGED["input_ids"], RAGGED["attention_mask"]
-    whole = model(**RAGGED).logits
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    for row, start in ((0, 0), (1, 5), (2, 3)):
-        alone = model(ids[row : row + 1, start:]).logits[0]
-        torch.testing.assert_close(whole[row, start:], alone, rtol=0, atol=1e-5)
-    for cache in (GrowingCache(model.config), None):
-        for first, end in ((0, 7), (7, 8), (8, 11)):
-            output = model(
-                ids[:, first:end],
-                attention_mask=mask[:, :end],
-                position_ids=positions[:, first:end],
-                use_cache=True,
-                **{CACHE: cache},
-            )
-            cache = getattr(output, CACHE)
-            piece = output.logits[0], whole[0, first:end]
-            torch.testing.assert_close(*piece, rtol=0, atol=1e-5)
-            rest = slice(max(first, 5), end)
-            torch.testing.assert_close(output.logits[1, rest.start - first :], whole[1, rest], rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-def test_packed_sequences_are_smeared_apart() -> None:
-    model, ids = smeared_model(), RAGGED["input_ids"][:1]
-    positions = torch.tensor([[*range(4), *range(7)]])
-    packed = model(ids, position_ids=positions).logits
-    apart = torch.cat([model(ids[:, :4]).logits, model(ids[:, 4:]).logits], dim=1)
-    torch.testing.assert_close(packed, apart, rtol=0, atol=1e-5)
-
-
-def greedy(model: Any, **options: Any) -> list[list[int]]:
-    tokens = model.generate(**RAGGED, max_new_tokens=8, eos_token_id=None, pad_token_id=0, do_sample=False, **options)
-    return tokens[:, 11:].tolist()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"cache_implementation": "static"},
-        {"cache_implementation": "dynamic"},
-        {"prefill_chunk_size": 3},
-        {"num_beams": 3},
-        {"num_beams": 3, "cache_implementation": "static"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "fields", [{}, {"sliding_window": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}]
-)
-def test_every_cache_gives_the_tokens_of_none(options: dict[str, Any], fields: dict[str, Any]) -> None:
-    model = smeared_model(**fields)
-    uncached = {name: value for name, value in options.items() if name == "num_beams"}
-    assert greedy(model, **options) == greedy(model, use_cache=False, **uncached)
-
-
-@pytest.mark.parametrize("how", ["assistant", "lookup", "early exit"])
-def test_rejected_tokens_are_cropped(how: str) -> None:
-    model, ids = smeared_model(), RAGGED["input_ids"][:1]
-    options: dict[str, Any] = {"assistant": {"assistant_model": smeared_model(seed=1)}}.get(how, {})
-    options |= {"lookup": {"prompt_lookup_num_tokens": 3}, "early exit": {"assistant_early_exit": 2}}.get(how, {})
-    common = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
-    assert model.generate(ids, **common, **options).tolist() == model.generate(ids, **common, use_cache=False).tolist()
-
-
-def test_embeddings_alone_are_refused_where_tokens_are_read() -> None:
-    model = smeared_model()
-    with pytest.raises(ValueError, match="`smear`=True looks up rows of tokens"):
-        model(inputs_embeds=torch.zeros(1, 3, model.config.hidden_size))
 
 
 def test_a_new_model_with_smear_is_llama() -> None:
