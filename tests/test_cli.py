@@ -12,7 +12,7 @@ import pytest
 import typer
 from checkpoints import save_checkpoint
 from click.testing import Result
-from command_server import python, resformer
+from command_server import resformer
 from conftest import assert_answers, cli
 
 from resformer import METHODS
@@ -64,12 +64,6 @@ def test_errors_name_options_and_not_fields() -> None:
     }.items():
         done = cli(*command.split())
         assert (done.exit_code, f"Error: {error}" in done.stderr) == (2, True), done.stderr
-
-
-def test_methods_need_neither_torch_nor_transformers() -> None:
-    program = "import sys; from resformer.cli import app; app(['methods'], standalone_mode=False)"
-    printed = python("-c", f"{program}; print(sorted({{'torch', 'transformers'}} & {{*sys.modules}}))")
-    assert printed.endswith("[]\n")
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:

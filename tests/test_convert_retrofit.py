@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import resformer.convert.retrofitting as retrofitting
-from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, retrofit
+from resformer import ResFormerConfig, ResFormerForCausalLM, retrofit
 from resformer.convert import CheckpointError, VerificationError, connections, inspect, revert
 from resformer.convert.deciding import added_kinds, inexact_because
 from resformer.convert.logits import compare_logits
@@ -21,7 +21,6 @@ from resformer.convert.tensors import to_torch
 from resformer.names import LISTING
 from resformer.safetensors_format import Tensor
 
-LOSSY = [name for name in METHODS if name not in EXACT]
 PROMPT = torch.arange(1, 61).view(2, 30)
 
 
@@ -135,19 +134,6 @@ def test_tables_have_the_sources_dtype_and_are_not_read_by_inspect(
     assert read
 
 
-@pytest.mark.parametrize("method", LOSSY)
-def test_lossy_methods_say_what_they_lose(method: str, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "llama")
-    report = retrofit(tmp_path / "llama", tmp_path / "out", method, lossy=True)
-    assert report.inexact_because
-    assert not report.logits.identical
-    assert report.logits.mean_kl > 0
-    assert report.logits.top1_agreement < 1
-    _, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not loading["missing_keys"]
-    assert not loading["unexpected_keys"]
-
-
 def test_reasons_name_the_field() -> None:
     plain = ResFormerConfig(num_hidden_layers=4)
 
@@ -156,17 +142,6 @@ def test_reasons_name_the_field() -> None:
         return "; ".join(inexact_because(config, added_kinds(config, plain)))
 
     assert_answers("inexact", answer)
-
-
-def test_fields_go_on_top_of_the_methods(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "llama")
-    report = retrofit(tmp_path / "llama", tmp_path / "out", "resformer", dwa=True, value_residual_layers=[2, 3])
-    config = AutoConfig.from_pretrained(tmp_path / "out")
-    assert (config.dwa, config.value_residual_layers, config.value_residual_init) == (True, [2, 3], [0.0, 1.0])
-    assert report.added == {
-        **{f"model.layers.{n}.value_residual.weight": 2 for n in (2, 3)},
-        **{f"model.layers.{n}.depth_average.weight": n + 2 for n in range(6)},
-    }
 
 
 def test_a_missing_tokenizer_is_a_warning(tmp_path: Path) -> None:

@@ -34,7 +34,6 @@ from resformer import (
     ResFormerModel,
 )
 from resformer.modeling import modeling_resformer
-from resformer.modeling.connections.value_residual import LearnableValueResidual
 from resformer.modeling.versions import CACHE
 from resformer.training.optimizer import is_connection
 
@@ -346,15 +345,6 @@ def test_pipeline_stages_are_refused_by_name(variant: str) -> None:
         model.model.layers[n] = PipelineIdentityLayer()
     with pytest.raises((ValueError, NotImplementedError), match=r"(?i)pipeline"):
         model(**RAGGED)
-
-
-def test_what_layers_read_is_asked_a_few_times_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that models of thousands of layers are built in time."""
-    asked: list[int] = []
-    real = LearnableValueResidual.reads
-    monkeypatch.setattr(LearnableValueResidual, "reads", lambda config, n: (asked.append(n), real(config, n))[1])
-    layers = tiny_model("resformer").model.layers
-    assert 0 < len(asked) <= 2 * len(layers)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
