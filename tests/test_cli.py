@@ -55,17 +55,6 @@ def test_names_of_other_packages_are_taken() -> None:
     assert "--sizes, --size" in cli("compare", "--help").stdout
 
 
-def test_errors_name_options_and_not_fields() -> None:
-    for command, error in {
-        "compare study": "The length of the runs is open: give --steps or --tokens.",
-        "compare study --steps 1 --tokens 1": "--steps is 1 and --tokens 1: give one of them.",
-        "finetune a b --data c --held-out-blocks 0": "--held-out-blocks is 0; expected more than 0.",
-        "finetune a b --data c --separate-documents --dtype int8": "--dtype is 'int8'; expected one of",
-    }.items():
-        done = cli(*command.split())
-        assert (done.exit_code, f"Error: {error}" in done.stderr) == (2, True), done.stderr
-
-
 def test_a_reader_that_stops_early_is_no_error() -> None:
     command = f"{sys.executable} -m resformer env"
     done = subprocess.run(f"{command} | head -n 0", shell=True, capture_output=True, text=True)

@@ -320,23 +320,6 @@ def test_layers_offloaded_by_accelerate_give_the_same_logits(variant: str) -> No
     torch.testing.assert_close(got, matrices, rtol=0, atol=0, equal_nan=True)
 
 
-COMPILED = ["kitchen-sink", "gated-sink", "depth-sink"]  # all but learnable_plus and fixed coefficients
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", COMPILED, indirect=True)
-def test_compiling_breaks_no_graph_and_changes_no_gradient(variant: str, device: str) -> None:
-    model, batch = tiny_model(variant).to(device).train(), moved(RAGGED, device)
-    loss, expected = loss_and_gradients(model, batch)
-    expected = {name: gradient.clone() for name, gradient in expected.items()}
-    torch.compiler.reset()
-    backend = "aot_eager" if device == "cpu" else "inductor"
-    got, gradients = loss_and_gradients(torch.compile(model, fullgraph=True, backend=backend), batch)
-    torch.testing.assert_close(got, loss, rtol=1e-5, atol=1e-5)
-    for name, _ in model.named_parameters():
-        assert_close(gradients[f"_orig_mod.{name}"], expected[name], 1e-4)
-
-
 @pytest.mark.parametrize("variant", ["resformer", "svformer", "denseformer", "transformer"], indirect=True)
 def test_pipeline_stages_are_refused_by_name(variant: str) -> None:
     # What transformers.distributed makes of the layers that live in another stage.

@@ -19,8 +19,6 @@ from small_decoders import small_decoder
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
-from transformers.quantizers import HfQuantizer
-from transformers.quantizers.quantizers_utils import should_convert_module
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 import resformer
@@ -66,15 +64,6 @@ def train(model: nn.Module, steps: int = 3) -> None:
 @torch.no_grad()
 def logits_of(model: nn.Module) -> torch.Tensor:
     return model.eval()(IDS).logits
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_biases_that_an_adapter_trains_are_no_connections(method: str) -> None:
-    config = ResFormerConfig.for_method(method, **SIZES, attention_bias=True)
-    model = adapt(ResFormerForCausalLM(config), ["o_proj"], bias="all")
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert any(name.endswith("q_proj.bias") for name in trained)
-    assert not [name for name in trained if is_connection(name)]
 
 
 @pytest.mark.parametrize(
@@ -307,21 +296,6 @@ def test_the_page_on_8b_runs_from_top_to_bottom(hub: HubServer, tmp_path: Path) 
     assert not [name for name in before if is_connection(name) and torch.equal(before[name], after[name])]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_quantisation_leaves_connections_as_they_are(bits: int, checkpoint: Path) -> None:
-    options = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=options, dtype=torch.bfloat16)
-    for name, parameter in load_file(checkpoint / "model.safetensors").items():
-        if is_connection(name):
-            assert torch.equal(model.get_parameter(name), parameter), name
-    assert type(model.model.layers[1].self_attn.v_proj) is not nn.Linear
-    # bitsandbytes replaces nn.Linear itself alone, others every linear layer but these.
-    skipped = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
-    gates = [name for name, module in model.named_modules() if isinstance(module, GateProjection)]
-    assert gates
-    assert not any(should_convert_module(gate, skipped) for gate in gates)
-
-
 def test_connections_of_a_quantised_model_keep_every_bit_until_they_learn(
     checkpoint: Path, tmp_path: Path, device: str
 ) -> None:
@@ -347,7 +321,9 @@ families = pytest.mark.parametrize("model_type", FAMILIES)
 
 
 def connected(model_type: str, method: str = "resformer-denseformer") -> PreTrainedModel:
-    """A small decoder of another family with connections that start plainly, for byte tokens."""
+    """A small decoder of another family with connections that start plainly, for byte tokens; or one of ours."""
+    if model_type == "resformer":
+        return ResFormerForCausalLM(ResFormerConfig.for_method("resformer-gated", **SIZES))
     model = small_decoder(model_type)
     model.resize_token_embeddings(len(byte_tokenizer()))
     return resformer.connect(model, method)
@@ -422,10 +398,14 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
 
 
-@families
+@pytest.mark.parametrize("model_type", ["resformer", *FAMILIES])
 @pytest.mark.parametrize("how", ["bitsandbytes 8", "bitsandbytes 4", "torchao"])
 @pytest.mark.usefixtures("unpacked")
-def test_quantised_decoders_of_any_family_keep_their_connections(model_type: str, how: str, tmp_path: Path) -> None:
+def test_quantised_decoders_of_any_family_keep_their_connections(
+    model_type: str, how: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    fails = model_type == "resformer" and how == "torchao"
+    request.applymarker(pytest.mark.xfail(fails, reason="torchao quantises gates, too"))
     model = connected(model_type)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -437,7 +417,7 @@ def test_quantised_decoders_of_any_family_keep_their_connections(model_type: str
     if how != "torchao":
         options = BitsAndBytesConfig(load_in_4bit=how.endswith("4"), load_in_8bit=how.endswith("8"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=options, dtype=torch.float32)
-    assert type(Decoder(loaded).layers[1].self_attn._modules["v_proj"].weight) is not nn.Parameter
+    assert type(loaded.base_model.layers[1].self_attn._modules["v_proj"].weight) is not nn.Parameter
     found = coefficients(loaded)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     similarity = torch.cosine_similarity(logits_of(loaded).float(), logits_of(model), dim=-1)
