@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -261,24 +260,6 @@ def test_a_bound_of_the_logits_is_never_kept_and_ignored(tmp_path: Path) -> None
     assert torch.equal(again(ids).logits[..., :97], bounded.logits)
     with pytest.raises(Exception, match="above 0"):
         ResFormerConfig(final_logit_softcapping=-1.0)
-
-
-@pytest.mark.slow
-def test_the_page_of_nanochat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "nanochat.md").read_text(encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    twin.save_run(tmp_path / "d12", 4)
-    (tmp_path / "notes.txt").write_text("\n\n".join(f"Note {n} about the thing in the ring." for n in range(40)))
-    for line in re.findall(r"^resformer .*$", page, re.MULTILINE):
-        if " serve " not in line:
-            done = resformer(*line.split()[1:], *(["--no-bf16"] if "--data" in line else []), cwd=tmp_path)
-            assert done.returncode == 0, done.stderr
-    for code in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
-        exec(code, {})
-    card = (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
-    assert "states no licence" in card
-    assert "Whether it was trained, and on what, is not recorded" in card
-    assert "taken out of what the final norm reads" in card
 
 
 def test_what_a_run_has_no_use_for_is_refused(tmp_path: Path) -> None:

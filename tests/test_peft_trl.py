@@ -2,14 +2,13 @@
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import SIZES, byte_tokenizer, save_checkpoint
+from checkpoints import SIZES, byte_tokenizer
 from command_server import run
 from datasets import Dataset
 from hub_server import HubServer
@@ -259,41 +258,6 @@ def test_an_adapter_of_the_command_line_is_pushed_loaded_and_merged(
     merged.save_pretrained(tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.equal(again.generate(IDS[:1], max_new_tokens=4), merged.generate(IDS[:1], max_new_tokens=4))
-
-
-@pytest.mark.slow
-def test_the_page_on_8b_runs_from_top_to_bottom(hub: HubServer, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "8b.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(bash|python)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert [language for language, _ in blocks] == ["bash", "python", "bash"]
-    save_checkpoint(tmp_path / "source")
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"
-        "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
-        "{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
-    )
-    tokenizer.save_pretrained(tmp_path / "source")
-    hub.add("meta-llama/Llama-3.1-8B-Instruct", tmp_path / "source")
-    hub.repositories.pop("you/adapter", None)
-    (tmp_path / "chats").mkdir()
-    (tmp_path / "chats" / "train.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
-    environment = {**os.environ, **hub.environment(tmp_path / "home")}
-    for language, code in blocks:
-        commands = [["-c", code]]
-        if language == "bash":
-            lines = code.replace("\\\n", " ").splitlines()
-            commands = [line.split() for line in lines]
-            on_cpu = ["--use_cpu", "--bf16", "false", "--max_steps", "2", "--report_to", "none"]
-            commands = [["-m", *words, *(on_cpu if words[1] == "trl" else [])] for words in commands]
-        for words in commands:
-            done = run(*words, cwd=tmp_path, env=environment)
-            assert done.returncode == 0, f"{words}\n{done.stderr[-3000:]}"
-    before, after = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("llama-resformer", "merged")
-    )
-    assert before.keys() == after.keys()
-    assert not [name for name in before if is_connection(name) and torch.equal(before[name], after[name])]
 
 
 def test_connections_of_a_quantised_model_keep_every_bit_until_they_learn(
