@@ -89,11 +89,20 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0, 1, 0, 0, 0],
         "value_embeddings": [0, 4],
     },
+    "smeared": {
+        "smear": True,
+        "embedding_residual": True,
+        "backout": True,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    },
 }
 
 VARIANTS = [*METHODS, *COMBINATIONS]
 #: Every mechanism is in one of these: `make test` runs them, `make test-slow` the others.
-QUICK = ("transformer resformer resformer-plus svformer denseformer-4x5 kitchen-sink gated-sink depth-sink").split()
+QUICK = (
+    "transformer resformer resformer-plus svformer denseformer-4x5 kitchen-sink gated-sink depth-sink smeared"
+).split()
 
 
 def others_slow(names: Iterable[str], quick: Collection[str] = QUICK) -> list[Any]:

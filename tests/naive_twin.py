@@ -59,7 +59,12 @@ def naive_hidden_states(
     query_heads, groups = config.num_attention_heads, config.num_key_value_heads
     epsilon = config.rms_norm_eps
 
-    blocks = [weights["model.embed_tokens.weight"][list(tokens)]]  # X_j
+    embeddings = weights["model.embed_tokens.weight"][list(tokens)]
+    if config.smear:
+        gates = torch.sigmoid(embeddings[1:, :24] @ weights["model.smear.gate.weight"].T)
+        before = weights["model.smear.weight"] * gates * embeddings[:-1]
+        embeddings = torch.cat((embeddings[:1], embeddings[1:] + before))
+    blocks = [embeddings]  # X_j
     stream = blocks[0]  # Y_{n-1}
     keys: dict[int, list[torch.Tensor]] = {}  # layer -> one (tokens, head_dim) per key/value head
     unrotated: dict[int, list[torch.Tensor]] = {}  # the same keys before the rotary embedding

@@ -12,7 +12,7 @@ import pytest
 import typer
 from checkpoints import save_checkpoint
 from click.testing import Result
-from command_server import python, resformer
+from command_server import resformer
 from conftest import assert_answers, cli
 
 from resformer import METHODS
@@ -53,23 +53,6 @@ def test_the_example_of_each_command_is_one(name: str) -> None:
 def test_names_of_other_packages_are_taken() -> None:
     assert cli("retrofit", "--help").stdout.partition("\n")[2] == cli("convert", "--help").stdout.partition("\n")[2]
     assert "--sizes, --size" in cli("compare", "--help").stdout
-
-
-def test_errors_name_options_and_not_fields() -> None:
-    for command, error in {
-        "compare study": "The length of the runs is open: give --steps or --tokens.",
-        "compare study --steps 1 --tokens 1": "--steps is 1 and --tokens 1: give one of them.",
-        "finetune a b --data c --held-out-blocks 0": "--held-out-blocks is 0; expected more than 0.",
-        "finetune a b --data c --separate-documents --dtype int8": "--dtype is 'int8'; expected one of",
-    }.items():
-        done = cli(*command.split())
-        assert (done.exit_code, f"Error: {error}" in done.stderr) == (2, True), done.stderr
-
-
-def test_methods_need_neither_torch_nor_transformers() -> None:
-    program = "import sys; from resformer.cli import app; app(['methods'], standalone_mode=False)"
-    printed = python("-c", f"{program}; print(sorted({{'torch', 'transformers'}} & {{*sys.modules}}))")
-    assert printed.endswith("[]\n")
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:

@@ -73,38 +73,22 @@ def test_method_fits_every_depth(method: str) -> None:
         ResFormerConfig.for_method(method, **{**SMALL, "num_hidden_layers": num_layers})
 
 
+#: No combination sets where coefficients start.
+STARTS = {name: 1 / 3 for name in CONNECTION_FIELDS if name.endswith("_init")}
+STARTS["value_residual_init"] = [1 / 3, 0.1 + 0.2]
+
+
 @pytest.mark.parametrize("use_diff", [True, False], ids=["differences", "everything"])
 def test_every_field_survives_json(use_diff: bool) -> None:
-    config = tiny_config(
-        "kitchen-sink",
-        hidden_act="gelu",
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "linear", "factor": 2.5, "rope_theta": 5e5},
-        value_residual="constant",
-        value_residual_init=[1 / 3, 0.1 + 0.2],
-        value_residual_layers=[1, 3],
-        depth_attention_stride=2,
-        depth_attention_init=0.1,
-        value_embeddings=[0, 3],
-        value_embeddings_init=0.1,
-        value_embeddings_gate_channels=5,
-        value_embeddings_gate_limit=2.5,
-        dwa_period=3,
-        attention_residual_init=1 / 3,
-        embedding_residual=True,
-        embedding_residual_init=1 / 3,
-        backout=True,
-        backout_init=1 / 3,
-        smear=True,
-        gated_mlp=False,
-        final_logit_softcapping=30.0,
-        eos_token_id=[2, 3],
-    )
-    default = ResFormerConfig()
-    assert [name for name in CONNECTION_FIELDS if getattr(config, name) == getattr(default, name)] == []
-    again = ResFormerConfig.from_dict(json.loads(config.to_json_string(use_diff=use_diff)))
-    assert again.to_dict() == config.to_dict()
-    assert again.value_residual_init == [1 / 3, 0.1 + 0.2]
+    never = {*CONNECTION_FIELDS}
+    for name in COMBINATIONS:
+        rope = {"rope_type": "linear", "factor": 2.5, "rope_theta": 5e5}
+        config = tiny_config(name, rope_parameters=rope, gated_mlp=False, eos_token_id=[2, 3], **STARTS)
+        again = ResFormerConfig.from_dict(json.loads(config.to_json_string(use_diff=use_diff)))
+        assert again.to_dict() == config.to_dict()
+        assert again.value_residual_init == [1 / 3, 0.1 + 0.2]
+        never -= {field for field in never if getattr(again, field) != getattr(ResFormerConfig(), field)}
+    assert never == set()
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)

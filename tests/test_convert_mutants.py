@@ -32,7 +32,6 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import logging
 
 from resformer import ResFormerError, retrofit
-from resformer.convert import families
 from resformer.modeling.versions import CACHE
 
 Edits = dict[str, Any]  # "file/key/key below" -> its new value; `...`: it is taken away
@@ -296,10 +295,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield tmp_path_factory.mktemp("mutants")
     logging.enable_progress_bar()
     logging.set_verbosity(verbosity)
-
-
-def test_every_family_is_changed() -> None:
-    assert {name.partition("-")[0] for name in FAMILIES} == set(families.FAMILIES)
 
 
 def _id(which: int | Mutant) -> str:

@@ -140,6 +140,7 @@ def test_the_family_is_known_after_a_training_that_lost_the_record(tmp_path: Pat
         ({"head_count_kv": None}, r"has no llama\.attention\.head_count_kv"),
         ({"layer_norm_rms_eps": None}, r"has no llama\.attention\.layer_norm_rms_epsilon"),
         ({"logit_scale": 0.5}, r"llama\.logit_scale is 0\.5, and Transformers does not read it"),
+        ({"rope_scaling_factor": 4.0}, r"rope\.scaling\.factor is 4\.0, and Transformers does not read"),
         ({"sliding_window": 8}, r"llama\.attention\.sliding_window is 8"),
         ({"rope_dimension_count": 4}, r"llama\.rope\.dimension_count is 4 of 8 channels|holds [\d,]+ numbers"),
         ({"expert_count": 0, "key_length": 8}, ""),

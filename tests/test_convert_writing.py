@@ -95,12 +95,6 @@ def test_larger_files_are_split_on_demand(size: int | str, tmp_path: Path) -> No
     assert report.written_files == report.kept + len(report.added)
 
 
-def test_an_index_beside_a_lone_file_is_ignored_as_transformers_does(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "source")
-    (tmp_path / "source" / "model.safetensors.index.json").write_text("nonsense")
-    assert "is ignored" in retrofit(tmp_path / "source", tmp_path / "out").warnings[0]
-
-
 def as_fp8(folder: Path) -> None:
     """Stores a projection in fp8, one scale for each block of 8 x 16."""
     tensors = load_file(folder / "model.safetensors")
@@ -253,11 +247,24 @@ def test_weights_and_configuration_may_be_links_to_a_store(tmp_path: Path) -> No
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
 
 
-def test_a_generation_config_that_cannot_be_saved_again_is_a_warning(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("model.safetensors.index.json", "nonsense", "is ignored"),
+        ("generation_config.json", '{"do_sample": false, "temperature": 0.5}', "generation_config.json"),
+        ("tokenizer.json", None, "no tokenizer that can be read"),
+    ],
+)
+def test_what_transformers_ignores_or_does_not_save_again_is_a_warning(
+    file: str, content: str | None, words: str, tmp_path: Path
+) -> None:
     save_checkpoint(tmp_path / "source")
-    (tmp_path / "source" / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.5}')
+    if content is None:
+        (tmp_path / "source" / file).unlink()
+    else:
+        (tmp_path / "source" / file).write_text(content)
     (warning,) = retrofit(tmp_path / "source", tmp_path / "out").warnings
-    assert "generation_config.json" in warning
+    assert words in warning
 
 
 # Verification, with its negative controls

@@ -1,6 +1,7 @@
 """Depth-weighted averaging is the plain sum in values, gradients and bits, whichever of its forms works it out."""
 
 import gc
+import random
 import weakref
 from collections.abc import Callable
 
@@ -91,14 +92,6 @@ def blocks(request: pytest.FixtureRequest, device: str) -> Blocks:
         return Blocks(*request.param)
 
 
-def test_values_and_gradients_are_the_plain_sums(blocks: Blocks) -> None:
-    running = blocks.start()
-    averaged = blocks.states(running)[1]
-    assert running.buffers  # not the plain sums
-    assert_equal_up_to_rounding(averaged, blocks.states(None)[1])
-    assert_equal_up_to_rounding(gradients(averaged[-1], blocks), gradients(blocks.output(None), blocks))
-
-
 @pytest.mark.parametrize("option", ["create_graph", "is_grads_batched"])
 def test_gradients_that_it_has_not_are_refused(blocks: Blocks, option: str) -> None:
     output = blocks.output(blocks.start())
@@ -135,55 +128,33 @@ def test_checkpoints_of_blocks_or_of_everything_give_the_same_gradients(
     assert_equal_up_to_rounding([tensor.grad for tensor in blocks.inputs], expected)
 
 
-def test_two_forward_passes_share_a_backward_pass(blocks: Blocks) -> None:
-    twice = blocks.output(blocks.start()) + 3 * blocks.output(blocks.start())
-    assert_equal_up_to_rounding(gradients(twice, blocks), gradients(4 * blocks.output(None), blocks))
-
-
-def test_backward_passes_may_be_repeated_and_partial(blocks: Blocks) -> None:
-    raw, averaged = blocks.states(blocks.start())
-    twin_raw, twin = blocks.states(None)
-    for number in (len(raw) - 1, len(raw) // 2, len(raw) - 1):
-        some = torch.autograd.grad(averaged[-1].sum(), raw[number], retain_graph=True)
-        assert_equal_up_to_rounding(some, torch.autograd.grad(twin[-1].sum(), twin_raw[number], retain_graph=True))
-        got = gradients(averaged[-1], blocks, retain_graph=True)
-        assert_equal_up_to_rounding(got, gradients(twin[-1], blocks, retain_graph=True))
-
-
-def test_losses_may_read_any_state_and_any_average(blocks: Blocks) -> None:
-    for chosen in range(len(blocks.mixers) + 1):
-        got, expected = (
-            gradients(averaged[chosen] * raw[-1 - chosen] + raw[chosen].sin(), blocks, materialize_grads=True)
-            for raw, averaged in (blocks.states(blocks.start()), blocks.states(None))
-        )
-        assert_equal_up_to_rounding(got, expected)
-
-
-@pytest.mark.parametrize("read", [0, 3], ids=["none", "every third"])
-def test_averages_that_blocks_do_not_read_get_no_gradient(blocks: Blocks, read: int) -> None:
-    # Where blocks cut the graph, nothing but the averages ties a state to the later ones.
-    def block(n: int, hidden: torch.Tensor) -> torch.Tensor:
-        return blocks.block(n, hidden if read and n % read == 0 else hidden.detach())
-
-    got, expected = (
-        gradients(blocks.states(running, block)[1][-1], blocks, materialize_grads=True)
-        for running in (blocks.start(), None)
-    )
-    assert_equal_up_to_rounding(got, expected)
-
-
-@pytest.mark.parametrize("trained", ["weights", "blocks", "upper blocks"])
-def test_frozen_parameters_leave_the_other_gradients(blocks: Blocks, trained: str) -> None:
-    for weight in blocks.weights:
-        weight.requires_grad_(trained == "weights")
-    blocks.embeddings.requires_grad_(trained == "blocks")
-    for n, mixer in enumerate(blocks.mixers):
-        mixer.requires_grad_(trained == "blocks" or (trained == "upper blocks" and n >= len(blocks.mixers) // 2))
+@pytest.mark.parametrize("seed", range(16))
+def test_values_and_gradients_of_any_loss_are_those_of_the_plain_sums(blocks: Blocks, seed: int) -> None:
+    """Of any states and averages, whatever is frozen or cut off, of two passes at once, repeated, and of a part."""
+    draw = random.Random(seed)
+    for tensor in blocks.inputs:
+        tensor.requires_grad_(draw.random() < 0.7 or tensor is blocks.mixers[0])
     learning = [tensor for tensor in blocks.inputs if tensor.requires_grad]
-    got, expected = (
-        torch.autograd.grad(blocks.output(running).sin().sum(), learning) for running in (blocks.start(), None)
-    )
-    assert_equal_up_to_rounding(got, expected)
+    cut = [draw.random() < 0.3 for _ in blocks.mixers]
+
+    def block(n: int, hidden: torch.Tensor) -> torch.Tensor:
+        # Where blocks cut the graph, nothing but the averages ties a state to the later ones.
+        return blocks.block(n, hidden.detach() if cut[n] else hidden)
+
+    raw, averaged = blocks.states(None, block)
+    places = [n for n, state in enumerate(raw + averaged) if state.requires_grad]
+    losses = [draw.sample(places, draw.randint(1, min(3, len(places)))) for _ in range(4)]
+    wanted = [draw.choice([n for n in places if n < len(raw)]) for _ in losses]
+    results: list[list[torch.Tensor]] = []
+    for start in (blocks.start, lambda: None):
+        passes = [[state for part in blocks.states(start(), block) for state in part] for _ in range(2)]
+        results.append([*passes[0]])
+        for loss, place in zip(losses, wanted, strict=True):
+            value = sum((n + 1) * states[n].sin().sum() for n in loss for states in passes)
+            for some in (learning, [passes[0][place]]):
+                options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+                results[-1] += torch.autograd.grad(value, some, **options)
+    assert_equal_up_to_rounding(*results)
 
 
 def test_function_transforms_see_a_plain_sum(blocks: Blocks) -> None:

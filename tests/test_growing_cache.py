@@ -82,6 +82,33 @@ STEP = st.one_of(
 )
 
 
+@torch.no_grad()
+def act(cache: Any, what: str, number: int, rows: torch.Tensor, tokens: list[torch.Tensor]) -> None:
+    layers = [layer for layer in cache.layers if layer.keys is not None]
+    if what == "update":
+        for layer in range(2):
+            keys, values = cache.update(tokens[2 * layer].clone(), tokens[2 * layer + 1].clone(), layer)
+            assert keys is cache.layers[layer].keys
+            assert values is cache.layers[layer].values
+    elif what == "crop" and number > 0:
+        cache.crop(-number)
+    elif what == "assign":  # what libraries do that compress caches
+        for layer in layers:
+            layer.keys, layer.values = layer.keys[..., :number, :], layer.values[..., :number, :]
+    elif what == "reset":
+        cache.reset()
+    elif what == "offload":
+        for layer in layers:
+            layer.offload()
+            layer.prefetch()
+    elif what == "reorder":
+        cache.reorder_cache(rows)
+    elif what == "select":
+        cache.batch_select_indices(rows)
+    elif what == "repeat":
+        cache.batch_repeat_interleave(number)
+
+
 @settings(max_examples=150, deadline=None)
 @given(steps=st.lists(STEP, max_size=14))
 @example(steps=[("shallow", 0), ("update", 1), ("deepcopy", 0), ("update", 1)])
@@ -93,64 +120,23 @@ def test_any_sequence_of_operations_leaves_what_it_leaves_of_a_dynamic_cache(
     generator = torch.Generator().manual_seed(0)
     mine: Any = GrowingCache(config_of())
     naive: Any = DynamicCache(config=config_of())
-    batch, total = 3, 0
-    others: list[tuple[Any, list[torch.Tensor]]] = []
+    batch, others = 3, list[tuple[Any, list[torch.Tensor]]]()
     for what, number in [("update", 5), *steps]:
-        if what == "update":
-            for layer in range(2):
-                keys, values = (states(batch, number, generator).to(device) for _ in range(2))
-                with torch.no_grad():
-                    got = mine.update(keys.clone(), values.clone(), layer)
-                    expected = naive.update(keys, values, layer)
-                assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-            total += number
-        elif what == "crop":
-            number = min(number, total - 1)
-            if number < 1:
-                continue
-            with torch.no_grad():
-                mine.crop(-number)
-            naive.crop(-number)
-            total -= number
-        elif what == "assign":  # what libraries do that compress caches
-            for layer in [*mine.layers, *naive.layers]:
-                if layer.keys is not None:
-                    with torch.no_grad():
-                        layer.keys, layer.values = layer.keys[..., :number, :], layer.values[..., :number, :]
-            total = min(total, number)
-        elif what == "reset":
-            mine.reset()
-            naive.reset()
-            total = 0
-        elif what in COPIES:  # go their own ways
+        if what in COPIES:  # go their own ways
             mine, other = COPIES[what](mine), mine
-            with torch.no_grad():
-                for layer in other.layers:
-                    if layer.keys is not None:
-                        layer.update(torch.ones_like(layer.keys[..., :1, :]), torch.ones_like(layer.keys[..., :1, :]))
+            act(other, "update", 1, torch.empty(0), [torch.ones(batch, HEADS, 1, HEAD_DIM, device=device)] * 4)
             others.append((other, [tensor.clone() for tensor in held(other)]))
-        elif what == "offload":
-            for layer in mine.layers:
-                layer.offload()
-                layer.prefetch()
         else:
-            rows = torch.randint(0, batch, (number + 1,), generator=generator)
-            if what == "reorder":
-                rows = torch.randint(0, batch, (batch,), generator=generator)
+            number = min(number, naive.get_seq_length() - 1) if what == "crop" else number
+            rows = torch.randint(0, batch, (batch if what == "reorder" else number + 1,), generator=generator)
+            tokens = [states(batch, number, generator).to(device) for _ in range(4 * (what == "update"))]
             for cache in (mine, naive):
-                if what == "reorder":
-                    cache.reorder_cache(rows)
-                elif what == "select":
-                    cache.batch_select_indices(rows)
-                else:
-                    cache.batch_repeat_interleave(number)
-            if total:
-                batch = {"reorder": batch, "select": len(rows), "repeat": batch * number}[what]
-                if batch > 12:
-                    mine.batch_select_indices(torch.arange(3))
-                    naive.batch_select_indices(torch.arange(3))
-                    batch = 3
-        if total:
+                act(cache, what, number, rows, tokens)
+        if naive.get_seq_length():
+            if len(naive.layers[0].keys) > 12:
+                for cache in (mine, naive):
+                    cache.batch_select_indices(torch.arange(3))
+            batch = len(naive.layers[0].keys)
             assert_alike(mine, naive)
     for other, expected in others:
         assert all(torch.equal(a, b) for a, b in zip(held(other), expected, strict=True))

@@ -27,7 +27,6 @@ from resformer.model_cards import (
     metrics_of,
     model_card,
 )
-from resformer.model_cards.facts import FACTS, PAPERS
 from resformer.record import weight_digests
 
 DATA = Path(__file__).parent / "data"
@@ -126,19 +125,6 @@ def test_front_matter_passes_the_hubs_parsing_and_goes_round(cards: dict[str, st
         assert str(ModelCard(card)) == card
         assert is_as_made(card)
         assert not is_as_made(card.replace("Licence", "License"))
-
-
-def test_tags_name_the_method_its_connections_and_its_papers(method: str) -> None:
-    config = ResFormerConfig.for_method(method, num_hidden_layers=6)
-    tags = model_card({}, "you/new", config=config).data.tags
-    assert len(tags) == len(set(tags))
-    assert method in tags
-    assert ("value-residual" in tags) == (config.value_residual != "none")
-    assert ("depth-weighted-averaging" in tags) == config.dwa
-    assert ("kv-sharing" in tags) == (config.value_sources is not None)
-    assert [tag for tag in tags if tag.startswith("arxiv:")] == [
-        f"arxiv:{PAPERS[p].arxiv}" for p in FACTS[method].papers
-    ]
 
 
 @pytest.mark.parametrize(

@@ -112,15 +112,6 @@ def test_every_folder_of_code_is_a_listed_package() -> None:
     assert sorted(PACKAGES) == PACKAGES
 
 
-@pytest.mark.parametrize(("package", "folder"), MAPPED.items(), ids=MAPPED)
-def test_editors_link_points_at_the_packages_folder(package: str, folder: str) -> None:
-    link = ROOT / "src" / package.replace(".", "/")
-    if not (ROOT / ".git").exists():
-        pytest.skip("an sdist has no links")
-    assert (os.readlink(link) if link.is_symlink() else link.read_text()) == f"../../{folder}"
-    assert f'"src/{package.replace(".", "/")}"' in (ROOT / "ruff.toml").read_text(), "ruff would check it twice"
-
-
 def test_sdist_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: dict[str, bytes]) -> None:
     expected = {inside: (ROOT / name).read_bytes() for inside, name in packaged().items()}
     found = {name: data for name, data in wheel.items() if not name.startswith(DIST_INFO)}
@@ -244,21 +235,3 @@ def test_a_release_has_absolute_links_and_the_projects_addresses(tmp_path: Path)
     assert "Source = https://a.b/c\n" in config["metadata"]["project_urls"]
     citation = yaml.safe_load((tmp_path / "CITATION.cff").read_text(encoding="utf-8"))
     assert (citation["repository-code"], citation["version"]) == ("https://a.b/c", resformer.__version__)
-
-
-def test_every_path_can_be_checked_out_on_windows() -> None:
-    """No reserved name or character, no names that differ in case alone, none too long below a folder of one's own."""
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
-    if tracked.returncode:
-        pytest.skip("no Git checkout")
-    paths = tracked.stdout.rstrip("\0").split("\0")
-    reserved = re.compile(r'(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?|.*[<>:"\\|?*\x00-\x1f].*|.*[ .]')
-    assert [path for path in paths if len(path) > 150 or any(map(reserved.fullmatch, path.split("/")))] == []
-    assert len({path.lower() for path in paths}) == len(paths)
-
-
-def test_workflows_and_hooks_can_be_read_and_run_what_is_there() -> None:
-    for file in (*ROOT.glob(".github/**/*.yml"), ROOT / ".readthedocs.yaml", ROOT / ".pre-commit-config.yaml"):
-        text = file.read_text(encoding="utf-8")
-        assert isinstance(yaml.safe_load(text), dict)
-        assert [path for path in re.findall(r"(?<![\w.])\.ci/[\w.]+", text) if not (ROOT / path).is_file()] == []

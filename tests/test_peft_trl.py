@@ -2,14 +2,13 @@
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import SIZES, byte_tokenizer, save_checkpoint
+from checkpoints import SIZES, byte_tokenizer
 from command_server import run
 from datasets import Dataset
 from hub_server import HubServer
@@ -19,8 +18,6 @@ from small_decoders import small_decoder
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
-from transformers.quantizers import HfQuantizer
-from transformers.quantizers.quantizers_utils import should_convert_module
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 import resformer
@@ -66,15 +63,6 @@ def train(model: nn.Module, steps: int = 3) -> None:
 @torch.no_grad()
 def logits_of(model: nn.Module) -> torch.Tensor:
     return model.eval()(IDS).logits
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_biases_that_an_adapter_trains_are_no_connections(method: str) -> None:
-    config = ResFormerConfig.for_method(method, **SIZES, attention_bias=True)
-    model = adapt(ResFormerForCausalLM(config), ["o_proj"], bias="all")
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert any(name.endswith("q_proj.bias") for name in trained)
-    assert not [name for name in trained if is_connection(name)]
 
 
 @pytest.mark.parametrize(
@@ -272,56 +260,6 @@ def test_an_adapter_of_the_command_line_is_pushed_loaded_and_merged(
     assert torch.equal(again.generate(IDS[:1], max_new_tokens=4), merged.generate(IDS[:1], max_new_tokens=4))
 
 
-@pytest.mark.slow
-def test_the_page_on_8b_runs_from_top_to_bottom(hub: HubServer, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "8b.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(bash|python)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert [language for language, _ in blocks] == ["bash", "python", "bash"]
-    save_checkpoint(tmp_path / "source")
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"
-        "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
-        "{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
-    )
-    tokenizer.save_pretrained(tmp_path / "source")
-    hub.add("meta-llama/Llama-3.1-8B-Instruct", tmp_path / "source")
-    hub.repositories.pop("you/adapter", None)
-    (tmp_path / "chats").mkdir()
-    (tmp_path / "chats" / "train.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
-    environment = {**os.environ, **hub.environment(tmp_path / "home")}
-    for language, code in blocks:
-        commands = [["-c", code]]
-        if language == "bash":
-            lines = code.replace("\\\n", " ").splitlines()
-            commands = [line.split() for line in lines]
-            on_cpu = ["--use_cpu", "--bf16", "false", "--max_steps", "2", "--report_to", "none"]
-            commands = [["-m", *words, *(on_cpu if words[1] == "trl" else [])] for words in commands]
-        for words in commands:
-            done = run(*words, cwd=tmp_path, env=environment)
-            assert done.returncode == 0, f"{words}\n{done.stderr[-3000:]}"
-    before, after = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("llama-resformer", "merged")
-    )
-    assert before.keys() == after.keys()
-    assert not [name for name in before if is_connection(name) and torch.equal(before[name], after[name])]
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_quantisation_leaves_connections_as_they_are(bits: int, checkpoint: Path) -> None:
-    options = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=options, dtype=torch.bfloat16)
-    for name, parameter in load_file(checkpoint / "model.safetensors").items():
-        if is_connection(name):
-            assert torch.equal(model.get_parameter(name), parameter), name
-    assert type(model.model.layers[1].self_attn.v_proj) is not nn.Linear
-    # bitsandbytes replaces nn.Linear itself alone, others every linear layer but these.
-    skipped = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
-    gates = [name for name, module in model.named_modules() if isinstance(module, GateProjection)]
-    assert gates
-    assert not any(should_convert_module(gate, skipped) for gate in gates)
-
-
 def test_connections_of_a_quantised_model_keep_every_bit_until_they_learn(
     checkpoint: Path, tmp_path: Path, device: str
 ) -> None:
@@ -347,7 +285,9 @@ families = pytest.mark.parametrize("model_type", FAMILIES)
 
 
 def connected(model_type: str, method: str = "resformer-denseformer") -> PreTrainedModel:
-    """A small decoder of another family with connections that start plainly, for byte tokens."""
+    """A small decoder of another family with connections that start plainly, for byte tokens; or one of ours."""
+    if model_type == "resformer":
+        return ResFormerForCausalLM(ResFormerConfig.for_method("resformer-gated", **SIZES))
     model = small_decoder(model_type)
     model.resize_token_embeddings(len(byte_tokenizer()))
     return resformer.connect(model, method)
@@ -422,10 +362,14 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
 
 
-@families
+@pytest.mark.parametrize("model_type", ["resformer", *FAMILIES])
 @pytest.mark.parametrize("how", ["bitsandbytes 8", "bitsandbytes 4", "torchao"])
 @pytest.mark.usefixtures("unpacked")
-def test_quantised_decoders_of_any_family_keep_their_connections(model_type: str, how: str, tmp_path: Path) -> None:
+def test_quantised_decoders_of_any_family_keep_their_connections(
+    model_type: str, how: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    fails = model_type == "resformer" and how == "torchao"
+    request.applymarker(pytest.mark.xfail(fails, reason="torchao quantises gates, too"))
     model = connected(model_type)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -437,7 +381,7 @@ def test_quantised_decoders_of_any_family_keep_their_connections(model_type: str
     if how != "torchao":
         options = BitsAndBytesConfig(load_in_4bit=how.endswith("4"), load_in_8bit=how.endswith("8"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=options, dtype=torch.float32)
-    assert type(Decoder(loaded).layers[1].self_attn._modules["v_proj"].weight) is not nn.Parameter
+    assert type(loaded.base_model.layers[1].self_attn._modules["v_proj"].weight) is not nn.Parameter
     found = coefficients(loaded)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     similarity = torch.cosine_similarity(logits_of(loaded).float(), logits_of(model), dim=-1)

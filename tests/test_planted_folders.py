@@ -10,12 +10,11 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import chdir, suppress
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 import yaml
 from checkpoints import change_json, save_checkpoint, save_notes
 from conftest import others_slow
@@ -229,42 +228,6 @@ def test_nothing_outside_a_planted_folder_is_read_or_changed(
     card = tmp_path / "ours" / "README.md"
     if card.is_file() and not card.is_symlink():
         assert CANARY not in card.read_text()
-
-
-#: The files that tokenizers of Transformers read, by its own tables.
-READ_BY_TOKENIZERS = {
-    name
-    for path in Path(transformers.models.__file__).parent.glob("*/tokenization_*.py")
-    for table in re.findall(r"VOCAB_FILES_NAMES\w* = (\{.*?\})", path.read_text(encoding="utf-8"), re.DOTALL)
-    for name in re.findall(r'["\']([\w-]+(?:\.[\w-]+)+)["\']', table)
-}
-
-
-def test_no_link_leaves_a_folder_whatever_the_name_of_the_file(
-    good: Path, outside: Path, pushed: dict[str, str], tmp_path: Path
-) -> None:
-    """Each name that a tokenizer reads, in the folder and in those of templates, through every command."""
-    assert len(READ_BY_TOKENIZERS) > 20
-    before, out = snapshot(outside), tmp_path / "out"
-    (tmp_path / "notes.txt").write_text("text")
-    for name in ("ours", "llama"):
-        shutil.copytree(good / name, tmp_path / name)
-        (tmp_path / name / "additional_chat_templates").mkdir(exist_ok=True)
-        for file in READ_BY_TOKENIZERS - {"tokenizer.json", "tokenizer_config.json"}:
-            for place in (tmp_path / name, tmp_path / name / "additional_chat_templates"):
-                (place / file).symlink_to(outside / "secret")
-    acts = loading(tmp_path / "llama", out)
-    reading = {"verify --text": acts.pop("verify --text"), **commands(tmp_path / "ours", tmp_path / "llama", out)}
-    for name, act in reading.items():
-        said = []
-        with suppress(ResFormerError):
-            said = [repr(act())]
-        made = [*said, *written(out), *pushed, *pushed.values()]
-        assert not [text for text in made if CANARY in text], name
-    for act in acts.values():
-        with pytest.raises(ResFormerError, match="is a link out of its folder"):
-            act()
-    assert snapshot(outside) == before
 
 
 NAMES = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=20).filter(

@@ -6,58 +6,97 @@ import re
 import subprocess
 from pathlib import Path
 
+import nanochat_twin
 import pytest
+import torch
 from checkpoints import change_json, save_checkpoint
 from command_server import run
 from conftest import others_slow
 from hub_server import Commands
+from transformers import AutoModelForCausalLM
+
+from resformer.training.optimizer import is_connection
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 QUICK = [f"docs/{name}.md" for name in ("analysis", "converting", "quickstart", "sharing")]
-PAGES = "analysis comparing converting finetuning pretraining quickstart sharing training".split()
+PAGES = "8b analysis comparing converting finetuning nanochat pretraining quickstart sharing training".split()
 DOCUMENTS = others_slow(["README.md", *(f"docs/{name}.md" for name in PAGES)], ["README.md", *QUICK])
 BLOCKS = r"^```(\w+)\n(.*?)^```"
+#: Beginning of a command -> what it gets more, to be done soon on a CPU.
+MORE = {
+    "resformer trl": "--use_cpu --bf16 false --max_steps 2 --report_to none",
+    "resformer finetune model tuned": "--no-bf16",
+    "resformer pretrain fresh": "--no-bf16",
+}
+#: As of Llama 3.1: answers are marked.
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+)
+
+
+def write_data(work: Path, between: str) -> None:
+    """What documents find in their folder; `between` the lines of the notes."""
+    nanochat_twin.save_run(work / "d12", 4)
+    lines = [f"Values of the first layer reach layer {number} of {number + 1}." for number in range(400)]
+    (work / "notes.txt").write_text(between.join(lines))
+    pairs = [{"prompt": f"What is {number} plus 1?", "completion": f" {number + 1}."} for number in range(99)]
+    (work / "chats.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    roles = {"prompt": "user", "completion": "assistant"}
+    chats = [{"messages": [{"role": roles[part], "content": text} for part, text in each.items()]} for each in pairs]
+    (work / "chats").mkdir()
+    (work / "chats" / "train.jsonl").write_text("\n".join(map(json.dumps, chats)))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_documents_run_from_top_to_bottom(document: str, commands: Commands, tmp_path: Path) -> None:
+    """Python code as one script, at the place of its last part."""
     hub, environment = commands.hub, {**os.environ, **commands.hub.environment(commands.home)}
     blocks = re.findall(BLOCKS, (ROOT / document).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     save_checkpoint(tmp_path / "source", tie_word_embeddings=True)
     (tmp_path / "source" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     change_json(tmp_path / "source" / "tokenizer_config.json", pad_token=None)  # SmolLM2's has none either
     hub.add("HuggingFaceTB/SmolLM2-135M", tmp_path / "source")
+    (tmp_path / "source" / "chat_template.jinja").write_text(TEMPLATE)
+    hub.add("meta-llama/Llama-3.1-8B-Instruct", tmp_path / "source")
     work = tmp_path / "work"
     work.mkdir()
-    lines = [f"Values of the first layer reach layer {number} of {number + 1}." for number in range(400)]
-    (work / "notes.txt").write_text("\n".join(lines))
-    pairs = [
-        json.dumps({"prompt": f"What is {number} plus 1?", "completion": f" {number + 1}."}) for number in range(99)
-    ]
-    (work / "chats.jsonl").write_text("\n".join(pairs))
+    write_data(work, "\n\n" if document == "docs/nanochat.md" else "\n")
     (work / "run.yaml").write_text("".join(code for language, code in blocks if language == "yaml"))
-    commands, printed = [line for language, code in blocks if language == "bash" for line in code.splitlines()], ""
-    for command in commands:
-        if command.split()[0] in ("make", "pip"):  # the Makefile's own test is below, pip's in test_packaging
-            continue
-        if command.startswith("resformer serve"):  # goes on: test_serving runs it, and talks to it
-            continue
-        command = command.replace("accelerate launch", "accelerate.commands.launch")
-        program, *arguments = command.partition("#")[0].split()
-        assert program in ("resformer", "accelerate.commands.launch")
-        done = run("-m", program, *arguments, cwd=work, env=environment)
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
-        printed += done.stdout
-    script = "\n".join(code for language, code in blocks if language == "python")
-    done = run("-c", script, cwd=work, env=environment)
-    assert done.returncode == 0, done.stderr
+    scripts = [number for number, (language, _) in enumerate(blocks) if language == "python"]
+    script, printed = "\n".join(blocks[number][1] for number in scripts), ""
+    for number, (language, code) in enumerate(blocks):
+        runs = [["-c", script]] if [number] == scripts[-1:] else []
+        for command in code.replace("\\\n", " ").splitlines() if language == "bash" else ():
+            command = command.partition("#")[0].replace("accelerate launch", "accelerate.commands.launch")
+            # The Makefile's own test is below, pip's in test_packaging; servers go on: test_serving talks to them.
+            if not command.startswith(("make", "pip", "resformer serve", "vllm serve")):
+                more = [word for start, words in MORE.items() if command.startswith(start) for word in words.split()]
+                runs.append(["-m", *command.split(), *more])
+        for words in runs:
+            assert words[1] in ("resformer", "accelerate.commands.launch", script)
+            done = run(*words, cwd=work, env=environment)
+            assert done.returncode == 0, f"{words}\n{done.stderr}"
+            printed += done.stdout
     if document == "README.md":
         pushed = hub.repositories["you/smollm2-finetuned"]
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(pushed)
         assert "identical to the bit" in printed
     elif document == "docs/comparing.md":
         assert '"baseline": "svformer"' in (work / "study" / "study.json").read_text()
+    elif document == "docs/nanochat.md":
+        card = (work / "model" / "README.md").read_text(encoding="utf-8")
+        assert "states no licence" in card
+        assert "Whether it was trained, and on what, is not recorded" in card
+        assert "taken out of what the final norm reads" in card
+    elif document == "docs/8b.md":
+        before, after = (
+            AutoModelForCausalLM.from_pretrained(work / name).state_dict() for name in ("llama-resformer", "merged")
+        )
+        assert before.keys() == after.keys()
+        assert not [name for name in before if is_connection(name) and torch.equal(before[name], after[name])]
 
 
 def test_the_table_of_make_pretrain_is_that_of_the_committed_runs() -> None:

@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "import resformer; resformer.__version__; dir(resformer)",
         *(
             f"import runpy; sys.argv = ['resformer', *{words!r}]; runpy.run_module('resformer', run_name='__main__')"
-            for words in (["--help"], ["--version"], ["convert", "--help"])
+            for words in (["--help"], ["--version"], ["convert", "--help"], ["methods"])
         ),
     ],
 )

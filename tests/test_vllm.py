@@ -41,7 +41,8 @@ NANOCHAT = {
     "value_embeddings_gate_limit": 3.0,
     "backout": True,
 }
-PLANS: dict[str, dict[str, Any]] = {**COMBINATIONS, "share-both": SHARED, "nanochat-run": NANOCHAT}
+PLANS: dict[str, dict[str, Any]] = {name: plan for name, plan in COMBINATIONS.items() if not plan.get("smear")}
+PLANS |= {"share-both": SHARED, "nanochat-run": NANOCHAT}
 BLOCK = 128  # tokens of a page; pages are shared between prompts, and 64 tokens are computed at a time
 MEMORY = 2**30
 TOKENS = 16
