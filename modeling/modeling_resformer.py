@@ -344,6 +344,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
                 position_ids,
                 attention_mask,
                 past_key_values,
+                self.config.num_hidden_layers,
                 packed,
             )
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)

@@ -140,6 +140,12 @@ def test_chunked_prefill_equals_one_pass(variant: str, sizes: list[int], device:
         assert_same_on_real_tokens(got, expected, batch["attention_mask"])
 
 
+def test_smear_finds_its_layer_in_a_cache_without_a_configuration() -> None:
+    model = tiny_model("smeared", sliding_window=None, layer_types=None)
+    got = logits_in_chunks(model, RAGGED, [4, 4, 3], DynamicCache())
+    assert_same_on_real_tokens(got, uncached_logits(model, RAGGED), RAGGED["attention_mask"])
+
+
 @pytest.mark.parametrize("drafts", ["itself", "alike", "small", "lookup", "first layers"])
 def test_generation_from_drafts_equals_greedy(variant: str, drafts: str) -> None:
     model, prompt = tiny_model(variant), FIRST

@@ -74,16 +74,18 @@ def smeared(
     position_ids: torch.Tensor,
     attention_mask: Any,
     cache: Any,
+    layers: int,
     packed: bool,
 ) -> torch.Tensor:
     """Returns X_0 of the current tokens, whose numbers it adds to the cache.
 
     Args:
         attention_mask: 0 for padding, `(batch, tokens so far)`; others name no padding, which positions of 0 end.
+        layers: of the decoder, which come first in a cache.
         packed: a token whose position is not the one before it plus 1 begins a sequence.
     """
     tokens = input_ids.shape[1]
-    past, last = _recall(cache, input_ids)
+    past, last = _recall(cache, layers, input_ids)
     previous = torch.cat([embed_tokens(last), embeddings[:, :-1]], dim=1)
     index = torch.arange(tokens, device=input_ids.device) + past
     follows = (index > 0) & (position_ids > 0)
@@ -94,14 +96,14 @@ def smeared(
     return smear(embeddings, previous, follows)
 
 
-def _recall(cache: Any, input_ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
+def _recall(cache: Any, layers: int, input_ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """(the number of past tokens, the last of them, `(batch, 1)`, or any if there are none); adds the current ones."""
     if cache is None:
         return 0, input_ids[:, :1]
     if not isinstance(cache, Cache):
         raise ValueError("`smear` reads the token before, which continuous batching does not keep: use generate().")
     new = input_ids[:, None, :, None]  # as keys: (batch, heads, tokens, head_dim)
-    layer: Any = _tokens_layer(cache)
+    layer: Any = _tokens_layer(cache, layers)
     if not layer.is_initialized:
         layer.lazy_initialization(new, new[..., :0])
         if isinstance(layer, GrowingLayer):
@@ -116,8 +118,10 @@ def _recall(cache: Any, input_ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
     return past, last.reshape(-1, 1)
 
 
-def _tokens_layer(cache: Cache) -> Any:
+def _tokens_layer(cache: Cache, layers: int) -> Any:
     """The layer with the tokens' numbers, behind those with keys and values; put there if it is not."""
+    while len(cache.layers) < layers:  # made without a configuration
+        cache.layers.append(cache.layer_class_to_replicate())
     last: Any = cache.layers[-1]
     if getattr(last, "holds_tokens", False) or (last.is_initialized and not last.keys.is_floating_point()):
         return last
