@@ -148,9 +148,6 @@ class RunOptions(DataOptions):
     report_to: Annotated[list[str], Option(help="tensorboard, trackio, wandb; repeatable.")] = field(
         default_factory=list
     )
-    tasks: Annotated[list[str], Option("--eval", help="Tasks of lm-evaluation-harness; repeatable.")] = field(
-        default_factory=list
-    )
     optim: Annotated[str | None, Option(help="muon, or one of Transformers.  [default: adamw_torch_fused]")] = None
     muon_learning_rate: Annotated[float | None, Option(help="Of the matrices.  [default: --learning-rate]")] = None
     spike: Annotated[float, Option(help="Stop if the loss stays so far above its lowest; 0: never.")] = 2.0

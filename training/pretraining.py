@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from resformer.environment import free_memory, peak_memory, usable_device
-from resformer.evaluation import check_tasks
 from resformer.training.flops import training_flops
 from resformer.training.log import TrainingLog, last_checkpoint
 from resformer.training.optimizer import MuonAndAdamW, connection_learning_rate
@@ -72,8 +71,6 @@ def pretrain(
     options: PretrainOptions, *, callbacks: Sequence[TrainerCallback] = ()
 ) -> tuple[PretrainPlan, FinetuneReport]:
     """Trains a model from scratch; under torchrun or `accelerate launch` every process calls it."""
-    if options.tasks:
-        check_tasks(options.tasks)  # before a tokenizer is made of the data
     options = _as_begun(options)
     config, tokenizer = _model(options)
     plan = pretrain_plan(options, config)

@@ -41,10 +41,9 @@ from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import method_of
 from resformer.environment import cpu_has_bf16, peak_memory
 from resformer.errors import CheckpointError, OutputError, did_you_mean, one_line
-from resformer.evaluation import check_tasks, write_results
 from resformer.files import check_apart, check_target, locked, replacing, write_text
 from resformer.loading import load_config
-from resformer.model_cards import harness_metrics, model_card
+from resformer.model_cards import model_card
 from resformer.record import weight_digests
 from resformer.training.data import load_documents, source_digest
 from resformer.training.distillation import check_teacher, check_teacher_tokens
@@ -60,7 +59,7 @@ from resformer.training.trainer import Bar, EvaluationLines, Place, RecipeTraine
 #: The folder, in that of an unfinished run, of an untrained checkpoint that it has begun with.
 START = "start"
 #: Options and fields of `TrainingArguments` that change no step, and may be others where a run goes on.
-_FREE = {"report_to", "tasks", "evaluations", "gradient_checkpointing", "keep_optimizer", "spike", "branch", "warmup"}
+_FREE = {"report_to", "evaluations", "gradient_checkpointing", "keep_optimizer", "spike", "branch", "warmup"}
 _FREE_ARGUMENTS = re.compile(
     r"(save|eval|logging|log|dataloader)_.*|disable_tqdm|run_name|project|enable_jit_checkpoint"
 )
@@ -110,8 +109,6 @@ def _finetune(
     command: str,
 ) -> FinetuneReport:
     first = arguments.process_index == 0
-    if options.tasks:
-        check_tasks(options.tasks)
     if first:
         inputs = [name for name in (options.model, *options.sources, options.distill, options.tokenizer) if name]
         check_target(Path(options.output), *inputs, made_by=command, force=_replaces(options))
@@ -279,7 +276,6 @@ def _trainer(
         teacher=teacher,
         weight=options.distill_weight,
         temperature=options.temperature,
-        tasks=options.tasks,
         connection_learning_rate=options.connection_learning_rate,
         muon_learning_rate=(options.muon_learning_rate or options.learning_rate) if options.optim == "muon" else None,
     )
@@ -300,8 +296,6 @@ def _write(
 ) -> None:
     """Writes the output; where the weights are sharded, every process takes part."""
     first, output = trainer.args.process_index == 0, Path(options.output)
-    scores = harness_metrics(trainer.results) if trainer.results else []
-    report.metrics = [asdict(score) for score in scores]
     writer = replacing(output, made_by=command, force=_replaces(options)) if first else nullcontext(options.unfinished)
     with writer as folder:
         trainer.model.config.use_cache = config.use_cache  # which the Trainer sets to False
@@ -317,13 +311,11 @@ def _write(
             shutil.copyfile(options.unfinished / LOG, folder / LOG)
         if (options.unfinished / "runs").exists():  # TensorBoard's
             shutil.copytree(options.unfinished / "runs", folder / "runs")
-        if scores:
-            write_results(trainer.results, folder / "eval.json")
         facts = {**asdict(report), **weight_digests(folder)}
         (folder / "metrics.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
         if isinstance(config, ConnectionFields):  # cards are for models with cross-layer connections
             facts |= {"dtype": options.save_dtype or options.dtype, "from_scratch": report.source is None}
-            card = model_card(facts, output.name, config=config, source_card=source_card, metrics=scores)
+            card = model_card(facts, output.name, config=config, source_card=source_card)
             write_text(folder / "README.md", str(card))
 
 
@@ -357,7 +349,6 @@ def _train(trainer: RecipeTrainer, last: Path | None, report: FinetuneReport) ->
     optimizer: Any = trainer.optimizer
     optimizer.eval()  # of a schedule-free optimizer: the averaged weights are saved
     if trainer.eval_dataset is None:
-        trainer.evaluate()
         return
     if not evaluations or evaluations[-1]["step"] != state.global_step:
         evaluations.append({**trainer.evaluate(), "step": state.global_step})

@@ -3,8 +3,6 @@
 import math
 import shutil
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from resformer.errors import OutputError, one_line
-from resformer.evaluation import evaluate_in_training
-from resformer.model_cards import harness_metrics
 from resformer.training.distillation import DistillationTrainer
 from resformer.training.optimizer import ConnectionTrainer
 from resformer.training.packing import PackedBlocks, StreamedBlocks, bytes_per_token
@@ -29,27 +25,14 @@ _SHARDS = "shards"  # the folder of a checkpoint that has the processes' parts
 
 
 class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
-    """Combines both trainers. The evaluation loss is a mean over all labels, not over batches.
+    """Combines both trainers. The evaluation loss is a mean over all labels, not over batches."""
 
-    Args:
-        tasks: of lm-evaluation-harness, run at each evaluation; `results` has the last ones.
-    """
-
-    def __init__(
-        self,
-        *,
-        model: Any,
-        args: TrainingArguments,
-        eval_dataset: PackedBlocks | None,
-        tasks: Sequence[str] = (),
-        **kwargs: Any,
-    ):
+    def __init__(self, *, model: Any, args: TrainingArguments, eval_dataset: PackedBlocks | None, **kwargs: Any):
         # The stock Trainer refuses to save the optimizer's state of a sharded model, which this one can.
         wanted, args.save_only_model = args.save_only_model, bool(model.is_distributed_loading_by_transformers)
         super().__init__(model=model, args=args, eval_dataset=eval_dataset, **kwargs)
         args.save_only_model = wanted
         self.random_states: str | None = None  # the checkpoint that has those of the first step
-        self.tasks, self.results = tasks, dict[str, Any]()
         if eval_dataset is not None:
             rows = [eval_dataset[index]["labels"] for index in range(len(eval_dataset))]
             self.labels_per_block = _labels_per_row(torch.stack(rows))
@@ -126,17 +109,7 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
 
     @torch.random.fork_rng(devices=[])  # loaders draw numbers: dropout would depend on the evaluations before
     def evaluate(self, *given: Any, **more: Any) -> dict[str, float]:
-        losses: dict[str, float] = {} if self.eval_dataset is None else super().evaluate(*given, **more)
-        if self.tasks:
-            model, batch = self.model, self.args.per_device_eval_batch_size
-            begin = time.perf_counter()
-            results = evaluate_in_training(model, self.processing_class, self.tasks, batch)
-            if results is not None:
-                self.results = results
-                scores = harness_metrics(results)
-                values = {f"eval_{score.task or score.dataset}_{score.name}": score.value for score in scores}
-                self.log({**values, "eval_runtime": time.perf_counter() - begin})
-        return losses
+        return super().evaluate(*given, **more)
 
     def _run_epoch(self, **arguments: Any) -> None:
         if self.state.global_step < self.state.max_steps:
