@@ -345,7 +345,7 @@ class RunSettings(ScheduleOptions):
     """How a study trains a model; the defaults are those of pre-training."""
 
     steps: int
-    batch: Annotated[int, Option(help="Sequences per step, on all devices together.")] = 8
+    batch: Annotated[int, Option(help="Sequences per step.")] = 8
     learning_rate: float | None = 6e-4  # None: the size's
     bf16: Bf16 = None
 

@@ -8,14 +8,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -32,7 +29,7 @@ from resformer.training.packing import PackedBlocks
 from resformer.training.recipe import uses_bf16
 from resformer.training.sizes import budget, known_fields, scratch_config, with_fields
 from resformer.training.study.data import StudyData, study_data
-from resformer.training.study.paired_run import paired_model, paired_run, run_arguments, whole_batches
+from resformer.training.study.paired_run import paired_model, paired_run, whole_batches
 from resformer.training.study.plot import check_packages, plot
 from resformer.training.study.record import add_line, read_record
 from resformer.training.study.report import report_of
@@ -122,19 +119,18 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
     the end, `starts` has the converted checkpoints and `unfinished` the checkpoints of a run that was stopped.
 
     Several processes may call this for one output at the same time: each takes the next run that is in work in no
-    other. Those that end while others have runs in work, and all but the first of a launch, return `None`.
+    other. Those that end while others have runs in work return `None`.
     """
     check_packages()
-    first = run_arguments(options.settings, Path(options.output), 0).process_index == 0  # joins the processes, too
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("A launcher shares each step; here processes share runs: start the command several times.")
     target = Path(os.path.realpath(options.output))
     lock = target.with_name(f".{target.name}.resformer-lock")  # of the output's beginning, and of the report
-    with PartialState().main_process_first(), locked(lock, wait=True) if first else nullcontext():
-        study = _prepared(options, Path(options.output, "starts"), command if first else None)
+    with locked(lock, wait=True):
+        study = _prepared(options, Path(options.output, "starts"), command)
     # From the first run on each time: a process that had one in work may have been killed.
-    while any(_work_on(run, study, first=first) for run in study.runs):
+    while any(_work_on(run, study) for run in study.runs):
         pass
-    if not first:
-        return None
     finished = study.finished()
     if in_work := [run for run in study.runs if run.key not in finished]:
         told = f"In work in other processes: {len(in_work)} runs. The last process to end writes the report."
@@ -155,28 +151,25 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
     return report
 
 
-def _work_on(run: _Run, study: _Study, *, first: bool) -> bool:
-    """Trains and records a run unless it is done, or in work in another process that is not of this launch."""
+def _work_on(run: _Run, study: _Study) -> bool:
+    """Trains and records a run unless it is done, or in work in another process."""
     folder = study.output / "unfinished" / run.place
-    pending = first and run.key not in study.finished()
-    with locked(folder.with_name(f"{folder.name}.lock")) if pending else nullcontext(False) as free:
-        if not broadcast_object_list([free and run.key not in study.finished()])[0]:
+    with locked(folder.with_name(f"{folder.name}.lock")) as free:
+        if not free or run.key in study.finished():
             return False
         saved = study.options.save_models and run.seed == study.options.first_seed
         save_to = study.output / "models" / run.place if saved else None
         settings = run.method.settings
         result = paired_run(run.model(), study.data.blocks, settings, run.seed, folder=folder, save_to=save_to)
-        if first:
-            if save_to is not None:
-                study.data.tokenizer.save_pretrained(save_to)
-            environment = {key: value for key, value in describe_environment().items() if key != "variables"}
-            add_line(study.record, {**_described(run), **result, "environment": environment})
-            shutil.rmtree(folder, ignore_errors=True)
-            done = study.finished().keys() & {each.key for each in study.runs}
-            what = f"{len(done)}/{len(study.runs)} {run.size} {run.method.text} seed {run.seed}"
-            loss = "diverged" if result["loss"] is None else f"held-out loss {result['loss']:.4f}"
-            tqdm.write(f"{what}: {loss}, {result['step_seconds'] * 1e3:,.1f} ms a step", file=sys.stderr)
-        PartialState().wait_for_everyone()
+        if save_to is not None:
+            study.data.tokenizer.save_pretrained(save_to)
+        environment = {key: value for key, value in describe_environment().items() if key != "variables"}
+        add_line(study.record, {**_described(run), **result, "environment": environment})
+        shutil.rmtree(folder, ignore_errors=True)
+    done = study.finished().keys() & {each.key for each in study.runs}
+    what = f"{len(done)}/{len(study.runs)} {run.size} {run.method.text} seed {run.seed}"
+    loss = "diverged" if result["loss"] is None else f"held-out loss {result['loss']:.4f}"
+    tqdm.write(f"{what}: {loss}, {result['step_seconds'] * 1e3:,.1f} ms a step", file=sys.stderr)
     return True
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset
 from transformers import (
@@ -38,11 +36,15 @@ _WARMING_UP = 2  # steps that are not timed, where there are more
 
 
 def run_arguments(settings: RunSettings, folder: Path, seed: int) -> TrainingArguments:
-    """The stock Trainer's arguments; raises ValueError if the batch cannot be divided among the devices."""
+    """The stock Trainer's arguments, on one device; raises ValueError if `micro_batch` does not divide the batch."""
     interval = -(-settings.steps // settings.evaluations)  # steps between evaluations
+    micro = settings.micro_batch or settings.batch
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=settings.steps,
+        per_device_train_batch_size=micro,
+        per_device_eval_batch_size=micro,
+        gradient_accumulation_steps=passes(settings.batch, micro),
         learning_rate=settings.learning_rate,
         **schedule_arguments(settings.schedule, settings.steps, settings.warmup, settings.decay),
         weight_decay=settings.weight_decay,
@@ -56,19 +58,12 @@ def run_arguments(settings: RunSettings, folder: Path, seed: int) -> TrainingArg
         prediction_loss_only=True,
         bf16=uses_bf16(settings.bf16),
         use_cpu=not torch.accelerator.is_available(),
-        ddp_find_unused_parameters=False,
         report_to="none",
         disable_tqdm=True,
         seed=seed,
         data_seed=seed,
     )
-    devices = arguments.world_size * max(1, arguments.n_gpu)
-    each, rest = divmod(settings.batch, devices)
-    if rest:
-        raise ValueError(f"batch is {settings.batch}; expected a multiple of the {devices} devices.")
-    micro = settings.micro_batch or each
-    arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = micro
-    arguments.gradient_accumulation_steps = passes(each, micro)
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # the Trainer would split each batch among all that it sees
     return arguments
 
 
@@ -157,9 +152,9 @@ def paired_run(
             points[entry["step"]]["coefficients"] = entry["coefficients"]
     curve = [{"step": step, "tokens": step * tokens, **points[step]} for step in sorted(points)]
     held_out = losses_by_document(trainer.model, blocks.held_out.whole, arguments.per_device_eval_batch_size)
-    if save_to is not None and arguments.should_save:
+    if save_to is not None:
         model.config.use_cache = use_cache  # which the Trainer sets to False
-        trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False).save_pretrained(save_to)
+        model.save_pretrained(save_to)
     return {
         "seed": seed,
         "connection_learning_rate": rate,
@@ -173,7 +168,6 @@ def paired_run(
         "evaluation_seconds": statistics.median(times),
         "peak_memory": peak_memory(),
         "bf16": arguments.bf16,
-        "processes": arguments.world_size,
         "resumed_from": 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2]),
     }
 
@@ -182,12 +176,11 @@ def paired_run(
 def losses_by_document(model: Any, blocks: PackedBlocks, batch: int) -> dict[str, Any]:
     """The loss of all blocks, and `[tokens, nats]` of each document in the order in which they are packed.
 
-    A block's first token is not predicted, and not counted. Each process evaluates a part, `batch` at a time.
+    A block's first token is not predicted, and not counted.
     """
-    state = PartialState()
     tokens, nats = np.zeros(len(blocks.starts), np.int64), np.zeros(len(blocks.starts))
     model.eval()
-    for first in range(state.process_index * batch, len(blocks), state.num_processes * batch):
+    for first in range(0, len(blocks), batch):
         rows = np.arange(first, min(first + batch, len(blocks)))
         batch_of = default_data_collator([blocks[int(row)] for row in rows])
         inputs = {name: each.to(model.device) for name, each in batch_of.items()}
@@ -198,7 +191,6 @@ def losses_by_document(model: Any, blocks: PackedBlocks, batch: int) -> dict[str
         documents = np.searchsorted(blocks.starts, places, "right") - 1
         tokens += np.bincount(documents, minlength=len(tokens))
         nats += np.bincount(documents, losses.double().cpu().numpy(), minlength=len(nats))
-    tokens, nats = sum(gather_object([tokens])), sum(gather_object([nats]))
     total = float(nats.sum() / tokens.sum())
     finite = math.isfinite(total)
     return {
