@@ -217,8 +217,11 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
 
     def read(self, given: int) -> dict[str, tuple[int, float]]:
         """Source -> its tokens in the first `given` blocks, and the passes over it that have begun."""
-        places = zip(self.streams, self.place(given)["streams"], strict=True)
-        return {name: (sum(map(each.get, _COUNTS)) * self.block, each["passes"]) for (name, _), each in places}
+        read = {}
+        for (source, _), place in zip(self.streams, self.place(given)["streams"], strict=True):
+            begun = place["blocks"] + place["shown"] > 0
+            read[source] = sum(map(place.get, _COUNTS)) * self.block, place["passes"] - (not begun)
+        return read
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         self.resume(self.start)
@@ -237,13 +240,17 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
 
     def _read(self, number: int, together: int) -> Iterator[dict[str, torch.Tensor]]:
         """The blocks of a stream, about so many `together` shuffled; keeps its place."""
-        for place, blocks in self._windows(number, together):
-            order = np.random.default_rng([self.seed, number, place["before"] + place["blocks"]]).permutation(
-                len(blocks)
-            )
-            for shown in range(place["shown"], len(blocks)):
-                self._places[number] = {**place, "shown": shown + 1}
+        windows = self._windows(number, together)
+        place, blocks = next(windows)
+        while True:
+            numbers = np.random.default_rng([self.seed, number, place["before"] + place["blocks"]])
+            order = numbers.permutation(len(blocks))
+            for shown in range(place["shown"], len(order)):
                 packed, index = blocks[order[shown]]
+                self._places[number] = {**place, "shown": shown + 1}
+                if shown + 1 == len(order):  # the next blocks say whether the pass has ended
+                    place, blocks = next(windows)
+                    self._places[number] = place
                 yield packed[index]
 
     def _windows(self, number: int, together: int) -> Iterator[tuple[dict[str, Any], list[tuple[PackedBlocks, int]]]]:
