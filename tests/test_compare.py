@@ -509,9 +509,9 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(work: Path, compare: Calla
     done = compare("planned", "--methods", "resformer", "--tokens", 700, *SMALL, "--dry-run", "--json")
     assert done.exit_code == 0, done.output
     plan = json.loads(done.stdout)
-    assert (plan["steps"], plan["tokens"], plan["seconds"] > 0) == (6, 768, True)
+    assert (plan["steps"], plan["tokens"]) == (6, 768)
     assert [(run["method"], run["to_do"]) for run in plan["runs"]] == [("transformer", 3), ("resformer", 3)]
-    assert "min at the speed of" in compare("planned", "--tokens", 700, *SMALL, "--seeds", 1, "--dry-run").stdout
+    assert "runs to do: 1, of " in compare("planned", "--tokens", 700, *SMALL, "--seeds", 1, "--dry-run").stdout
     assert set(work.iterdir()) == before
 
 

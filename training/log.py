@@ -3,7 +3,6 @@
 import json
 import math
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,7 @@ class LossGuard(TrainerCallback):
     """Stops a training whose loss is lost, before a checkpoint is made of it.
 
     Args:
-        spike: nats that the mean loss of each of the last three windows lies above the lowest one before; 0: never. A
-            window has the steps between two logs.
+        spike: nats that each of the last three logged losses lies above the lowest one before; 0: never.
 
     Raises:
         CheckpointError: from the Trainer: as `spike` says, or the loss, the norm of the gradient or, where they would
@@ -62,7 +60,8 @@ class LossGuard(TrainerCallback):
         # Gradients of float16 overflow until their scale is found, and the step is left out.
         finite = math.isfinite(entry["loss"]) and (args.fp16 or math.isfinite(entry.get("grad_norm", 0)))
         known = finite and self.weights
-        *before, one, two, three = [math.inf] * 4 + _means(state.log_history, state.logging_steps)
+        losses = [each["loss"] for each in state.log_history if "loss" in each]
+        *before, one, two, three = [math.inf] * 4 + losses
         if known and not (self.spike and min(one, two, three) > min(before) + self.spike):
             return
         last = last_checkpoint(Path(args.output_dir))
@@ -77,18 +76,6 @@ class LossGuard(TrainerCallback):
         raise CheckpointError(
             f"Step {state.global_step}: {what}. {place}; {way}. Begin again with --force and a lower --learning-rate."
         )
-
-
-def _means(history: Sequence[dict[str, Any]], steps: int) -> list[float]:
-    """The mean losses of windows of `steps`, which the logs before a checkpoint may cut."""
-    means, total, begin, last = list[float](), 0.0, 0, 0
-    for entry in history:
-        if "loss" in entry:
-            total, last = total + entry["loss"] * (entry["step"] - last), entry["step"]
-            if last - begin >= steps:
-                means.append(total / (last - begin))
-                total, begin = 0.0, last
-    return means
 
 
 class TrainingLog(TrainerCallback):

@@ -25,7 +25,6 @@ from resformer.errors import CheckpointError
 from resformer.files import fingerprint, locked, replace_text, replacing
 from resformer.training.flops import training_flops
 from resformer.training.options import OF_A_METHOD, PLAIN, RunSettings, StudyOptions, architecture, refuse_other
-from resformer.training.packing import PackedBlocks
 from resformer.training.recipe import uses_bf16
 from resformer.training.sizes import budget, known_fields, scratch_config, with_fields
 from resformer.training.study.data import StudyData, study_data
@@ -174,30 +173,18 @@ def _work_on(run: _Run, study: _Study) -> bool:
 
 
 def plan_study(options: StudyOptions) -> dict[str, Any]:
-    """The runs of `run_study`, and their time at the speed of the first one's first steps. Writes nothing."""
+    """What `run_study` would do. Writes nothing."""
     check_packages()
-    seconds = 0.0
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         study = _prepared(options, Path(scratch, "starts"), None)
-        finished = study.finished()
-        curve = study.data.blocks.held_out
-        few = PackedBlocks(
-            curve.tokens.slice(0, len(curve) * curve.block), curve.starts, curve.block, separate=curve.separate
-        )
-        blocks = replace(study.data.blocks, held_out=few)  # the whole held-out text would take longer than the steps
-        for size in dict.fromkeys(run.size for run in study.runs):
-            of_size = [run for run in study.runs if run.size == size]
-            folder = Path(scratch, "unfinished", of_size[0].place)
-            short = replace(of_size[0].method.settings, steps=5, evaluations=1)
-            measured = paired_run(of_size[0].model(), blocks, short, 0, folder=folder)
-            at_the_end = len(curve.whole) / len(curve)
-            evaluating = (options.settings.evaluations + 1 + at_the_end) * measured["evaluation_seconds"]
-            to_do = [run for run in of_size if run.key not in finished]
-            seconds += sum(run.method.settings.steps * measured["step_seconds"] + evaluating for run in to_do)
-            for run in (run for run in of_size if run.seed == options.first_seed):
-                left = sum(each.method == run.method for each in to_do)
-                rows.append({**_described(run), "parameters": parameter_count(run.config), "to_do": left})
+    finished = study.finished()
+    rows = []
+    for run in study.runs:
+        if run.seed == options.first_seed:
+            to_do = sum(replace(run, seed=seed).key not in finished for seed in options.all_seeds)
+            operations = training_flops(run.config, options.block) * run.method.settings.steps * options.batch
+            facts = {"parameters": parameter_count(run.config), "training_flops": operations * options.block}
+            rows.append({**_described(run), **facts, "to_do": to_do})
     tokens = options.settings.steps * options.settings.batch * options.block
     return {
         "output": options.output,
@@ -206,7 +193,6 @@ def plan_study(options: StudyOptions) -> dict[str, Any]:
         "tokens": tokens,
         "epochs": tokens / study.data.fingerprint["training_tokens"],
         "runs": rows,
-        "seconds": seconds,
     }
 
 
