@@ -60,7 +60,7 @@ def test_errors_name_options_and_not_fields() -> None:
         "compare study": "The length of the runs is open: give --steps or --tokens.",
         "compare study --steps 1 --tokens 1": "--steps is 1 and --tokens 1: give one of them.",
         "finetune a b --data c --held-out-blocks 0": "--held-out-blocks is 0; expected more than 0.",
-        "finetune a b --data c --separate-documents --dtype int8": "--dtype is 'int8'; expected one of",
+        "finetune a b --data c --separate-documents --save-dtype int8": "--save-dtype is 'int8'; expected one of",
     }.items():
         done = cli(*command.split())
         assert (done.exit_code, f"Error: {error}" in done.stderr) == (2, True), done.stderr

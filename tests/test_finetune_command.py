@@ -253,12 +253,6 @@ def test_only_what_is_named_is_trained(
     assert str(checkpoint_card(work / "taught").card) == card
 
 
-def test_bfloat16_weights_are_warned_of(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(UserWarning, match="trained in bfloat16, which rounds small updates"):
-        tuned(work, "low", monkeypatch, dtype="bfloat16")
-    assert load_file(work / "low" / "model.safetensors")["model.embed_tokens.weight"].dtype == torch.bfloat16
-
-
 def test_a_run_that_died_after_its_last_step_trains_no_more(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"lr_scheduler_type": "constant", "learning_rate": 1e-2}
     options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}

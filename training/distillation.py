@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 _IGNORED = -100
 
@@ -84,7 +84,9 @@ class DistillationTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.teacher, self.weight, self.temperature = teacher, weight, temperature
         if teacher is not None:
-            check_teacher(self.model.config, teacher.config)
+            size, of_teacher = self.model.config.vocab_size, teacher.config.vocab_size
+            if size != of_teacher:
+                raise ValueError(f"The model has {size:,} tokens, the teacher {of_teacher:,}; distil from its source.")
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
 
     def compute_loss(
@@ -125,11 +127,4 @@ def check_teacher_tokens(tokenizer: PreTrainedTokenizerBase, teacher: PreTrained
         raise ValueError(
             f"{len(different):,} of {len(ids):,} tokens are others for the teacher: {number} is {ids[number]!r} here "
             f"and {theirs.get(number)!r} there; distil from the model's source."
-        )
-
-
-def check_teacher(config: PreTrainedConfig, teacher: PreTrainedConfig) -> None:
-    if config.vocab_size != teacher.vocab_size:
-        raise ValueError(
-            f"The model has {config.vocab_size:,} tokens, the teacher {teacher.vocab_size:,}; distil from its source."
         )

@@ -220,8 +220,7 @@ class FinetuneOptions(RunOptions):
     distill_weight: Annotated[float, Option(help="Weight of the teacher's loss, 0 to 1.")] = 0.5
     temperature: Annotated[float, Option(help="Of the teacher's and the model's softmax.")] = 1.0
     train: Annotated[str, Option(help="all parameters, or connections: those that connections add.")] = "all"
-    dtype: Annotated[str, Option(help="Of the weights in training, float32 or bfloat16.")] = "float32"
-    save_dtype: Annotated[str | None, Option(help="Of the weights as saved.  [default: --dtype]")] = None
+    save_dtype: Annotated[str | None, Option(help="Of the weights as saved.  [default: float32]")] = None
     tokenizer: Annotated[str | None, Option(help="Checkpoint with the tokenizer.  [default: MODEL]")] = None
     trainer: Annotated[
         dict[str, Any], Option("--set", metavar="NAME=VALUE", help="Any field of TrainingArguments; repeatable.")
@@ -248,7 +247,6 @@ class FinetuneOptions(RunOptions):
                 f"batch is {self.batch}; with FlashAttention, documents of a block are kept apart in batches of one "
                 "alone. Use --batch 1 and --accumulate (pretrain: --micro-batch 1), --join-documents, or sdpa."
             )
-        self._one_of(("float32", "bfloat16"), "dtype")
         self._one_of(("float32", "bfloat16", "float16"), "save_dtype")
 
     @property

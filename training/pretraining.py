@@ -20,14 +20,14 @@ from transformers import (
 )
 
 from resformer.environment import free_memory, peak_memory, usable_device
-from resformer.training.flops import training_flops
+from resformer.training.flops import meta_model, training_flops
 from resformer.training.log import TrainingLog, last_checkpoint
 from resformer.training.optimizer import MuonAndAdamW, connection_learning_rate
 from resformer.training.options import BEGUN, FinetuneOptions, PretrainOptions, RunOptions, read_begun, unfinished_of
 from resformer.training.recipe import START, finetune_checkpoint, uses_bf16
 from resformer.training.report import FinetuneReport
 from resformer.training.sizes import budget, passes, replicas, schedule_arguments
-from resformer.training.untrained import meta_model, untrained, write_untrained
+from resformer.training.untrained import untrained, write_untrained
 
 _PASS = 16_384  # tokens that a device takes at a time, unless more is said
 _TIMED = 20.0  # seconds for the speed of a plan

@@ -10,7 +10,6 @@ import shutil
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, fields
@@ -46,7 +45,8 @@ from resformer.loading import load_config
 from resformer.model_cards import model_card
 from resformer.record import weight_digests
 from resformer.training.data import load_documents, source_digest
-from resformer.training.distillation import check_teacher, check_teacher_tokens
+from resformer.training.distillation import check_teacher_tokens
+from resformer.training.flops import meta_model
 from resformer.training.log import LOG, LossGuard, last_checkpoint
 from resformer.training.optimizer import is_connection
 from resformer.training.options import BEGUN, FinetuneOptions, read_begun, refuse_other, weighted_sources
@@ -118,12 +118,9 @@ def _finetune(
             begin()
     PartialState().wait_for_everyone()
 
-    config = _config(options)
-    groups, parts = replicas(options.shard, arguments.world_size), {}
-    if options.shard > 1 and arguments.load_best_model_at_end:
-        raise ValueError("load_best_model_at_end is set; the weights of sharded checkpoints are not loaded at the end.")
-    if options.shard > 1:  # each process loads its part
-        parts["distributed_config"] = DistributedConfig(fsdp_size=options.shard, dp_replicate_size=groups)
+    config = _loaded(AutoConfig, options.model)
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        raise CheckpointError(f"{options.model}: is an encoder ({config.model_type}); only causal models are trained.")
     tokenizer = load_tokenizer(
         options.tokenizer or options.model,
         config.vocab_size,
@@ -136,8 +133,7 @@ def _finetune(
         with tempfile.TemporaryDirectory(prefix="resformer-") as folder:
             config.save_pretrained(folder)
             save_tokenizer(tokenizer, Path(folder))
-    with torch.device("meta"):
-        shape = AutoModelForCausalLM.from_config(config)
+    shape = meta_model(config)
     trained = [name for name, _ in shape.named_parameters() if options.train == "all" or is_connection(name)]
     if not trained:
         raise CheckpointError(
@@ -174,7 +170,7 @@ def _finetune(
         begun["weights"] = [_weights(name) for name in (options.model, options.distill) if name is not None]
         _check_unfinished(options, begun)
 
-    trainer = _trainer(options, arguments, blocks, tokenizer, trained, parts, callbacks)
+    trainer = _trainer(options, arguments, blocks, tokenizer, trained, callbacks)
     if options.dry_run:
         trainer.train()
         report.peak_memory = peak_memory()
@@ -199,16 +195,6 @@ def _finetune(
                 shutil.rmtree(path)
     PartialState().wait_for_everyone()
     return report
-
-
-def _config(options: FinetuneOptions) -> PreTrainedConfig:
-    """The model's configuration; what the options ask of it is checked before the data are read."""
-    config = _loaded(AutoConfig, options.model)
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        raise CheckpointError(f"{options.model}: is an encoder ({config.model_type}); only causal models are trained.")
-    if options.distill is not None:
-        check_teacher(config, _loaded(AutoConfig, options.distill).get_text_config())
-    return config
 
 
 def _blocks(
@@ -245,16 +231,15 @@ def _trainer(
     blocks: Blocks,
     tokenizer: PreTrainedTokenizerBase,
     trained: Collection[str],
-    parts: Mapping[str, Any],
     callbacks: Sequence[TrainerCallback],
 ) -> RecipeTrainer:
     """The trainer, with the model, of which the parameters `trained` are, and its teacher."""
     torch.manual_seed(options.seed)
-    if options.dtype != "float32":
-        told = f"Weights are trained in {options.dtype}, which rounds small updates away; --bf16 is as fast without."
-        warnings.warn(told, stacklevel=2)
-    attention = {"attn_implementation": options.attn_implementation}
-    model = _model(options.model, getattr(torch, options.dtype), **attention, **parts)
+    attention, parts = {"attn_implementation": options.attn_implementation}, {}
+    if options.shard > 1:  # each process loads its part
+        groups = replicas(options.shard, arguments.world_size)
+        parts["distributed_config"] = DistributedConfig(fsdp_size=options.shard, dp_replicate_size=groups)
+    model = _model(options.model, torch.float32, **attention, **parts)
     for name, parameter in model.named_parameters():
         if name not in trained:
             parameter.requires_grad_(False)
@@ -314,7 +299,7 @@ def _write(
         facts = {**asdict(report), **weight_digests(folder)}
         (folder / "metrics.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
         if isinstance(config, ConnectionFields):  # cards are for models with cross-layer connections
-            facts |= {"dtype": options.save_dtype or options.dtype, "from_scratch": report.source is None}
+            facts |= {"dtype": options.save_dtype or "float32", "from_scratch": report.source is None}
             card = model_card(facts, output.name, config=config, source_card=source_card)
             write_text(folder / "README.md", str(card))
 
@@ -410,9 +395,13 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
     if options.compile:  # each layer by itself: one graph for each kind of layer
         os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     try:
-        return TrainingArguments(**{**defaults, **options.trainer, **fixed})
+        arguments = TrainingArguments(**{**defaults, **options.trainer, **fixed})
     except TypeError as error:
         raise ValueError(f"An argument of the Trainer is of the wrong kind: {one_line(error)}") from error
+    replicas(options.shard, arguments.world_size)  # refuses those that do not divide the processes
+    if options.shard > 1 and arguments.load_best_model_at_end:
+        raise ValueError("load_best_model_at_end is set; the weights of sharded checkpoints are not loaded at the end.")
+    return arguments
 
 
 def _check_argument(name: str, value: Any) -> None:
