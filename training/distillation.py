@@ -120,11 +120,8 @@ class DistillationTrainer(Trainer):
 def check_teacher_tokens(tokenizer: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
     """Raises ValueError if an id means other letters to the teacher; tokens that were added to either may differ."""
     added = tokenizer.added_tokens_decoder.keys() | teacher.added_tokens_decoder.keys()
-    theirs = {number: token for token, number in teacher.get_vocab().items()}
-    ids = {number: token for token, number in tokenizer.get_vocab().items() if number not in added}
-    if different := sorted(number for number, token in ids.items() if theirs.get(number) != token):
-        number = different[0]
-        raise ValueError(
-            f"{len(different):,} of {len(ids):,} tokens are others for the teacher: {number} is {ids[number]!r} here "
-            f"and {theirs.get(number)!r} there; distil from the model's source."
-        )
+    ours, theirs = ({number: token for token, number in each.get_vocab().items()} for each in (tokenizer, teacher))
+    for number in sorted(ours.keys() - added):
+        token, other = ours[number], theirs.get(number)
+        if token != other:
+            raise ValueError(f"Id {number} is {token!r}, for the teacher {other!r}; distil from the model's source.")

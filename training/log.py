@@ -73,9 +73,8 @@ class LossGuard(TrainerCallback):
             what = f"the loss is {entry['loss']:.4f}, the norm of the gradient {entry.get('grad_norm', math.nan):.4f}"
             what += "" if self.weights else ", and weights are not finite"
             way = "--resume would come to the same step"
-        raise CheckpointError(
-            f"Step {state.global_step}: {what}. {place}; {way}. Begin again with --force and a lower --learning-rate."
-        )
+        told = f"Step {state.global_step}: {what}. {place}; {way}"
+        raise CheckpointError(f"{told}. Begin again with --force and a lower --learning-rate.")
 
 
 class TrainingLog(TrainerCallback):

@@ -239,9 +239,7 @@ class FinetuneOptions(RunOptions):
         if self.streaming and self.steps is None:
             raise ValueError("streaming needs steps: the length of a stream is not known.")
         if self.streaming and (workers := self.trainer.get("dataloader_num_workers")):
-            raise ValueError(
-                f"dataloader_num_workers is {workers}; a stream is read by the training process: leave it out."
-            )
+            raise ValueError(f"dataloader_num_workers is {workers}; the training process reads a stream: leave it out.")
         if self.separate_documents and self.batch > 1 and "flash" in (self.attn_implementation or ""):
             raise ValueError(
                 f"batch is {self.batch}; with FlashAttention, documents of a block are kept apart in batches of one "
@@ -350,6 +348,8 @@ class RunSettings(ScheduleOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._whole("steps", "batch")
+        if self.batch % (self.micro_batch or self.batch):
+            raise ValueError(f"micro_batch is {self.micro_batch}; expected a divisor of the batch, {self.batch}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,9 +412,7 @@ class StudyOptions(RunSettings, DataOptions):
         if self.start is not None and self.backbone is not None:
             raise ValueError(f"backbone is {self.backbone}, but the decoder is that of {self.start}; give one of them.")
         if self.start is not None and self.sizes:
-            raise ValueError(
-                f"sizes are {', '.join(self.sizes)}, but the size is that of {self.start}; give one of them."
-            )
+            raise ValueError(f"sizes are {', '.join(self.sizes)}, but {self.start} has its own; give one of them.")
 
     @property
     def settings(self) -> RunSettings:

@@ -288,10 +288,8 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
 
 
 def _short(source: str, tokens: int, block: int) -> DataError:
-    return DataError(
-        f"{source}: its training documents have {tokens:,} tokens and do not fill a block of {block:,}; use more text "
-        "or a smaller --block."
-    )
+    told = f"{source}: its training documents have {tokens:,} tokens and do not fill a block of {block:,}"
+    return DataError(f"{told}; use more text or a smaller --block.")
 
 
 def warn_of_passes(source: str, passes: float) -> None:
@@ -435,10 +433,8 @@ def tokenise(
     chosen = [each for row in rows if (each := content(row)) and is_row_held_out(row, each, share) == wanted]
     if "input_ids" in batch:
         if (largest := max(map(max, chosen), default=0)) >= len(tokenizer):
-            raise DataError(
-                f"The data have the token {largest:,}, and the tokenizer {len(tokenizer):,} tokens; name the one that "
-                "made them with --tokenizer."
-            )
+            told = f"The data have the token {largest:,}, and the tokenizer {len(tokenizer):,} tokens"
+            raise DataError(f"{told}; name the one that made them with --tokenizer.")
         return {"input_ids": chosen}
     specials = [] if parse_special else _specials(tokenizer)
     encode = partial(tokenizer, add_special_tokens=False, verbose=False)
@@ -503,10 +499,8 @@ def _answers(
         if message.get("role") == "assistant" and weight:
             before, until = ids_of(number, add_generation_prompt=True), ids_of(number + 1)
             if ids[: len(until)] != until or until[: len(before)] != before:
-                raise DataError(
-                    "The tokenizer's chat template renders a message differently when others follow, so that answers "
-                    "cannot be found in the text; use rows of `prompt` and `completion` with one answer each."
-                )
+                told = "The tokenizer's chat template renders a message differently when others follow"
+                raise DataError(f"{told}; use rows of `prompt` and `completion` with one answer each.")
             marked[len(before) : len(until)] = ids[len(before) : len(until)]
     return marked
 
@@ -569,7 +563,6 @@ def _packed(
         raise DataError(f"The {side} documents have {len(tokens):,} tokens, and no answer or completion to learn.")
     if not len(blocks):
         remedies = ", ".join(filter(None, ("more text", remedy, "a smaller --block")))
-        raise DataError(
-            f"The {side} documents have {len(tokens):,} tokens, too few for one block of {block:,}; use {remedies}."
-        )
+        told = f"The {side} documents have {len(tokens):,} tokens, too few for one block of {block:,}"
+        raise DataError(f"{told}; use {remedies}.")
     return blocks, np.searchsorted(np.cumsum(sizes), blocks.begins, "right"), sizes

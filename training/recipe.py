@@ -136,10 +136,7 @@ def _finetune(
     shape = meta_model(config)
     trained = [name for name, _ in shape.named_parameters() if options.train == "all" or is_connection(name)]
     if not trained:
-        raise CheckpointError(
-            "train is 'connections', but the connections of the model have no parameters; "
-            "convert it to a method that has, such as resformer, or use --train all."
-        )
+        raise CheckpointError("The connections of the model have no parameters; use --train all, or another method.")
     with arguments.main_process_first(desc="packing"):
         blocks, notes = _blocks(options, arguments, config, tokenizer)
     report = FinetuneReport(
@@ -452,9 +449,8 @@ def _check_unfinished(options: FinetuneOptions, now: dict[str, Any]) -> None:
         if not options.dry_run:
             shutil.rmtree(folder)
     else:
-        raise CheckpointError(
-            f"{folder}: holds an unfinished run; go on with --resume, or begin again with --force.", "--resume"
-        )
+        told = f"{folder}: holds an unfinished run; go on with --resume, or begin again with --force."
+        raise CheckpointError(told, "--resume")
 
 
 def _is_constant(begun: Mapping[str, Any]) -> bool:
@@ -489,9 +485,7 @@ def _loaded(auto_class: Any, name: str, **options: Any) -> Any:
         config = load_config(name)
         return config if auto_class is AutoConfig else auto_class.from_pretrained(name, config=config, **options)
     except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(
-            f"{name}: is no checkpoint folder or Hub id that can be loaded: {one_line(error)}"
-        ) from error
+        raise CheckpointError(f"{name}: is no checkpoint that can be loaded: {one_line(error)}") from error
 
 
 def _model(name: str, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:

@@ -59,10 +59,8 @@ def with_fields(text: str, known: Collection[str], what: str, allowed: Collectio
     """`NAME:FIELD=VALUE...` as a known name and the fields; a value is JSON or a text, or several between commas."""
     name, *pairs = text.split(":")
     if name not in known:
-        raise ValueError(
-            f"{what} is {name!r}; expected one of {', '.join(known)}, with :FIELD=VALUE... or without."
-            f"{did_you_mean(name, known)}"
-        )
+        expected = f"one of {', '.join(known)}, with :FIELD=VALUE... or without"
+        raise ValueError(f"{what} is {name!r}; expected {expected}.{did_you_mean(name, known)}")
     values: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -98,10 +96,8 @@ def _backbone(name: str) -> PreTrainedConfig:
     else:
         values = {}
     if name not in MEASURED:
-        raise ValueError(
-            f"backbone is {name!r}; expected a config.json, or a model type of the table in docs/methods.md."
-            f"{did_you_mean(name, MEASURED)}"
-        )
+        expected = "a config.json, or a model type of the table in docs/methods.md"
+        raise ValueError(f"backbone is {name!r}; expected {expected}.{did_you_mean(name, MEASURED)}")
     config = CONFIG_MAPPING[name].from_dict(values)
     if text_config(config) is not config:
         decoder = text_config(config).model_type
@@ -216,10 +212,3 @@ def replicas(shard: int, devices: int) -> int:
     if devices % shard:
         raise ValueError(f"shard is {shard}; expected a divisor of the number of processes, {devices}.")
     return devices // shard
-
-
-def passes(sequences: int, micro: int) -> int:
-    """How often a device takes `micro` of its sequences in a step; raises ValueError if they cannot be divided so."""
-    if sequences % micro:
-        raise ValueError(f"micro_batch is {micro}; expected a divisor of the {sequences} sequences of a device.")
-    return sequences // micro

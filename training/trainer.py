@@ -49,10 +49,8 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch says nothing of a full disk
             free = shutil.disk_usage(self.args.output_dir).free
-            raise OutputError(
-                f"{self.args.output_dir}: a checkpoint cannot be written, {free:,} bytes are free ({one_line(error)}). "
-                "Make room, then go on with --resume."
-            ) from error
+            told = f"{self.args.output_dir}: a checkpoint cannot be written, {free:,} bytes are free"
+            raise OutputError(f"{told} ({one_line(error)}). Make room, then go on with --resume.") from error
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         # A checkpoint of a sharded model has the weights beside the optimizer's state.

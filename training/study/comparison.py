@@ -272,15 +272,11 @@ def _continued_runs(options: StudyOptions, methods: Sequence[_Method], data: Stu
             how: dict[str, Any] = {"lossy": True, "link": True, "verify": "headers", "progress": False}
             retrofit(options.start, folder, method.name, **how, **method.fields)
         config = AutoConfig.from_pretrained(folder)
-        if options.block > config.max_position_embeddings:
-            raise ValueError(
-                f"block is {options.block}, but {options.start} has {config.max_position_embeddings} positions."
-            )
+        if options.block > (most := config.max_position_embeddings):
+            raise ValueError(f"block is {options.block}, but {options.start} has {most} positions.")
         if len(data.tokenizer) > config.vocab_size:
-            raise ValueError(
-                f"The tokenizer has {len(data.tokenizer):,} tokens, but {options.start} {config.vocab_size:,}; give it "
-                "the checkpoint's own with --tokenizer."
-            )
+            told = f"The tokenizer has {len(data.tokenizer):,} tokens, but {options.start} {config.vocab_size:,}"
+            raise ValueError(f"{told}; leave --tokenizer out.")
         runs += [_Run(size, method, seed, config, config, folder) for seed in options.all_seeds]
     return runs
 

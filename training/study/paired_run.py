@@ -29,14 +29,14 @@ from resformer.training.optimizer import ConnectionTrainer, connection_learning_
 from resformer.training.options import RunSettings
 from resformer.training.packing import Blocks, PackedBlocks
 from resformer.training.recipe import uses_bf16
-from resformer.training.sizes import passes, schedule_arguments
+from resformer.training.sizes import schedule_arguments
 from resformer.training.trainer import Bar
 
 _WARMING_UP = 2  # steps that are not timed, where there are more
 
 
 def run_arguments(settings: RunSettings, folder: Path, seed: int) -> TrainingArguments:
-    """The stock Trainer's arguments, on one device; raises ValueError if `micro_batch` does not divide the batch."""
+    """The stock Trainer's arguments, on one device."""
     interval = -(-settings.steps // settings.evaluations)  # steps between evaluations
     micro = settings.micro_batch or settings.batch
     arguments = TrainingArguments(
@@ -44,7 +44,7 @@ def run_arguments(settings: RunSettings, folder: Path, seed: int) -> TrainingArg
         max_steps=settings.steps,
         per_device_train_batch_size=micro,
         per_device_eval_batch_size=micro,
-        gradient_accumulation_steps=passes(settings.batch, micro),
+        gradient_accumulation_steps=settings.batch // micro,
         learning_rate=settings.learning_rate,
         **schedule_arguments(settings.schedule, settings.steps, settings.warmup, settings.decay),
         weight_decay=settings.weight_decay,
@@ -204,8 +204,6 @@ def whole_batches(blocks: Blocks, batch: int) -> Subset[dict[str, torch.Tensor]]
     """The training blocks, cut to a multiple of the batch size; raises DataError if there is not one batch."""
     count = len(blocks.train) // batch * batch
     if not count:
-        raise DataError(
-            f"The training documents make {len(blocks.train)} blocks, too few for a batch of {batch}; use more text, "
-            "or a smaller --block or --batch."
-        )
+        told = f"The training documents make {len(blocks.train)} blocks, too few for a batch of {batch}"
+        raise DataError(f"{told}; use more text, or a smaller --block or --batch.")
     return Subset(blocks.train, range(count))

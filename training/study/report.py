@@ -85,10 +85,7 @@ def _notes(
     base = {run["size"]: f"{run['learning_rate']:.2g} ({run['size']})" for run in runs if run["method"] == baseline}
     notes.append(f"The highest learning rate: {', '.join(base.values())}.")
     if max(len(rates), len(own)) > len(sizes):
-        notes.append(
-            "The methods have different learning rates. A difference is then one of rates, too, unless each method has "
-            "its best one."
-        )
+        notes.append("The methods have different learning rates: each difference is one of rates, too.")
     return notes
 
 
