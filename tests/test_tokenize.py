@@ -113,13 +113,6 @@ def test_a_long_word_is_learned_in_time(letters: str) -> None:
     assert len(ids) < 2500
 
 
-@pytest.mark.slow
-def test_processes_write_the_same_files(text: Path) -> None:
-    tokenizing.tokenize(options(text, "whole"))
-    tokenizing.tokenize(options(text, workers=2))
-    assert digests(text / "tokens") == digests(text / "whole")
-
-
 @pytest.mark.parametrize(("text_", "number"), [("300k", 300_000), ("1.6B", 1_600_000_000), ("2,048", 2048)])
 def test_counts_are_read(text_: str, number: int) -> None:
     assert count(text_) == number

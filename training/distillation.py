@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedTokenizerBase, Trainer
 
 _IGNORED = -100
 
@@ -73,14 +72,7 @@ class DistillationTrainer(Trainer):
         ValueError: the vocabularies of teacher and student differ.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        teacher: PreTrainedModel | None = None,
-        weight: float = 0.5,
-        temperature: float = 1.0,
-        **kwargs: Any,
-    ):
+    def __init__(self, *args: Any, teacher: Any = None, weight: float = 0.5, temperature: float = 1.0, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.teacher, self.weight, self.temperature = teacher, weight, temperature
         if teacher is not None:
@@ -90,11 +82,7 @@ class DistillationTrainer(Trainer):
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         if self.teacher is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

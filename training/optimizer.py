@@ -99,12 +99,11 @@ class ConnectionTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             self.optimizer = super().create_optimizer(model)
+            model = self.model if model is None else model
             if self.connection_learning_rate is not None:
-                set_connection_learning_rate(
-                    self.optimizer, self.model if model is None else model, self.connection_learning_rate
-                )
+                set_connection_learning_rate(self.optimizer, model, self.connection_learning_rate)
             if isinstance(self.optimizer, MuonAndAdamW) and self.muon_learning_rate is not None:
-                self.optimizer.set_learning_rate(self.model if model is None else model, self.muon_learning_rate)
+                self.optimizer.set_learning_rate(model, self.muon_learning_rate)
         return self.optimizer
 
 

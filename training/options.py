@@ -324,7 +324,6 @@ class TokenizeOptions(DataOptions):
     output: Annotated[str, Argument(help="The folder to write, or to go on with.")]
     tokenizer: Annotated[str, Option(help="bytes; bpe:N, trained on DATA; folder or Hub id.")]
     parse_special: ParseSpecial = False
-    workers: Annotated[int, Option(help="Processes.")] = 1
     tokens_per_file: Annotated[
         int, Option(parser=count, metavar="TOKENS", help="Of a file.  [default: 64M]", show_default=False)
     ] = 64_000_000
@@ -332,7 +331,6 @@ class TokenizeOptions(DataOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._positive("workers")
         self._expect("a share of the documents, from 0 to below 1", lambda share: 0 <= share < 1, "held_out")
 
 

@@ -1,4 +1,4 @@
-"""Documents to parquet files of token ids: more than memory holds, in several processes, resumed where it stopped.
+"""Documents to parquet files of token ids: more than memory holds, resumed where it stopped.
 
 The sources are read as for training; datatrove would bring its own readers, whose documents would be other ones.
 """
@@ -6,17 +6,13 @@ The sources are read as for training; datatrove would bring its own readers, who
 import json
 import os
 import sys
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -33,11 +29,9 @@ from resformer.training.tokenizers import load_tokenizer, make_tokenizer, save_t
 TOKENIZER = "tokenizer"
 
 _LOCK = "tokenize.lock"
-_BATCH = 64  # documents that a process takes at a time
+_BATCH = 256  # documents that the tokenizer's threads share at a time
 _SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "held_out": pa.bool_()})
 _SIDES = {"train": False, "validation": True}
-
-_encode: Any = None  # `tokenise` of a worker
 
 
 def tokenize(options: TokenizeOptions) -> dict[str, Any]:
@@ -51,7 +45,7 @@ def tokenize(options: TokenizeOptions) -> dict[str, Any]:
     with locked(output / _LOCK) as free:
         if not free:
             raise OutputError(f"{output}: another process is writing it.")
-        plan = {name: value for name, value in asdict(options).items() if name not in ("output", "workers")}
+        plan = {name: value for name, value in asdict(options).items() if name != "output"}
         # Of a changed source, documents would be read twice, and others not at all.
         digests = {f"digest of {source}": source_digest(source) for source in options.data}
         if record.is_file():
@@ -63,7 +57,8 @@ def tokenize(options: TokenizeOptions) -> dict[str, Any]:
             state = {"plan": {**plan, **digests}, "files": [], "reader": None, "done": False}
             replace_text(record, json.dumps(state, indent=2))
         if not state["done"]:
-            _write(options, state, record)
+            with writing(output):
+                _write(options, tokenizer, state, record)
         index = {
             **plan,
             "data": [Path(source).name if Path(source).exists() else source for source in options.data],
@@ -93,8 +88,10 @@ def _documents(options: TokenizeOptions) -> Documents:
     return load_documents(options.data, **options.reading, streaming=True, held_out=options.held_out)
 
 
-def _write(options: TokenizeOptions, state: dict[str, Any], record: Path) -> None:
+def _write(options: TokenizeOptions, tokenizer: PreTrainedTokenizerBase, state: dict[str, Any], record: Path) -> None:
     """Writes the files that are not written yet; a file ends with the batch that fills it."""
+    ends: dict[str, Any] = document_ends(tokenizer)
+    encode = partial(tokenise, tokenizer=tokenizer, share=options.held_out, parse_special=options.parse_special, **ends)
     writers: dict[str, _Writer] = {}
     bar = tqdm(unit="token", unit_scale=True, initial=sum(file["tokens"] for file in state["files"]))
 
@@ -104,12 +101,13 @@ def _write(options: TokenizeOptions, state: dict[str, Any], record: Path) -> Non
         replace_text(record, json.dumps(state, indent=2))
         writers.clear()
 
-    for tables, reader in _encoded(options, state["reader"]):
-        for side, table in tables.items():
-            if len(table):
+    for batch, reader in _read(options, state["reader"]):
+        for side, held_out in _SIDES.items():
+            if documents := encode(batch, wanted=held_out)["input_ids"]:
                 if side not in writers:
                     writers[side] = _Writer(record.with_name(f"{side}-{len(state['files']):05}.parquet"))
-                bar.update(writers[side].write(table))
+                writers[side].write(documents, held_out)
+                bar.update(sum(map(len, documents)))
         if sum(writer.tokens for writer in writers.values()) >= options.tokens_per_file:
             finish(reader=reader)
     finish(done=True)
@@ -121,22 +119,18 @@ class _Writer:
 
     def __init__(self, path: Path):
         self.path, self.partial = path, path.with_name(f".{path.stem}.partial")
-        with writing(self.path):
-            self.writer = pq.ParquetWriter(self.partial, _SCHEMA, compression="zstd")
+        self.writer = pq.ParquetWriter(self.partial, _SCHEMA, compression="zstd")
         self.documents = self.tokens = 0
 
-    def write(self, table: pa.Table) -> int:
-        """The number of tokens."""
-        with writing(self.path):
-            self.writer.write_table(table)
-        added = pc.sum(pc.list_value_length(table["input_ids"])).as_py()
-        self.documents, self.tokens = self.documents + len(table), self.tokens + added
-        return added
+    def write(self, documents: list[list[int]], held_out: bool) -> None:
+        sides = [held_out] * len(documents)
+        self.writer.write_table(pa.table({"input_ids": documents, "held_out": sides}, schema=_SCHEMA))
+        self.documents += len(documents)
+        self.tokens += sum(map(len, documents))
 
     def close(self) -> dict[str, Any]:
-        with writing(self.path):
-            self.writer.close()
-            os.replace(self.partial, self.path)
+        self.writer.close()
+        os.replace(self.partial, self.path)
         sizes = {"documents": self.documents, "tokens": self.tokens, "bytes": self.path.stat().st_size}
         return {"name": self.path.name, **sizes, "sha256": file_digest(self.path)}
 
@@ -144,26 +138,6 @@ class _Writer:
 def _sums(files: list[dict[str, Any]], side: str) -> dict[str, int]:
     of_side = [file for file in files if file["name"].startswith(side)]
     return {what: sum(file[what] for file in of_side) for what in ("documents", "tokens", "bytes")}
-
-
-def _encoded(options: TokenizeOptions, start: Any) -> Iterator[tuple[dict[str, pa.Table], Any]]:
-    """Tables of the batches, in order, each with the state of the reader after it; few are in work at a time."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process uses one core
-    arguments = (str(Path(options.output) / TOKENIZER), options.held_out, options.parse_special)
-    pool: Executor = ThreadPoolExecutor(1, initializer=_prepare, initargs=arguments)
-    if options.workers > 1:
-        pool = ProcessPoolExecutor(options.workers, get_context("spawn"), _prepare, arguments)
-    pending: deque[tuple[Future[dict[str, pa.Table]], Any]] = deque()
-    try:
-        for batch, reader in _read(options, start):
-            pending.append((pool.submit(_tables, batch), reader))
-            if len(pending) > 2 * options.workers:
-                tables, reader = pending.popleft()
-                yield tables.result(), reader
-        for tables, reader in pending:
-            yield tables.result(), reader
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _read(options: TokenizeOptions, start: Any) -> Iterator[tuple[dict[str, list[Any]], Any]]:
@@ -177,19 +151,3 @@ def _read(options: TokenizeOptions, start: Any) -> Iterator[tuple[dict[str, list
         with reading_source(source):
             for batch in documents.iter(batch_size=_BATCH):
                 yield batch, (number, documents.state_dict())
-
-
-def _prepare(tokenizer: str, share: float, parse_special: bool) -> None:
-    global _encode
-    loaded = load_tokenizer(tokenizer, None, "tokenise into another folder")
-    ends: dict[str, Any] = document_ends(loaded)
-    _encode = partial(tokenise, tokenizer=loaded, share=share, parse_special=parse_special, **ends)
-
-
-def _tables(batch: dict[str, list[Any]]) -> dict[str, pa.Table]:
-    """Of a batch, the table of each side."""
-    tables = {}
-    for side, held_out in _SIDES.items():
-        ids = _encode(batch, wanted=held_out)["input_ids"]
-        tables[side] = pa.table({"input_ids": ids, "held_out": [held_out] * len(ids)}, schema=_SCHEMA)
-    return tables

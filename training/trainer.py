@@ -88,11 +88,7 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
         return samples
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         if model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -142,10 +138,9 @@ class EvaluationLines(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            loss = metrics["eval_loss"]
-            steps = f"{state.global_step}/{state.max_steps}"
-            line = f"step {steps}: held-out loss {loss:.4f}, perplexity {perplexity(loss):.3f}"
-            line += f", {metrics['eval_bits_per_byte']:.4f} bits per byte"
+            loss, bits = metrics["eval_loss"], metrics["eval_bits_per_byte"]
+            line = f"step {state.global_step}/{state.max_steps}: held-out loss {loss:.4f}"
+            line += f", perplexity {perplexity(loss):.3f}, {bits:.4f} bits per byte"
             left = next((each["hours_left"] for each in reversed(state.log_history) if "hours_left" in each), 0.0)
             line += f", {left:.1f} hours left" if left >= 0.05 else ""
             tqdm.write(line, file=sys.stderr)

@@ -155,7 +155,7 @@ def new(
     row("would write" if dry_run else "wrote", options.output)
 
 
-@app.command(**example(TRAIN, "resformer tokenize notes.txt tokens --tokenizer bytes --sample-by line --workers 4"))
+@app.command(**example(TRAIN, "resformer tokenize notes.txt tokens --tokenizer bytes --sample-by line"))
 @takes(TokenizeOptions, "Give the command again to go on.")
 def tokenize(options: TokenizeOptions, as_json: AsJson = False) -> None:
     """Write documents as files of token ids, for --data.
