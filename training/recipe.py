@@ -63,11 +63,6 @@ _FREE = {"report_to", "evaluations", "gradient_checkpointing", "keep_optimizer",
 _FREE_ARGUMENTS = re.compile(
     r"(save|eval|logging|log|dataloader)_.*|disable_tqdm|run_name|project|enable_jit_checkpoint"
 )
-#: Fields of `TrainingArguments` that options set.
-_SET = (
-    *("activation_checkpointing", "data_seed", "gradient_accumulation_steps", "max_steps", "num_train_epochs"),
-    *("output_dir", "per_device_train_batch_size", "resume_from_checkpoint", "torch_compile"),
-)
 
 
 def finetune_checkpoint(
@@ -352,8 +347,6 @@ def uses_bf16(asked: bool | None) -> bool:
 
 def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
     """Options that have a name here are fixed, other fields have defaults that `options.trainer` may override."""
-    for name, value in options.trainer.items():
-        _check_argument(name, value)
     fixed: dict[str, Any] = {
         "output_dir": str(options.unfinished),
         "per_device_train_batch_size": options.batch,
@@ -368,7 +361,10 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
         "max_steps": -1 if options.steps is None else options.steps,
         **({} if options.optim in (None, "muon") else {"optim": options.optim}),
         "report_to": options.report_to or "none",
+        "resume_from_checkpoint": None,
     }
+    for name, value in options.trainer.items():
+        _check_argument(name, value, fixed)
     if options.dry_run:  # one step, which writes nothing
         fixed |= {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False}
         fixed |= {"report_to": "none", "output_dir": tempfile.gettempdir()}
@@ -401,11 +397,11 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
     return arguments
 
 
-def _check_argument(name: str, value: Any) -> None:
+def _check_argument(name: str, value: Any, fixed: Collection[str]) -> None:
     """Refuses a field of `TrainingArguments` that does not exist, has an option of its own, or would do harm."""
     options = {each.name for each in fields(FinetuneOptions)} - {"optim"}
     known = [each.name for each in fields(TrainingArguments) if each.init]
-    if name in options or name in _SET:
+    if name in options or name in fixed:
         raise ValueError(f"{name}: is set by an option of its own.")
     if name.startswith(("hub_", "push_")):
         raise ValueError(f"{name}: nothing is pushed in training; push the finished output with `resformer push`.")
