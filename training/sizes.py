@@ -161,13 +161,13 @@ def scratch_config(
     }
     if shape["vocab_size"] < len(tokenizer):
         raise ValueError(f"vocab_size is {shape['vocab_size']:,}, but the tokenizer has {len(tokenizer):,} tokens.")
-    if backbone is not None and backbone.endswith(".json"):
-        return _family_config(backbone, method, known, shape)
-    width = shape.get("hidden_size", known.hidden_size)
-    deviation = 0.02 if width >= _WIDE else round(math.sqrt(2 / (5 * width)), 3)
-    if backbone is not None:
-        return _family_config(backbone, method, known, {"initializer_range": deviation, **shape})
-    return ResFormerConfig.for_method(method, **{"initializer_range": deviation, **shape})
+    if backbone is None or not backbone.endswith(".json"):
+        width = shape.get("hidden_size", known.hidden_size)
+        deviation = 0.02 if width >= _WIDE else round(math.sqrt(2 / (5 * width)), 3)
+        shape = {"initializer_range": deviation, **shape}
+    if backbone is None:
+        return ResFormerConfig.for_method(method, **shape)
+    return _family_config(backbone, method, known, shape)
 
 
 def budget(parameters: int, flops_per_token: float, tokens: int | None = None) -> tuple[int, int, float]:
@@ -175,10 +175,6 @@ def budget(parameters: int, flops_per_token: float, tokens: int | None = None) -
 
     20 tokens a parameter; the batch and the rate are DeepSeek LLM's fit to the operations of the training, C:
     0.292 C^0.3271 tokens and 0.3118 C^-0.125 (arXiv 2401.02954, section 3.1).
-
-    Args:
-        flops_per_token: of forward and backward pass.
-        tokens: the training tokens, if they are given.
     """
     tokens = _TOKENS_PER_PARAMETER * parameters if tokens is None else tokens
     operations = flops_per_token * tokens

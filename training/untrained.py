@@ -27,11 +27,7 @@ def new_checkpoint(options: NewOptions, *, weights: bool = True, dry_run: bool =
 
 
 def untrained(options: NewOptions, held_out: float) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The configuration and the tokenizer of a new checkpoint: by default that of the data, if they are tokens.
-
-    Args:
-        held_out: the share of documents that a tokenizer is not trained on.
-    """
+    """The configuration and the tokenizer of a new checkpoint: by default that of the data, if they are tokens."""
     sources = options.sources
     tokenised = [Path(source) / TOKENIZER for source in sources if (Path(source) / INDEX).is_file()]
     size, _ = known_size(options.size, known_fields(options.backbone))

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,15 +37,7 @@ from resformer.training.untrained import parameter_count
 #: In the output of `compare`: what was trained on what, and every run.
 RECORD = "runs.jsonl"
 
-
-@dataclass(frozen=True)
-class _Method:
-    """A method as it is written, read."""
-
-    text: str
-    name: str
-    fields: dict[str, Any]  # of ResFormerConfig
-    settings: RunSettings
+_Method = tuple[str, dict[str, Any], RunSettings]
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,8 @@ class _Run:
     """One model to train."""
 
     size: str
-    method: _Method
+    method: str  # as it is written, with fields and settings of its own
+    settings: RunSettings
     seed: int
     config: Any
     backbone: Any
@@ -66,7 +59,7 @@ class _Run:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        return self.size, self.method.text, self.seed
+        return self.size, self.method, self.seed
 
     @property
     def place(self) -> Path:
@@ -158,15 +151,14 @@ def _work_on(run: _Run, study: _Study) -> bool:
             return False
         saved = study.options.save_models and run.seed == study.options.first_seed
         save_to = study.output / "models" / run.place if saved else None
-        settings = run.method.settings
-        result = paired_run(run.model(), study.data.blocks, settings, run.seed, folder=folder, save_to=save_to)
+        result = paired_run(run.model(), study.data.blocks, run.settings, run.seed, folder=folder, save_to=save_to)
         if save_to is not None:
             study.data.tokenizer.save_pretrained(save_to)
         environment = {key: value for key, value in describe_environment().items() if key != "variables"}
         add_line(study.record, {**_described(run), **result, "environment": environment})
         shutil.rmtree(folder, ignore_errors=True)
     done = study.finished().keys() & {each.key for each in study.runs}
-    what = f"{len(done)}/{len(study.runs)} {run.size} {run.method.text} seed {run.seed}"
+    what = f"{len(done)}/{len(study.runs)} {run.size} {run.method} seed {run.seed}"
     loss = "diverged" if result["loss"] is None else f"held-out loss {result['loss']:.4f}"
     tqdm.write(f"{what}: {loss}, {result['step_seconds'] * 1e3:,.1f} ms a step", file=sys.stderr)
     return True
@@ -182,7 +174,7 @@ def plan_study(options: StudyOptions) -> dict[str, Any]:
     for run in study.runs:
         if run.seed == options.first_seed:
             to_do = sum(replace(run, seed=seed).key not in finished for seed in options.all_seeds)
-            operations = training_flops(run.config, options.block) * run.method.settings.steps * options.batch
+            operations = training_flops(run.config, options.block) * run.settings.steps * options.batch
             facts = {"parameters": parameter_count(run.config), "training_flops": operations * options.block}
             rows.append({**_described(run), **facts, "to_do": to_do})
     tokens = options.settings.steps * options.settings.batch * options.block
@@ -197,12 +189,8 @@ def plan_study(options: StudyOptions) -> dict[str, Any]:
 
 
 def _prepared(options: StudyOptions, starts: Path, command: str | None) -> _Study:
-    """Reads the data and, if this process writes, begins the output; converted checkpoints go to `starts`.
-
-    Args:
-        command: for the record; `None` where nothing is written.
-    """
-    output, methods = Path(options.output), [_read_method(text, options) for text in options.all_methods]
+    """Reads the data and, with a `command` for the record, begins the output; converted checkpoints go to `starts`."""
+    output, methods = Path(options.output), {text: _read_method(text, options) for text in options.all_methods}
     saved, record = output / "tokenizer", output / RECORD
     beginning = f".{record.name}.*"  # of a process that was killed at its first write
     if output.exists() and not (
@@ -238,16 +226,16 @@ def _prepared(options: StudyOptions, starts: Path, command: str | None) -> _Stud
     return study
 
 
-def _runs_from_scratch(options: StudyOptions, methods: Sequence[_Method], data: StudyData) -> list[_Run]:
+def _runs_from_scratch(options: StudyOptions, methods: Mapping[str, _Method], data: StudyData) -> list[_Run]:
     runs = []
     for size in options.sizes or ("tiny",):
         backbone = scratch_config(PLAIN, size, data.tokenizer, options.block, options.backbone)
         _, _, rate = budget(parameter_count(backbone), training_flops(backbone, options.block))
-        for method in methods:
-            if method.settings.learning_rate is None:
-                method = replace(method, settings=replace(method.settings, learning_rate=rate))
-            config = scratch_config(method.name, size, data.tokenizer, options.block, options.backbone, **method.fields)
-            runs += [_Run(size, method, seed, config, backbone, None) for seed in options.all_seeds]
+        for text, (method, values, settings) in methods.items():
+            if settings.learning_rate is None:
+                settings = replace(settings, learning_rate=rate)
+            config = scratch_config(method, size, data.tokenizer, options.block, options.backbone, **values)
+            runs += [_Run(size, text, settings, seed, config, backbone, None) for seed in options.all_seeds]
     return runs
 
 
@@ -258,26 +246,26 @@ def _weights(checkpoint: str) -> str:
     return source.revision or hashlib.sha256(json.dumps([*map(fingerprint, files)]).encode()).hexdigest()
 
 
-def _continued_runs(options: StudyOptions, methods: Sequence[_Method], data: StudyData, starts: Path) -> list[_Run]:
+def _continued_runs(options: StudyOptions, methods: Mapping[str, _Method], data: StudyData, starts: Path) -> list[_Run]:
     """Converts the checkpoint to each architecture, once, into a folder of `starts`."""
     assert options.start is not None
     size = Path(options.start).resolve().name if Path(options.start).exists() else options.start.rpartition("/")[2]
     if size.isdecimal():  # a model of another study: models/SIZE/METHOD/SEED
         size = "-".join(Path(options.start).resolve().parts[-2:])
     runs = []
-    for method in methods:
-        folder = starts / _file_name(architecture(method.text))
+    for text, (method, values, settings) in methods.items():
+        folder = starts / _file_name(architecture(text))
         if not folder.exists():
             # A lossy conversion is allowed: the first point of its curve shows the loss.
             how: dict[str, Any] = {"lossy": True, "link": True, "verify": "headers", "progress": False}
-            retrofit(options.start, folder, method.name, **how, **method.fields)
+            retrofit(options.start, folder, method, **how, **values)
         config = AutoConfig.from_pretrained(folder)
         if options.block > (most := config.max_position_embeddings):
             raise ValueError(f"block is {options.block}, but {options.start} has {most} positions.")
         if len(data.tokenizer) > config.vocab_size:
             told = f"The tokenizer has {len(data.tokenizer):,} tokens, but {options.start} {config.vocab_size:,}"
             raise ValueError(f"{told}; leave --tokenizer out.")
-        runs += [_Run(size, method, seed, config, config, folder) for seed in options.all_seeds]
+        runs += [_Run(size, text, settings, seed, config, config, folder) for seed in options.all_seeds]
     return runs
 
 
@@ -286,17 +274,18 @@ def _file_name(name: str) -> str:
 
 
 def _read_method(text: str, options: StudyOptions) -> _Method:
+    """The name of a method, the fields of its configuration, and the settings of its training."""
     name, values = with_fields(text, METHODS, "method", {*known_fields(options.backbone), *OF_A_METHOD})
     own = {key: values.pop(key) for key in OF_A_METHOD if key in values}
-    return _Method(text, name, values, replace(options.settings, **own))
+    return name, values, replace(options.settings, **own)
 
 
 def _described(run: _Run) -> dict[str, Any]:
     return {
         "size": run.size,
-        "method": run.method.text,
-        "architecture": architecture(run.method.text),
+        "method": run.method,
+        "architecture": architecture(run.method),
         "seed": run.seed,
-        **{name: getattr(run.method.settings, name) for name in OF_A_METHOD},
+        **{name: getattr(run.settings, name) for name in OF_A_METHOD},
         "cache_bytes_per_token": cache_size(run.config, "bfloat16")[0],
     }
