@@ -90,8 +90,8 @@ def _documents(options: TokenizeOptions) -> Documents:
 
 def _write(options: TokenizeOptions, tokenizer: PreTrainedTokenizerBase, state: dict[str, Any], record: Path) -> None:
     """Writes the files that are not written yet; a file ends with the batch that fills it."""
-    ends: dict[str, Any] = document_ends(tokenizer)
-    encode = partial(tokenise, tokenizer=tokenizer, share=options.held_out, parse_special=options.parse_special, **ends)
+    settings: dict[str, Any] = {"tokenizer": tokenizer, "share": options.held_out, **document_ends(tokenizer)}
+    encode: Any = partial(tokenise, parse_special=options.parse_special, **settings)
     writers: dict[str, _Writer] = {}
     bar = tqdm(unit="token", unit_scale=True, initial=sum(file["tokens"] for file in state["files"]))
 
