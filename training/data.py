@@ -292,8 +292,12 @@ def _load(
 def _token_files(folder: Path) -> list[Path]:
     """The files of `resformer tokenize`, held-out documents first."""
     index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    names = [file["name"] for file in index["files"]]
-    return [folder / name for side in ("validation", "train") for name in names if name.startswith(side)]
+    files = [file for side in ("validation", "train") for file in index["files"] if file["name"].startswith(side)]
+    for file in files:
+        path = folder / file["name"]
+        if not path.is_file() or path.stat().st_size != file["bytes"]:
+            raise DataError(f"{path}: is not the file of {file['bytes']:,} bytes that {INDEX} lists; tokenise again.")
+    return [folder / file["name"] for file in files]
 
 
 def _kept(columns: Collection[str], text: str, chats: bool, name: str) -> list[str]:

@@ -67,18 +67,12 @@ class DistillationTrainer(Trainer):
     Args:
         teacher: the source model, whole on every device; `None`: no distillation.
         weight, temperature: of `distillation_loss`.
-
-    Raises:
-        ValueError: the vocabularies of teacher and student differ.
     """
 
     def __init__(self, *args: Any, teacher: Any = None, weight: float = 0.5, temperature: float = 1.0, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.teacher, self.weight, self.temperature = teacher, weight, temperature
         if teacher is not None:
-            size, of_teacher = self.model.config.vocab_size, teacher.config.vocab_size
-            if size != of_teacher:
-                raise ValueError(f"The model has {size:,} tokens, the teacher {of_teacher:,}; distil from its source.")
             self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
 
     def compute_loss(

@@ -155,8 +155,8 @@ def pretrain_plan(options: PretrainOptions, config: Any) -> PretrainPlan:
     else:
         each, rest = divmod(options.batch_tokens, block * devices)
         if rest or not each:
-            told = f"{devices} device{'s' * (devices > 1)}, sequences of {block:,} tokens"
-            raise ValueError(f"batch_tokens is {options.batch_tokens:,}; expected a multiple of {told}.")
+            expected = f"{block * devices:,}: {devices} device{'s' * (devices > 1)}, sequences of {block:,} tokens"
+            raise ValueError(f"batch_tokens is {options.batch_tokens:,}; expected a multiple of {expected}.")
     micro = options.micro_batch or max(
         n for n in range(1, each + 1) if each % n == 0 and n * block <= max(block, _PASS)
     )

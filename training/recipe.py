@@ -122,6 +122,9 @@ def _finetune(
         "name a checkpoint that has the right one with --tokenizer",
     )
     if options.distill is not None:
+        size, taught = config.vocab_size, _loaded(AutoConfig, options.distill).get_text_config().vocab_size
+        if size != taught:
+            raise ValueError(f"The model has {size:,} tokens, the teacher {taught:,}; distil from its source.")
         remedy = "save the one of its training in its folder, so that they can be compared"
         check_teacher_tokens(tokenizer, load_tokenizer(options.distill, None, remedy))
     if first:  # a tokenizer that cannot go along is told before the training
