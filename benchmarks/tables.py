@@ -463,9 +463,8 @@ def sentences() -> dict[str, list[str]]:
             f"{shared_layers()['shared, refitted', 'Python']['rise']:.3f} on Python",
         ],
         "docs/pretraining.md": [
-            f"{tokenised['bytes'] / 1e9:.0f} GB of text took {tokenised['seconds']:.0f} seconds with two workers, "
-            f"{tokenised['tokens/s'] / 1e6:.1f} million tokens a second, and "
-            f"{tokenised['peak RSS of the tree, GB']:.1f} GB of memory",
+            f"{tokenised['bytes'] / 1e6:.0f} MB of text took {tokenised['CPU seconds']:.0f} seconds of processor time, "
+            f"{tokenised['tokens a CPU second']:,} tokens a second, and {tokenised['peak RSS, GB']:.1f} GB of memory",
             f"{ours:,.0f} tokens/s against {bare:,.0f} (the medians of {len(rounds)} rounds",
             f"median ratio {speed['ratio']}). `tokenize`, alike: {speed['tokenize, tokens/s of a core']:,} tokens/s",
         ],
