@@ -227,14 +227,8 @@ def test_only_what_is_named_is_trained(
     trainers: list[Any] = []
     run_trainer = recipe._train
     monkeypatch.setattr(recipe, "_train", lambda *given: (trainers.append(given[0]), run_trainer(*given))[1])
-    options = {
-        "distill": "source",
-        "distill_weight": 1.0,
-        "temperature": 3.0,
-        "train": train,
-        "force": True,
-        "gradient_checkpointing": gradient_checkpointing,
-    }
+    options = {"distill": "source", "distill_weight": 1.0, "temperature": 3.0, "train": train, "force": True}
+    options["gradient_checkpointing"] = gradient_checkpointing
     report = tuned(work, "taught", monkeypatch, learning_rate=1e-2, **options)
     before, after = (
         dict(AutoModelForCausalLM.from_pretrained(work / name, dtype="float32").named_parameters())
@@ -368,22 +362,14 @@ def test_every_step_has_its_batch(work: Path, monkeypatch: pytest.MonkeyPatch, w
     (work / "few.txt").write_text("\n\n".join(f"Layer {index} reads few words." for index in range(40)))
     sizes: list[int] = []
     step = recipe.RecipeTrainer.training_step
-    monkeypatch.setattr(
-        recipe.RecipeTrainer,
-        "training_step",
-        lambda self, model, inputs, *more: (sizes.append(len(inputs["input_ids"])), step(self, model, inputs, *more))[
-            1
-        ],
-    )
-    options: dict[str, Any] = {
-        "data": data,
-        "steps": None,
-        "epochs": 1.5,
-        "batch": 16,
-        "accumulate": 3,
-        "save_steps": 0.5,
-    }
-    report = tuned(work, f"full-{weights}", monkeypatch, **options, eval_steps=0.5)
+
+    def counted(self: Any, model: Any, inputs: Any, *more: Any) -> Any:
+        sizes.append(len(inputs["input_ids"]))
+        return step(self, model, inputs, *more)
+
+    monkeypatch.setattr(recipe.RecipeTrainer, "training_step", counted)
+    options: dict[str, Any] = {"data": data, "steps": None, "epochs": 1.5, "batch": 16, "accumulate": 3}
+    report = tuned(work, f"full-{weights}", monkeypatch, **options, eval_steps=0.5, save_steps=0.5)
     assert {*sizes} == {16}
     assert len(sizes) == 3 * (report.steps or 0)
     assert report.tokens == (report.steps or 0) * 3 * 16 * 32
@@ -411,13 +397,8 @@ def test_a_batch_that_was_found_automatically_is_resumed_with_its_data(
         return step(self, model, inputs, *more)
 
     monkeypatch.setattr(recipe.RecipeTrainer, "training_step", small)
-    options: dict[str, Any] = {
-        "streaming": streaming,
-        "steps": 9,
-        "batch": 8,
-        "auto_find_batch_size": True,
-        "save_steps": 1,
-    }
+    options: dict[str, Any] = {"steps": 9, "batch": 8, "auto_find_batch_size": True, "save_steps": 1}
+    options["streaming"] = streaming
     tuned(work, f"auto-{streaming}", monkeypatch, **options)
     whole = {**seen}
     assert len(whole) == 9
