@@ -142,7 +142,6 @@ def paired_run(
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
     tokens = settings.batch * blocks.held_out.block
-    times = [entry["eval_runtime"] for entry in trainer.state.log_history if "eval_runtime" in entry]
     points: dict[int, dict[str, Any]] = {}
     for entry in trainer.state.log_history:
         for key, name in (("loss", "training_loss"), ("eval_loss", "validation_loss")):
@@ -165,7 +164,6 @@ def paired_run(
         "training_flops": training_flops(model.config, blocks.held_out.block) * tokens * settings.steps,
         "step_seconds": recorder.median,
         "tokens_per_second": tokens / recorder.median,
-        "evaluation_seconds": statistics.median(times),
         "peak_memory": peak_memory(),
         "bf16": arguments.bf16,
         "resumed_from": 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2]),
