@@ -97,8 +97,6 @@ def test_after_an_interrupt_a_command_says_what_it_leaves(
     ("command", "package", "extra"),
     [
         ("eval missing --tasks letters", "lm_eval", "eval"),
-        ("pretrain out --data missing.txt --eval letters", "lm_eval", "eval"),
-        ("finetune missing out --data missing.txt --eval letters", "lm_eval", "eval"),
         ("compare out --data missing.txt --steps 4", "matplotlib", "study"),
     ],
 )

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 import torch
 from checkpoints import byte_tokenizer, save_checkpoint, save_notes
-from command_server import Run, resformer
+from command_server import Run
 from conftest import Stop, tiny_config, tiny_model
 from filelock import FileLock
 from scipy import stats
@@ -509,9 +509,9 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(work: Path, compare: Calla
     done = compare("planned", "--methods", "resformer", "--tokens", 700, *SMALL, "--dry-run", "--json")
     assert done.exit_code == 0, done.output
     plan = json.loads(done.stdout)
-    assert (plan["steps"], plan["tokens"], plan["seconds"] > 0) == (6, 768, True)
+    assert (plan["steps"], plan["tokens"]) == (6, 768)
     assert [(run["method"], run["to_do"]) for run in plan["runs"]] == [("transformer", 3), ("resformer", 3)]
-    assert "min at the speed of" in compare("planned", "--tokens", 700, *SMALL, "--seeds", 1, "--dry-run").stdout
+    assert "runs to do: 1, of " in compare("planned", "--tokens", 700, *SMALL, "--seeds", 1, "--dry-run").stdout
     assert set(work.iterdir()) == before
 
 
@@ -557,18 +557,8 @@ def test_a_committed_run_begins_as_its_command_says(
     assert losses == pytest.approx([point["validation_loss"] for point in runs[0]["curve"][:2]], abs=tolerance)
 
 
-@pytest.mark.slow
-def test_two_processes_train_what_one_does(work: Path) -> None:
-    arguments = ["--methods", "resformer", "--seeds", 1, *SMALL, "--steps", 6, "--json"]
-    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    reports = []
-    for options in ({}, {"launcher": launcher}):
-        output = "two" if options else "one"
-        done = resformer("compare", output, *arguments, cwd=work, HF_HOME=str(work / "home"), **options)
-        assert done.returncode == 0, done.stderr
-        reports.append(json.loads(done.stdout))
-    one, two = (next(iter(report["sizes"].values())) for report in reports)
-    for alone, both in zip(one, two, strict=True):
-        assert both["loss"] == pytest.approx(alone["loss"], rel=1e-4)
-    ((_, runs),) = read_record(work / "two" / "runs.jsonl")
-    assert [run["processes"] for run in runs] == [2, 2]
+def test_a_launcher_is_refused(work: Path, compare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = compare("launched", "--methods", "resformer", *SMALL, "--steps", 6)
+    assert (done.exit_code, "start the command several times" in done.stderr) == (2, True)
+    assert not (work / "launched").exists()

@@ -25,7 +25,8 @@ from resformer import ResFormerConfig, ResFormerForCausalLM, ResFormerForSequenc
 from resformer.modeling.any_decoder import Decoder
 from resformer.modeling.connections import KINDS
 from resformer.modeling.connections.value_residual import GateProjection
-from resformer.training.optimizer import FullPrecisionConnections, is_connection
+from resformer.training.optimizer import is_connection
+from resformer.trl import FullPrecisionConnections
 
 METHODS = (
     "transformer resformer resformer-gated resformer-denseformer svformer cla2 attention-residuals depth-attention "

@@ -13,10 +13,9 @@ import pytest
 import torch
 from conftest import Stop
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerControl
+from transformers import AutoModelForCausalLM, TrainerControl
 
 from resformer import ResFormerConfig
-from resformer.checkpoint_cards import checkpoint_card
 from resformer.errors import CheckpointError
 from resformer.model_cards import model_card
 from resformer.training import pretraining
@@ -185,30 +184,6 @@ def test_a_dry_run_writes_nothing(work: Path, invoke: Callable[..., Any], monkey
     assert 40 < float(gigabytes) < 200  # without gradient checkpointing
     assert "not measured: it does not fit." in large.stdout
     assert not list(work.glob("out*"))
-
-
-def test_tasks_are_scored_while_it_trains_and_stand_on_the_card(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")  # takes the harness seconds
-    rows = [{"question": f"layer {n}", "choices": [" a", " bcd"], "answer": n % 2} for n in range(4)]
-    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    Path("letters.yaml").write_text(
-        f"task: letters\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {work}/rows.jsonl}}}}\n"
-        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: '{{choices}}'\n"
-        "doc_to_target: '{{answer}}'\nmetric_list: [{metric: acc}, {metric: brier_score}]\nmetadata: {version: 1.0}\n"
-    )
-    options = PretrainOptions(output="out", data=["text.txt"], tasks=["letters.yaml"], **{**SMALL, "evaluations": 2})
-    _, report = pretraining.pretrain(options)
-    score, brier = report.metrics  # the second is a NumPy scalar in the harness
-    assert (brier["name"], type(brier["value"])) == ("brier_score", float)
-    assert (score["task"], score["name"], score["samples"]) == ("letters", "acc", 4)
-    scores = [entry for entry in json.loads(Path("out/log.json").read_text()) if "eval_letters_acc" in entry]
-    assert [entry["step"] for entry in scores] == [0, 4, 8]
-    assert scores[-1]["eval_letters_acc"] == score["value"]
-    assert json.loads(Path("out/eval.json").read_text())["results"]["letters"]["acc,none"] == score["value"]
-    assert AutoTokenizer.from_pretrained("out").pad_token is None  # the harness sets one
-    card = Path("out/README.md").read_text()
-    assert f"| acc | letters | test | 0 | 4 samples | {score['value']:.4g}" in card
-    assert str(checkpoint_card("out").card) == card
 
 
 def test_a_card_names_the_licences_and_the_tokens_of_the_data(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,10 +311,7 @@ def _kept(columns: Collection[str], text: str, chats: bool, name: str) -> list[s
     if chats and ("messages" in columns or {"prompt", "completion"} <= set(columns)):
         return [each for each in _CHAT if each in columns]
     chat = ", `messages` (a list of `role` and `content`), or `prompt` and `completion`" if chats else ""
-    raise DataError(
-        f"{name}: has no column {text!r} but {first_names(columns)}; expected text, in a column that --text-column "
-        f"names{chat}."
-    )
+    raise DataError(f"{name}: has no column {text!r} but {first_names(columns)}; expected text (--text-column){chat}.")
 
 
 def _read(

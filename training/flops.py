@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from resformer.configuration import ResFormerConfig
 from resformer.convert.connected_families import view
@@ -28,8 +28,7 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
     another family's decoder it is an estimate: each matrix is taken to be used once by each token.
     """
     seen, text = view(config), text_config(config)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
+    model: Any = meta_model(config)
     experts = next((n for name in _EXPERTS if (n := getattr(text, name, None))), 1)
     share = (getattr(text, "num_experts_per_tok", None) or experts) / experts if experts > 1 else 1
     ends = [each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
@@ -53,6 +52,12 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
         "connections": sum(kind.flops(seen) for kind in kinds_in(seen)),
         "head": 2 * seen.hidden_size * seen.vocab_size,
     }
+
+
+def meta_model(config: Any) -> PreTrainedModel:
+    """A model without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def training_flops(config: Any, tokens: int) -> float:

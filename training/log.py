@@ -74,9 +74,8 @@ class LossGuard(TrainerCallback):
             what = f"the loss is {entry['loss']:.4f}, the norm of the gradient {entry.get('grad_norm', math.nan):.4f}"
             what += "" if self.weights else ", and weights are not finite"
             way = "--resume would come to the same step"
-        raise CheckpointError(
-            f"Step {state.global_step}: {what}. {place}; {way}. Begin again with --force and a lower --learning-rate."
-        )
+        told = f"Step {state.global_step}: {what}. {place}; {way}"
+        raise CheckpointError(f"{told}. Begin again with --force and a lower --learning-rate.")
 
 
 def _means(history: Sequence[dict[str, Any]], steps: int) -> list[float]:
@@ -97,14 +96,10 @@ class TrainingLog(TrainerCallback):
     Each entry of the Trainer's history gets the tokens so far, tokens a second since the last one, the hours left at
     this speed, the share of the devices' peak that they use, where it is known, and with evaluations the coefficients
     of connections. The history is in the checkpoints, so that a run that goes on has it from its beginning.
-
-    Args:
-        folder: of the file.
-        flops: operations a token, forward and backward.
     """
 
     def __init__(self, folder: Path, flops: float):
-        self.folder, self.flops = folder, flops
+        self.folder, self.flops = folder, flops  # a token, forward and backward
         self.since: tuple[float, int, int] | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from resformer.modeling.connections import KINDS
 
@@ -99,29 +99,9 @@ class ConnectionTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             self.optimizer = super().create_optimizer(model)
+            model = self.model if model is None else model
             if self.connection_learning_rate is not None:
-                set_connection_learning_rate(
-                    self.optimizer, self.model if model is None else model, self.connection_learning_rate
-                )
+                set_connection_learning_rate(self.optimizer, model, self.connection_learning_rate)
             if isinstance(self.optimizer, MuonAndAdamW) and self.muon_learning_rate is not None:
-                self.optimizer.set_learning_rate(self.model if model is None else model, self.muon_learning_rate)
+                self.optimizer.set_learning_rate(model, self.muon_learning_rate)
         return self.optimizer
-
-
-class FullPrecisionConnections(TrainerCallback):
-    """Undoes the rounding of connections to bfloat16 by TRL's trainers, where a 4-bit or 8-bit model has an adapter.
-
-    A coefficient near 1 moves by less in a step than bfloat16 can represent, and would never change.
-    """
-
-    def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        for name, wrapper in model.named_modules() if model is not None else ():
-            parts = dict(wrapper.named_children())
-            if not is_connection(name) or parts.keys() != {"original_module", "modules_to_save"}:  # of PEFT
-                continue
-            for trained in parts["modules_to_save"].children():
-                for parameter, original in zip(
-                    trained.parameters(), parts["original_module"].parameters(), strict=True
-                ):
-                    unchanged = parameter == original.to(parameter.dtype)
-                    parameter.data = torch.where(unchanged, original, parameter.to(original.dtype)).detach()

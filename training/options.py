@@ -148,9 +148,6 @@ class RunOptions(DataOptions):
     report_to: Annotated[list[str], Option(help="tensorboard, trackio, wandb; repeatable.")] = field(
         default_factory=list
     )
-    tasks: Annotated[list[str], Option("--eval", help="Tasks of lm-evaluation-harness; repeatable.")] = field(
-        default_factory=list
-    )
     optim: Annotated[str | None, Option(help="muon, or one of Transformers.  [default: adamw_torch_fused]")] = None
     muon_learning_rate: Annotated[float | None, Option(help="Of the matrices.  [default: --learning-rate]")] = None
     spike: Annotated[float, Option(help="Stop if the loss stays so far above its lowest; 0: never.")] = 2.0
@@ -223,8 +220,7 @@ class FinetuneOptions(RunOptions):
     distill_weight: Annotated[float, Option(help="Weight of the teacher's loss, 0 to 1.")] = 0.5
     temperature: Annotated[float, Option(help="Of the teacher's and the model's softmax.")] = 1.0
     train: Annotated[str, Option(help="all parameters, or connections: those that connections add.")] = "all"
-    dtype: Annotated[str, Option(help="Of the weights in training, float32 or bfloat16.")] = "float32"
-    save_dtype: Annotated[str | None, Option(help="Of the weights as saved.  [default: --dtype]")] = None
+    save_dtype: Annotated[str | None, Option(help="Of the weights as saved.  [default: float32]")] = None
     tokenizer: Annotated[str | None, Option(help="Checkpoint with the tokenizer.  [default: MODEL]")] = None
     trainer: Annotated[
         dict[str, Any], Option("--set", metavar="NAME=VALUE", help="Any field of TrainingArguments; repeatable.")
@@ -243,15 +239,12 @@ class FinetuneOptions(RunOptions):
         if self.streaming and self.steps is None:
             raise ValueError("streaming needs steps: the length of a stream is not known.")
         if self.streaming and (workers := self.trainer.get("dataloader_num_workers")):
-            raise ValueError(
-                f"dataloader_num_workers is {workers}; a stream is read by the training process: leave it out."
-            )
+            raise ValueError(f"dataloader_num_workers is {workers}; the training process reads a stream: leave it out.")
         if self.separate_documents and self.batch > 1 and "flash" in (self.attn_implementation or ""):
             raise ValueError(
                 f"batch is {self.batch}; with FlashAttention, documents of a block are kept apart in batches of one "
                 "alone. Use --batch 1 and --accumulate (pretrain: --micro-batch 1), --join-documents, or sdpa."
             )
-        self._one_of(("float32", "bfloat16"), "dtype")
         self._one_of(("float32", "bfloat16", "float16"), "save_dtype")
 
     @property
@@ -348,13 +341,15 @@ class RunSettings(ScheduleOptions):
     """How a study trains a model; the defaults are those of pre-training."""
 
     steps: int
-    batch: Annotated[int, Option(help="Sequences per step, on all devices together.")] = 8
+    batch: Annotated[int, Option(help="Sequences per step.")] = 8
     learning_rate: float | None = 6e-4  # None: the size's
     bf16: Bf16 = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._whole("steps", "batch")
+        if self.batch % (self.micro_batch or self.batch):
+            raise ValueError(f"micro_batch is {self.micro_batch}; expected a divisor of the batch, {self.batch}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,9 +412,7 @@ class StudyOptions(RunSettings, DataOptions):
         if self.start is not None and self.backbone is not None:
             raise ValueError(f"backbone is {self.backbone}, but the decoder is that of {self.start}; give one of them.")
         if self.start is not None and self.sizes:
-            raise ValueError(
-                f"sizes are {', '.join(self.sizes)}, but the size is that of {self.start}; give one of them."
-            )
+            raise ValueError(f"sizes are {', '.join(self.sizes)}, but {self.start} has its own; give one of them.")
 
     @property
     def settings(self) -> RunSettings:

@@ -217,8 +217,11 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
 
     def read(self, given: int) -> dict[str, tuple[int, float]]:
         """Source -> its tokens in the first `given` blocks, and the passes over it that have begun."""
-        places = zip(self.streams, self.place(given)["streams"], strict=True)
-        return {name: (sum(map(each.get, _COUNTS)) * self.block, each["passes"]) for (name, _), each in places}
+        read = {}
+        for (source, _), place in zip(self.streams, self.place(given)["streams"], strict=True):
+            begun = place["blocks"] + place["shown"] > 0
+            read[source] = sum(map(place.get, _COUNTS)) * self.block, place["passes"] - (not begun)
+        return read
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         self.resume(self.start)
@@ -237,13 +240,17 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
 
     def _read(self, number: int, together: int) -> Iterator[dict[str, torch.Tensor]]:
         """The blocks of a stream, about so many `together` shuffled; keeps its place."""
-        for place, blocks in self._windows(number, together):
-            order = np.random.default_rng([self.seed, number, place["before"] + place["blocks"]]).permutation(
-                len(blocks)
-            )
-            for shown in range(place["shown"], len(blocks)):
-                self._places[number] = {**place, "shown": shown + 1}
+        windows = self._windows(number, together)
+        place, blocks = next(windows)
+        while True:
+            numbers = np.random.default_rng([self.seed, number, place["before"] + place["blocks"]])
+            order = numbers.permutation(len(blocks))
+            for shown in range(place["shown"], len(order)):
                 packed, index = blocks[order[shown]]
+                self._places[number] = {**place, "shown": shown + 1}
+                if shown + 1 == len(order):  # the next blocks say whether the pass has ended
+                    place, blocks = next(windows)
+                    self._places[number] = place
                 yield packed[index]
 
     def _windows(self, number: int, together: int) -> Iterator[tuple[dict[str, Any], list[tuple[PackedBlocks, int]]]]:
@@ -281,10 +288,8 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
 
 
 def _short(source: str, tokens: int, block: int) -> DataError:
-    return DataError(
-        f"{source}: its training documents have {tokens:,} tokens and do not fill a block of {block:,}; use more text "
-        "or a smaller --block."
-    )
+    told = f"{source}: its training documents have {tokens:,} tokens and do not fill a block of {block:,}"
+    return DataError(f"{told}; use more text or a smaller --block.")
 
 
 def warn_of_passes(source: str, passes: float) -> None:
@@ -428,10 +433,8 @@ def tokenise(
     chosen = [each for row in rows if (each := content(row)) and is_row_held_out(row, each, share) == wanted]
     if "input_ids" in batch:
         if (largest := max(map(max, chosen), default=0)) >= len(tokenizer):
-            raise DataError(
-                f"The data have the token {largest:,}, and the tokenizer {len(tokenizer):,} tokens; name the one that "
-                "made them with --tokenizer."
-            )
+            told = f"The data have the token {largest:,}, and the tokenizer {len(tokenizer):,} tokens"
+            raise DataError(f"{told}; name the one that made them with --tokenizer.")
         return {"input_ids": chosen}
     specials = [] if parse_special else _specials(tokenizer)
     encode = partial(tokenizer, add_special_tokens=False, verbose=False)
@@ -496,10 +499,8 @@ def _answers(
         if message.get("role") == "assistant" and weight:
             before, until = ids_of(number, add_generation_prompt=True), ids_of(number + 1)
             if ids[: len(until)] != until or until[: len(before)] != before:
-                raise DataError(
-                    "The tokenizer's chat template renders a message differently when others follow, so that answers "
-                    "cannot be found in the text; use rows of `prompt` and `completion` with one answer each."
-                )
+                told = "The tokenizer's chat template renders a message differently when others follow"
+                raise DataError(f"{told}; use rows of `prompt` and `completion` with one answer each.")
             marked[len(before) : len(until)] = ids[len(before) : len(until)]
     return marked
 
@@ -562,7 +563,6 @@ def _packed(
         raise DataError(f"The {side} documents have {len(tokens):,} tokens, and no answer or completion to learn.")
     if not len(blocks):
         remedies = ", ".join(filter(None, ("more text", remedy, "a smaller --block")))
-        raise DataError(
-            f"The {side} documents have {len(tokens):,} tokens, too few for one block of {block:,}; use {remedies}."
-        )
+        told = f"The {side} documents have {len(tokens):,} tokens, too few for one block of {block:,}"
+        raise DataError(f"{told}; use {remedies}.")
     return blocks, np.searchsorted(np.cumsum(sizes), blocks.begins, "right"), sizes

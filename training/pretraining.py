@@ -20,15 +20,14 @@ from transformers import (
 )
 
 from resformer.environment import free_memory, peak_memory, usable_device
-from resformer.evaluation import check_tasks
-from resformer.training.flops import training_flops
+from resformer.training.flops import meta_model, training_flops
 from resformer.training.log import TrainingLog, last_checkpoint
 from resformer.training.optimizer import MuonAndAdamW, connection_learning_rate
 from resformer.training.options import BEGUN, FinetuneOptions, PretrainOptions, RunOptions, read_begun, unfinished_of
 from resformer.training.recipe import START, finetune_checkpoint, uses_bf16
 from resformer.training.report import FinetuneReport
-from resformer.training.sizes import budget, passes, replicas, schedule_arguments
-from resformer.training.untrained import meta_model, untrained, write_untrained
+from resformer.training.sizes import budget, replicas, schedule_arguments
+from resformer.training.untrained import untrained, write_untrained
 
 _PASS = 16_384  # tokens that a device takes at a time, unless more is said
 _TIMED = 20.0  # seconds for the speed of a plan
@@ -72,8 +71,6 @@ def pretrain(
     options: PretrainOptions, *, callbacks: Sequence[TrainerCallback] = ()
 ) -> tuple[PretrainPlan, FinetuneReport]:
     """Trains a model from scratch; under torchrun or `accelerate launch` every process calls it."""
-    if options.tasks:
-        check_tasks(options.tasks)  # before a tokenizer is made of the data
     options = _as_begun(options)
     config, tokenizer = _model(options)
     plan = pretrain_plan(options, config)
@@ -158,13 +155,13 @@ def pretrain_plan(options: PretrainOptions, config: Any) -> PretrainPlan:
     else:
         each, rest = divmod(options.batch_tokens, block * devices)
         if rest or not each:
-            raise ValueError(
-                f"batch_tokens is {options.batch_tokens:,}; expected a multiple of {block * devices:,}: {devices} "
-                f"device{'s' * (devices > 1)}, sequences of {block:,} tokens."
-            )
+            expected = f"{block * devices:,}: {devices} device{'s' * (devices > 1)}, sequences of {block:,} tokens"
+            raise ValueError(f"batch_tokens is {options.batch_tokens:,}; expected a multiple of {expected}.")
     micro = options.micro_batch or max(
         n for n in range(1, each + 1) if each % n == 0 and n * block <= max(block, _PASS)
     )
+    if each % micro:
+        raise ValueError(f"micro_batch is {micro}; expected a divisor of the {each} sequences of a device.")
     steps = math.ceil(tokens / (each * devices * block))
     rate = options.learning_rate or rate
     tokens = steps * each * devices * block
@@ -175,7 +172,7 @@ def pretrain_plan(options: PretrainOptions, config: Any) -> PretrainPlan:
         block=block,
         sequences=each * devices,
         micro_batch=micro,
-        accumulate=passes(each, micro),
+        accumulate=each // micro,
         learning_rate=rate,
         connection_learning_rate=options.connection_learning_rate or connection_learning_rate(model, rate),
         flops=flops * tokens,

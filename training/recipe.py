@@ -10,7 +10,6 @@ import shutil
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, fields
@@ -41,13 +40,13 @@ from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import method_of
 from resformer.environment import cpu_has_bf16, peak_memory
 from resformer.errors import CheckpointError, OutputError, did_you_mean, one_line
-from resformer.evaluation import check_tasks, write_results
 from resformer.files import check_apart, check_target, locked, replacing, write_text
 from resformer.loading import load_config
-from resformer.model_cards import harness_metrics, model_card
+from resformer.model_cards import model_card
 from resformer.record import weight_digests
 from resformer.training.data import load_documents, source_digest
-from resformer.training.distillation import check_teacher, check_teacher_tokens
+from resformer.training.distillation import check_teacher_tokens
+from resformer.training.flops import meta_model
 from resformer.training.log import LOG, LossGuard, last_checkpoint
 from resformer.training.optimizer import is_connection
 from resformer.training.options import BEGUN, FinetuneOptions, read_begun, refuse_other, weighted_sources
@@ -60,14 +59,9 @@ from resformer.training.trainer import Bar, EvaluationLines, Place, RecipeTraine
 #: The folder, in that of an unfinished run, of an untrained checkpoint that it has begun with.
 START = "start"
 #: Options and fields of `TrainingArguments` that change no step, and may be others where a run goes on.
-_FREE = {"report_to", "tasks", "evaluations", "gradient_checkpointing", "keep_optimizer", "spike", "branch", "warmup"}
+_FREE = {"report_to", "evaluations", "gradient_checkpointing", "keep_optimizer", "spike", "branch", "warmup"}
 _FREE_ARGUMENTS = re.compile(
     r"(save|eval|logging|log|dataloader)_.*|disable_tqdm|run_name|project|enable_jit_checkpoint"
-)
-#: Fields of `TrainingArguments` that options set.
-_SET = (
-    *("activation_checkpointing", "data_seed", "gradient_accumulation_steps", "max_steps", "num_train_epochs"),
-    *("output_dir", "per_device_train_batch_size", "resume_from_checkpoint", "torch_compile"),
 )
 
 
@@ -110,8 +104,6 @@ def _finetune(
     command: str,
 ) -> FinetuneReport:
     first = arguments.process_index == 0
-    if options.tasks:
-        check_tasks(options.tasks)
     if first:
         inputs = [name for name in (options.model, *options.sources, options.distill, options.tokenizer) if name]
         check_target(Path(options.output), *inputs, made_by=command, force=_replaces(options))
@@ -121,32 +113,31 @@ def _finetune(
             begin()
     PartialState().wait_for_everyone()
 
-    config = _config(options)
-    groups, parts = replicas(options.shard, arguments.world_size), {}
-    if options.shard > 1 and arguments.load_best_model_at_end:
-        raise ValueError("load_best_model_at_end is set; the weights of sharded checkpoints are not loaded at the end.")
-    if options.shard > 1:  # each process loads its part
-        parts["distributed_config"] = DistributedConfig(fsdp_size=options.shard, dp_replicate_size=groups)
+    config = _loaded(AutoConfig, options.model)
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        raise CheckpointError(f"{options.model}: is an encoder ({config.model_type}); only causal models are trained.")
     tokenizer = load_tokenizer(
         options.tokenizer or options.model,
         config.get_text_config().vocab_size,
         "name a checkpoint that has the right one with --tokenizer",
     )
     if options.distill is not None:
+        size, taught = (
+            config.get_text_config().vocab_size,
+            _loaded(AutoConfig, options.distill).get_text_config().vocab_size,
+        )
+        if size != taught:
+            raise ValueError(f"The model has {size:,} tokens, the teacher {taught:,}; distil from its source.")
         remedy = "save the one of its training in its folder, so that they can be compared"
         check_teacher_tokens(tokenizer, load_tokenizer(options.distill, None, remedy))
     if first:  # a tokenizer that cannot go along is told before the training
         with tempfile.TemporaryDirectory(prefix="resformer-") as folder:
             config.save_pretrained(folder)
             save_tokenizer(tokenizer, Path(folder))
-    with torch.device("meta"):
-        shape = AutoModelForCausalLM.from_config(config)
+    shape = meta_model(config)
     trained = [name for name, _ in shape.named_parameters() if options.train == "all" or is_connection(name)]
     if not trained:
-        raise CheckpointError(
-            "train is 'connections', but the connections of the model have no parameters; "
-            "convert it to a method that has, such as resformer, or use --train all."
-        )
+        raise CheckpointError("The connections of the model have no parameters; use --train all, or another method.")
     with arguments.main_process_first(desc="packing"):
         blocks, notes = _blocks(options, arguments, config, tokenizer)
     report = FinetuneReport(
@@ -177,7 +168,7 @@ def _finetune(
         begun["weights"] = [_weights(name) for name in (options.model, options.distill) if name is not None]
         _check_unfinished(options, begun)
 
-    trainer = _trainer(options, arguments, blocks, tokenizer, trained, parts, callbacks)
+    trainer = _trainer(options, arguments, blocks, tokenizer, trained, callbacks)
     if options.dry_run:
         trainer.train()
         report.peak_memory = peak_memory()
@@ -202,16 +193,6 @@ def _finetune(
                 shutil.rmtree(path)
     PartialState().wait_for_everyone()
     return report
-
-
-def _config(options: FinetuneOptions) -> PreTrainedConfig:
-    """The model's configuration; what the options ask of it is checked before the data are read."""
-    config = _loaded(AutoConfig, options.model)
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        raise CheckpointError(f"{options.model}: is an encoder ({config.model_type}); only causal models are trained.")
-    if options.distill is not None:
-        check_teacher(config.get_text_config(), _loaded(AutoConfig, options.distill).get_text_config())
-    return config
 
 
 def _blocks(
@@ -248,16 +229,15 @@ def _trainer(
     blocks: Blocks,
     tokenizer: PreTrainedTokenizerBase,
     trained: Collection[str],
-    parts: Mapping[str, Any],
     callbacks: Sequence[TrainerCallback],
 ) -> RecipeTrainer:
     """The trainer, with the model, of which the parameters `trained` are, and its teacher."""
     torch.manual_seed(options.seed)
-    if options.dtype != "float32":
-        told = f"Weights are trained in {options.dtype}, which rounds small updates away; --bf16 is as fast without."
-        warnings.warn(told, stacklevel=2)
-    attention = {"attn_implementation": options.attn_implementation}
-    model = _model(options.model, getattr(torch, options.dtype), **attention, **parts)
+    attention, parts = {"attn_implementation": options.attn_implementation}, {}
+    if options.shard > 1:  # each process loads its part
+        groups = replicas(options.shard, arguments.world_size)
+        parts["distributed_config"] = DistributedConfig(fsdp_size=options.shard, dp_replicate_size=groups)
+    model = _model(options.model, torch.float32, **attention, **parts)
     for name, parameter in model.named_parameters():
         if name not in trained:
             parameter.requires_grad_(False)
@@ -279,7 +259,6 @@ def _trainer(
         teacher=teacher,
         weight=options.distill_weight,
         temperature=options.temperature,
-        tasks=options.tasks,
         connection_learning_rate=options.connection_learning_rate,
         muon_learning_rate=(options.muon_learning_rate or options.learning_rate) if options.optim == "muon" else None,
     )
@@ -300,8 +279,6 @@ def _write(
 ) -> None:
     """Writes the output; where the weights are sharded, every process takes part."""
     first, output = trainer.args.process_index == 0, Path(options.output)
-    scores = harness_metrics(trainer.results) if trainer.results else []
-    report.metrics = [asdict(score) for score in scores]
     writer = replacing(output, made_by=command, force=_replaces(options)) if first else nullcontext(options.unfinished)
     with writer as folder:
         set_use_cache(trainer.model.config, getattr(config, "use_cache", None))
@@ -317,13 +294,11 @@ def _write(
             shutil.copyfile(options.unfinished / LOG, folder / LOG)
         if (options.unfinished / "runs").exists():  # TensorBoard's
             shutil.copytree(options.unfinished / "runs", folder / "runs")
-        if scores:
-            write_results(trainer.results, folder / "eval.json")
         facts = {**asdict(report), **weight_digests(folder)}
         (folder / "metrics.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
         if isinstance(config, ConnectionFields):  # cards are for models with cross-layer connections
-            facts |= {"dtype": options.save_dtype or options.dtype, "from_scratch": report.source is None}
-            card = model_card(facts, output.name, config=config, source_card=source_card, metrics=scores)
+            facts |= {"dtype": options.save_dtype or "float32", "from_scratch": report.source is None}
+            card = model_card(facts, output.name, config=config, source_card=source_card)
             write_text(folder / "README.md", str(card))
 
 
@@ -357,7 +332,6 @@ def _train(trainer: RecipeTrainer, last: Path | None, report: FinetuneReport) ->
     optimizer: Any = trainer.optimizer
     optimizer.eval()  # of a schedule-free optimizer: the averaged weights are saved
     if trainer.eval_dataset is None:
-        trainer.evaluate()
         return
     if not evaluations or evaluations[-1]["step"] != state.global_step:
         evaluations.append({**trainer.evaluate(), "step": state.global_step})
@@ -379,8 +353,6 @@ def uses_bf16(asked: bool | None) -> bool:
 
 def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
     """Options that have a name here are fixed, other fields have defaults that `options.trainer` may override."""
-    for name, value in options.trainer.items():
-        _check_argument(name, value)
     fixed: dict[str, Any] = {
         "output_dir": str(options.unfinished),
         "per_device_train_batch_size": options.batch,
@@ -395,7 +367,10 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
         "max_steps": -1 if options.steps is None else options.steps,
         **({} if options.optim in (None, "muon") else {"optim": options.optim}),
         "report_to": options.report_to or "none",
+        "resume_from_checkpoint": None,
     }
+    for name, value in options.trainer.items():
+        _check_argument(name, value, fixed)
     if options.dry_run:  # one step, which writes nothing
         fixed |= {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False}
         fixed |= {"report_to": "none", "output_dir": tempfile.gettempdir()}
@@ -419,16 +394,20 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
     if options.compile:  # each layer by itself: one graph for each kind of layer
         os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     try:
-        return TrainingArguments(**{**defaults, **options.trainer, **fixed})
+        arguments = TrainingArguments(**{**defaults, **options.trainer, **fixed})
     except TypeError as error:
         raise ValueError(f"An argument of the Trainer is of the wrong kind: {one_line(error)}") from error
+    replicas(options.shard, arguments.world_size)  # refuses those that do not divide the processes
+    if options.shard > 1 and arguments.load_best_model_at_end:
+        raise ValueError("load_best_model_at_end is set; the weights of sharded checkpoints are not loaded at the end.")
+    return arguments
 
 
-def _check_argument(name: str, value: Any) -> None:
+def _check_argument(name: str, value: Any, fixed: Collection[str]) -> None:
     """Refuses a field of `TrainingArguments` that does not exist, has an option of its own, or would do harm."""
     options = {each.name for each in fields(FinetuneOptions)} - {"optim"}
     known = [each.name for each in fields(TrainingArguments) if each.init]
-    if name in options or name in _SET:
+    if name in options or name in fixed:
         raise ValueError(f"{name}: is set by an option of its own.")
     if name.startswith(("hub_", "push_")):
         raise ValueError(f"{name}: nothing is pushed in training; push the finished output with `resformer push`.")
@@ -472,9 +451,8 @@ def _check_unfinished(options: FinetuneOptions, now: dict[str, Any]) -> None:
         if not options.dry_run:
             shutil.rmtree(folder)
     else:
-        raise CheckpointError(
-            f"{folder}: holds an unfinished run; go on with --resume, or begin again with --force.", "--resume"
-        )
+        told = f"{folder}: holds an unfinished run; go on with --resume, or begin again with --force."
+        raise CheckpointError(told, "--resume")
 
 
 def _is_constant(begun: Mapping[str, Any]) -> bool:
@@ -509,9 +487,7 @@ def _loaded(auto_class: Any, name: str, **options: Any) -> Any:
         config = load_config(name)
         return config if auto_class is AutoConfig else auto_class.from_pretrained(name, config=config, **options)
     except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(
-            f"{name}: is no checkpoint folder or Hub id that can be loaded: {one_line(error)}"
-        ) from error
+        raise CheckpointError(f"{name}: is no checkpoint that can be loaded: {one_line(error)}") from error
 
 
 def _model(name: str, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:

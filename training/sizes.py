@@ -59,10 +59,8 @@ def with_fields(text: str, known: Collection[str], what: str, allowed: Collectio
     """`NAME:FIELD=VALUE...` as a known name and the fields; a value is JSON or a text, or several between commas."""
     name, *pairs = text.split(":")
     if name not in known:
-        raise ValueError(
-            f"{what} is {name!r}; expected one of {', '.join(known)}, with :FIELD=VALUE... or without."
-            f"{did_you_mean(name, known)}"
-        )
+        expected = f"one of {', '.join(known)}, with :FIELD=VALUE... or without"
+        raise ValueError(f"{what} is {name!r}; expected {expected}.{did_you_mean(name, known)}")
     values: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -98,10 +96,8 @@ def _backbone(name: str) -> PreTrainedConfig:
     else:
         values = {}
     if name not in MEASURED:
-        raise ValueError(
-            f"backbone is {name!r}; expected a config.json, or a model type of the table in docs/methods.md."
-            f"{did_you_mean(name, MEASURED)}"
-        )
+        expected = "a config.json, or a model type of the table in docs/methods.md"
+        raise ValueError(f"backbone is {name!r}; expected {expected}.{did_you_mean(name, MEASURED)}")
     config = CONFIG_MAPPING[name].from_dict(values)
     if text_config(config) is not config:
         decoder = text_config(config).model_type
@@ -165,13 +161,13 @@ def scratch_config(
     }
     if shape["vocab_size"] < len(tokenizer):
         raise ValueError(f"vocab_size is {shape['vocab_size']:,}, but the tokenizer has {len(tokenizer):,} tokens.")
-    if backbone is not None and backbone.endswith(".json"):
-        return _family_config(backbone, method, known, shape)
-    width = shape.get("hidden_size", known.hidden_size)
-    deviation = 0.02 if width >= _WIDE else round(math.sqrt(2 / (5 * width)), 3)
-    if backbone is not None:
-        return _family_config(backbone, method, known, {"initializer_range": deviation, **shape})
-    return ResFormerConfig.for_method(method, **{"initializer_range": deviation, **shape})
+    if backbone is None or not backbone.endswith(".json"):
+        width = shape.get("hidden_size", known.hidden_size)
+        deviation = 0.02 if width >= _WIDE else round(math.sqrt(2 / (5 * width)), 3)
+        shape = {"initializer_range": deviation, **shape}
+    if backbone is None:
+        return ResFormerConfig.for_method(method, **shape)
+    return _family_config(backbone, method, known, shape)
 
 
 def budget(parameters: int, flops_per_token: float, tokens: int | None = None) -> tuple[int, int, float]:
@@ -179,10 +175,6 @@ def budget(parameters: int, flops_per_token: float, tokens: int | None = None) -
 
     20 tokens a parameter; the batch and the rate are DeepSeek LLM's fit to the operations of the training, C:
     0.292 C^0.3271 tokens and 0.3118 C^-0.125 (arXiv 2401.02954, section 3.1).
-
-    Args:
-        flops_per_token: of forward and backward pass.
-        tokens: the training tokens, if they are given.
     """
     tokens = _TOKENS_PER_PARAMETER * parameters if tokens is None else tokens
     operations = flops_per_token * tokens
@@ -216,10 +208,3 @@ def replicas(shard: int, devices: int) -> int:
     if devices % shard:
         raise ValueError(f"shard is {shard}; expected a divisor of the number of processes, {devices}.")
     return devices // shard
-
-
-def passes(sequences: int, micro: int) -> int:
-    """How often a device takes `micro` of its sequences in a step; raises ValueError if they cannot be divided so."""
-    if sequences % micro:
-        raise ValueError(f"micro_batch is {micro}; expected a divisor of the {sequences} sequences of a device.")
-    return sequences // micro

@@ -29,9 +29,7 @@ def load_tokenizer(name: str | Path, vocab_size: int | None, remedy: str, **opti
     except CheckpointError as error:
         raise CheckpointError(f"{name}: has no tokenizer that can be loaded ({error}); {remedy}.") from error
     if vocab_size is not None and len(tokenizer) > vocab_size:
-        raise CheckpointError(
-            f"{name}: its tokenizer has {len(tokenizer):,} tokens, the model {vocab_size:,}; {remedy}."
-        )
+        raise CheckpointError(f"{name}: has {len(tokenizer):,} tokens, the model {vocab_size:,}; {remedy}.")
     return tokenizer
 
 

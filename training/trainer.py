@@ -3,8 +3,6 @@
 import math
 import shutil
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from transformers import PreTrainedConfig, ProgressCallback, TrainerCallback, Tr
 from transformers.trainer_callback import ExportableState
 
 from resformer.errors import OutputError, one_line
-from resformer.evaluation import evaluate_in_training
-from resformer.model_cards import harness_metrics
 from resformer.training.distillation import DistillationTrainer
 from resformer.training.optimizer import ConnectionTrainer
 from resformer.training.packing import PackedBlocks, StreamedBlocks, bytes_per_token
@@ -37,27 +33,14 @@ def set_use_cache(config: PreTrainedConfig, use_cache: bool | None) -> None:
 
 
 class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
-    """Combines both trainers. The evaluation loss is a mean over all labels, not over batches.
+    """Combines both trainers. The evaluation loss is a mean over all labels, not over batches."""
 
-    Args:
-        tasks: of lm-evaluation-harness, run at each evaluation; `results` has the last ones.
-    """
-
-    def __init__(
-        self,
-        *,
-        model: Any,
-        args: TrainingArguments,
-        eval_dataset: PackedBlocks | None,
-        tasks: Sequence[str] = (),
-        **kwargs: Any,
-    ):
+    def __init__(self, *, model: Any, args: TrainingArguments, eval_dataset: PackedBlocks | None, **kwargs: Any):
         # The stock Trainer refuses to save the optimizer's state of a sharded model, which this one can.
         wanted, args.save_only_model = args.save_only_model, bool(model.is_distributed_loading_by_transformers)
         super().__init__(model=model, args=args, eval_dataset=eval_dataset, **kwargs)
         args.save_only_model = wanted
         self.random_states: str | None = None  # the checkpoint that has those of the first step
-        self.tasks, self.results = tasks, dict[str, Any]()
         if eval_dataset is not None:
             rows = [eval_dataset[index]["labels"] for index in range(len(eval_dataset))]
             self.labels_per_block = _labels_per_row(torch.stack(rows))
@@ -74,10 +57,8 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch says nothing of a full disk
             free = shutil.disk_usage(self.args.output_dir).free
-            raise OutputError(
-                f"{self.args.output_dir}: a checkpoint cannot be written, {free:,} bytes are free ({one_line(error)}). "
-                "Make room, then go on with --resume."
-            ) from error
+            told = f"{self.args.output_dir}: a checkpoint cannot be written, {free:,} bytes are free"
+            raise OutputError(f"{told} ({one_line(error)}). Make room, then go on with --resume.") from error
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         # A checkpoint of a sharded model has the weights beside the optimizer's state.
@@ -115,11 +96,7 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
         return samples
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         if model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -134,17 +111,7 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
 
     @torch.random.fork_rng(devices=[])  # loaders draw numbers: dropout would depend on the evaluations before
     def evaluate(self, *given: Any, **more: Any) -> dict[str, float]:
-        losses: dict[str, float] = {} if self.eval_dataset is None else super().evaluate(*given, **more)
-        if self.tasks:
-            model, batch = self.model, self.args.per_device_eval_batch_size
-            begin = time.perf_counter()
-            results = evaluate_in_training(model, self.processing_class, self.tasks, batch)
-            if results is not None:
-                self.results = results
-                scores = harness_metrics(results)
-                values = {f"eval_{score.task or score.dataset}_{score.name}": score.value for score in scores}
-                self.log({**values, "eval_runtime": time.perf_counter() - begin})
-        return losses
+        return super().evaluate(*given, **more)
 
     def _run_epoch(self, **arguments: Any) -> None:
         if self.state.global_step < self.state.max_steps:
@@ -179,10 +146,9 @@ class EvaluationLines(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            loss = metrics["eval_loss"]
-            steps = f"{state.global_step}/{state.max_steps}"
-            line = f"step {steps}: held-out loss {loss:.4f}, perplexity {perplexity(loss):.3f}"
-            line += f", {metrics['eval_bits_per_byte']:.4f} bits per byte"
+            loss, bits = metrics["eval_loss"], metrics["eval_bits_per_byte"]
+            line = f"step {state.global_step}/{state.max_steps}: held-out loss {loss:.4f}"
+            line += f", perplexity {perplexity(loss):.3f}, {bits:.4f} bits per byte"
             left = next((each["hours_left"] for each in reversed(state.log_history) if "hours_left" in each), 0.0)
             line += f", {left:.1f} hours left" if left >= 0.05 else ""
             tqdm.write(line, file=sys.stderr)

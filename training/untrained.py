@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from resformer.files import check_target, replacing
 from resformer.training.data import INDEX, DataError, load_documents
+from resformer.training.flops import meta_model
 from resformer.training.options import NewOptions
 from resformer.training.sizes import known_fields, known_size, scratch_config
 from resformer.training.tokenizers import load_tokenizer, make_tokenizer, save_tokenizer
@@ -26,11 +27,7 @@ def new_checkpoint(options: NewOptions, *, weights: bool = True, dry_run: bool =
 
 
 def untrained(options: NewOptions, held_out: float) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The configuration and the tokenizer of a new checkpoint: by default that of the data, if they are tokens.
-
-    Args:
-        held_out: the share of documents that a tokenizer is not trained on.
-    """
+    """The configuration and the tokenizer of a new checkpoint: by default that of the data, if they are tokens."""
     sources = options.sources
     tokenised = [Path(source) / TOKENIZER for source in sources if (Path(source) / INDEX).is_file()]
     size, _ = known_size(options.size, known_fields(options.backbone))
@@ -61,12 +58,5 @@ def write_untrained(
         save_tokenizer(tokenizer, folder)
 
 
-def meta_model(config: Any) -> PreTrainedModel:
-    """A model without weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
 def parameter_count(config: Any) -> int:
-    """The number of parameters of a model."""
     return int(meta_model(config).num_parameters())

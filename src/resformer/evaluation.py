@@ -3,7 +3,6 @@
 `python -m resformer.evaluation` is `lm_eval` with resformer imported: the harness has no option that imports a package.
 """
 
-import copy
 import json
 import os
 import sys
@@ -100,43 +99,6 @@ def evaluate(
     results["model_source"], results["model_name"] = backend, checkpoint
     if backend == "vllm":
         results["vllm_version"] = sys.modules["vllm"].__version__
-    return _with_versions(results)
-
-
-def check_tasks(tasks: Sequence[str]) -> None:
-    """Raises what `evaluate` would of tasks that are unknown, or where the harness is not installed."""
-    _harness()
-    _find_tasks(tasks, None, {})
-
-
-def evaluate_in_training(model: Any, tokenizer: Any, tasks: Sequence[str], batch_size: int) -> dict[str, Any] | None:
-    """`evaluate` of a model in memory, on each process by itself; `None` on all but the first of a machine.
-
-    The random numbers of the training are not seeded anew.
-    """
-    lm_eval = _harness()
-    from lm_eval.models.huggingface import HFLM
-
-    with redirect_stdout(sys.stderr):
-        manager, task_names = _find_tasks(tasks, None, {})
-        results = lm_eval.simple_evaluate(
-            # A copy: the harness gives it a padding token, which the output would have, too.
-            HFLM(model, backend="causal", tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size),
-            tasks=task_names,
-            task_manager=manager,
-            batch_size=batch_size,
-            log_samples=False,
-            random_seed=None,
-            numpy_random_seed=None,
-            torch_random_seed=None,
-        )
-    if results is None:
-        return None
-    plain: dict[str, Any] = json.loads(results_json(_with_versions(results)))  # some scores are NumPy's
-    return plain
-
-
-def _with_versions(results: dict[str, Any]) -> dict[str, Any]:
     results["resformer_version"] = __version__
     results.update({f"{package}_version": version(package) for package in ("torch", "datasets")})
     return results

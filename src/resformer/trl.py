@@ -9,8 +9,34 @@ import runpy
 import sys
 from argparse import ArgumentParser
 from pkgutil import iter_modules
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
 
 from resformer.environment import require
+from resformer.modeling.connections import KINDS
+from resformer.training.optimizer import is_connection
+
+
+class FullPrecisionConnections(TrainerCallback):
+    """Undoes the rounding of connections to bfloat16 by TRL's trainers, where a 4-bit or 8-bit model has an adapter.
+
+    A coefficient near 1 moves by less in a step than bfloat16 can represent, and would never change.
+    """
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+        for name, wrapper in model.named_modules() if model is not None else ():
+            parts = dict(wrapper.named_children())
+            if not is_connection(name) or parts.keys() != {"original_module", "modules_to_save"}:  # of PEFT
+                continue
+            for trained in parts["modules_to_save"].children():
+                for parameter, original in zip(
+                    trained.parameters(), parts["original_module"].parameters(), strict=True
+                ):
+                    unchanged = parameter == original.to(parameter.dtype)
+                    parameter.data = torch.where(unchanged, original, parameter.to(original.dtype)).detach()
 
 
 def main() -> None:
@@ -18,9 +44,6 @@ def main() -> None:
     require("trl", "train")
     from transformers import trainer
     from trl import scripts
-
-    from resformer.modeling.connections import KINDS
-    from resformer.training.optimizer import FullPrecisionConnections
 
     names = {name for _, name, _ in iter_modules(scripts.__path__) if not name.startswith("_")}
     parser = ArgumentParser("resformer trl", description="TRL's training scripts; COMMAND --help lists options.")

@@ -7,15 +7,12 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -28,11 +25,10 @@ from resformer.errors import CheckpointError
 from resformer.files import fingerprint, locked, replace_text, replacing
 from resformer.training.flops import training_flops
 from resformer.training.options import OF_A_METHOD, PLAIN, RunSettings, StudyOptions, architecture, refuse_other
-from resformer.training.packing import PackedBlocks
 from resformer.training.recipe import uses_bf16
 from resformer.training.sizes import budget, known_fields, scratch_config, with_fields
 from resformer.training.study.data import StudyData, study_data
-from resformer.training.study.paired_run import paired_model, paired_run, run_arguments, whole_batches
+from resformer.training.study.paired_run import paired_model, paired_run, whole_batches
 from resformer.training.study.plot import check_packages, plot
 from resformer.training.study.record import add_line, read_record
 from resformer.training.study.report import report_of
@@ -41,15 +37,7 @@ from resformer.training.untrained import parameter_count
 #: In the output of `compare`: what was trained on what, and every run.
 RECORD = "runs.jsonl"
 
-
-@dataclass(frozen=True)
-class _Method:
-    """A method as it is written, read."""
-
-    text: str
-    name: str
-    fields: dict[str, Any]  # of ResFormerConfig
-    settings: RunSettings
+_Method = tuple[str, dict[str, Any], RunSettings]
 
 
 @dataclass(frozen=True)
@@ -57,7 +45,8 @@ class _Run:
     """One model to train."""
 
     size: str
-    method: _Method
+    method: str  # as it is written, with fields and settings of its own
+    settings: RunSettings
     seed: int
     config: Any
     backbone: Any
@@ -70,7 +59,7 @@ class _Run:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        return self.size, self.method.text, self.seed
+        return self.size, self.method, self.seed
 
     @property
     def place(self) -> Path:
@@ -122,19 +111,18 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
     the end, `starts` has the converted checkpoints and `unfinished` the checkpoints of a run that was stopped.
 
     Several processes may call this for one output at the same time: each takes the next run that is in work in no
-    other. Those that end while others have runs in work, and all but the first of a launch, return `None`.
+    other. Those that end while others have runs in work return `None`.
     """
     check_packages()
-    first = run_arguments(options.settings, Path(options.output), 0).process_index == 0  # joins the processes, too
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("A launcher shares each step; here processes share runs: start the command several times.")
     target = Path(os.path.realpath(options.output))
     lock = target.with_name(f".{target.name}.resformer-lock")  # of the output's beginning, and of the report
-    with PartialState().main_process_first(), locked(lock, wait=True) if first else nullcontext():
-        study = _prepared(options, Path(options.output, "starts"), command if first else None)
+    with locked(lock, wait=True):
+        study = _prepared(options, Path(options.output, "starts"), command)
     # From the first run on each time: a process that had one in work may have been killed.
-    while any(_work_on(run, study, first=first) for run in study.runs):
+    while any(_work_on(run, study) for run in study.runs):
         pass
-    if not first:
-        return None
     finished = study.finished()
     if in_work := [run for run in study.runs if run.key not in finished]:
         told = f"In work in other processes: {len(in_work)} runs. The last process to end writes the report."
@@ -155,56 +143,40 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None
     return report
 
 
-def _work_on(run: _Run, study: _Study, *, first: bool) -> bool:
-    """Trains and records a run unless it is done, or in work in another process that is not of this launch."""
+def _work_on(run: _Run, study: _Study) -> bool:
+    """Trains and records a run unless it is done, or in work in another process."""
     folder = study.output / "unfinished" / run.place
-    pending = first and run.key not in study.finished()
-    with locked(folder.with_name(f"{folder.name}.lock")) if pending else nullcontext(False) as free:
-        if not broadcast_object_list([free and run.key not in study.finished()])[0]:
+    with locked(folder.with_name(f"{folder.name}.lock")) as free:
+        if not free or run.key in study.finished():
             return False
         saved = study.options.save_models and run.seed == study.options.first_seed
         save_to = study.output / "models" / run.place if saved else None
-        settings = run.method.settings
-        result = paired_run(run.model(), study.data.blocks, settings, run.seed, folder=folder, save_to=save_to)
-        if first:
-            if save_to is not None:
-                study.data.tokenizer.save_pretrained(save_to)
-            environment = {key: value for key, value in describe_environment().items() if key != "variables"}
-            add_line(study.record, {**_described(run), **result, "environment": environment})
-            shutil.rmtree(folder, ignore_errors=True)
-            done = study.finished().keys() & {each.key for each in study.runs}
-            what = f"{len(done)}/{len(study.runs)} {run.size} {run.method.text} seed {run.seed}"
-            loss = "diverged" if result["loss"] is None else f"held-out loss {result['loss']:.4f}"
-            tqdm.write(f"{what}: {loss}, {result['step_seconds'] * 1e3:,.1f} ms a step", file=sys.stderr)
-        PartialState().wait_for_everyone()
+        result = paired_run(run.model(), study.data.blocks, run.settings, run.seed, folder=folder, save_to=save_to)
+        if save_to is not None:
+            study.data.tokenizer.save_pretrained(save_to)
+        environment = {key: value for key, value in describe_environment().items() if key != "variables"}
+        add_line(study.record, {**_described(run), **result, "environment": environment})
+        shutil.rmtree(folder, ignore_errors=True)
+    done = study.finished().keys() & {each.key for each in study.runs}
+    what = f"{len(done)}/{len(study.runs)} {run.size} {run.method} seed {run.seed}"
+    loss = "diverged" if result["loss"] is None else f"held-out loss {result['loss']:.4f}"
+    tqdm.write(f"{what}: {loss}, {result['step_seconds'] * 1e3:,.1f} ms a step", file=sys.stderr)
     return True
 
 
 def plan_study(options: StudyOptions) -> dict[str, Any]:
-    """The runs of `run_study`, and their time at the speed of the first one's first steps. Writes nothing."""
+    """What `run_study` would do. Writes nothing."""
     check_packages()
-    seconds = 0.0
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         study = _prepared(options, Path(scratch, "starts"), None)
-        finished = study.finished()
-        curve = study.data.blocks.held_out
-        few = PackedBlocks(
-            curve.tokens.slice(0, len(curve) * curve.block), curve.starts, curve.block, separate=curve.separate
-        )
-        blocks = replace(study.data.blocks, held_out=few)  # the whole held-out text would take longer than the steps
-        for size in dict.fromkeys(run.size for run in study.runs):
-            of_size = [run for run in study.runs if run.size == size]
-            folder = Path(scratch, "unfinished", of_size[0].place)
-            short = replace(of_size[0].method.settings, steps=5, evaluations=1)
-            measured = paired_run(of_size[0].model(), blocks, short, 0, folder=folder)
-            at_the_end = len(curve.whole) / len(curve)
-            evaluating = (options.settings.evaluations + 1 + at_the_end) * measured["evaluation_seconds"]
-            to_do = [run for run in of_size if run.key not in finished]
-            seconds += sum(run.method.settings.steps * measured["step_seconds"] + evaluating for run in to_do)
-            for run in (run for run in of_size if run.seed == options.first_seed):
-                left = sum(each.method == run.method for each in to_do)
-                rows.append({**_described(run), "parameters": parameter_count(run.config), "to_do": left})
+    finished = study.finished()
+    rows = []
+    for run in study.runs:
+        if run.seed == options.first_seed:
+            to_do = sum(replace(run, seed=seed).key not in finished for seed in options.all_seeds)
+            operations = training_flops(run.config, options.block) * run.settings.steps * options.batch
+            facts = {"parameters": parameter_count(run.config), "training_flops": operations * options.block}
+            rows.append({**_described(run), **facts, "to_do": to_do})
     tokens = options.settings.steps * options.settings.batch * options.block
     return {
         "output": options.output,
@@ -213,17 +185,12 @@ def plan_study(options: StudyOptions) -> dict[str, Any]:
         "tokens": tokens,
         "epochs": tokens / study.data.fingerprint["training_tokens"],
         "runs": rows,
-        "seconds": seconds,
     }
 
 
 def _prepared(options: StudyOptions, starts: Path, command: str | None) -> _Study:
-    """Reads the data and, if this process writes, begins the output; converted checkpoints go to `starts`.
-
-    Args:
-        command: for the record; `None` where nothing is written.
-    """
-    output, methods = Path(options.output), [_read_method(text, options) for text in options.all_methods]
+    """Reads the data and, with a `command` for the record, begins the output; converted checkpoints go to `starts`."""
+    output, methods = Path(options.output), {text: _read_method(text, options) for text in options.all_methods}
     saved, record = output / "tokenizer", output / RECORD
     beginning = f".{record.name}.*"  # of a process that was killed at its first write
     if output.exists() and not (
@@ -259,16 +226,16 @@ def _prepared(options: StudyOptions, starts: Path, command: str | None) -> _Stud
     return study
 
 
-def _runs_from_scratch(options: StudyOptions, methods: Sequence[_Method], data: StudyData) -> list[_Run]:
+def _runs_from_scratch(options: StudyOptions, methods: Mapping[str, _Method], data: StudyData) -> list[_Run]:
     runs = []
     for size in options.sizes or ("tiny",):
         backbone = scratch_config(PLAIN, size, data.tokenizer, options.block, options.backbone)
         _, _, rate = budget(parameter_count(backbone), training_flops(backbone, options.block))
-        for method in methods:
-            if method.settings.learning_rate is None:
-                method = replace(method, settings=replace(method.settings, learning_rate=rate))
-            config = scratch_config(method.name, size, data.tokenizer, options.block, options.backbone, **method.fields)
-            runs += [_Run(size, method, seed, config, backbone, None) for seed in options.all_seeds]
+        for text, (method, values, settings) in methods.items():
+            if settings.learning_rate is None:
+                settings = replace(settings, learning_rate=rate)
+            config = scratch_config(method, size, data.tokenizer, options.block, options.backbone, **values)
+            runs += [_Run(size, text, settings, seed, config, backbone, None) for seed in options.all_seeds]
     return runs
 
 
@@ -279,28 +246,27 @@ def _weights(checkpoint: str) -> str:
     return source.revision or hashlib.sha256(json.dumps([*map(fingerprint, files)]).encode()).hexdigest()
 
 
-def _continued_runs(options: StudyOptions, methods: Sequence[_Method], data: StudyData, starts: Path) -> list[_Run]:
+def _continued_runs(options: StudyOptions, methods: Mapping[str, _Method], data: StudyData, starts: Path) -> list[_Run]:
     """Converts the checkpoint to each architecture, once, into a folder of `starts`."""
     assert options.start is not None
     size = Path(options.start).resolve().name if Path(options.start).exists() else options.start.rpartition("/")[2]
     if size.isdecimal():  # a model of another study: models/SIZE/METHOD/SEED
         size = "-".join(Path(options.start).resolve().parts[-2:])
     runs = []
-    for method in methods:
-        folder = starts / _file_name(architecture(method.text))
+    for text, (method, values, settings) in methods.items():
+        folder = starts / _file_name(architecture(text))
         if not folder.exists():
             # A lossy conversion is allowed: the first point of its curve shows the loss.
             how: dict[str, Any] = {"lossy": True, "link": True, "verify": "headers", "progress": False}
-            retrofit(options.start, folder, method.name, **how, **method.fields)
+            retrofit(options.start, folder, method, **how, **values)
         config = AutoConfig.from_pretrained(folder)
-        if options.block > (positions := config.get_text_config().max_position_embeddings):
-            raise ValueError(f"block is {options.block}, but {options.start} has {positions} positions.")
-        if len(data.tokenizer) > (vocabulary := config.get_text_config().vocab_size):
-            raise ValueError(
-                f"The tokenizer has {len(data.tokenizer):,} tokens, but {options.start} {vocabulary:,}; give it "
-                "the checkpoint's own with --tokenizer."
-            )
-        runs += [_Run(size, method, seed, config, config, folder) for seed in options.all_seeds]
+        decoder = config.get_text_config()
+        if options.block > (most := decoder.max_position_embeddings):
+            raise ValueError(f"block is {options.block}, but {options.start} has {most} positions.")
+        if len(data.tokenizer) > decoder.vocab_size:
+            told = f"The tokenizer has {len(data.tokenizer):,} tokens, but {options.start} {decoder.vocab_size:,}"
+            raise ValueError(f"{told}; leave --tokenizer out.")
+        runs += [_Run(size, text, settings, seed, config, config, folder) for seed in options.all_seeds]
     return runs
 
 
@@ -309,17 +275,18 @@ def _file_name(name: str) -> str:
 
 
 def _read_method(text: str, options: StudyOptions) -> _Method:
+    """The name of a method, the fields of its configuration, and the settings of its training."""
     name, values = with_fields(text, METHODS, "method", {*known_fields(options.backbone), *OF_A_METHOD})
     own = {key: values.pop(key) for key in OF_A_METHOD if key in values}
-    return _Method(text, name, values, replace(options.settings, **own))
+    return name, values, replace(options.settings, **own)
 
 
 def _described(run: _Run) -> dict[str, Any]:
     return {
         "size": run.size,
-        "method": run.method.text,
-        "architecture": architecture(run.method.text),
+        "method": run.method,
+        "architecture": architecture(run.method),
         "seed": run.seed,
-        **{name: getattr(run.method.settings, name) for name in OF_A_METHOD},
+        **{name: getattr(run.settings, name) for name in OF_A_METHOD},
         "cache_bytes_per_token": cache_size(run.config, "bfloat16")[0],
     }

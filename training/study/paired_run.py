@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset
 from transformers import (
@@ -31,18 +29,22 @@ from resformer.training.optimizer import ConnectionTrainer, connection_learning_
 from resformer.training.options import RunSettings
 from resformer.training.packing import Blocks, PackedBlocks
 from resformer.training.recipe import uses_bf16
-from resformer.training.sizes import passes, schedule_arguments
+from resformer.training.sizes import schedule_arguments
 from resformer.training.trainer import Bar, set_use_cache
 
 _WARMING_UP = 2  # steps that are not timed, where there are more
 
 
 def run_arguments(settings: RunSettings, folder: Path, seed: int) -> TrainingArguments:
-    """The stock Trainer's arguments; raises ValueError if the batch cannot be divided among the devices."""
+    """The stock Trainer's arguments, on one device."""
     interval = -(-settings.steps // settings.evaluations)  # steps between evaluations
+    micro = settings.micro_batch or settings.batch
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=settings.steps,
+        per_device_train_batch_size=micro,
+        per_device_eval_batch_size=micro,
+        gradient_accumulation_steps=settings.batch // micro,
         learning_rate=settings.learning_rate,
         **schedule_arguments(settings.schedule, settings.steps, settings.warmup, settings.decay),
         weight_decay=settings.weight_decay,
@@ -56,19 +58,12 @@ def run_arguments(settings: RunSettings, folder: Path, seed: int) -> TrainingArg
         prediction_loss_only=True,
         bf16=uses_bf16(settings.bf16),
         use_cpu=not torch.accelerator.is_available(),
-        ddp_find_unused_parameters=False,
         report_to="none",
         disable_tqdm=True,
         seed=seed,
         data_seed=seed,
     )
-    devices = arguments.world_size * max(1, arguments.n_gpu)
-    each, rest = divmod(settings.batch, devices)
-    if rest:
-        raise ValueError(f"batch is {settings.batch}; expected a multiple of the {devices} devices.")
-    micro = settings.micro_batch or each
-    arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = micro
-    arguments.gradient_accumulation_steps = passes(each, micro)
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # the Trainer would split each batch among all that it sees
     return arguments
 
 
@@ -147,7 +142,6 @@ def paired_run(
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
     tokens = settings.batch * blocks.held_out.block
-    times = [entry["eval_runtime"] for entry in trainer.state.log_history if "eval_runtime" in entry]
     points: dict[int, dict[str, Any]] = {}
     for entry in trainer.state.log_history:
         for key, name in (("loss", "training_loss"), ("eval_loss", "validation_loss")):
@@ -157,9 +151,9 @@ def paired_run(
             points[entry["step"]]["coefficients"] = entry["coefficients"]
     curve = [{"step": step, "tokens": step * tokens, **points[step]} for step in sorted(points)]
     held_out = losses_by_document(trainer.model, blocks.held_out.whole, arguments.per_device_eval_batch_size)
-    if save_to is not None and arguments.should_save:
+    if save_to is not None:
         set_use_cache(model.config, use_cache)
-        trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False).save_pretrained(save_to)
+        model.save_pretrained(save_to)
     return {
         "seed": seed,
         "connection_learning_rate": rate,
@@ -170,10 +164,8 @@ def paired_run(
         "training_flops": training_flops(model.config, blocks.held_out.block) * tokens * settings.steps,
         "step_seconds": recorder.median,
         "tokens_per_second": tokens / recorder.median,
-        "evaluation_seconds": statistics.median(times),
         "peak_memory": peak_memory(),
         "bf16": arguments.bf16,
-        "processes": arguments.world_size,
         "resumed_from": 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2]),
     }
 
@@ -182,12 +174,11 @@ def paired_run(
 def losses_by_document(model: Any, blocks: PackedBlocks, batch: int) -> dict[str, Any]:
     """The loss of all blocks, and `[tokens, nats]` of each document in the order in which they are packed.
 
-    A block's first token is not predicted, and not counted. Each process evaluates a part, `batch` at a time.
+    A block's first token is not predicted, and not counted.
     """
-    state = PartialState()
     tokens, nats = np.zeros(len(blocks.starts), np.int64), np.zeros(len(blocks.starts))
     model.eval()
-    for first in range(state.process_index * batch, len(blocks), state.num_processes * batch):
+    for first in range(0, len(blocks), batch):
         rows = np.arange(first, min(first + batch, len(blocks)))
         batch_of = default_data_collator([blocks[int(row)] for row in rows])
         inputs = {name: each.to(model.device) for name, each in batch_of.items()}
@@ -198,7 +189,6 @@ def losses_by_document(model: Any, blocks: PackedBlocks, batch: int) -> dict[str
         documents = np.searchsorted(blocks.starts, places, "right") - 1
         tokens += np.bincount(documents, minlength=len(tokens))
         nats += np.bincount(documents, losses.double().cpu().numpy(), minlength=len(nats))
-    tokens, nats = sum(gather_object([tokens])), sum(gather_object([nats]))
     total = float(nats.sum() / tokens.sum())
     finite = math.isfinite(total)
     return {
@@ -212,8 +202,6 @@ def whole_batches(blocks: Blocks, batch: int) -> Subset[dict[str, torch.Tensor]]
     """The training blocks, cut to a multiple of the batch size; raises DataError if there is not one batch."""
     count = len(blocks.train) // batch * batch
     if not count:
-        raise DataError(
-            f"The training documents make {len(blocks.train)} blocks, too few for a batch of {batch}; use more text, "
-            "or a smaller --block or --batch."
-        )
+        told = f"The training documents make {len(blocks.train)} blocks, too few for a batch of {batch}"
+        raise DataError(f"{told}; use more text, or a smaller --block or --batch.")
     return Subset(blocks.train, range(count))

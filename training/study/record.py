@@ -30,9 +30,8 @@ def read_record(path: Path) -> list[tuple[Study, list[Run]]]:
             else:
                 studies[-1][1].append(value)
         except (ValueError, TypeError, IndexError) as error:
-            raise CheckpointError(
-                f"{path}: line {number} is no run of a study ({one_line(error)}); remove it to train that run again."
-            ) from error
+            told = f"{path}: line {number} is no run of a study ({one_line(error)})"
+            raise CheckpointError(f"{told}; remove it to train that run again.") from error
     return studies
 
 

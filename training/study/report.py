@@ -1,5 +1,6 @@
 """The report of a study, made of its record alone: rows and notes."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,16 +14,13 @@ def report_of(study: Mapping[str, Any], runs: Sequence[Run], baseline: str) -> d
     for row in (row for rows in sizes.values() for row in rows):
         loss = row["loss"]
         row["bits_per_byte"] = None if loss is None else loss / math.log(2) / study["bytes_per_token"]
-    environments: list[Any] = []
-    for run in runs:
-        if run["environment"] not in environments:
-            environments.append(run["environment"])
+    environments = {json.dumps(run["environment"]): run["environment"] for run in runs}
     return {
         **study,
         "sizes": sizes,
         "baseline": baseline,
         "notes": _notes(study, runs, sizes, baseline),
-        "environments": environments,
+        "environments": [*environments.values()],
     }
 
 
@@ -38,7 +36,8 @@ def markdown(report: Mapping[str, Any]) -> str:
             cells = [row["method"]]
             cells += ["diverged", ""] if row["loss"] is None else [f"{row['loss']:.4f}", f"{row['bits_per_byte']:.4f}"]
             cells += [with_interval(row["difference"]), *evidence(row["difference"])]
-            cells += [f"{row['parameters']:,}", f"{row['relative_flops']:.3f}", _bytes(row["cache_bytes_per_token"])]
+            cells += [f"{row['parameters']:,}", f"{row['relative_flops']:.3f}"]
+            cells += ["not known" if (count := row["cache_bytes_per_token"]) is None else f"{count:,} B"]
             lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *report["notes"]]
     return "\n".join(lines[1:])
@@ -85,12 +84,5 @@ def _notes(
     base = {run["size"]: f"{run['learning_rate']:.2g} ({run['size']})" for run in runs if run["method"] == baseline}
     notes.append(f"The highest learning rate: {', '.join(base.values())}.")
     if max(len(rates), len(own)) > len(sizes):
-        notes.append(
-            "The methods have different learning rates. A difference is then one of rates, too, unless each method has "
-            "its best one."
-        )
+        notes.append("The methods have different learning rates: each difference is one of rates, too.")
     return notes
-
-
-def _bytes(count: int | None) -> str:
-    return "not known" if count is None else f"{count:,} B"

@@ -250,7 +250,7 @@ def train() -> None:
 @takes(StudyOptions, "Finished runs are kept. Go on with: {command}")
 def compare(
     options: StudyOptions,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its time; write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; write nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train methods under one budget and compare their losses.
@@ -273,10 +273,9 @@ def compare(
         return
     for each in plan["runs"]:
         shape = f"{each['method']}, {each['parameters']:,} parameters, rate {each['learning_rate']:.2g}"
-        row(each["size"], f"{shape}, runs to do: {each['to_do']}")
+        row(each["size"], f"{shape}, runs to do: {each['to_do']}, of {each['training_flops']:.3g} operations")
     data = plan["data"]
     row("data", f"{data['name']}, {data['training_tokens']:,} tokens to train on")
     row("held out", f"{data['held_out_tokens']:,} tokens of {data['held_out_documents']:,} documents")
     row("budget", f"{plan['steps']:,} steps, {plan['tokens']:,} tokens, {plan['epochs']:.2f} epochs a run")
-    row("time", f"{plan['seconds'] / 60:,.1f} min at the speed of the first steps of {plan['runs'][0]['method']}")
     row("would write", options.output)
