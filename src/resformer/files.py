@@ -246,11 +246,12 @@ def _remove_folder(path: Path) -> None:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """Relative names of all files and links in a folder but `LISTING`, and of its empty folders."""
+    """Relative names of all files and links in a folder but `LISTING`, and of its empty folders, in order."""
     for parent, folders, files in os.walk(folder):
+        folders.sort()
         inner = Path(parent).relative_to(folder)
         linked = [name for name in folders if Path(parent, name).is_symlink()]
-        yield from ((inner / name).as_posix() for name in (*files, *linked) if (inner / name) != Path(LISTING))
+        yield from ((inner / name).as_posix() for name in sorted((*files, *linked)) if (inner / name) != Path(LISTING))
         if not files and not folders and inner.parts:
             yield f"{inner.as_posix()}/"
 
