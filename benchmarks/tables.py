@@ -444,6 +444,19 @@ def of_studies() -> dict[str, list[str]]:
     }
 
 
+def muon() -> dict[str, tuple[float, float]]:
+    """Optimizer -> its best rate, and the mean loss at it of all seeds."""
+    best = {}
+    for optimizer in ("adamw", "muon"):
+        losses: dict[float, list[float]] = {}
+        for run in read("muon")["runs"]:
+            if run["optimizer"] == optimizer:
+                losses.setdefault(run["learning_rate"], []).append(run["loss_after"])
+        rate = max(losses, key=lambda rate: len(losses[rate]))  # the one of the other seeds
+        best[optimizer] = rate, statistics.mean(losses[rate])
+    return best
+
+
 def sentences() -> dict[str, list[str]]:
     """Page -> what it states of results, up to line breaks."""
     hub, convert = read("hub")["imports"], read("convert")
@@ -451,7 +464,7 @@ def sentences() -> dict[str, list[str]]:
     rounds = speed["rounds, tokens/s"]
     shared = shared_layers()["shared, refitted", "WikiText-2"]
     ours, bare = (statistics.median(each[arm] for each in rounds) for arm in ("pretrain", "bare"))
-    studied = of_studies()
+    studied, best = of_studies(), muon()
     return {
         "docs/converting.md": [
             f"start-up ({convert['start_up_seconds']:.1f} s of imports",
@@ -463,6 +476,8 @@ def sentences() -> dict[str, list[str]]:
             f"{shared_layers()['shared, refitted', 'Python']['rise']:.3f} on Python",
         ],
         "docs/pretraining.md": [
+            f"{best['adamw'][1]:.2f} nats with AdamW (rate {best['adamw'][0]:g}) and {best['muon'][1]:.2f} with Muon "
+            f"({best['muon'][0]:g})",
             f"{tokenised['bytes'] / 1e9:.0f} GB of text took {tokenised['seconds']:.0f} seconds with two workers, "
             f"{tokenised['tokens/s'] / 1e6:.1f} million tokens a second, and "
             f"{tokenised['peak RSS of the tree, GB']:.1f} GB of memory",
