@@ -248,7 +248,8 @@ class ConnectedModel(PreTrainedModel):
         for name, module in added_modules(self).items():
             kind = name.rpartition(".")[2]
             strict |= {f"{kind}.{each}" for each, _ in module.named_parameters() if each not in module.tables}
-            # Quantisers, which would replace linear layers or their weights, look in the other one.
-            projections = [each for each, child in module.named_modules() if isinstance(child, nn.Linear)]
-            linear |= {f"{kind}.{each}{end}" for each in projections for end in ("", ".weight")}
+            # Quantisers, which would replace linear layers, look in the other one; torchao for the names of weights,
+            # which a pattern from the beginning matches.
+            projections = [f"{kind}.{each}" for each, child in module.named_modules() if isinstance(child, nn.Linear)]
+            linear |= {f"{start}{each}" for each in projections for start in ("", ".*")}
         self._keep_in_fp32_modules_strict, self._keep_in_fp32_modules = strict, linear
