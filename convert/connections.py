@@ -51,7 +51,10 @@ def _of_ours(config: Any) -> PreTrainedModel:
     """One model for all configurations that differ in what a model on the meta device lacks."""
     known = json.loads(config.to_json_string())
     left_out = ("base_model", "dtype", "transformers_version")
-    return _meta_model(json.dumps({name: value for name, value in known.items() if name not in left_out}))
+    try:
+        return _meta_model(json.dumps({name: value for name, value in known.items() if name not in left_out}))
+    except Exception as error:  # torch's and Transformers' any, for values that no validator looks at
+        raise CheckpointError(f"config.json makes no model: {one_line(error)}") from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -82,11 +85,7 @@ def _stored_name(model: PreTrainedModel, module: str) -> str:
 
 def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor that a checkpoint holds, both ends of a tie among them."""
-    try:
-        tensors = _of_ours(config).state_dict()
-        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    except Exception as error:  # torch's and Transformers' any, for values that no validator looks at
-        raise CheckpointError(f"config.json makes no model: {one_line(error)}") from error
+    return {name: tuple(tensor.shape) for name, tensor in _of_ours(config).state_dict().items()}
 
 
 def added_shapes(config: Any, *, tables: bool = True) -> dict[str, tuple[int, ...]]:
