@@ -71,9 +71,13 @@ def tied_names(config: PreTrainedConfig) -> set[str]:
     return set(meta_model(config).all_tied_weights_keys) if config.tie_word_embeddings else set()
 
 
-def connection_modules(config: Any) -> dict[str, Added]:
+def connection_modules(config: Any) -> Mapping[str, Added]:
     """Name in a checkpoint -> the module, on the meta device, of each connection that has one."""
-    model = _of_ours(config)
+    return _connection_modules(_of_ours(config))
+
+
+@functools.lru_cache(maxsize=8)  # as many models are kept
+def _connection_modules(model: PreTrainedModel) -> Mapping[str, Added]:
     return {_stored_name(model, name): module for name, module in added_modules(model).items()}
 
 
