@@ -1,12 +1,10 @@
-"""Bytes, time and memory of commands on checkpoints on the Hub, beside download, save_pretrained and upload.
+"""Bytes, time and memory of commands that read only headers of checkpoints on the Hub.
 
     python benchmarks/hub.py --output benchmarks/results/hub.json
 
 The Hub is that of the tests, on loopback: it counts the bytes of requests and answers. The sources have the tensors of
 SmolLM2-135M, Llama-3.1-8B and Llama-3.1-70B, in as many files, and a tokenizer.json of about the same size; their
-weights are zeros that take no space. Each command runs in a new process, whose time includes its imports. Download,
-save_pretrained and upload are run for the smallest source; for the others bytes and memory are computed from the size
-of the weights.
+weights are zeros that take no space. Each command runs in a new process, whose time includes its imports.
 """
 
 import argparse
@@ -68,12 +66,6 @@ _, status, usage = os.wait4(done.pid, 0)
 unit = 1 if sys.platform == "darwin" else 1024
 print(status, time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * unit)
 """
-_CARD = b"---\nlicense: apache-2.0\n---\n# A Llama\n"
-_RIVAL = """
-import sys
-from transformers import AutoModelForCausalLM
-AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto").push_to_hub(sys.argv[2])
-"""
 
 
 def main() -> None:
@@ -98,35 +90,24 @@ def main() -> None:
 def measure(name: str) -> dict[str, Any]:
     shards, tokenizer, fields = SOURCES[name]
     files = sparse_checkpoint(shards, **fields)
-    files |= {"README.md": _CARD, "tokenizer.json": b"{" + b" " * (tokenizer - 2) + b"}"}
-    source, target = f"them/{name}", f"you/{name}"
+    files["tokenizer.json"] = b"{" + b" " * (tokenizer - 2) + b"}"
+    source = f"them/{name}"
     weights = sum(len(content) for file, content in files.items() if file.endswith(".safetensors"))
-    convert = [sys.executable, "-m", "resformer", "convert", source]
-    commands = {
-        "inspect": [sys.executable, "-m", "resformer", "inspect", source],
-        "dry run": [*convert, "out", "--dry-run"],
-        "push": [*convert, "--push", target],
-    }
-    if name == "135M":
-        commands["download, save_pretrained, upload"] = [sys.executable, "-c", _RIVAL, source, f"{target}-rival"]
+    commands = {"inspect": ["inspect", source], "dry run": ["convert", source, "out", "--dry-run"]}
     cases: dict[str, Any] = {}
     for case, command in commands.items():
-        with HubServer(copies="made") as hub, tempfile.TemporaryDirectory() as home:
+        with HubServer() as hub, tempfile.TemporaryDirectory() as home:
             hub.repositories[source] = Repository()
             hub.repositories[source].update(files)
             os.environ.update(hub.environment(Path(home)))
             cases[case] = {
-                **_measured(command),
+                **_measured([sys.executable, "-m", "resformer", *command]),
                 "downloaded": hub.sent,
                 "uploaded": hub.received,
                 "requests": len(hub.requests),
                 "on_disk": sum(path.lstat().st_size for path in Path(home).rglob("*") if path.is_file()),
             }
             print(name, case, cases[case], file=sys.stderr)
-    cases.setdefault(
-        "download, save_pretrained, upload",
-        {"computed": True, "downloaded": weights, "uploaded": weights, "peak_mb": round(weights / 1e6)},
-    )
     headers = [len(content.head) for content in files.values() if not isinstance(content, bytes)]
     return {"bytes_of_weights": weights, "files": shards, "bytes_of_headers": sum(headers), "cases": cases}
 

@@ -11,8 +11,7 @@ write   writing (tensors: a change of dtype)
 verify  sameness: what Transformers builds, without weights; reading_back: bytes; tokens: what the tokenizer reads;
         logits: what is computed
 
-to_folder runs the last three for a folder, to_hub for a Hub repository. comparing and inspection read, and write
-nothing.
+to_folder runs the last three. comparing and inspection read, and write nothing.
 """
 
 from resformer.convert.bundling import BundleReport, bundle

@@ -25,7 +25,6 @@ from resformer.convert.reading import plain_way
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.tensors import CODES
 from resformer.convert.to_folder import Options, Report, Verify, carry_out, folder_name, published_name
-from resformer.convert.to_hub import publish
 from resformer.errors import CheckpointError, did_you_mean
 from resformer.files import check_target
 from resformer.model_cards import base_model_of, carried_metadata, model_card
@@ -36,7 +35,7 @@ from resformer.record import config_digest
 from resformer.version import __version__
 
 #: Fields of a report in which two runs may differ.
-UNRECORDED = ("output", "warnings", "transfer", "memory", "left_behind", "commit", "url")
+UNRECORDED = ("output", "warnings", "transfer", "memory", "left_behind")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +63,9 @@ class RetrofitReport(Report):
 
 def retrofit(
     source: str | Path,
-    output: str | Path | None = None,
+    output: str | Path,
     method: str = "resformer",
     *,
-    push_to: str | None = None,
-    private: bool = False,
-    accept_license: bool = False,
     lossy: bool = False,
     force: bool = False,
     dry_run: bool = False,
@@ -81,7 +77,7 @@ def retrofit(
     progress: bool = True,
     **fields: Any,
 ) -> RetrofitReport:
-    """Writes `source` with the connections of `method` to the folder `output`, or to a Hub repository.
+    """Writes `source` with the connections of `method` to the folder `output`.
 
     Methods that can start as the identity do ((0, 1) for value residuals, one-hot depth averages), so that the result
     computes what its source does, bit for bit, unless `dtype` changes. Weight files that do not change are carried over
@@ -91,19 +87,12 @@ def retrofit(
 
     A ResFormer checkpoint gets further connections: those that it has, and their coefficients, stay as they are.
 
-    With `push_to`, the Hub copies the weight files of a source on the Hub: neither they nor the result are on this
-    disk, and all files of the result appear in one commit. The commit is read back: hashes of all files, headers of
-    the weights.
-
     Args:
         source: a folder with safetensors, a `.gguf` file (dequantised), or a Hub id.
         output: a new or empty folder.
-        push_to: `owner/name` on the Hub, instead of an output folder; made if there is none.
-        private: make that repository private.
-        accept_license: publish a source again that is gated, private, or of a licence that may not allow it.
         method: one of `resformer.configuration.METHODS`.
         lossy: allow a method, or fields, that change what the model computes.
-        force: replace an earlier result of this command; with `push_to`, all files of the repository.
+        force: replace an earlier result of this command.
         dry_run: read, check, report, write nothing.
         revision: branch, tag or commit, for a Hub id.
         dtype: convert floating tensors to this; default: each keeps its own (float32 for GGUF). The logits are then
@@ -118,10 +107,9 @@ def retrofit(
 
     Raises:
         CheckpointError: the source cannot be converted, the method needs `lossy`, or `output` is in the way.
-        HubError: the Hub refuses, cannot copy, or cannot be reached; the message says if a commit was made.
+        HubError: the Hub refuses, or cannot be reached.
         OutputError: the disk is full or read-only. Nothing is left behind.
-        VerificationError: the result does not hold or compute what the source does. No output folder is changed; with
-            `push_to` the message names the commit that was made.
+        VerificationError: the result does not hold or compute what the source does. No output folder is changed.
         ValueError: `method`, `fields`, `dtype`, `verify` or `max_shard_size` are wrong.
     """
     options = Options(
@@ -131,9 +119,6 @@ def retrofit(
         verify=verify,
         max_shard_size=max_shard_size,
         progress=progress,
-        push_to=push_to,
-        private=private,
-        accept_license=accept_license,
     )
     target_dtype = _dtype(dtype)
     if "allow_pickle" in fields:
@@ -143,11 +128,8 @@ def retrofit(
         hint = did_you_mean(field, CONNECTION_FIELDS)
         raise ValueError(f"`{field}` is not a field that a retrofit sets: expected one of {known}.{hint}")
     method_fields(method, 1)  # an unknown method is refused before anything is read or fetched
-    if (output is None) == (push_to is None):
-        raise ValueError("Give either an output folder or --push OWNER/NAME (push_to).")
-    target = None if output is None else Path(output).expanduser()
-    if target is not None:
-        check_target(target, source, made_by="convert", force=force)  # before anything is read or fetched
+    target = Path(output).expanduser()
+    check_target(target, source, made_by="convert", force=force)  # before anything is read or fetched
     opened = open_source(source, revision, resformer=True)
     before = connection_config(opened.config)
     layers = view(before).num_hidden_layers
@@ -169,7 +151,7 @@ def retrofit(
             "(lossy=True), or choose an exact method.",
             "--lossy",
         )
-    fetched = opened.fetch(headers_only=dry_run or push_to is not None)
+    fetched = opened.fetch(headers_only=dry_run)
     set_fields = {name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections}
     name = method_of(view(config)) if fields or connections_of(before) else method
     return _write(fetched, config, target, options, reasons, target_dtype, method=name, fields=set_fields)
@@ -178,7 +160,7 @@ def retrofit(
 def _write(
     source: OpenedSource,
     config: Any,
-    target: Path | None,
+    target: Path,
     options: Options,
     reasons: list[str],
     target_dtype: torch.dtype | None,
@@ -187,7 +169,7 @@ def _write(
     """Decides on the result, and plans, writes and verifies it, its card and its record.
 
     Args:
-        target: the folder; `None`: to `options.push_to`.
+        target: the folder.
         reasons: why the result does not start as its source.
         facts: further fields of the report.
     """
@@ -239,12 +221,9 @@ def _write(
             "files": {name: {"sha256": digest} for name, digest in digests.items()},
             "versions": {"resformer": __version__, "torch": torch.__version__, "transformers": transformers_version},
         }
-        repository = options.push_to or folder_name(report.output)
-        card = model_card(record, repository, config=config, tokenizer=not no_tokenizer)
+        card = model_card(record, folder_name(report.output), config=config, tokenizer=not no_tokenizer)
         return {RECORD: json.dumps(record, indent=2, sort_keys=True) + "\n", "README.md": str(card)}
 
-    if target is None:
-        return publish(decision, options, report_of, finish)
     return carry_out(decision, target, options, report_of, finish)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers import GenerationConfig
 
 from resformer.convert.deciding import Decision
@@ -37,7 +36,7 @@ class Options:
     """How a conversion is carried out; `resformer.retrofit` says what each option does.
 
     Raises:
-        ValueError: `verify` is no `Verify`, `max_shard_size` no size, or `push_to` no repository.
+        ValueError: `verify` is no `Verify`, or `max_shard_size` no size.
     """
 
     made_by: str = "convert"  # the command
@@ -47,17 +46,10 @@ class Options:
     verify: Verify = "auto"
     max_shard_size: int | str | None = None
     progress: bool = True
-    push_to: str | None = None  # a Hub repository in place of an output folder
-    private: bool = False
-    accept_license: bool = False
 
     def __post_init__(self) -> None:
         check_verify(self.verify)
         _ = self.shard_bytes
-        if self.push_to is not None:
-            if self.push_to.count("/") != 1:
-                raise ValueError(f"push_to={self.push_to!r}: expected OWNER/NAME.")
-            validate_repo_id(self.push_to)
 
     @property
     def shard_bytes(self) -> int | None:
@@ -82,16 +74,13 @@ class Report(AsDict):
     carried_files: int  # weight files that are the source's, byte for byte
     written_files: int  # weight files that are new
     transfer: Transfer  # bytes linked, cloned, copied and written
-    verified: str = ""  # headers, hashes or logits; copies, on the Hub: headers, and the hashes of all files
+    verified: str = ""  # headers, hashes or logits
     logits: LogitsComparison | None = None
     tokens: TokensComparison | None = None  # None: the source has no tokenizer that can be loaded
     tokenizer_classes: tuple[str | None, str | None] | None = None  # that both name, where they differ
     rounding: Rounding = field(default_factory=Rounding)  # by a change of dtype
     left_behind: list[str] = field(default_factory=list)  # files, and keys of config.json, that do not go along
     warnings: list[str] = field(default_factory=list)
-    terms: dict[str, str] = field(default_factory=dict)  # of a source that is published again: license, gated
-    commit: str | None = None  # of the result, if it is on the Hub
-    url: str | None = None  # of the commit
 
 
 def published_name(source: Source) -> str:

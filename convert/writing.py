@@ -33,8 +33,6 @@ class Transfer:
     copied: int = 0  # whole files and side files; the kernel shares their bytes where the file system can
     written: int = 0  # new files
     downloaded: int = 0  # from the Hub
-    uploaded: int = 0  # to the Hub
-    copied_by_hub: int = 0  # from repository to repository: no bytes moved here
 
     @property
     def moved(self) -> int:

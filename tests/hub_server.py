@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import command_server
@@ -59,7 +59,6 @@ class Repository(UserDict[str, Content]):
 
     def __init__(self, *, private: bool = False) -> None:
         self.private = private
-        self.gated: str | bool = False
         self.commits: dict[str, dict[str, Content]] = {}
         self.objects: dict[str, Content] = {}  # SHA-256 -> content of the LFS objects that its commits may name
         self.messages: list[str] = []
@@ -89,14 +88,9 @@ class Repository(UserDict[str, Content]):
 
 
 class HubServer(ThreadingHTTPServer):
-    """`with HubServer() as hub:` serves `hub.repositories` at `hub.url`.
+    """`with HubServer() as hub:` serves `hub.repositories` at `hub.url`."""
 
-    Args:
-        copies: what becomes of copies from repository to repository: they are made; files are not stored with Xet,
-            whose hashes a client needs to ask for them; the repositories are in different regions; the server is older.
-    """
-
-    def __init__(self, copies: Literal["made", "no xet", "region", "server"] = "made") -> None:
+    def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.storage = f"http://localhost:{self.server_port}"  # another host's, as large files of the Hub are
@@ -106,7 +100,6 @@ class HubServer(ThreadingHTTPServer):
         self.sent = self.received = 0  # bytes of answers and requests, headers included
         self.lock = threading.RLock()
         self._faults: list[tuple[str, str]] = []  # (pattern of "METHOD /path?query", kind)
-        self.copies = copies
         self.watch: Callable[[str], object] = lambda request: None  # called with every request, before it is answered
 
     def __enter__(self) -> Self:
@@ -141,10 +134,10 @@ class HubServer(ThreadingHTTPServer):
         return self.repositories[repo_id].branches["main"]
 
     def reset(self) -> None:
-        """As a new Hub, with storage that copies."""
+        """As a new Hub."""
         for held in (self.repositories, self.requests, self._faults):
             held.clear()
-        self.copies, self.watch = "made", lambda request: None
+        self.watch = lambda request: None
 
     def asked(self, pattern: str) -> list[str]:
         """The requests so far that match."""
@@ -267,13 +260,10 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._describe(f"{owner}/{name}", rest)
             case "POST", ["api", "models", owner, name, what, *rest]:
                 repo_id = f"{owner}/{name}"
-                only_read = what in ("paths-info", "lfs-files")
-                repository = (self._readable if only_read else self._writable)(repo_id)
                 if what == "paths-info":
-                    return self._paths(repository, *rest, parse_qs(body.decode())["paths"])
+                    return self._paths(self._readable(repo_id), *rest, parse_qs(body.decode())["paths"])
+                repository = self._writable(repo_id)
                 match what, rest:
-                    case "lfs-files", ["duplicate"]:
-                        return self._duplicate(repository, json.loads(body))
                     case "preupload", [revision]:
                         return self._preupload(repository, revision, json.loads(body))
                     case "commit", [branch]:
@@ -283,9 +273,6 @@ class _Handler(BaseHTTPRequestHandler):
                         return self._name(repository.branches, branch, sha)
                     case "tag", [revision]:
                         return self._name(repository.tags, json.loads(body)["tag"], self._sha(repository, revision))
-            case "PUT", ["api", "models", owner, name, "settings"]:
-                self._writable(f"{owner}/{name}").gated = json.loads(body)["gated"]
-                return _json({})
             case "POST", [owner, name, "info", "lfs", "objects", "batch"]:
                 return self._batch(f"{owner}/{name.removesuffix('.git')}", json.loads(body))
             case _, ["objects", *_] if "Authorization" in self.headers:
@@ -365,8 +352,8 @@ class _Handler(BaseHTTPRequestHandler):
                 sha = self._sha(repository, rest[1] if rest else "main")
                 files = repository.commits[sha]
                 siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
-                about = {"private": repository.private, "gated": repository.gated}
-                return _json({"id": repo_id, "sha": sha, "siblings": siblings, "tags": [], **about})
+                about = {"id": repo_id, "sha": sha, "siblings": siblings, "tags": [], "private": repository.private}
+                return _json(about)
         raise _Answer(404, "Not found")
 
     def _tree(self, repository: Repository, sha: str, folder: str) -> Response:
@@ -385,27 +372,10 @@ class _Handler(BaseHTTPRequestHandler):
         if not _is_large(name, content):
             return {**about, "oid": git_hash(content[:])}
         oid = _sha256(content)
-        if self.server.copies != "no xet":
-            about["xetHash"] = oid[::-1]
         lfs = {"oid": oid, "size": len(content), "pointerSize": 134}
         return {**about, "oid": git_hash(oid.encode()), "lfs": lfs}
 
     # Uploads.
-
-    def _duplicate(self, source: Repository, wanted: dict[str, Any]) -> Response:
-        """Makes LFS objects of `source` known to another repository, whose commits may name them then."""
-        if self.server.copies == "server":
-            raise _Answer(404, "Not found")
-        target, failed = self._writable(wanted["target"]["name"]), []
-        for file in wanted["files"]:
-            oid = file["sha256"]
-            if self.server.copies == "region":
-                failed.append({"sha256": oid, "error": "the repositories are in different storage regions"})
-            elif oid not in source.objects or file["xetHash"] != oid[::-1]:
-                failed.append({"sha256": oid, "error": "not found"})
-            else:
-                target.objects[oid] = source.objects[oid]
-        return _json({"success": not failed, "failed": failed})
 
     def _preupload(self, repository: Repository, revision: str, wanted: dict[str, Any]) -> Response:
         present = repository.commits[self._sha(repository, revision)]

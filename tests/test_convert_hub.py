@@ -128,11 +128,7 @@ def test_small_files_are_fetched_up_to_a_number_and_a_size_and_weights_if_the_co
 
 @pytest.mark.parametrize(
     ("fault", "command"),
-    [
-        ("429", "inspect them/llama"),
-        ("500", "convert them/llama out --verify headers"),
-        pytest.param("408", "convert them/llama --push you/new", marks=pytest.mark.slow),
-    ],
+    [("429", "inspect them/llama"), ("500", "convert them/llama out --verify headers")],
 )
 def test_any_request_that_fails_is_made_again_and_what_fails_for_good_ends_in_exit_code_1(
     fault: str, command: str, llama: Path, commands: Commands
@@ -149,7 +145,7 @@ def test_any_request_that_fails_is_made_again_and_what_fails_for_good_ends_in_ex
         return commands(*command.split())
 
     assert run().exit_code == 0
-    requests = hub.asked("llama|new|objects")  # not whether huggingface_hub runs in an agent
+    requests = hub.asked("llama|objects")  # not whether huggingface_hub runs in an agent
     for pattern in {re.sub(r"\b[0-9a-f]{40}\b", "[0-9a-f]{40}", re.escape(request)) for request in requests}:
         done = run(pattern, 1)
         assert done.exit_code == 0, (pattern, done.stderr)

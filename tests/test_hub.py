@@ -1,14 +1,16 @@
 """Pushing a folder to a Hub, over HTTP, in one commit, or not at all."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from checkpoints import save_checkpoint
 from conftest import assert_answers
-from hub_server import Commands
+from hub_server import Commands, Repository
 
 from resformer import push
 from resformer.convert import CheckpointError, retrofit
@@ -142,6 +144,54 @@ def test_a_commit_that_holds_something_else_is_found(checkpoint: Path, commands:
     said = commands.refused("push", checkpoint, "you/new")
     assert said.startswith("4: ")
     assert "these files are not what was sent: 'README.md'" in said
+
+
+def test_a_commit_in_between_is_not_overwritten(checkpoint: Path, commands: Commands) -> None:
+    hub = commands.hub
+    target = hub.repositories["you/new"] = Repository()
+
+    def commit(request: str) -> None:
+        if "preupload" in request:
+            target["notes.txt"] = b"by somebody else"
+
+    hub.watch = commit
+    said = commands.refused("push", checkpoint, "you/new")
+    assert "somebody else committed to main meanwhile" in said
+    assert "Nothing was committed." in said
+    assert set(target) == {".gitattributes", "notes.txt"}
+
+
+def test_a_commit_that_cannot_be_read_back_is_named(checkpoint: Path, commands: Commands) -> None:
+    hub = commands.hub
+    hub.watch = lambda request: "commit/main" in request and hub.fail("GET .*/tree/", "503", times=100)
+    said = commands.refused("push", checkpoint, "you/new")
+    assert f"1: Error: you/new at {hub.commit_id('you/new')}: was committed, but cannot be read back: " in said
+
+
+def test_a_killed_push_leaves_the_old_state_or_the_new(checkpoint: Path, commands: Commands, tmp_path: Path) -> None:
+    hub = commands.hub
+    target = hub.repositories["you/new"] = Repository()
+    target["config.json"] = b"{}"
+    old, ended = dict(target), set()
+    for number in range(1, 60, 2):
+        seen: list[str] = []
+
+        def kill(request: str, seen: list[str] = seen, number: int = number) -> None:
+            if seen or "/repos/create" in request:
+                seen.append(request)
+                if len(seen) == number:
+                    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+        hub.watch = kill
+        process = commands.start("push", checkpoint, "you/new", log=tmp_path / "log")
+        (tmp_path / "pid").write_text(str(process.pid))
+        code = process.wait()
+        state = "old" if dict(target) == old else "new"
+        assert state == "old" or {"config.json", "model-00002-of-00002.safetensors"} <= set(target)
+        ended.add((code, state))
+        if state == "new":
+            break
+    assert ended >= {(-signal.SIGKILL, "old"), (-signal.SIGKILL, "new")}
 
 
 def test_links_out_of_the_folder_are_not_shared(checkpoint: Path, tmp_path: Path) -> None:

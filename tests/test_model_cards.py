@@ -70,13 +70,7 @@ def cards(checkpoints: Path) -> dict[str, str]:
     """A card of each kind."""
     config, record = ResFormerConfig.from_pretrained(checkpoints / "lossy"), record_of(checkpoints / "exact")
     exact = ResFormerConfig.from_pretrained(checkpoints / "exact")
-    on_hub = {
-        **record,
-        "source": "owner/llama",
-        "revision": "0123abcd",
-        "verified": "copies",
-        "terms": {"gated": "auto"},
-    }
+    on_hub = {**record, "source": "owner/llama", "revision": "0123abcd", "verified": "headers"}
     runs = [TRAINING["runs"][0], {**TRAINING["runs"][1], "name": "svformer"}]
     made = {
         "exact": ModelCard.load(checkpoints / "exact" / "README.md"),
@@ -371,7 +365,7 @@ def test_what_is_no_record_or_training_is_refused_by_the_name_of_the_field(copie
         code, _, said = card(folder)
         assert (code, len(said.splitlines()), f"metrics.json: `{name}`" in said) == (3, 1, True), said
     (folder / "metrics.json").unlink()
-    wrong = {"parameters": "many", "added": [1], "dtype": "int3", "rounding": {}, "files": 5, "logits": {}, "terms": 1}
+    wrong = {"parameters": "many", "added": [1], "dtype": "int3", "rounding": {}, "files": 5, "logits": {}}
     for name, value in wrong.items():
         (folder / "resformer_conversion.json").write_text(json.dumps({**record, name: value}))
         code, _, said = card(folder)

@@ -2,15 +2,14 @@
 
 import glob
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from huggingface_hub import (
     CommitOperationAdd,
-    CommitOperationCopy,
     CommitOperationDelete,
     HfApi,
     constants,
@@ -20,7 +19,6 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     CachedRepoTreeNotFoundError,
-    FileDuplicationError,
     HfHubHTTPError,
     HFValidationError,
     HTTPError,  # httpx's or httpx2's
@@ -38,8 +36,6 @@ from resformer.version import __version__
 
 #: Seconds between the attempts of a step.
 _PAUSES = (1, 2, 4)
-#: Files of a repository that holds no model yet.
-_EMPTY = {".gitattributes", "README.md"}
 
 _Result = TypeVar("_Result")
 
@@ -48,53 +44,25 @@ class HubError(ResFormerError):
     """The Hub refuses, or cannot be reached; the message names the repository and the way out."""
 
 
-class CopyError(HubError):
-    """The Hub does not copy a file from another repository."""
-
-
-@dataclass(frozen=True)
-class Copied:
-    """A file that the Hub copies from another repository, without a download if it is stored by LFS."""
-
-    repo_id: str
-    revision: str  # the commit
-    file: RepoFile
-
-
-#: A file's content: on this disk, in memory, or copied by the Hub.
-Content = Path | bytes | Copied
-
-
-@dataclass(frozen=True)
-class Pushed:
-    """The result of a push."""
-
-    repo_id: str
-    revision: str  # the branch
-    commit: str
-    url: str  # of the commit
-    deleted: list[str]
-    stored: Mapping[str, RepoFile]  # the files of the commit
-
-
 @dataclass(frozen=True, kw_only=True)
 class Push:
     """One push, in one commit; each of its steps can be repeated without harm."""
 
     repo_id: str
-    contents: Mapping[str, Content]
+    contents: Mapping[str, Path | bytes]
     message: str
     superseded: Callable[[str], bool]  # whether a file of the branch that is not in `contents` is deleted
     source: str  # where the contents are from, for messages
     revision: str = constants.DEFAULT_REVISION
     private: bool = False
-    gated: Literal["auto", "manual"] | None = None
     tag: str | None = None
-    replace: bool = True  # False: refuse a branch that holds a model
     check: Callable[[], object] = lambda: None  # raises where contents changed; called when their hashes are known
 
-    def run(self) -> Pushed:
-        """Makes the repository if there is none, commits, and reads the hashes of all files back."""
+    def run(self) -> dict[str, Any]:
+        """Makes the repository if there is none, commits, and reads the hashes of all files back.
+
+        Returns the `repo_id` with its owner, `commit` and `url` of the commit, and the names of `deleted` files.
+        """
         if constants.HF_HUB_OFFLINE:
             raise HubError(f"{self.repo_id}: cannot be pushed to while HF_HUB_OFFLINE is set; unset it.")
         if get_token() is None:
@@ -103,18 +71,11 @@ class Push:
         repo_id = self._do(lambda: self._make_repository(api))
         # The commit may be made although its answer is lost: committing again changes nothing then.
         commit, deleted, sent = self._do(lambda: self._commit(api, repo_id))
-        stored = self._read_back(api, repo_id, commit.oid, sent)
+        self._read_back(api, repo_id, commit.oid, sent)
         if self.tag is not None:
             tag = self.tag
             self._do(lambda: api.create_tag(repo_id, tag=tag, revision=commit.oid, exist_ok=True))
-        return Pushed(
-            repo_id,
-            revision=self.revision,
-            commit=commit.oid,
-            url=commit.commit_url,
-            deleted=deleted,
-            stored=stored,
-        )
+        return {"repo_id": repo_id, "commit": commit.oid, "url": commit.commit_url, "deleted": deleted}
 
     def _make_repository(self, api: HfApi) -> str:
         repo_id = api.create_repo(self.repo_id, private=self.private or None, exist_ok=True).repo_id
@@ -122,13 +83,6 @@ class Push:
             raise HubError(f"{repo_id}: exists and is public. Make it private in its settings, or push elsewhere.")
         if self.tag is not None and any(tag.name == self.tag for tag in api.list_repo_refs(repo_id).tags):
             raise HubError(f"{repo_id}: has a tag {self.tag} already; choose another. Nothing was pushed.")
-        if not self.replace and (present := repository_files(api, repo_id, self.revision).keys() - _EMPTY):
-            raise HubError(
-                f"{repo_id}: holds {first_names(present)} already. Replace its files with --force (force=True); its "
-                "history keeps them."
-            )
-        if self.gated is not None:  # before there is anything to download
-            api.update_repo_settings(repo_id, gated=self.gated)
         return repo_id
 
     def _commit(self, api: HfApi, repo_id: str) -> tuple[Any, list[str], dict[str, str]]:
@@ -137,13 +91,9 @@ class Push:
         if branch != constants.DEFAULT_REVISION and not branch.startswith("refs/"):
             api.create_branch(repo_id, branch=branch, exist_ok=True)
         parent = api.model_info(repo_id, revision=branch).sha
-        before = repository_files(api, repo_id, branch)
-        operations = list(self._operations(before))
-        sent = {
-            each.path_in_repo: each.upload_info.sha256.hex()
-            for each in operations
-            if isinstance(each, CommitOperationAdd)
-        }
+        before = _files(api, repo_id, branch)
+        operations = [CommitOperationAdd(name, content) for name, content in self.contents.items()]
+        sent = {each.path_in_repo: each.upload_info.sha256.hex() for each in operations}
         self.check()
         deleted = [name for name in before if name not in self.contents and self.superseded(name)]
         commit = api.create_commit(
@@ -155,35 +105,24 @@ class Push:
         )
         return commit, deleted, sent
 
-    def _read_back(self, api: HfApi, repo_id: str, commit: str, sent: Mapping[str, str]) -> dict[str, RepoFile]:
-        with reading_back(repo_id, commit):
-            stored = retried(lambda: repository_files(api, repo_id, commit))
-        wrong = [
-            name
-            for name, content in self.contents.items()
-            if name not in stored or digest(stored[name]) not in _digests(content, sent.get(name))
-        ]
+    def _read_back(self, api: HfApi, repo_id: str, commit: str, sent: Mapping[str, str]) -> None:
+        try:
+            stored = retried(lambda: _files(api, repo_id, commit))
+        except HTTPError as error:
+            raise HubError(
+                f"{repo_id} at {commit}: was committed, but cannot be read back: {one_line(error)} Look at it: "
+                f"resformer inspect {repo_id}."
+            ) from error
+        wrong = []
+        for name, content in self.contents.items():
+            known = sent[name], git_hash(content) if isinstance(content, bytes) else None  # by LFS, or by Git
+            if name not in stored or _digest(stored[name]) not in known:
+                wrong.append(name)
         if wrong:
             raise VerificationError(
                 f"{repo_id} at {commit}: these files are not what was sent: {first_names(wrong)}. Delete the "
                 "repository, or revert the commit."
             )
-        return stored
-
-    def _operations(self, before: Mapping[str, RepoFile]) -> Iterable[CommitOperationAdd | CommitOperationCopy]:
-        for name, content in self.contents.items():
-            if not isinstance(content, Copied):
-                yield CommitOperationAdd(name, content)
-            elif name not in before or digest(before[name]) != digest(content.file):
-                # `create_commit` has the Hub duplicate LFS files into the repository (POST
-                # /api/models/SOURCE/lfs-files/duplicate), then commits their SHA-256; huggingface_hub #4203.
-                yield CommitOperationCopy(
-                    content.file.path,
-                    name,
-                    src_revision=content.revision,
-                    src_repo_id=content.repo_id,
-                    src_repo_type="model",
-                )
 
     def _do(self, step: Callable[[], _Result]) -> _Result:
         """Does a step as `retried` does; errors are raised with a message of one line."""
@@ -191,8 +130,6 @@ class Push:
             return retried(step)
         except HTTPError as error:
             raise self._error(error) from error
-        except FileDuplicationError as error:
-            raise CopyError(f"the Hub does not copy its files: {one_line(error)}") from error
         except RuntimeError as error:  # "Error while uploading ...", from an error that was tried again already
             raise self._error(error.__cause__ or error) from error
         except ValueError as error:  # the Hub rejects the card's metadata
@@ -208,8 +145,6 @@ class Push:
         if not isinstance(error, HfHubHTTPError):
             return HubError(f"{repo_id}: {one_line(error)}")
         answer, status = one_line(error.server_message or error), error.response.status_code
-        if error.response.url.path.endswith("/lfs-files/duplicate"):
-            return CopyError(f"the Hub does not copy its files: it answered {status} ({answer})")
         if isinstance(error, RepositoryNotFoundError):
             return HubError(f"{repo_id}: there is no such repository, or this token may not see it ({answer}).")
         reason, way = {
@@ -261,18 +196,6 @@ def asking_hub(name: str) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def reading_back(repo_id: str, commit: str) -> Iterator[None]:
-    """Turns errors of the Hub into a `HubError` that names the commit that was made."""
-    try:
-        yield
-    except (HTTPError, HubError, CheckpointError) as error:
-        raise HubError(
-            f"{repo_id} at {commit}: was committed, but cannot be read back: {one_line(error)} Look at it: resformer "
-            f"inspect {repo_id}."
-        ) from error
-
-
 def listing(repo_id: str, revision: str | None) -> tuple[str, dict[str, RepoFile]]:
     """(the commit, name -> size and hashes of its files), from the cache where the Hub cannot be asked.
 
@@ -280,7 +203,7 @@ def listing(repo_id: str, revision: str | None) -> tuple[str, dict[str, RepoFile
     """
     commit = retried(lambda: hub_api().resolve_revision(repo_id, revision=revision)).resolved
     try:
-        return commit, retried(lambda: repository_files(hub_api(), repo_id, commit))
+        return commit, retried(lambda: _files(hub_api(), repo_id, commit))
     except (HTTPError, OfflineModeIsEnabled):
         try:
             return commit, {file.path: file for file in get_cached_repo_tree(repo_id, revision=commit)}
@@ -309,19 +232,12 @@ def hub_api() -> HfApi:
     return HfApi(library_name="resformer", library_version=__version__)
 
 
-def repository_files(api: HfApi, repo_id: str, revision: str) -> dict[str, RepoFile]:
+def _files(api: HfApi, repo_id: str, revision: str) -> dict[str, RepoFile]:
     """Name -> size and hashes of every file."""
     tree = api.list_repo_tree(repo_id, recursive=True, revision=revision)
     return {file.path: file for file in tree if isinstance(file, RepoFile)}
 
 
-def _digests(content: Content, sha256: str | None) -> tuple[str | None, ...]:
-    """What `digest` may be of a file that holds this."""
-    if isinstance(content, Copied):
-        return (digest(content.file),)
-    return (sha256, git_hash(content)) if isinstance(content, bytes) else (sha256,)
-
-
-def digest(file: RepoFile) -> str:
+def _digest(file: RepoFile) -> str:
     """The SHA-256 that LFS stores a file by, or Git's hash of it."""
     return file.lfs.sha256 if file.lfs is not None else file.blob_id

@@ -127,7 +127,7 @@ def push(
     )
     if dry_run:
         return report
-    pushed = Push(
+    done = Push(
         repo_id=repo_id,
         contents=contents,
         message=message or f"Upload {kind}",
@@ -138,7 +138,7 @@ def push(
         private=private,
         tag=tag,
     ).run()
-    return replace(report, **{name: value for name, value in vars(pushed).items() if name != "stored"})
+    return replace(report, **done)
 
 
 def _states(folder: Path, names: Iterable[str]) -> dict[str, object]:

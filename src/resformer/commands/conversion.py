@@ -65,16 +65,7 @@ class Writing:
 def convert(
     writing: Writing,
     source: Source,
-    output: Annotated[Path | None, typer.Argument(help="The folder to write; new or empty.")] = None,
-    push: Annotated[
-        str | None,
-        typer.Option(metavar="OWNER/NAME", help="Make the result on the Hub instead: weights are copied there."),
-    ] = None,
-    private: Annotated[bool, typer.Option("--private", help="With --push: make the repository private.")] = False,
-    accept_license: Annotated[
-        bool,
-        typer.Option("--accept-license", help="With --push: you accepted the source's license, and it allows a copy."),
-    ] = False,
+    output: Output,
     method: Annotated[str, typer.Option(help="Name of a method; `resformer methods` lists them.")] = "resformer",
     set_: Annotated[
         list[str] | None,
@@ -92,67 +83,53 @@ def convert(
 
     Logits stay the source's. Methods that change them need --lossy.
     """
-    on_hub = () if push is None else (f"{push} may exist, empty or complete. See: resformer inspect {push}",)
-    with reporting_errors(*on_hub):
-        from resformer.convert import retrofit
-        from resformer.convert.nanochat import is_run
+    from resformer.convert import retrofit
+    from resformer.convert.nanochat import is_run
 
-        if is_run(source):
-            useless = {
-                "push": push,
-                "private": private,
-                "accept-license": accept_license,
-                "lossy": lossy,
-                "method": method != "resformer",
-                "link": writing.link,
-                "revision": writing.revision,
-                "max-shard-size": writing.max_shard_size,
-                "verify": writing.verify != "auto",
-            }
-            if asked := [f"--{name}" for name, value in useless.items() if value]:
-                raise ValueError(
-                    f"{', '.join(asked)}: a nanochat run is converted as it is, into one file of a folder."
-                )
-            if output is None:
-                raise ValueError("Give the folder to write.")
-            _convert_nanochat(source, output, writing, dtype, assignments(set_ or []), as_json)
-            return
-        report = retrofit(
-            source,
-            output,
-            method,
-            push_to=push,
-            private=private,
-            accept_license=accept_license,
-            lossy=lossy,
-            dtype=dtype,
-            **vars(writing),
-            **assignments(set_ or []),
-        )
-        if print_json(report, as_json):
-            return
-        added = sum(report.added.values())
-        dequantised = " dequantised" if report.dequantised else ""
-        row("source", f"{report.source} ({report.family}, {report.source_dtype}{dequantised})")
-        row("method", f"{report.method or 'without a name'} {json.dumps(report.fields)}")
-        if report.source_fields:
-            row("as they were", json.dumps(report.source_fields))
-        row("parameters", f"{report.parameters:,}: {added:,} added in {len(report.added)} tensors")
-        row("tensors", f"{report.kept} kept, {len(report.added)} new, {len(report.dropped)} dropped")
-        if report.rounding.changed or report.dtype != report.source_dtype:
-            counts, changed = report.rounding, ""
-            if not writing.dry_run:
-                changed = f": {counts.changed:,} numbers rounded"
-            if counts.overflowed or counts.flushed:
-                changed += f", {counts.overflowed:,} became infinite, {counts.flushed:,} became 0"
-            row("dtype", f"{report.source_dtype} to {report.dtype}{changed}")
-        for reason in report.inexact_because:
-            row("lossy", reason)
-        if report.terms:
-            row("terms", ", ".join(f"{name} {value}" for name, value in report.terms.items()) + ", as the source's")
-        if writing.dry_run:
-            row("memory", f"{size(report.memory)} to compare logits, little else")
-        print_result(report, writing.dry_run)
+    if is_run(source):
+        useless = {
+            "lossy": lossy,
+            "method": method != "resformer",
+            "link": writing.link,
+            "revision": writing.revision,
+            "max-shard-size": writing.max_shard_size,
+            "verify": writing.verify != "auto",
+        }
+        if asked := [f"--{name}" for name, value in useless.items() if value]:
+            raise ValueError(f"{', '.join(asked)}: a nanochat run is converted as it is, into one file of a folder.")
+        _convert_nanochat(source, output, writing, dtype, assignments(set_ or []), as_json)
+        return
+    report = retrofit(
+        source,
+        output,
+        method,
+        lossy=lossy,
+        dtype=dtype,
+        **vars(writing),
+        **assignments(set_ or []),
+    )
+    if print_json(report, as_json):
+        return
+    added = sum(report.added.values())
+    dequantised = " dequantised" if report.dequantised else ""
+    row("source", f"{report.source} ({report.family}, {report.source_dtype}{dequantised})")
+    row("method", f"{report.method or 'without a name'} {json.dumps(report.fields)}")
+    if report.source_fields:
+        row("as they were", json.dumps(report.source_fields))
+    row("parameters", f"{report.parameters:,}: {added:,} added in {len(report.added)} tensors")
+    row("tensors", f"{report.kept} kept, {len(report.added)} new, {len(report.dropped)} dropped")
+    if report.rounding.changed or report.dtype != report.source_dtype:
+        counts, changed = report.rounding, ""
+        if not writing.dry_run:
+            changed = f": {counts.changed:,} numbers rounded"
+        if counts.overflowed or counts.flushed:
+            changed += f", {counts.overflowed:,} became infinite, {counts.flushed:,} became 0"
+        row("dtype", f"{report.source_dtype} to {report.dtype}{changed}")
+    for reason in report.inexact_because:
+        row("lossy", reason)
+    if writing.dry_run:
+        row("memory", f"{size(report.memory)} to compare logits, little else")
+    print_result(report, writing.dry_run)
 
 
 def _convert_nanochat(
@@ -318,13 +295,10 @@ def print_result(report: Any, dry_run: bool) -> None:
         row("would write", report.output)
         row("do it", own_command(leave_out="--dry-run"))
         return
-    levels = {"headers": "headers", "copies": "headers, hashes of all files"}
     logits = f", logits {report.logits}" if report.logits is not None else ""
     tokens = f", tokens {report.tokens}" if report.tokens is not None else ""
-    row("verified", levels.get(report.verified, "headers, bytes") + tokens + logits)
+    row("verified", ("headers" if report.verified == "headers" else "headers, bytes") + tokens + logits)
     row("wrote", report.output)
-    if report.url is not None:
-        echo(report.url)
 
 
 def _print_matrix(name: str, matrix: list[list[float]] | None, shift: int, full: bool) -> None:
