@@ -118,7 +118,10 @@ class Decoder:
             raise ValueError(f"{self.model_type}: it has no list of `num_hidden_layers` ({self.count}) decoder layers.")
         self.layers = lists[self.name]
         self.module: Any = model.get_submodule(self.name.rpartition(".")[0])
-        self.lanes = any(hasattr(config, each) for each in ("altup_num_inputs", "hc_mult"))
+        self.lanes = any(hasattr(config, each) for each in ("altup_num_inputs", "hc_mult", "hc_count"))
+        self.loops = any(isinstance(n, int) and n > 1 for name, n in vars(config).items() if "loop" in name)
+        windows = {kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()}
+        self.caches_differ = len(windows) > 1
         self.places = [layer_places(layer, config) for layer in self.layers]
 
     def view(self, config: PreTrainedConfig) -> "View":
@@ -285,6 +288,8 @@ def why_not(decoder: Decoder, view: View) -> str | None:
 
 def _why_not(kind: type[Connection], decoder: Decoder, view: View) -> str | None:
     layers, places = decoder.layers, decoder.places
+    if decoder.loops:
+        return "its layers run several times in a pass"
     with_values = [each for each in places if each.values is not None]
     if any("Cross" in type(layer).__name__ for layer in layers):
         return "its layers of cross-attention are left out where there are no images"
@@ -299,10 +304,11 @@ def _why_not(kind: type[Connection], decoder: Decoder, view: View) -> str | None
         if reason := with_values[0].output_unlike:
             return f"its attention {reason}"
     reads_tokens = not {"hidden_states", "input_ids", "queries"}.isdisjoint(kind.takes)
-    if any(each.values.module == "kv_b_proj" for each in with_values if each.values) and (
-        reads_tokens or kind.place == "attention_output"
-    ):
-        return "its cache holds latents, of which past tokens' values are made again, but not what they read"
+    if any(each.values.module == "kv_b_proj" for each in with_values if each.values):
+        if reads_tokens or kind.place == "attention_output":
+            return "its cache holds latents, of which past tokens' values are made again, but not what they read"
+        if kind.place is not None and "values" in kind.place and decoder.caches_differ:
+            return "its cache holds latents of all tokens in some layers, and of a window in others"
     if kind.name == "attention_residuals":
         if decoder.lanes:
             return "its residual stream has several lanes"
@@ -477,6 +483,10 @@ class Passes:
         if ids is not None:
             self.input_ids = ids
 
+    def keep_all(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A hook before the decoder's forward, for connections that read states: Gemma 4 drops tokens in its middle."""
+        return args, {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
+
     def of(self, layer: ConnectedLayer) -> ForwardPass:
         layers = getattr(self.decoder, self.layers)
         if layer is layers[0]:
@@ -524,6 +534,8 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: View) -> Non
         if (module := kind.of_decoder(view)) is not None:
             decoder.module.add_module(kind.name, module)
             _start(module, next(decoder.layers.parameters()))
+    if any(kind.place is None for kind in kinds):
+        decoder.module.register_forward_pre_hook(passes.keep_all, with_kwargs=True)
     if "input_ids" in takes:
         for module in {model, decoder.module}:
             module.register_forward_pre_hook(passes.see_tokens, with_kwargs=True)

@@ -214,12 +214,14 @@ def assert_reloads(model: PreTrainedModel) -> None:
 
 
 def verdicts(model_type: str) -> dict[str, str]:
-    """Of each connection; one entry, `""`, if no small model of the type can be made."""
+    """Of each connection; one entry, `""`, if no small model of the type can be made and read text."""
+    base = None
     try:
         base = small_decoder(model_type)
         logits_of(base)
     except Exception as error:  # any of a family's code
-        return {"": re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:200]}
+        print(f"{model_type}: {type(error).__name__}: {error}", file=sys.stderr)
+        return {"": "no small model of it is made" if base is None else "a small model of it does not read text alone"}
     found = {}
     for name in CONNECTIONS:
         try:

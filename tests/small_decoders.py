@@ -29,7 +29,7 @@ _SIZES: dict[int, str] = {
     VOCABULARY: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
     64: "hidden_size out_hidden_size text_hidden_size max_position_embeddings n_embd d_model embed_dim hidden_dim "
     "lru_width word_embed_proj_dim n_positions n_ctx max_seq_len mamba_d_ssm embedding_size rnn_hidden_size emb_dim "
-    "index_topk",
+    "index_topk projector_hidden_size moe_hidden_size",
     48: "intermediate_size n_inner d_ff ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim block_ff_dim "
     "block_ffn_hidden_size intermediate_size_mlp",
     32: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size "
@@ -46,8 +46,8 @@ _SIZES: dict[int, str] = {
     2: "num_key_value_heads num_kv_heads num_experts_per_tok moe_k moe_topk linear_num_key_heads "
     "altup_num_inputs index_n_heads multi_query_group_num num_experts_per_token",
     1: "n_group topk_group n_shared_experts first_k_dense_replace mamba_n_groups n_groups moe_num_shared_experts "
-    "zero_expert_num num_hidden_groups",
-    0: "pad_token_id num_kv_shared_layers",
+    "zero_expert_num num_hidden_groups num_kv_shared_layers",
+    0: "pad_token_id",
 }
 SIZES = {name: size for size, names in _SIZES.items() for name in names.split()}
 
@@ -73,6 +73,44 @@ OWN: dict[str, dict[str, Any]] = {
     **{each: _of_images([4, 2, 2]) for each in "cosmos3_edge glm4v glm46v glm_ocr glmga".split()},
     "glm4v_moe": _of_images([2, 1, 1]),
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "bailing_hybrid": {"n_group": 1, "topk_group": 1},
+    **{
+        each: {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}
+        for each in ("cohere_compass", "cohere_compass_text")
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+    "dots3_note_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 32,
+        "swa_qk_nope_head_dim": 16,
+        "swa_qk_rope_head_dim": 16,
+        "swa_v_head_dim": 16,
+    },
+    "glm5_next": {"qk_rope_head_dim": 0},
+    **{each: {"n_layers_per_attn_res_block": 2} for each in ("inkling2", "inkling2_text")},
+    **{
+        each: {"n_layers_per_attn_res_block": 2, "loop_layer_index_start": 2, "loop_layer_index_end": 4}
+        for each in ("inkling2_loop", "inkling2_loop_text")
+    },
+    "mistral4": {"head_dim": 32},
+    **{
+        each: {
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 4,
+        }
+        for each in ("qwen4_exp", "qwen4_exp_text")
+    },
+    "step3p7": {"sliding_window": 8},
+    "xlstm": {"qk_dim_factor": 1.0, "chunk_size": 64},
+    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "zaya": {"num_experts_per_tok": 1},
 }
 
 
@@ -102,7 +140,7 @@ def small_config(model_type: str) -> Any:
     if name is None:  # an encoder and decoder in one
         return small
     towers = {other: type(part)(**_sizes(part)) for other, part in parts.items() if other != name}
-    return config_class(**{name: small}, **towers)
+    return config_class(**_sizes(default), **{name: small}, **towers)
 
 
 def _sizes(config: Any) -> dict[str, Any]:

@@ -242,8 +242,6 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
         """The blocks of a stream, about so many `together` shuffled; keeps its place."""
         windows = self._windows(number, together)
         place, blocks = next(windows)
-        if place["shown"] == len(blocks):  # of an earlier version, which looked no further before it stopped
-            place, blocks = next(windows)
         while True:
             numbers = np.random.default_rng([self.seed, number, place["before"] + place["blocks"]])
             order = numbers.permutation(len(blocks))
