@@ -337,15 +337,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
         hidden_states = inputs_embeds
         if self.config.smear:
             hidden_states = smeared(
-                self.smear,
-                self.embed_tokens,
-                hidden_states,
-                input_ids,
-                position_ids,
-                attention_mask,
-                past_key_values,
-                self.config.num_hidden_layers,
-                packed,
+                self, inputs_embeds, input_ids, position_ids, attention_mask, past_key_values, packed
             )
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
         layers: Any = self.layers[: self.config.num_hidden_layers]  # fewer while `assistant_early_exit` drafts
