@@ -95,6 +95,8 @@ class Connection(Added):
     name: ClassVar[str]
     #: Its fields of the configuration.
     fields: ClassVar[tuple[str, ...]]
+    #: The initial values with which what is learned starts as plain Llama; empty if none do.
+    plain: ClassVar[dict[str, Any]] = {}
     #: Where its `forward` is called; `None`: not in the layer.
     place: ClassVar[str | None] = None
     #: Whether it has modules in layers; else the decoder itself does what it says.
@@ -148,8 +150,8 @@ class Connection(Added):
 
     @classmethod
     def plain_start(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Connection fields -> the initial values with which what is learned starts as plain Llama."""
-        return {}
+        """Connection fields -> `plain`, if they set the first of its fields, which is what turns it on."""
+        return dict(cls.plain) if fields.get(cls.fields[0]) else {}
 
     @classmethod
     def inexact_because(cls, config: Any) -> list[str]:

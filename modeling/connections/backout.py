@@ -20,6 +20,7 @@ class Backout(Connection):
 
     name = "backout"
     fields = ("backout", "backout_init")
+    plain = {"backout_init": 0.0}
 
     def __init__(self, config: Any, layer: int):
         super().__init__(config, layer)
@@ -40,10 +41,6 @@ class Backout(Connection):
     def between(cls, modules: Mapping[int, Any], of_decoder: Any) -> BetweenLayers:
         [(last, module)] = modules.items()
         return TakenOut(last, module.middle, module())
-
-    @classmethod
-    def plain_start(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        return {"backout_init": 0.0} if fields.get("backout") else {}
 
     @classmethod
     def flops(cls, config: Any) -> int:

@@ -20,6 +20,7 @@ class EmbeddingResidual(Connection):
 
     name = "embedding_residual"
     fields = ("embedding_residual", "embedding_residual_init")
+    plain = {"embedding_residual_init": 0.0}
 
     def __init__(self, config: Any, layer: int):
         super().__init__(config, layer)
@@ -44,10 +45,6 @@ class EmbeddingResidual(Connection):
     @classmethod
     def between(cls, modules: Mapping[int, Any], of_decoder: Any) -> BetweenLayers:
         return EmbeddingMix({layer: module() for layer, module in modules.items()})
-
-    @classmethod
-    def plain_start(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        return {"embedding_residual_init": 0.0} if fields.get("embedding_residual") else {}
 
     @classmethod
     def flops(cls, config: Any) -> int:

@@ -49,8 +49,7 @@ class ValueResidual(MixingRow):
     fields = tuple(
         "value_residual value_residual_init value_residual_layers depth_attention_stride depth_attention_init".split()
     )
-    #: The initial values with which the mode starts as plain Llama; empty if none do.
-    plain: ClassVar[dict[str, Any]] = {"value_residual_init": [0.0, 1.0]}
+    plain = {"value_residual_init": [0.0, 1.0]}
     modes: ClassVar[dict[str, type["ValueResidual"]]] = {}
 
     def __init_subclass__(cls, mode: str, **kwargs: Any) -> None:
