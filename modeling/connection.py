@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor, Partial
+from transformers import initialization as init
 
 from resformer.configuration.methods import connections_of
 
@@ -199,6 +200,19 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     if gathered.requires_grad:
         gathered.register_hook(lambda gradient: gradient / mesh.size())  # the mean over ranks, as of all parameters
     return gathered
+
+
+class Weights(Added):
+    """Mixed into a module whose `weight` is used outside of its layer."""
+
+    start: Sequence[float]
+    weight: nn.Parameter
+
+    def forward(self) -> torch.Tensor:
+        return whole(self.weight)
+
+    def reset_parameters(self) -> None:
+        init.copy_(self.weight, torch.tensor(self.start, dtype=self.weight.dtype))
 
 
 def weighted_sum(states: Sequence[torch.Tensor], weights: torch.Tensor | Sequence[Any]) -> torch.Tensor:

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import initialization as init
 
-from resformer.modeling.connection import BetweenLayers, Connection, coefficient, weighted_sum, whole
+from resformer.modeling.connection import BetweenLayers, Connection, Weights, coefficient, weighted_sum
 
 
-class Backout(Connection):
+class Backout(Weights, Connection):
     """The l of the decoder, in its last layer."""
 
     name = "backout"
@@ -24,14 +23,8 @@ class Backout(Connection):
 
     def __init__(self, config: Any, layer: int):
         super().__init__(config, layer)
-        self.middle, self.first = config.num_hidden_layers // 2, config.backout_init
+        self.middle, self.start = config.num_hidden_layers // 2, [config.backout_init]
         self.weight = coefficient(1)  # l
-
-    def forward(self) -> torch.Tensor:
-        return whole(self.weight)
-
-    def reset_parameters(self) -> None:
-        init.constant_(self.weight, self.first)
 
     @classmethod
     def layers(cls, config: Any) -> Sequence[int]:

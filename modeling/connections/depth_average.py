@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import initialization as init
 
-from resformer.modeling.connection import BetweenLayers, MixingRow, coefficient, is_ordinary, weighted_sum, whole
+from resformer.modeling.connection import BetweenLayers, MixingRow, Weights, coefficient, is_ordinary, weighted_sum
 
 HALVES = (torch.float16, torch.bfloat16)
 
 
-class DepthAverage(MixingRow):
+class DepthAverage(Weights, MixingRow):
     """The weights of Y_n; N(N + 3)/2 of them in all layers, for dilation 1 and period 1."""
 
     name = "depth_average"
@@ -33,13 +32,8 @@ class DepthAverage(MixingRow):
         super().__init__(config, layer)
         step = config.dwa_dilation
         self.columns: range = range((layer + 1) % step, layer + 2, step)  # the states that make Y_n, X_{n+1} last
+        self.start = [*[0.0] * (len(self.columns) - 1), 1.0]
         self.weight = coefficient(len(self.columns))
-
-    def forward(self) -> torch.Tensor:
-        return whole(self.weight)
-
-    def reset_parameters(self) -> None:
-        init.copy_(self.weight, torch.eye(1, len(self.columns)).flip(1)[0])
 
     def row(self, of_decoder: Any) -> list[float]:
         return self().tolist()

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import initialization as init
 
-from resformer.modeling.connection import BetweenLayers, Connection, coefficient, weighted_sum, whole
+from resformer.modeling.connection import BetweenLayers, Connection, Weights, coefficient, weighted_sum
 
 
-class EmbeddingResidual(Connection):
+class EmbeddingResidual(Weights, Connection):
     """The r and s of a layer."""
 
     name = "embedding_residual"
@@ -24,14 +23,8 @@ class EmbeddingResidual(Connection):
 
     def __init__(self, config: Any, layer: int):
         super().__init__(config, layer)
-        self.first = config.embedding_residual_init
+        self.start = [1.0, config.embedding_residual_init]
         self.weight = coefficient(2)  # r, s
-
-    def forward(self) -> torch.Tensor:
-        return whole(self.weight)
-
-    def reset_parameters(self) -> None:
-        init.copy_(self.weight, torch.tensor([1.0, self.first]))
 
     @torch.no_grad()
     def deviations(self) -> list[tuple[float, str]]:
