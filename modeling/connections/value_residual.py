@@ -170,7 +170,7 @@ class LearnableValueResidual(ValueResidual, mode="learnable"):
         return _mixed(values, first_values, self.weight.unbind(), share_of_first)
 
     def reset_parameters(self) -> None:
-        init.copy_(self.weight, torch.tensor(self.start))
+        init.copy_(self.weight, torch.tensor(self.start, dtype=self.weight.dtype))
 
     def row(self, of_decoder: Any) -> list[float]:
         zero, one = probes(self)
