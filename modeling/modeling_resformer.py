@@ -324,11 +324,11 @@ class ResFormerModel(ResFormerPreTrainedModel):
                 )
                 for kind in dict.fromkeys(self.config.layer_types)
             }
+        packed = position_ids is not None and past_key_values is None and attention_mask is None
         if use_cache and past_key_values is None:
             # Compilers and exporters know `DynamicCache`; in a graph, growing in place gains nothing.
             new_cache = DynamicCache if torch.compiler.is_compiling() else GrowingCache
             past_key_values = new_cache(config=self.config)
-        packed = position_ids is not None and past_key_values is None and attention_mask is None
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
