@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModel
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.integrations import use_kernelized_func
@@ -21,6 +20,7 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.arcee.modeling_arcee import ArceeMLP
 from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
     LlamaMLP,
@@ -166,25 +166,12 @@ class ResFormerAttention(nn.Module):
         return self.o_proj(attn_output.reshape(*input_shape, -1).contiguous()), attn_weights
 
 
-class UngatedMLP(nn.Module):
-    """`gated_mlp=False`: two projections, under Llama's names."""
-
-    def __init__(self, config: ResFormerConfig):
-        super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
-
-
 class ResFormerDecoderLayer(ConnectedLayer, GradientCheckpointingLayer):
     def __init__(self, config: ResFormerConfig, layer_idx: int, wiring: Wiring | None = None):
         super().__init__()
         self.attention_type = config.layer_types[layer_idx]
         self.self_attn = ResFormerAttention(config, layer_idx)
-        self.mlp = LlamaMLP(config) if config.gated_mlp else UngatedMLP(config)
+        self.mlp = LlamaMLP(config) if config.gated_mlp else ArceeMLP(config)  # without a gate, under Llama's names
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.add_connections(wiring or Wiring(config), layer_idx)
