@@ -17,7 +17,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from resformer.analysis.attention import IMPLEMENTATION
-from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import method_of
 from resformer.environment import usable_device
 from resformer.errors import CheckpointError, one_line
@@ -144,15 +143,12 @@ def analyze(
         raise ValueError(f"{name}: there is no text of at least two tokens ({skipped} shorter ones).")
     stacked = np.stack(per_text)
     deviation = stacked.std(axis=0, ddof=1) if len(lengths) > 1 else np.full(stacked.shape[1:], np.nan)
-    config = model.config
-    connected = isinstance(config, ConnectionFields)
-    count = len(layers)
     return Analysis(
         name=name,
         checkpoint=checkpoint,
-        model_type=config.model_type,
-        method=method_of(config) if connected else "transformer",
-        layers=count,
+        model_type=model.config.model_type,
+        method=method_of(model.config),
+        layers=len(layers),
         parameters=model.num_parameters(),
         dtype=str(model.dtype).removeprefix("torch."),
         device=model.device.type,
@@ -166,7 +162,7 @@ def analyze(
         uniform=dict(zip(_NAMES[:3], np.mean([_uniform(length) for length in lengths], axis=0).tolist(), strict=True)),
         value_mixing_matrix=value_mixing_matrix(model).tolist(),
         depth_mixing_matrix=depth_mixing_matrix(model).tolist(),
-        neutreno_lambda=config.neutreno_lambda if connected else 0.0,
+        neutreno_lambda=getattr(model.config, "neutreno_lambda", 0.0),
     )
 
 

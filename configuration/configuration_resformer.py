@@ -20,11 +20,6 @@ from resformer.configuration.connection_fields import (
     told_in_one_line,
 )
 from resformer.configuration.methods import method_fields
-from resformer.configuration.sources import (  # noqa: F401  (all three: a bundle imports them from here)
-    key_sources,
-    mixing_layers,
-    value_sources,
-)
 
 __all__ = ["ResFormerConfig"]
 

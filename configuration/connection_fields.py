@@ -4,6 +4,7 @@ import difflib
 import functools
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,28 +48,20 @@ def told_in_one_line(config: Any) -> Any:
     return config
 
 
-@as_validated_field
-def positive(value: int | None = None) -> None:
-    if value is not None and value < 1:
-        raise ValueError(f"Value must be a positive integer, got {value}")
+def _field(is_allowed: Callable[[Any], bool], expected: str) -> Any:
+    """Makes fields whose value, where it is not None, has to be allowed."""
+
+    def check(value: float | None = None) -> None:
+        if value is not None and not is_allowed(value):
+            raise ValueError(f"Value must be {expected}, got {value}")
+
+    return as_validated_field(check)
 
 
-@as_validated_field
-def finite(value: float | None = None) -> None:
-    if value is not None and not math.isfinite(value):
-        raise ValueError(f"Value must be a finite number, got {value}")
-
-
-@as_validated_field
-def positive_number(value: float | None = None) -> None:
-    if value is not None and not 0 < value < math.inf:
-        raise ValueError(f"Value must be a finite number above 0, got {value}")
-
-
-@as_validated_field
-def not_negative(value: float | None = None) -> None:
-    if value is not None and not 0 <= value < math.inf:
-        raise ValueError(f"Value must be a finite number from 0 up, got {value}")
+positive = _field(lambda value: value >= 1, "a positive integer")
+finite = _field(math.isfinite, "a finite number")
+positive_number = _field(lambda value: 0 < value < math.inf, "a finite number above 0")
+not_negative = _field(lambda value: 0 <= value < math.inf, "a finite number from 0 up")
 
 
 @dataclass(kw_only=True)

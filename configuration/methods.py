@@ -5,7 +5,6 @@ configuration from a name. A new method is one more line here.
 """
 
 from collections.abc import Callable
-from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,8 @@ if TYPE_CHECKING:
 
 #: The fields of connections -> their defaults, which are no connection. All other fields are the backbone's.
 CONNECTION_FIELDS: dict[str, Any] = {
-    **{
-        name: list(default) if isinstance(default, tuple) else default
-        for name, default in ((each.name, each.default) for each in fields(ConnectionFields))
-    },
+    **vars(ConnectionFields()),
+    "value_residual_init": [*ConnectionFields.value_residual_init],  # as in a configuration
     **dict.fromkeys(("value_sources", "key_sources")),
     "smear": False,
 }

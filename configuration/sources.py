@@ -41,11 +41,5 @@ def mixing_layers(config: Any) -> list[int]:
         return []
     if config.value_residual_layers is not None:
         return config.value_residual_layers
-    seen: set[int] = set()
-    layers = []
-    for layer, group in enumerate(value_groups(config)):
-        if group in seen:
-            layers.append(layer)
-        if group is not None:
-            seen.add(group)
-    return layers
+    groups = value_groups(config)
+    return [n for n, group in enumerate(groups) if group is not None and groups.index(group) < n]

@@ -9,7 +9,7 @@ LoRA or a quantised layer, is still seen, once.
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from resformer.configuration.connection_fields import check_connections
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.modeling.connected import ConnectedLayer, ForwardPass, Places, Wiring
 from resformer.modeling.connection import Connection, StartsAsStated, kinds_in
@@ -125,7 +126,16 @@ class Decoder:
         self.places = [layer_places(layer, config) for layer in self.layers]
 
     def view(self, config: PreTrainedConfig) -> "View":
-        return View(config, self)
+        """What connections read of the configuration.
+
+        Raises:
+            ValueError: its fields do not fit, or the decoder cannot have what they say.
+        """
+        view = View(config, self)
+        check_connections(view)
+        if reason := why_not(self, view):
+            raise ValueError(reason)
+        return view
 
     def tp_plan(self, view: "View", of_family: Mapping[str, str]) -> dict[str, str]:
         """How tensor parallelism splits the connections: by heads, unless the family's own plan gathers the values."""
@@ -167,11 +177,10 @@ _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps",
 
 
 def _shape(places: LayerPlaces) -> dict[str, int]:
-    head_dim = 0 if places.values is None else places.values.head_dim
     return {
         "num_key_value_heads": places.heads,
         "num_attention_heads": places.query_heads,
-        "head_dim": head_dim,
+        "head_dim": 0 if places.values is None else places.values.head_dim,
     }
 
 
@@ -237,14 +246,10 @@ def layer_places(layer: nn.Module, config: Any) -> LayerPlaces:
     return LayerPlaces("", None, 1, 1, None, "", norms, "it has no attention")
 
 
-def _width(module: nn.Module | None) -> int:
+def _width(module: Any) -> int:
     """The numbers that a linear layer returns; 0 for anything else."""
-    if module is None:
-        return 0
-    if isinstance(width := getattr(module, "out_features", None), int):
-        return width
-    conv1d: Any = module
-    return int(conv1d.nf) if type(module).__name__ == "Conv1D" else 0
+    width = module.nf if type(module).__name__ == "Conv1D" else getattr(module, "out_features", 0)
+    return width if isinstance(width, int) else 0
 
 
 def _number(attention: Any, config: Any, *names: str) -> int | None:
@@ -358,7 +363,8 @@ def _rebuilt(family: type, make: Callable[..., type], *arguments: Any) -> Any:
     return module_class.__new__(module_class)
 
 
-def _subclass(family: type, mixin: type, properties: dict[str, property], *made_by: Any) -> type:
+def _subclass(family: type, mixin: type, methods: Iterable[tuple[str, str]], *made_by: Any) -> type:
+    properties = {name: _around(name, method) for name, method in methods}
     # Others look classes up by their names: `_no_split_modules` for one.
     members = {**properties, "family": family, "made_by": made_by, "__module__": family.__module__}
     return type(family.__name__, (mixin, family), members)
@@ -407,8 +413,7 @@ class ConnectedAttention(_Surgery):
 @functools.cache
 def attention_class(family: type, methods: tuple[tuple[str, str], ...]) -> type:
     """The subclass in which modules have places around them: (name of the module, method)."""
-    properties = {name: _around(name, method) for name, method in methods}
-    return _subclass(family, ConnectedAttention, properties, attention_class, methods)
+    return _subclass(family, ConnectedAttention, methods, attention_class, methods)
 
 
 class ConnectedFamilyLayer(_Surgery, ConnectedLayer):
@@ -458,8 +463,7 @@ class ConnectedFamilyLayer(_Surgery, ConnectedLayer):
 def layer_class(family: type, norms: tuple[str, str] | None) -> type:
     """The subclass of a decoder layer with connections; with `norms`, also at the inputs of these."""
     methods = zip(norms or (), ("around_attention_norm", "around_mlp_norm"), strict=False)
-    properties = {name: _around(name, method) for name, method in methods}
-    return _subclass(family, ConnectedFamilyLayer, properties, layer_class, norms)
+    return _subclass(family, ConnectedFamilyLayer, methods, layer_class, norms)
 
 
 class Passes:

@@ -27,10 +27,10 @@ from transformers.models.auto import modeling_auto, tokenization_auto
 from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.utils import logging, output_capturing
 
-from resformer.configuration.connection_fields import ConnectionFields, check_connections, reason, told_in_one_line
+from resformer.configuration.connection_fields import ConnectionFields, reason, told_in_one_line
 from resformer.configuration.methods import CONNECTION_FIELDS, METHODS, connections_of, method_fields
 from resformer.errors import CheckpointError, did_you_mean, one_line
-from resformer.modeling.any_decoder import Decoder, add_connections, text_config, why_not
+from resformer.modeling.any_decoder import Decoder, add_connections, text_config
 from resformer.modeling.connected import ConnectedLayer, ConnectedModel, added_modules, modules_of
 from resformer.modeling.connection import KINDS, StartsAsStated, kinds_in, mixing_matrix
 from resformer.modeling.measured import MEASURED
@@ -86,9 +86,6 @@ class ConnectedFamilyModel(ConnectedModel):
 
     def add_connections(self, decoder: Decoder) -> None:
         view = decoder.view(self.config)
-        check_connections(view)
-        if reason := why_not(decoder, view):
-            raise ValueError(reason)
         add_connections(self, decoder, view)
         plan: dict[str, str] = getattr(self, "_tp_plan", None) or {}
         self._tp_plan = plan | decoder.tp_plan(view, plan)
@@ -255,9 +252,6 @@ def _connect(model: PreTrainedModel, fields: Mapping[str, Any], unless_exact: st
     config, family = _with_fields(copy.deepcopy(model.config), fields), type(model.config)
     decoder = Decoder(model)
     view = decoder.view(config)
-    check_connections(view)
-    if reason := why_not(decoder, view):
-        raise ValueError(reason)
     if family.model_type not in MEASURED:
         logger.warning(
             f"Connections in decoders of model type {family.model_type!r} were not measured, as those of the table in "

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor, Partial
+from transformers import initialization as init
 
 from resformer.configuration.methods import connections_of
 
@@ -95,6 +96,8 @@ class Connection(Added):
     name: ClassVar[str]
     #: Its fields of the configuration.
     fields: ClassVar[tuple[str, ...]]
+    #: The initial values with which what is learned starts as plain Llama; empty if none do.
+    plain: ClassVar[dict[str, Any]] = {}
     #: Where its `forward` is called; `None`: not in the layer.
     place: ClassVar[str | None] = None
     #: Whether it has modules in layers; else the decoder itself does what it says.
@@ -148,8 +151,8 @@ class Connection(Added):
 
     @classmethod
     def plain_start(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Connection fields -> the initial values with which what is learned starts as plain Llama."""
-        return {}
+        """Connection fields -> `plain`, if they set the first of its fields, which is what turns it on."""
+        return dict(cls.plain) if fields.get(cls.fields[0]) else {}
 
     @classmethod
     def inexact_because(cls, config: Any) -> list[str]:
@@ -197,6 +200,19 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     if gathered.requires_grad:
         gathered.register_hook(lambda gradient: gradient / mesh.size())  # the mean over ranks, as of all parameters
     return gathered
+
+
+class Weights(Added):
+    """Mixed into a module whose `weight` is used outside of its layer."""
+
+    start: Sequence[float]
+    weight: nn.Parameter
+
+    def forward(self) -> torch.Tensor:
+        return whole(self.weight)
+
+    def reset_parameters(self) -> None:
+        init.copy_(self.weight, torch.tensor(self.start, dtype=self.weight.dtype))
 
 
 def weighted_sum(states: Sequence[torch.Tensor], weights: torch.Tensor | Sequence[Any]) -> torch.Tensor:

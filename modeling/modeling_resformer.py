@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModel
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.integrations import use_kernelized_func
@@ -21,6 +20,7 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.arcee.modeling_arcee import ArceeMLP
 from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
     LlamaMLP,
@@ -166,25 +166,12 @@ class ResFormerAttention(nn.Module):
         return self.o_proj(attn_output.reshape(*input_shape, -1).contiguous()), attn_weights
 
 
-class UngatedMLP(nn.Module):
-    """`gated_mlp=False`: two projections, under Llama's names."""
-
-    def __init__(self, config: ResFormerConfig):
-        super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
-
-
 class ResFormerDecoderLayer(ConnectedLayer, GradientCheckpointingLayer):
     def __init__(self, config: ResFormerConfig, layer_idx: int, wiring: Wiring | None = None):
         super().__init__()
         self.attention_type = config.layer_types[layer_idx]
         self.self_attn = ResFormerAttention(config, layer_idx)
-        self.mlp = LlamaMLP(config) if config.gated_mlp else UngatedMLP(config)
+        self.mlp = LlamaMLP(config) if config.gated_mlp else ArceeMLP(config)  # without a gate, under Llama's names
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.add_connections(wiring or Wiring(config), layer_idx)
@@ -324,11 +311,11 @@ class ResFormerModel(ResFormerPreTrainedModel):
                 )
                 for kind in dict.fromkeys(self.config.layer_types)
             }
+        packed = position_ids is not None and past_key_values is None and attention_mask is None
         if use_cache and past_key_values is None:
             # Compilers and exporters know `DynamicCache`; in a graph, growing in place gains nothing.
             new_cache = DynamicCache if torch.compiler.is_compiling() else GrowingCache
             past_key_values = new_cache(config=self.config)
-        packed = position_ids is not None and past_key_values is None and attention_mask is None
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -337,15 +324,7 @@ class ResFormerModel(ResFormerPreTrainedModel):
         hidden_states = inputs_embeds
         if self.config.smear:
             hidden_states = smeared(
-                self.smear,
-                self.embed_tokens,
-                hidden_states,
-                input_ids,
-                position_ids,
-                attention_mask,
-                past_key_values,
-                self.config.num_hidden_layers,
-                packed,
+                self, inputs_embeds, input_ids, position_ids, attention_mask, past_key_values, packed
             )
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
         layers: Any = self.layers[: self.config.num_hidden_layers]  # fewer while `assistant_early_exit` drafts

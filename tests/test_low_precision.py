@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import TINY, others_slow
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
 from resformer.training.optimizer import is_connection
@@ -41,6 +41,16 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         if not is_connection(name):
             parameter.data = parameter.data.to(dtype)
     return low
+
+
+def test_coefficients_start_at_the_numbers_of_the_configuration_in_bfloat16_too() -> None:
+    starts = {"value_residual": "learnable", "value_residual_init": [0.3, 0.7], "embedding_residual": True}
+    models = [
+        AutoModelForCausalLM.from_config(ResFormerConfig(**TINY, **starts, backout=True), dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    for (name, start), low in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(start, low) or not is_connection(name), name
 
 
 def train(model: PreTrainedModel, seed: int) -> None:

@@ -93,10 +93,12 @@ def test_packed_sequences_equal_separate_ones(variant: str, use_cache: bool | No
         model = tiny_model(variant, attention=attention).double()  # averages amplify what float32 rounds
         sequences = [ids[mask.bool()] for ids, mask in zip(*RAGGED.values(), strict=True)]
         packed = torch.cat(sequences)[None]
-        positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None]
+        starts = (2 * (n % 2) for n in range(len(sequences)))
+        positions = [torch.arange(len(sequence)) + start for sequence, start in zip(sequences, starts, strict=True)]
         options = {} if use_cache is None else {"use_cache": use_cache}
-        got = logits_of(model, packed, position_ids=positions, **options)[0]
-        expected = torch.cat([logits_of(model, sequence[None])[0] for sequence in sequences])
+        got = logits_of(model, packed, position_ids=torch.cat(positions)[None], **options)[0]
+        alone = zip(sequences, positions, strict=True)
+        expected = torch.cat([logits_of(model, ids[None], position_ids=each[None])[0] for ids, each in alone])
         assert_close(got, expected)
         # The control: in one sequence they would see each other.
         assert (logits_of(model, packed)[0, 11:] - expected[11:]).abs().max() > 0.1

@@ -64,7 +64,7 @@ assert type(model) is ResFormerForCausalLM and type(model.config) is ResFormerCo
 loaded = [type(m).__module__ + "." + type(m).__name__ for m in (model, again, made)]
 """
 IMPORTS = {
-    "resformer first": "import resformer",
+    "resformer first": "import resformer; from transformers import AutoModelForCausalLM",
     "Auto classes first": "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM; import resformer",
     "only a configuration": "from resformer import ResFormerConfig",
     "only a configuration of another process": f"import pickle; pickle.loads({pickle.dumps(CONFIG)!r})",

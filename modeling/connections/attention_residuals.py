@@ -33,6 +33,7 @@ class AttentionResiduals(Connection):
 
     name = "attention_residuals"
     fields = ("attention_residuals", "attention_residual_blocks", "attention_residual_init")
+    plain = {"attention_residual_init": 0.0}
 
     def __init__(self, config: Any, layer: int):
         super().__init__(config, layer)
@@ -63,10 +64,6 @@ class AttentionResiduals(Connection):
     @classmethod
     def between(cls, modules: Mapping[int, Any], of_decoder: Any) -> BetweenLayers:
         return BlockDeltas(modules)
-
-    @classmethod
-    def plain_start(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        return {"attention_residual_init": 0.0} if fields.get("attention_residuals") else {}
 
     @classmethod
     def flops(cls, config: Any) -> int:

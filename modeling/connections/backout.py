@@ -10,27 +10,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import initialization as init
 
-from resformer.modeling.connection import BetweenLayers, Connection, coefficient, weighted_sum, whole
+from resformer.modeling.connection import BetweenLayers, Connection, Weights, coefficient, weighted_sum
 
 
-class Backout(Connection):
+class Backout(Weights, Connection):
     """The l of the decoder, in its last layer."""
 
     name = "backout"
     fields = ("backout", "backout_init")
+    plain = {"backout_init": 0.0}
 
     def __init__(self, config: Any, layer: int):
         super().__init__(config, layer)
-        self.middle, self.first = config.num_hidden_layers // 2, config.backout_init
+        self.middle, self.start = config.num_hidden_layers // 2, [config.backout_init]
         self.weight = coefficient(1)  # l
-
-    def forward(self) -> torch.Tensor:
-        return whole(self.weight)
-
-    def reset_parameters(self) -> None:
-        init.constant_(self.weight, self.first)
 
     @classmethod
     def layers(cls, config: Any) -> Sequence[int]:
@@ -40,10 +34,6 @@ class Backout(Connection):
     def between(cls, modules: Mapping[int, Any], of_decoder: Any) -> BetweenLayers:
         [(last, module)] = modules.items()
         return TakenOut(last, module.middle, module())
-
-    @classmethod
-    def plain_start(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        return {"backout_init": 0.0} if fields.get("backout") else {}
 
     @classmethod
     def flops(cls, config: Any) -> int:

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import initialization as init
 
-from resformer.modeling.connection import BetweenLayers, MixingRow, coefficient, is_ordinary, weighted_sum, whole
+from resformer.modeling.connection import BetweenLayers, MixingRow, Weights, coefficient, is_ordinary, weighted_sum
 
 HALVES = (torch.float16, torch.bfloat16)
 
 
-class DepthAverage(MixingRow):
+class DepthAverage(Weights, MixingRow):
     """The weights of Y_n; N(N + 3)/2 of them in all layers, for dilation 1 and period 1."""
 
     name = "depth_average"
@@ -33,13 +32,8 @@ class DepthAverage(MixingRow):
         super().__init__(config, layer)
         step = config.dwa_dilation
         self.columns: range = range((layer + 1) % step, layer + 2, step)  # the states that make Y_n, X_{n+1} last
+        self.start = [*[0.0] * (len(self.columns) - 1), 1.0]
         self.weight = coefficient(len(self.columns))
-
-    def forward(self) -> torch.Tensor:
-        return whole(self.weight)
-
-    def reset_parameters(self) -> None:
-        init.copy_(self.weight, torch.eye(1, len(self.columns)).flip(1)[0])
 
     def row(self, of_decoder: Any) -> list[float]:
         return self().tolist()
@@ -72,9 +66,7 @@ class RunningAverage(BetweenLayers):
         #: i -> the states that Y_i, the i-th thing that `append` returns, is made of. X_i for every other i.
         self.reads = {layer + 1: columns for layer, (columns, _) in rows.items()}
         #: j -> the last Y_i that X_j is part of.
-        self.last_read: dict[int, int] = {}
-        for i, columns in self.reads.items():
-            self.last_read.update(dict.fromkeys(columns, i))
+        self.last_read = {j: i for i, columns in self.reads.items() for j in columns}
         self.weights = {layer + 1: row for layer, (_, row) in rows.items()}  # i -> row i of A
         self.states: dict[int, torch.Tensor] = {}  # j -> X_j, as long as a later average reads it, without buffers
         self.count = 0
@@ -172,10 +164,6 @@ class Buffer:
             return state
         return _sum(None, self.states[:stop], self.forward_weights[self.rows.index(number), :stop])
 
-    def readers(self, number: int) -> range:
-        """The averages, by their places in `rows`, that read a state and have a gradient."""
-        return range(len([i for i in self.rows if i < number]), self.newest + 1)
-
 
 class AverageNode(torch.autograd.Function):
     """State j: X_j in, Y_j out, and the chain through both.
@@ -220,14 +208,14 @@ class AverageNode(torch.autograd.Function):
                 buffer.gradients, buffer.newest = buffer.empty.new_empty(len(buffer.rows), *buffer.shape), row
             buffer.gradients[row] = 0 if grad_output is None else grad_output
             grad_output = None
-        grad_state, readers = grad_output, buffer.readers(number)
-        if readers:
-            place = buffer.columns.index(number)
-            of_readers = slice(readers.start, readers.stop)
-            gradients = buffer.gradients[of_readers]
-            grad_state = _sum(grad_output, gradients, buffer.rounded[of_readers, place])
+        # The averages, by their places in `rows`, that read the state and have a gradient.
+        readers = slice(len([i for i in buffer.rows if i < number]), buffer.newest + 1)
+        grad_state = grad_output
+        if readers.start < readers.stop:
+            place, gradients = buffer.columns.index(number), buffer.gradients[readers]
+            grad_state = _sum(grad_output, gradients, buffer.rounded[readers, place])
             if buffer.weights.requires_grad:
-                grad_weights[of_readers, place] = _dots(gradients, *ctx.saved_tensors)
+                grad_weights[readers, place] = _dots(gradients, *ctx.saved_tensors)
         if number == buffer.lowest:
             buffer.gradients = None
         return grad_state, grad_weights, None, None

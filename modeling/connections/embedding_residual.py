@@ -10,27 +10,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import initialization as init
 
-from resformer.modeling.connection import BetweenLayers, Connection, coefficient, weighted_sum, whole
+from resformer.modeling.connection import BetweenLayers, Connection, Weights, coefficient, weighted_sum
 
 
-class EmbeddingResidual(Connection):
+class EmbeddingResidual(Weights, Connection):
     """The r and s of a layer."""
 
     name = "embedding_residual"
     fields = ("embedding_residual", "embedding_residual_init")
+    plain = {"embedding_residual_init": 0.0}
 
     def __init__(self, config: Any, layer: int):
         super().__init__(config, layer)
-        self.first = config.embedding_residual_init
+        self.start = [1.0, config.embedding_residual_init]
         self.weight = coefficient(2)  # r, s
-
-    def forward(self) -> torch.Tensor:
-        return whole(self.weight)
-
-    def reset_parameters(self) -> None:
-        init.copy_(self.weight, torch.tensor([1.0, self.first]))
 
     @torch.no_grad()
     def deviations(self) -> list[tuple[float, str]]:
@@ -44,10 +38,6 @@ class EmbeddingResidual(Connection):
     @classmethod
     def between(cls, modules: Mapping[int, Any], of_decoder: Any) -> BetweenLayers:
         return EmbeddingMix({layer: module() for layer, module in modules.items()})
-
-    @classmethod
-    def plain_start(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        return {"embedding_residual_init": 0.0} if fields.get("embedding_residual") else {}
 
     @classmethod
     def flops(cls, config: Any) -> int:

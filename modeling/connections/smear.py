@@ -67,33 +67,31 @@ class Smear(Connection):
 
 
 def smeared(
-    smear: Smear,
-    embed_tokens: nn.Embedding,
+    decoder: Any,
     embeddings: torch.Tensor,
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
     attention_mask: Any,
     cache: Any,
-    layers: int,
     packed: bool,
 ) -> torch.Tensor:
     """Returns X_0 of the current tokens, whose numbers it adds to the cache.
 
     Args:
+        decoder: has the smear.
         attention_mask: 0 for padding, `(batch, tokens so far)`; others name no padding, which positions of 0 end.
-        layers: of the decoder, which come first in a cache.
         packed: a token whose position is not the one before it plus 1 begins a sequence.
     """
     tokens = input_ids.shape[1]
-    past, last = _recall(cache, layers, input_ids)
-    previous = torch.cat([embed_tokens(last), embeddings[:, :-1]], dim=1)
+    past, last = _recall(cache, decoder.config.num_hidden_layers, input_ids)
+    previous = torch.cat([decoder.embed_tokens(last), embeddings[:, :-1]], dim=1)
     index = torch.arange(tokens, device=input_ids.device) + past
     follows = (index > 0) & (position_ids > 0)
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
         follows = follows & nn.functional.pad(attention_mask, (1, 0)).index_select(1, index).bool()
     if packed:
         follows = follows & nn.functional.pad(position_ids.diff() == 1, (1, 0))
-    return smear(embeddings, previous, follows)
+    return decoder.smear(embeddings, previous, follows)
 
 
 def _recall(cache: Any, layers: int, input_ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
@@ -119,7 +117,7 @@ def _recall(cache: Any, layers: int, input_ids: torch.Tensor) -> tuple[Any, torc
 
 
 def _tokens_layer(cache: Cache, layers: int) -> Any:
-    """The layer with the tokens' numbers, behind those with keys and values; put there if it is not."""
+    """The layer with the tokens' numbers, behind those of the decoder's `layers`; put there if it is not."""
     while len(cache.layers) < layers:  # made without a configuration
         cache.layers.append(cache.layer_class_to_replicate())
     last: Any = cache.layers[-1]

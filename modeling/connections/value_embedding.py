@@ -11,7 +11,7 @@ W_n starts at 0, where the gate is a / 2, and E_n as `value_embeddings_init` say
 is plain Llama; then E_n learns first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class ValueEmbedding(Connection):
     name = "value_embedding"
     place = "raw_values"
     fields = tuple(f"value_embeddings{part}" for part in ("", "_init", "_gate_channels", "_gate_limit"))
+    plain = {"value_embeddings_init": 0.0}
     tables = ("table.weight",)
 
     def __init__(self, config: Any, layer: int):
@@ -57,10 +58,6 @@ class ValueEmbedding(Connection):
     @classmethod
     def reads(cls, config: Any, layer: int) -> Reads:
         return {"input_ids": TOKENS}
-
-    @classmethod
-    def plain_start(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        return {"value_embeddings_init": 0.0} if fields.get("value_embeddings") else {}
 
     @classmethod
     def flops(cls, config: Any) -> int:

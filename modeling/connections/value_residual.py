@@ -32,10 +32,10 @@ from resformer.modeling.connection import (
     MixingRow,
     Reads,
     StartsAsStated,
+    Weights,
     coefficient,
     is_ordinary,
     weighted_sum,
-    whole,
 )
 from resformer.modeling.connections.depth_average import RunningAverage
 
@@ -49,8 +49,7 @@ class ValueResidual(MixingRow):
     fields = tuple(
         "value_residual value_residual_init value_residual_layers depth_attention_stride depth_attention_init".split()
     )
-    #: The initial values with which the mode starts as plain Llama; empty if none do.
-    plain: ClassVar[dict[str, Any]] = {"value_residual_init": [0.0, 1.0]}
+    plain = {"value_residual_init": [0.0, 1.0]}
     modes: ClassVar[dict[str, type["ValueResidual"]]] = {}
 
     def __init_subclass__(cls, mode: str, **kwargs: Any) -> None:
@@ -171,7 +170,7 @@ class LearnableValueResidual(ValueResidual, mode="learnable"):
         return _mixed(values, first_values, self.weight.unbind(), share_of_first)
 
     def reset_parameters(self) -> None:
-        init.copy_(self.weight, torch.tensor(self.start))
+        init.copy_(self.weight, torch.tensor(self.start, dtype=self.weight.dtype))
 
     def row(self, of_decoder: Any) -> list[float]:
         zero, one = probes(self)
@@ -304,7 +303,7 @@ class DenseValueResidual(ValueResidual, mode="dense"):
     def __init__(self, config: Any, layer: int):
         super().__init__(config, layer)
         self.weight = coefficient(1)  # l_{n,n}
-        self.earlier = Weights([self.start[0], *[0.0] * (len(self.columns) - 2)])
+        self.earlier = EarlierWeights([self.start[0], *[0.0] * (len(self.columns) - 2)])
 
     def forward(self, values: torch.Tensor, earlier_values: torch.Tensor) -> torch.Tensor:
         """`earlier_values` is their weighted sum."""
@@ -337,19 +336,13 @@ class DenseValueResidual(ValueResidual, mode="dense"):
         return {**plan, **{f"{name}.earlier": style for name, style in plan.items()}}
 
 
-class Weights(Added):
-    """Weights of states that are summed between the layers."""
+class EarlierWeights(Weights):
+    """Those of a layer on the values of earlier ones."""
 
     def __init__(self, start: Sequence[float]):
         super().__init__()
         self.start = start
         self.weight = coefficient(len(start))
-
-    def forward(self) -> torch.Tensor:
-        return whole(self.weight)
-
-    def reset_parameters(self) -> None:
-        init.copy_(self.weight, torch.tensor(self.start))
 
 
 class EarlierValues(BetweenLayers):

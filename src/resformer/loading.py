@@ -43,10 +43,9 @@ def load_config(name: str | Path, **options: Any) -> PreTrainedConfig:
 
 def without_kernels(config: PreTrainedConfig) -> PreTrainedConfig:
     """The same, asking for no implementation of its own: a name such as `owner/name` is code on the Hub."""
-    for part in (config, *vars(config).values()):
-        if part is config:
-            config._attn_implementation_internal = config._experts_implementation_internal = None
-        elif isinstance(part, PreTrainedConfig):
+    config._attn_implementation_internal = config._experts_implementation_internal = None
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig):
             without_kernels(part)
     return config
 

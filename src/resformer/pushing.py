@@ -120,7 +120,10 @@ def push(
         checkpoint=str(folder),
         repo_id=repo_id,
         revision=revision or constants.DEFAULT_REVISION,
-        files={name: _size(contents[name]) for name in sorted(contents)},
+        files={
+            name: len(content) if isinstance(content, bytes) else content.stat().st_size
+            for name, content in sorted(contents.items())
+        },
         left_behind=sorted({*names} - contents.keys()),
         tag=tag,
         warnings=warnings,
@@ -149,10 +152,6 @@ def _states(folder: Path, names: Iterable[str]) -> dict[str, object]:
             status = (folder / name).stat()
             states[name] = status.st_size, status.st_mtime_ns, status.st_ino
     return states
-
-
-def _size(content: Path | bytes) -> int:
-    return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
 def _check_card(folder: Path, card: Path | bytes | None, repo_id: str, *, bundle: bool) -> list[str]:
