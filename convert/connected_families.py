@@ -66,8 +66,8 @@ def _check_sizes(where: Path, values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         if isinstance(value, dict):
             _check_sizes(where, value)
-        most = _MOST_MODULES if "layer" in key or "expert" in key else 2**31
-        if isinstance(value, int) and value > (most if "size" not in key else 2**31):
+        most = _MOST_MODULES if ("layer" in key or "expert" in key) and "size" not in key else 2**31
+        if isinstance(value, int) and value > most:
             raise CheckpointError(f"{where}: {key} is {value:,}; expected at most {most:,}.")
 
 
@@ -111,8 +111,10 @@ def with_connections(config: Any, fields: Mapping[str, Any] = MappingProxyType({
     return config
 
 
-def family_of(config: Any) -> PreTrainedConfig:
-    """The configuration of the family, without fields for connections."""
+def family_of(config: Any, preferred: str | None = None) -> PreTrainedConfig:
+    """The configuration of the family, without fields for connections; of ours as `family_config`."""
+    if isinstance(config, ResFormerConfig):
+        return family_config(config, preferred)
     known = json.loads(config.to_json_string())
     model_type = known["model_type"].removeprefix(PREFIX)
     kept = {name: value for name, value in known.items() if name not in CONNECTION_FIELDS and name != "base_model"}
