@@ -31,9 +31,7 @@ from resformer.untrusted import MIB, check_folder, read_bounded
 
 #: Fields of `ResFormerConfig` that change no number of a forward pass or its gradient. Both ends of a tie are compared
 #: as tensors.
-_WITHOUT_EFFECT = {"initializer_range", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id"} | {
-    "tie_word_embeddings"
-}
+_WITHOUT_EFFECT = set("initializer_range use_cache pad_token_id bos_token_id eos_token_id tie_word_embeddings".split())
 
 
 @dataclass(frozen=True)

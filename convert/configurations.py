@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import without_connections
-from resformer.convert.families import expressed_names, resformer_config, supported, training_only_names
+from resformer.convert.families import FAMILIES, expressed_names, resformer_config, supported
 from resformer.convert.other_formats import ATTENTION, auto_config, check_plain
 from resformer.convert.tensors import CODES
 from resformer.errors import CheckpointError, one_line, quoted
@@ -150,6 +150,7 @@ def _left_behind(where: Path, raw: Mapping[str, Any], config: PreTrainedConfig) 
     """The keys that nothing reads. Refuses those that Transformers reads and the decoder has no place for."""
     fields, names = type(config).__dataclass_fields__, type(config).attribute_map
     expressed = expressed_names(config) | _ROPE | GenerationConfig()._get_default_generation_params().keys()
+    training_only = FAMILIES[config.model_type].training_only if config.model_type in FAMILIES else ()
     told = []
     for key, value in raw.items():
         name = names.get(key, key)
@@ -157,12 +158,12 @@ def _left_behind(where: Path, raw: Mapping[str, Any], config: PreTrainedConfig) 
             continue
         neutral = _NEUTRAL.get(name, getattr(type(config), name, None))
         changed = value != neutral and (value is not None or name in _NEUTRAL)
-        if changed and name not in _INERT | training_only_names(config) and name in _read_names(type(config)):  # type: ignore[arg-type]
+        if changed and name not in _INERT.union(training_only) and name in _read_names(type(config)):  # type: ignore[arg-type]
             raise CheckpointError(
                 f"{where}: {key} is {quoted(value)}, which Transformers reads, and the decoder has no place for it. If "
                 "the model does not need it, take it out of config.json."
             )
-        if name not in fields or name in training_only_names(config):
+        if name not in fields or name in training_only:
             told.append(key)
     return tuple(sorted(told))
 

@@ -67,11 +67,6 @@ def expressed_names(config: PreTrainedConfig) -> set[str]:
     return names | ({"layer_types", "sliding_window", "use_sliding_window"} if family.windows else set())
 
 
-def training_only_names(config: PreTrainedConfig) -> set[str]:
-    """The fields that have no effect but in training, and are left behind."""
-    return set() if isinstance(config, ResFormerConfig) else set(FAMILIES[config.model_type].training_only)
-
-
 def backbone_config(config: PreTrainedConfig) -> ResFormerConfig:
     """The `ResFormerConfig` of the same backbone, without connections."""
     family = FAMILIES[supported(config.model_type)]
