@@ -224,7 +224,7 @@ def _refusal(where: Path, raw: Mapping[str, Any], error: Exception, act: Callabl
 
     deadline = time.monotonic() + _SECONDS_OF_SEARCH
     reason = f"Transformers makes no model of it ({one_line(error)})."
-    if not raw or passes(raw):
+    if passes(raw):
         return CheckpointError(f"{where}: {reason}")
     head_dim = (raw.get("hidden_size") or 0) // (raw.get("num_attention_heads") or 1)
     if raw.get("head_dim") is None and passes({**raw, "head_dim": head_dim}):

@@ -137,10 +137,9 @@ def differences(source: Mapping[str, Any], result: Mapping[str, Any]) -> list[Di
     for name in source.keys() & result.keys():
         one, other = source[name], result[name]
         if isinstance(one, dict) and isinstance(other, dict):
-            keys = sorted(one.keys() | other.keys())
             found += [
                 Difference(f"{name}: {key}", one.get(key), other.get(key))
-                for key in keys
+                for key in one.keys() | other.keys()
                 if _differ(one.get(key), other.get(key))
             ]
         elif None not in (one, other) and _differ(one, other):

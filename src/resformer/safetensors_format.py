@@ -60,13 +60,12 @@ class Tensor:
         where = f"{self.data[0]}: " if isinstance(self.data, tuple) else ""
         return f"{where}tensor {quoted(self.name)}"
 
-    def pieces(self, size: int | None = None) -> Iterator[memoryview]:
+    def pieces(self) -> Iterator[memoryview]:
         """The bytes, each piece valid until the next one is read into the same buffer.
 
-        Args:
-            size: of a piece; default: 2^20 numbers, which stay in the processor's cache until they are written.
+        A piece is of 2^20 numbers, which stay in the processor's cache until they are written.
         """
-        size = size or MIB * DTYPE_BITS[self.dtype] // 8
+        size = MIB * DTYPE_BITS[self.dtype] // 8
         if isinstance(self.data, memoryview):
             for start in range(0, self.nbytes, size):
                 yield self.data[start : start + size]
