@@ -169,7 +169,7 @@ def _open_gguf(name: str, path: Path, **hub: Any) -> Source:
 
 def _open_folder(name: str, folder: Path, *, resformer: bool, **hub: Any) -> Source:
     if not os.path.lexists(folder / CONFIG):
-        names = {*(path.name for path in folder.iterdir()), *hub.get("hub_files", ())}
+        names = hub.get("hub_files") or [path.name for path in folder.iterdir()]
         raise CheckpointError(f"{folder}: has no config.json, so it is not a Transformers checkpoint.{hint(names)}")
     raw = read_json(folder / "config.json", MIB)
     if connected_families.is_of_a_family(raw.get("model_type")):
