@@ -28,7 +28,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import without_connections
-from resformer.convert.families import FAMILIES, expressed_names, resformer_config, supported
+from resformer.convert.connected_families import connection_config
+from resformer.convert.families import FAMILIES, expressed_names, supported
 from resformer.convert.other_formats import ATTENTION, auto_config, check_plain
 from resformer.convert.tensors import CODES
 from resformer.errors import CheckpointError, one_line, quoted
@@ -108,10 +109,13 @@ def read_config(
         raise CheckpointError(f"{where}: dtype is {quoted(str(config.dtype))}; expected one of weights, as float32.")
     left_behind = _left_behind(where, raw, config)
     try:
-        resformer_config(config)
+        connection_config(config)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
-    _check_runs(where, raw, config)
+    try:
+        _run(config)
+    except Exception as error:  # of any kind: values that no validator looks at
+        raise _refusal(where, raw, error, lambda changed: _run(_made(changed))) from error
     return config, left_behind
 
 
@@ -179,14 +183,6 @@ def _read_names(config_class: type[PreTrainedConfig]) -> frozenset[str]:
             text = Path(file).read_text(encoding="utf-8")
             names.update(*re.findall(r"config\.(\w+)|[\"'](\w+)[\"']", text))
     return frozenset(names)
-
-
-def _check_runs(where: Path, raw: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Raises `CheckpointError` where Transformers makes no model of the configuration, or none that runs."""
-    try:
-        _run(config)
-    except Exception as error:  # of any kind: values that no validator looks at
-        raise _refusal(where, raw, error, lambda changed: _run(_made(changed))) from error
 
 
 def _run(config: PreTrainedConfig) -> None:

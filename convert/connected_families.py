@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from resformer.configuration import ResFormerConfig, cache_bytes_per_token
 from resformer.configuration.connection_fields import ConnectionFields, check_connections
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of, without_connections
-from resformer.convert.families import FAMILIES, family_config, resformer_config
+from resformer.convert.families import FAMILIES, backbone_config, family_config
 from resformer.convert.other_formats import auto_config, check_plain
 from resformer.convert.reading import Checkpoint
 from resformer.convert.tensors import CODES
@@ -76,7 +76,7 @@ def connection_config(config: PreTrainedConfig) -> Any:
     if isinstance(config, ConnectionFields):
         return config
     if not is_of_a_family(config.model_type):
-        return resformer_config(config)
+        return backbone_config(config)
     made = with_connections(connected_config(config, "transformer"))
     vars(made).pop("model_type", None)  # of the family, if the file states it
     return made

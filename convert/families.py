@@ -84,11 +84,6 @@ def backbone_config(config: PreTrainedConfig) -> ResFormerConfig:
         raise CheckpointError(f"Its configuration is not valid: {one_line(error)}") from error
 
 
-def resformer_config(config: PreTrainedConfig) -> ResFormerConfig:
-    """`config` itself, if it is ResFormer's, else that of the same backbone without connections."""
-    return config if isinstance(config, ResFormerConfig) else backbone_config(config)
-
-
 def supported(model_type: object) -> str:
     """`model_type`, if it is in the table."""
     if isinstance(model_type, str) and model_type in FAMILIES:
