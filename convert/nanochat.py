@@ -214,7 +214,9 @@ def convert_nanochat(
                 file.write(to_tensor(header.name, tensor).data)  # type: ignore[arg-type]
                 bar.update(header.nbytes)
         tokenizer.save_pretrained(partial)
-        _generation(config).save_pretrained(partial)
+        # nanochat stops at the end of the assistant's turn, or where another document would begin.
+        bos, ends = config.bos_token_id, list(dict.fromkeys([config.eos_token_id, config.bos_token_id]))
+        GenerationConfig(bos_token_id=bos, eos_token_id=ends, pad_token_id=bos).save_pretrained(partial)
         config.architectures = ["ResFormerForCausalLM"]
         write_text(partial / CONFIG, config.to_json_string())
         check_headers(partial, read_checkpoint(partial).tensors, {tensor.name: tensor for tensor in headers})
@@ -488,9 +490,3 @@ def run_tokenizer(encoding: Encoding, context: int, path: Path) -> PreTrainedTok
     if chat:
         tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
-
-
-def _generation(config: ResFormerConfig) -> GenerationConfig:
-    """nanochat stops at the end of the assistant's turn, or where another document would begin."""
-    ends = list(dict.fromkeys([config.eos_token_id, config.bos_token_id]))
-    return GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=ends, pad_token_id=config.bos_token_id)
