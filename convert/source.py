@@ -168,8 +168,9 @@ def _open_gguf(name: str, path: Path, **hub: Any) -> Source:
 
 
 def _open_folder(name: str, folder: Path, *, resformer: bool, **hub: Any) -> Source:
-    if not os.path.lexists(folder / CONFIG):
-        names = hub.get("hub_files") or [path.name for path in folder.iterdir()]
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    if CONFIG not in names:
+        names = hub.get("hub_files") or names
         raise CheckpointError(f"{folder}: has no config.json, so it is not a Transformers checkpoint.{hint(names)}")
     raw = read_json(folder / "config.json", MIB)
     if connected_families.is_of_a_family(raw.get("model_type")):
