@@ -31,9 +31,7 @@ from resformer.untrusted import MIB, check_folder, read_bounded
 
 #: Fields of `ResFormerConfig` that change no number of a forward pass or its gradient. Both ends of a tie are compared
 #: as tensors.
-_WITHOUT_EFFECT = {"initializer_range", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id"} | {
-    "tie_word_embeddings"
-}
+_WITHOUT_EFFECT = set("initializer_range use_cache pad_token_id bos_token_id eos_token_id tie_word_embeddings".split())
 
 
 @dataclass(frozen=True)
@@ -128,11 +126,8 @@ def verify(
     different: dict[str, float | None] = {}
     for name in common:
         comparable = (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape)
-        if verify == "headers":
-            if not comparable:
-                different[name] = None
-        elif not (comparable and same_bytes(a[name], b[name])):
-            different[name] = _distance(a[name], b[name])
+        if not (comparable and (verify == "headers" or same_bytes(a[name], b[name]))):
+            different[name] = None if verify == "headers" else _distance(a[name], b[name])
     only_a, only_b = sorted(a.keys() - b.keys()), sorted(b.keys() - a.keys())
     logits, reasons = None, ["bytes of tensors (--verify headers)"] if verify == "headers" else []
     if reason := _why_no_logits(opened, configs, verify):

@@ -28,7 +28,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import without_connections
-from resformer.convert.families import expressed_names, resformer_config, supported, training_only_names
+from resformer.convert.connected_families import connection_config
+from resformer.convert.families import FAMILIES, expressed_names, supported
 from resformer.convert.other_formats import ATTENTION, auto_config, check_plain
 from resformer.convert.tensors import CODES
 from resformer.errors import CheckpointError, one_line, quoted
@@ -108,10 +109,13 @@ def read_config(
         raise CheckpointError(f"{where}: dtype is {quoted(str(config.dtype))}; expected one of weights, as float32.")
     left_behind = _left_behind(where, raw, config)
     try:
-        resformer_config(config)
+        connection_config(config)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
-    _check_runs(where, raw, config)
+    try:
+        _run(config)
+    except Exception as error:  # of any kind: values that no validator looks at
+        raise _refusal(where, raw, error, lambda changed: _run(_made(changed))) from error
     return config, left_behind
 
 
@@ -150,6 +154,7 @@ def _left_behind(where: Path, raw: Mapping[str, Any], config: PreTrainedConfig) 
     """The keys that nothing reads. Refuses those that Transformers reads and the decoder has no place for."""
     fields, names = type(config).__dataclass_fields__, type(config).attribute_map
     expressed = expressed_names(config) | _ROPE | GenerationConfig()._get_default_generation_params().keys()
+    training_only = FAMILIES[config.model_type].training_only if config.model_type in FAMILIES else ()
     told = []
     for key, value in raw.items():
         name = names.get(key, key)
@@ -157,12 +162,12 @@ def _left_behind(where: Path, raw: Mapping[str, Any], config: PreTrainedConfig) 
             continue
         neutral = _NEUTRAL.get(name, getattr(type(config), name, None))
         changed = value != neutral and (value is not None or name in _NEUTRAL)
-        if changed and name not in _INERT | training_only_names(config) and name in _read_names(type(config)):  # type: ignore[arg-type]
+        if changed and name not in _INERT.union(training_only) and name in _read_names(type(config)):  # type: ignore[arg-type]
             raise CheckpointError(
                 f"{where}: {key} is {quoted(value)}, which Transformers reads, and the decoder has no place for it. If "
                 "the model does not need it, take it out of config.json."
             )
-        if name not in fields or name in training_only_names(config):
+        if name not in fields or name in training_only:
             told.append(key)
     return tuple(sorted(told))
 
@@ -178,14 +183,6 @@ def _read_names(config_class: type[PreTrainedConfig]) -> frozenset[str]:
             text = Path(file).read_text(encoding="utf-8")
             names.update(*re.findall(r"config\.(\w+)|[\"'](\w+)[\"']", text))
     return frozenset(names)
-
-
-def _check_runs(where: Path, raw: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Raises `CheckpointError` where Transformers makes no model of the configuration, or none that runs."""
-    try:
-        _run(config)
-    except Exception as error:  # of any kind: values that no validator looks at
-        raise _refusal(where, raw, error, lambda changed: _run(_made(changed))) from error
 
 
 def _run(config: PreTrainedConfig) -> None:
@@ -223,7 +220,7 @@ def _refusal(where: Path, raw: Mapping[str, Any], error: Exception, act: Callabl
 
     deadline = time.monotonic() + _SECONDS_OF_SEARCH
     reason = f"Transformers makes no model of it ({one_line(error)})."
-    if not raw or passes(raw):
+    if passes(raw):
         return CheckpointError(f"{where}: {reason}")
     head_dim = (raw.get("hidden_size") or 0) // (raw.get("num_attention_heads") or 1)
     if raw.get("head_dim") is None and passes({**raw, "head_dim": head_dim}):

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from resformer.configuration import ResFormerConfig, cache_bytes_per_token
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of, without_connections
-from resformer.convert.families import FAMILIES, family_config, resformer_config
+from resformer.convert.families import FAMILIES, backbone_config, family_config
 from resformer.convert.other_formats import auto_config, check_plain
 from resformer.convert.reading import Checkpoint
 from resformer.convert.tensors import CODES
@@ -66,8 +66,8 @@ def _check_sizes(where: Path, values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         if isinstance(value, dict):
             _check_sizes(where, value)
-        most = _MOST_MODULES if "layer" in key or "expert" in key else 2**31
-        if isinstance(value, int) and value > (most if "size" not in key else 2**31):
+        most = _MOST_MODULES if ("layer" in key or "expert" in key) and "size" not in key else 2**31
+        if isinstance(value, int) and value > most:
             raise CheckpointError(f"{where}: {key} is {value:,}; expected at most {most:,}.")
 
 
@@ -76,7 +76,7 @@ def connection_config(config: PreTrainedConfig) -> Any:
     if isinstance(config, ConnectionFields):
         return config
     if not is_of_a_family(config.model_type):
-        return resformer_config(config)
+        return backbone_config(config)
     made = with_connections(connected_config(config, "transformer"))
     vars(made).pop("model_type", None)  # of the family, if the file states it
     return made
@@ -111,8 +111,10 @@ def with_connections(config: Any, fields: Mapping[str, Any] = MappingProxyType({
     return config
 
 
-def family_of(config: Any) -> PreTrainedConfig:
-    """The configuration of the family, without fields for connections."""
+def family_of(config: Any, preferred: str | None = None) -> PreTrainedConfig:
+    """The configuration of the family, without fields for connections; of ours as `family_config`."""
+    if isinstance(config, ResFormerConfig):
+        return family_config(config, preferred)
     known = json.loads(config.to_json_string())
     model_type = known["model_type"].removeprefix(PREFIX)
     kept = {name: value for name, value in known.items() if name not in CONNECTION_FIELDS and name != "base_model"}

@@ -40,15 +40,10 @@ def head_of(config: PreTrainedConfig) -> str | None:
 
 
 def meta_model(config: Any) -> PreTrainedModel:
-    """A model of the configuration, without memory for its parameters. One of ours may be used elsewhere too."""
-    if hasattr(type(config), "value_residual"):  # it has connections, or may have
-        return _of_ours(config)
-    with no_init_weights(), torch.device("meta"):
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config))
+    """A model of the configuration, without memory for its parameters.
 
-
-def _of_ours(config: Any) -> PreTrainedModel:
-    """One model for all configurations that differ in what a model on the meta device lacks."""
+    It is one for all configurations that differ in nothing that such a model has, and may be used elsewhere too.
+    """
     known = json.loads(config.to_json_string())
     left_out = ("base_model", "dtype", "transformers_version")
     try:
@@ -73,7 +68,7 @@ def tied_names(config: PreTrainedConfig) -> set[str]:
 
 def connection_modules(config: Any) -> Mapping[str, Added]:
     """Name in a checkpoint -> the module, on the meta device, of each connection that has one."""
-    return _connection_modules(_of_ours(config))
+    return _connection_modules(meta_model(config))
 
 
 @functools.lru_cache(maxsize=8)  # as many models are kept
@@ -89,7 +84,7 @@ def _stored_name(model: PreTrainedModel, module: str) -> str:
 
 def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor that a checkpoint holds, both ends of a tie among them."""
-    return {name: tuple(tensor.shape) for name, tensor in _of_ours(config).state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
 
 
 def added_shapes(config: Any, *, tables: bool = True) -> dict[str, tuple[int, ...]]:
@@ -103,7 +98,11 @@ def added_shapes(config: Any, *, tables: bool = True) -> dict[str, tuple[int, ..
 
 def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     """The added parameters at their start; `dtype` is the model's, which tables have."""
-    modules = {name: _on_cpu(module, dtype) for name, module in connection_modules(config).items()}
+    modules = copy.deepcopy(dict(connection_modules(config)))
+    for outer in modules.values():
+        for name in outer.tables:
+            outer.get_submodule(name.rpartition(".")[0]).to(dtype)
+        outer.to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # tables may start with random numbers: two runs write the same
         for outer in modules.values():
@@ -118,23 +117,15 @@ def read_connections(config: Any, tensors: Mapping[str, Tensor], *, tables: bool
 
     Without `tables`, these stay on the meta device.
     """
-    modules = {name: _on_cpu(module, tables=tables) for name, module in connection_modules(config).items()}
-    with torch.no_grad():
-        for name, parameter in _parameters(modules, tables=tables).items():
-            parameter.copy_(to_torch(tensors[name]))
+    modules = copy.deepcopy(dict(connection_modules(config)))
+    for prefix, module in modules.items():
+        read = {
+            name: to_torch(tensors[f"{prefix}.{name}"]).to(parameter.dtype)
+            for name, parameter in module.named_parameters()
+            if tables or name not in module.tables
+        }
+        module.load_state_dict(read, strict=False, assign=True)
     return modules
-
-
-def _on_cpu(module: Added, table_dtype: torch.dtype | None = None, *, tables: bool = True) -> Added:
-    """A copy without values, on the CPU."""
-    module = copy.deepcopy(module)
-    for name, parameter in list(module.named_parameters()):
-        is_table = name in module.tables
-        if tables or not is_table:
-            owner, _, own_name = name.rpartition(".")
-            empty = torch.empty_like(parameter, device="cpu", dtype=table_dtype if is_table else None)
-            module.get_submodule(owner).register_parameter(own_name, torch.nn.Parameter(empty))
-    return module
 
 
 def _parameters(modules: Mapping[str, Added], *, tables: bool = True) -> dict[str, torch.nn.Parameter]:

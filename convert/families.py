@@ -67,11 +67,6 @@ def expressed_names(config: PreTrainedConfig) -> set[str]:
     return names | ({"layer_types", "sliding_window", "use_sliding_window"} if family.windows else set())
 
 
-def training_only_names(config: PreTrainedConfig) -> set[str]:
-    """The fields that have no effect but in training, and are left behind."""
-    return set() if isinstance(config, ResFormerConfig) else set(FAMILIES[config.model_type].training_only)
-
-
 def backbone_config(config: PreTrainedConfig) -> ResFormerConfig:
     """The `ResFormerConfig` of the same backbone, without connections."""
     family = FAMILIES[supported(config.model_type)]
@@ -87,11 +82,6 @@ def backbone_config(config: PreTrainedConfig) -> ResFormerConfig:
         return ResFormerConfig(**fields)
     except Exception as error:  # any of the validators'
         raise CheckpointError(f"Its configuration is not valid: {one_line(error)}") from error
-
-
-def resformer_config(config: PreTrainedConfig) -> ResFormerConfig:
-    """`config` itself, if it is ResFormer's, else that of the same backbone without connections."""
-    return config if isinstance(config, ResFormerConfig) else backbone_config(config)
 
 
 def supported(model_type: object) -> str:

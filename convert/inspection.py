@@ -8,14 +8,12 @@ from typing import Any
 import torch
 
 from resformer.configuration.methods import connections_of, method_of
-from resformer.convert.connected_families import cache_size, connection_config, is_connected, view
+from resformer.convert.connected_families import cache_size, connection_config, family_of, view
 from resformer.convert.connections import added_shapes, expected_shapes, head_of, read_connections, tied_names
-from resformer.convert.families import family_config
 from resformer.convert.source import open_source
 from resformer.errors import CheckpointError
 from resformer.files import AsDict
 from resformer.modeling.connected import depth_matrix, value_matrix
-from resformer.modeling.connecting import PREFIX
 from resformer.modeling.connection import plain_matrix
 
 
@@ -106,10 +104,8 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
 
 
 def _family(config: Any) -> str | None:
-    if is_connected(config):
-        return config.model_type.removeprefix(PREFIX)
     try:
-        return family_config(config).model_type
+        return family_of(config).model_type
     except CheckpointError:
         return None
 

@@ -63,8 +63,8 @@ class LogitsComparison:
 
 
 def compare_logits(
-    source: Callable[[], PreTrainedModel] | PreTrainedModel,
-    converted: Callable[[], PreTrainedModel] | PreTrainedModel,
+    source: Callable[[], PreTrainedModel],
+    converted: Callable[[], PreTrainedModel],
     tokens: int = 128,
     *,
     row: int | None = None,
@@ -75,7 +75,7 @@ def compare_logits(
     """Runs both models on the same two rows of tokens.
 
     Args:
-        source, converted: models, or functions that load one; then no more than one is in memory at a time.
+        source, converted: load a model for evaluation; no more than one is in memory at a time.
         tokens: at which logits are compared, at least 16, in rows of at least, and by default, half of it.
         text: token ids, at least two rows of them; default: random ones, from a fixed seed.
         window: the longest sliding window of both.
@@ -83,7 +83,7 @@ def compare_logits(
     row = row or tokens // 2
     with without_a_word():
         (expected, first), (actual, second) = (
-            _logits(model, tokens // 2, row, text, device) for model in (source, converted)
+            _logits(load, tokens // 2, row, text, device) for load in (source, converted)
         )
     pairs = list(zip(expected.split(128), actual.split(128), strict=True))  # float64 takes memory
     kl = agreement = 0.0
@@ -106,22 +106,19 @@ def compare_logits(
 
 @torch.no_grad()
 def _logits(
-    model: Callable[[], PreTrainedModel] | PreTrainedModel,
+    load: Callable[[], PreTrainedModel],
     compared: int,
     row: int,
     text: Sequence[int] | None,
     device: str | None,
 ) -> tuple[torch.Tensor, float]:
     """(logits at the last `compared` tokens of two rows in both readings, the largest difference of the readings)."""
-    loaded = model if isinstance(model, PreTrainedModel) else model()
-    loaded = loaded if device is None else loaded.to(device)
+    loaded = load() if device is None else load().to(device)
     if text is None:
         ids = torch.randint(text_config(loaded.config).vocab_size, (2, row), generator=torch.Generator().manual_seed(0))
     else:
         ids = torch.tensor(text[: 2 * row]).view(2, row)
     ids = ids.to(loaded.device)
-    was_training = loaded.training
-    loaded.eval()
     _, plain = _read(loaded, compared, input_ids=ids, use_cache=False)
     if CACHE not in signature(type(loaded).forward).parameters:
         return plain.flatten(0, 1), 0.0
@@ -144,7 +141,6 @@ def _logits(
         cache = output[CACHE]
         parts.append(part)
     cached = torch.cat(parts, 1)
-    loaded.train(was_training)
     del loaded, output, cache
     gc.collect()  # a model refers to itself: without this it would stay beside the next one
     steps = torch.stack([plain[0, -_STEPS - pad : -pad], plain[1, -_STEPS:]])

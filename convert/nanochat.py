@@ -39,7 +39,7 @@ from resformer.errors import CheckpointError, did_you_mean, first_names, one_lin
 from resformer.files import AsDict, check_target, replacing, write_text, writing
 from resformer.names import CONFIG, SINGLE
 from resformer.progress import progress_bar
-from resformer.safetensors_format import Tensor, header_bytes
+from resformer.safetensors_format import FLOATING, Tensor, header_bytes
 from resformer.untrusted import read_json, regular_file
 
 _WEIGHTS = re.compile(r"model_(\d{1,12})\.pt")
@@ -177,7 +177,7 @@ def convert_nanochat(
     tokenizer = run_tokenizer(encoding, sizes["sequence_len"], tokenizer_path)
     config = _config(weights, sizes, era, chosen, tokenizer)
     config.base_model = {"name": folder_name(str(path.parent)), "revision": None}
-    config.dtype = {code: name for name, code in CODES.items()}[code]
+    config.dtype = getattr(torch, FLOATING[code])
     shapes = expected_shapes(config)
     report = NanochatReport(
         source=str(run),
@@ -188,7 +188,7 @@ def convert_nanochat(
         method=method_of(config),
         fields=connections_of(config),
         parameters=sum(torch.Size(shape).numel() for shape in shapes.values()),
-        dtype=str(config.dtype).removeprefix("torch."),
+        dtype=FLOATING[code],
         tokens=encoding.size,
         bos=str(tokenizer.bos_token),
         chat=tokenizer.chat_template is not None,
@@ -208,24 +208,23 @@ def convert_nanochat(
             file.write(header_bytes(headers))
             made = dict(_converted(weights, sizes, config, chosen))
             for header in headers:
-                tensor = made.pop(header.name)().to(getattr(torch, _NAMES[header.dtype]))
+                tensor = made.pop(header.name)().to(getattr(torch, FLOATING[header.dtype]))
                 if tuple(tensor.shape) != header.shape or not bool(tensor.isfinite().all()):
                     raise CheckpointError(f"{path}: {header.name} would be {list(tensor.shape)}, or is not finite.")
                 file.write(to_tensor(header.name, tensor).data)  # type: ignore[arg-type]
                 bar.update(header.nbytes)
         tokenizer.save_pretrained(partial)
-        _generation(config).save_pretrained(partial)
+        # nanochat stops at the end of the assistant's turn, or where another document would begin.
+        bos, ends = config.bos_token_id, list(dict.fromkeys([config.eos_token_id, config.bos_token_id]))
+        GenerationConfig(bos_token_id=bos, eos_token_id=ends, pad_token_id=bos).save_pretrained(partial)
         config.architectures = ["ResFormerForCausalLM"]
         write_text(partial / CONFIG, config.to_json_string())
         check_headers(partial, read_checkpoint(partial).tensors, {tensor.name: tensor for tensor in headers})
     return report
 
 
-_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in CODES.items()}
-
-
 def _code(dtype: str) -> str:
-    names = {name: code for code, name in _NAMES.items() if code != "F64"}
+    names = {name: code for code, name in FLOATING.items() if code != "F64"}
     if dtype not in ("auto", *names):
         raise ValueError(f"dtype={dtype!r}: expected auto, {', '.join(names)}.")
     return names["float32" if dtype == "auto" else dtype]
@@ -491,9 +490,3 @@ def run_tokenizer(encoding: Encoding, context: int, path: Path) -> PreTrainedTok
     if chat:
         tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
-
-
-def _generation(config: ResFormerConfig) -> GenerationConfig:
-    """nanochat stops at the end of the assistant's turn, or where another document would begin."""
-    ends = list(dict.fromkeys([config.eos_token_id, config.bos_token_id]))
-    return GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=ends, pad_token_id=config.bos_token_id)

@@ -189,7 +189,7 @@ def hint(names: Iterable[str]) -> str:
     return ""
 
 
-def _read_all(paths: list[Path], hub: HubFiles | None = None) -> list[Shard]:
+def _read_all(paths: list[Path], hub: HubFiles | None) -> list[Shard]:
     shards, seen = [], dict[str, Path]()
     headers = map(read_shard, paths) if hub is None else hub.read_shards(paths)
     for path, shard in zip(paths, headers, strict=True):

@@ -9,13 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from resformer.configuration import ResFormerConfig
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.convert.connected_families import family_of, view, with_connections
 from resformer.convert.connections import added_shapes, connection_modules, read_connections
 from resformer.convert.deciding import Decision, added_kinds, config_text, recorded_family
-from resformer.convert.families import family_config
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.to_folder import Options, Report, carry_out, published_name
 from resformer.errors import CheckpointError, one_line, quoted
@@ -79,10 +77,8 @@ def revert(
     if remaining:
         reverted = before
         reverted.base_model = getattr(config, "base_model", None)  # as `retrofit` has left it
-    elif isinstance(config, ResFormerConfig):
-        reverted = family_config(config, recorded_family(opened))
     else:
-        reverted = family_of(config)
+        reverted = family_of(config, recorded_family(opened))
     decision = _decide(opened.fetch(headers_only=True), config, before, reverted)
     # The coefficients allow it: now download the weights, or dequantise them.
     if not settings.dry_run and (opened.dequantised or not decision.source.on_this_disk):

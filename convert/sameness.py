@@ -4,7 +4,6 @@ Both are read from their files and built by Transformers' own classes, without m
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,14 +76,11 @@ def _class_name(module: object) -> str:
     return next(each.__name__ for each in type(module).__mro__ if each.__module__.startswith("transformers."))
 
 
-def _frequencies(decoder: Any, config: PreTrainedConfig, length: int) -> tuple[list[float | None], float]:
-    """(frequencies, scaling) of the rotary embedding for a text of so many tokens, computed on the CPU.
-
-    `None` for NaN, which a negative `rope_theta` gives: NaN would differ from itself.
-    """
+def _frequencies(decoder: Any, config: PreTrainedConfig, length: int) -> tuple[list[float], float]:
+    """(frequencies, scaling) of the rotary embedding for a text of so many tokens, computed on the CPU."""
     rotary = type(decoder.rotary_emb)(config=config)
     rotary(torch.zeros(1), torch.tensor([[length - 1]]))
-    return [None if math.isnan(each) else each for each in rotary.inv_freq.tolist()], rotary.attention_scaling
+    return rotary.inv_freq.tolist(), rotary.attention_scaling
 
 
 def generation_settings(folder: Path, config: PreTrainedConfig) -> dict[str, Any] | None:
@@ -141,10 +137,9 @@ def differences(source: Mapping[str, Any], result: Mapping[str, Any]) -> list[Di
     for name in source.keys() & result.keys():
         one, other = source[name], result[name]
         if isinstance(one, dict) and isinstance(other, dict):
-            keys = sorted(one.keys() | other.keys())
             found += [
                 Difference(f"{name}: {key}", one.get(key), other.get(key))
-                for key in keys
+                for key in one.keys() | other.keys()
                 if _differ(one.get(key), other.get(key))
             ]
         elif None not in (one, other) and _differ(one, other):
@@ -153,7 +148,7 @@ def differences(source: Mapping[str, Any], result: Mapping[str, Any]) -> list[Di
 
 
 def _differ(one: object, other: object) -> bool:
-    return one != other and repr(one) != repr(other)  # NaN is like NaN
+    return one != other and repr(one) != repr(other)  # NaN, which a negative `rope_theta` gives for one, is like NaN
 
 
 def check_result(name: str, source: Mapping[str, Any], config: str, side_files: Mapping[str, SideFile]) -> None:

@@ -24,11 +24,10 @@ from resformer.convert.hub_headers import HubFiles
 from resformer.convert.other_formats import dequantise, gguf_config, gguf_headers, load_model
 from resformer.convert.reading import Checkpoint, check_tensors, hint, no_weights, read_checkpoint, read_index, renamed
 from resformer.convert.sameness import GENERATION, facts, generation_files, generation_settings
-from resformer.convert.tensors import dominant_dtype
 from resformer.errors import CheckpointError, first_names, one_line, quoted
 from resformer.hub import asking_hub, fetch, listing, retried
 from resformer.names import CONFIG, DESCRIPTIONS, INDEX, RECORD, SETTINGS, SIDE_FILES, SINGLE
-from resformer.safetensors_format import Shard
+from resformer.safetensors_format import FLOATING, Shard
 from resformer.untrusted import MIB, MOST_BYTES, read_json
 
 #: Bytes of a file on the Hub with settings or an index that are fetched.
@@ -110,7 +109,8 @@ class OpenedSource(Source):
     @property
     def dtype(self) -> torch.dtype:
         """Of most weights; float32 for a GGUF file, which is dequantised to it."""
-        return dominant_dtype(self.checkpoint)
+        _, code = max((count, code) for code, count in self.checkpoint.dtypes.items() if code in FLOATING)
+        return getattr(torch, FLOATING[code])
 
     @property
     def stated_dtype(self) -> torch.dtype:
@@ -168,7 +168,10 @@ def _open_gguf(name: str, path: Path, **hub: Any) -> Source:
 
 
 def _open_folder(name: str, folder: Path, *, resformer: bool, **hub: Any) -> Source:
-    _check_config_file(folder, [path.name for path in folder.iterdir()])
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    if CONFIG not in names:
+        names = hub.get("hub_files") or names
+        raise CheckpointError(f"{folder}: has no config.json, so it is not a Transformers checkpoint.{hint(names)}")
     raw = read_json(folder / "config.json", MIB)
     if connected_families.is_of_a_family(raw.get("model_type")):
         config, dropped = connected_families.read_config(folder, raw)
@@ -185,8 +188,6 @@ def _open_hub(name: str, revision: str | None, *, resformer: bool) -> Source:
         return _open_gguf(name, path, revision=commit, repo_id=f"{owner}/{repo}")
     commit, files = listing(name, revision)
     folder = fetch(name, commit, files, [CONFIG, "README.md", RECORD], _LARGEST_SETTINGS)
-    if not (folder / CONFIG).exists():
-        _check_config_file(folder, files)
     return _open_folder(name, folder, resformer=resformer, revision=commit, repo_id=name, hub_files=files)
 
 
@@ -224,11 +225,6 @@ def check_number(source: Source, files: Collection[object]) -> None:
         raise CheckpointError(
             f"{source.name}: has {len(files):,} files beside its weights; at most {_MOST_FILES:,} are read."
         )
-
-
-def _check_config_file(folder: Path, names: Collection[str]) -> None:
-    if "config.json" not in names:
-        raise CheckpointError(f"{folder}: has no config.json, so it is not a Transformers checkpoint.{hint(names)}")
 
 
 def _check_layers(checkpoint: Checkpoint, expected: int) -> None:

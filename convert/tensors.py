@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from resformer.convert.reading import Checkpoint
 from resformer.safetensors_format import FLOATING, Tensor
 
 #: torch's dtype of weights -> the code of the safetensors format.
@@ -31,12 +30,6 @@ def numbers(tensor: Tensor) -> Iterator[torch.Tensor]:
     """The numbers of a floating tensor, a piece at a time, each valid until the next one is read."""
     for piece in tensor.pieces():
         yield torch.frombuffer(piece, dtype=getattr(torch, FLOATING[tensor.dtype]))
-
-
-def dominant_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of most numbers."""
-    _, code = max((count, code) for code, count in checkpoint.dtypes.items() if code in FLOATING)
-    return getattr(torch, FLOATING[code])
 
 
 @dataclass

@@ -319,9 +319,8 @@ def _recorded_classes(source: OpenedSource) -> tuple[str | None, str | None] | N
 
 
 def _stated_class(folder: Path) -> str | None:
-    stated = (
-        read_json(folder / TOKENIZER_CONFIG).get("tokenizer_class") if (folder / TOKENIZER_CONFIG).exists() else None
-    )
+    path = folder / TOKENIZER_CONFIG
+    stated = read_json(path).get("tokenizer_class") if path.exists() else None
     return stated if isinstance(stated, str) else None
 
 

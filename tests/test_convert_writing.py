@@ -409,14 +409,14 @@ def test_logits_are_compared_beyond_the_window_padded_and_with_a_cache(tmp_path:
     assert not comparison.logits.identical
     assert all(difference < 1e-4 for difference in comparison.logits.cache_differences)
     two = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
-    short = compare_logits(one, two, window=64)
+    short = compare_logits(lambda: one, lambda: two, window=64)
     assert (short.identical, short.window) == (True, 64)
     assert "on 128 tokens, within the sliding window of 64" in str(short)
     # A mask that is dropped, and a cache that is one token behind, change no logits of the first reading.
     forward = two.forward
     for wrong in ({"attention_mask": None}, {"position_ids": None}):
         two.forward = lambda wrong=wrong, **inputs: forward(**{**inputs, **wrong})
-        assert not compare_logits(one, two).identical
+        assert not compare_logits(lambda: one, lambda: two).identical
 
 
 def test_logits_are_compared_on_a_text(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class Tensor:
     def pieces(self) -> Iterator[memoryview]:
         """The bytes, each piece valid until the next one is read into the same buffer.
 
-        They are 2^20 numbers, which stay in the processor's cache until they are written.
+        A piece is of 2^20 numbers, which stay in the processor's cache until they are written.
         """
         size = MIB * DTYPE_BITS[self.dtype] // 8
         if isinstance(self.data, memoryview):
