@@ -74,7 +74,7 @@ def bundle(
     settings = Options(made_by="bundle", force=force, **options)
     target = Path(output).expanduser()
     check_target(target, source, made_by=settings.made_by, force=force)
-    opened = open_source(source, revision, resformer=True, heads=True)
+    opened = open_source(source, revision, heads=True)
     known = {key: value for key, value in opened.raw_config.items() if key not in opened.dropped_config}
     config = config_with_code({"model_type": opened.config.model_type, **known}, opened.name)
     code = remote_code()

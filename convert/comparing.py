@@ -104,10 +104,7 @@ def verify(
     """
     check_verify(verify)
     _check_options(verify, tokens, text, device)
-    sources = [
-        open_source(each, commit, resformer=True, heads=True)
-        for each, commit in ((one, revision), (other, other_revision))
-    ]
+    sources = [open_source(each, commit, heads=True) for each, commit in ((one, revision), (other, other_revision))]
     opened = [source.fetch(headers_only=verify == "headers") for source in sources]
     configs = in_one_family(*(source.config for source in opened))
     tables: list[dict[str, Tensor]] = []

@@ -83,18 +83,15 @@ TENSORS_OF_A_LAYER = 7
 _MOST_LAYERS = MOST_TENSORS // TENSORS_OF_A_LAYER
 
 
-def read_config(
-    folder: Path, raw: Mapping[str, Any], *, resformer: bool = False
-) -> tuple[PreTrainedConfig, tuple[str, ...]]:
+def read_config(folder: Path, raw: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str, ...]]:
     """(what `AutoConfig` makes of the folder, the keys of its config.json that change nothing and go nowhere).
 
     Args:
         raw: the content of its config.json, which is checked first: sizes, for lists as long as a model is deep are
             made, and keys that name other files.
-        resformer: take ResFormer checkpoints too.
     """
     where, model_type = folder / "config.json", raw.get("model_type")
-    if not (resformer and model_type == ResFormerConfig.model_type):
+    if model_type != ResFormerConfig.model_type:
         try:
             supported(model_type)
         except CheckpointError as error:

@@ -88,10 +88,6 @@ def supported(model_type: object) -> str:
     """`model_type`, if it is in the table."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return model_type
-    if model_type == "resformer":
-        raise CheckpointError(
-            "This is a ResFormer checkpoint already: `resformer revert` makes it plain again, if nothing was learned."
-        )
     if isinstance(model_type, str) and model_type in MEASURED - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys():
         reason = "AutoModelForCausalLM does not load it; `resformer.connect` adds connections to the loaded model"
     elif not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

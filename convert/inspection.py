@@ -54,7 +54,7 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     Raises:
         CheckpointError: it cannot be read, or its tensors are not what its configuration asks for.
     """
-    opened = open_source(source, revision, resformer=True, heads=True).fetch(headers_only=True)
+    opened = open_source(source, revision, heads=True).fetch(headers_only=True)
     config = opened.config
     backbone = connection_config(config)
     shape = view(backbone)

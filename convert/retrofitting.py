@@ -130,7 +130,7 @@ def retrofit(
     method_fields(method, 1)  # an unknown method is refused before anything is read or fetched
     target = Path(output).expanduser()
     check_target(target, source, made_by="convert", force=force)  # before anything is read or fetched
-    opened = open_source(source, revision, resformer=True)
+    opened = open_source(source, revision)
     before = connection_config(opened.config)
     layers = view(before).num_hidden_layers
     connections = {**method_fields(method, layers), **fields}

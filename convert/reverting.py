@@ -64,7 +64,7 @@ def revert(
     settings = Options(made_by="revert", force=force, **options)
     target = Path(output).expanduser()
     check_target(target, source, made_by=settings.made_by, force=force)
-    opened = open_source(source, revision, resformer=True)
+    opened = open_source(source, revision)
     config = opened.config
     if not isinstance(config, ConnectionFields):
         raise CheckpointError(f"{opened.name}: is a checkpoint of {config.model_type!r} already.")

@@ -132,15 +132,12 @@ class OpenedSource(Source):
         return {name: file.lfs.sha256 for name, file in self.hub_files.items() if file.lfs is not None}
 
 
-def open_source(
-    source: str | Path, revision: str | None = None, *, resformer: bool = False, heads: bool = False
-) -> Source:
+def open_source(source: str | Path, revision: str | None = None, *, heads: bool = False) -> Source:
     """Finds the checkpoint and reads its configuration; of a Hub repository nothing but small files is fetched.
 
     Args:
         source: a folder, a `.gguf` file, `owner/name` or `owner/name/file.gguf` on the Hub, which is fetched.
-        resformer: take ResFormer checkpoints too, not only those that can become one.
-        heads: of those, take models with other heads too.
+        heads: of ResFormer checkpoints, take models with other heads too.
     """
     name, path = str(source), Path(source).expanduser()
     here = os.path.exists(path)
@@ -151,10 +148,10 @@ def open_source(
     if revision is not None and here:
         raise CheckpointError(f"{path}: --revision {revision} is for Hub ids, this is local.")
     if here:
-        opened = _open_folder(name, path, resformer=resformer) if path.is_dir() else _open_gguf(name, path)
+        opened = _open_folder(name, path) if path.is_dir() else _open_gguf(name, path)
     else:
         with asking_hub(name):
-            opened = _open_hub(name, revision, resformer=resformer)
+            opened = _open_hub(name, revision)
     if not heads and (head := head_of(opened.config)):
         raise CheckpointError(
             f"{opened.name}: is a {head}, and this command takes only language models. `inspect`, `verify`, `push` and "
@@ -167,7 +164,7 @@ def _open_gguf(name: str, path: Path, **hub: Any) -> Source:
     return Source(name=name, folder=path.parent, config=gguf_config(path), raw_config={}, gguf=path, **hub)
 
 
-def _open_folder(name: str, folder: Path, *, resformer: bool, **hub: Any) -> Source:
+def _open_folder(name: str, folder: Path, **hub: Any) -> Source:
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
     if CONFIG not in names:
         names = hub.get("hub_files") or names
@@ -176,11 +173,11 @@ def _open_folder(name: str, folder: Path, *, resformer: bool, **hub: Any) -> Sou
     if connected_families.is_of_a_family(raw.get("model_type")):
         config, dropped = connected_families.read_config(folder, raw)
     else:
-        config, dropped = read_config(folder, raw, resformer=resformer)
+        config, dropped = read_config(folder, raw)
     return Source(name=name, folder=folder, config=config, raw_config=raw, dropped_config=dropped, **hub)
 
 
-def _open_hub(name: str, revision: str | None, *, resformer: bool) -> Source:
+def _open_hub(name: str, revision: str | None) -> Source:
     if name.endswith(".gguf") and name.count("/") >= 2:
         owner, repo, file = name.split("/", 2)
         path = Path(retried(lambda: hf_hub_download(f"{owner}/{repo}", file, revision=revision)))
@@ -188,7 +185,7 @@ def _open_hub(name: str, revision: str | None, *, resformer: bool) -> Source:
         return _open_gguf(name, path, revision=commit, repo_id=f"{owner}/{repo}")
     commit, files = listing(name, revision)
     folder = fetch(name, commit, files, [CONFIG, "README.md", RECORD], _LARGEST_SETTINGS)
-    return _open_folder(name, folder, resformer=resformer, revision=commit, repo_id=name, hub_files=files)
+    return _open_folder(name, folder, revision=commit, repo_id=name, hub_files=files)
 
 
 def _hub_files(source: Source) -> HubFiles | None:

@@ -39,7 +39,7 @@ def run_demo(
     """Runs the demo, writes `output`/retrofit and `output`/finetuned, prints the table to stdout."""
     source = smollm2() if model is None else model
     check_target(output / "finetuned", source, made_by="finetune", force=True)
-    opened = open_source(source, resformer=True)
+    opened = open_source(source)
     gguf = {} if opened.gguf is None else {"gguf_file": opened.gguf.name}
     load_tokenizer(opened.folder if gguf else source, None, "save one beside it", **gguf)  # before anything is written
     _say(f"1. Retrofit {source} with {method}")

@@ -93,7 +93,7 @@ def checkpoint_card(
     measured: list[Metric] = []  # by the training itself
     if not training and os.path.lexists(checkpoint / "metrics.json"):  # written by `resformer finetune`
         training, measured = _read_results([checkpoint / "metrics.json"], [])
-    opened = open_source(str(checkpoint), resformer=True, heads=True).fetch()
+    opened = open_source(str(checkpoint), heads=True).fetch()
     config, record = opened.config, read_record(checkpoint)
     if not isinstance(config, ConnectionFields):
         raise CheckpointError(f"{checkpoint}: is a {config.model_type}, no ResFormer; `resformer convert` makes one.")

@@ -90,7 +90,7 @@ def push(
         if bundle:
             raise ValueError("--bundle is for checkpoints: connections alone are added by the package, to their model.")
     else:
-        opened = open_source(folder, resformer=True, heads=True).fetch(headers_only=True)
+        opened = open_source(folder, heads=True).fetch(headers_only=True)
         config, code, notes = dict(opened.raw_config), remote_code(), opened.checkpoint.notes
         kind = f"{method_of(view(connection_config(opened.config))) or opened.config.model_type} checkpoint"
         shards = [shard.name for shard in opened.checkpoint.shards]

@@ -241,7 +241,7 @@ def _runs_from_scratch(options: StudyOptions, methods: Mapping[str, _Method], da
 
 def _weights(checkpoint: str) -> str:
     """The commit of a checkpoint on the Hub, or a digest of one on this disk: of the first bytes of each tensor."""
-    source = open_source(checkpoint, resformer=True)
+    source = open_source(checkpoint)
     files = sorted(source.folder.glob("*.safetensors")) if source.revision is None else ()
     return source.revision or hashlib.sha256(json.dumps([*map(fingerprint, files)]).encode()).hexdigest()
 
