@@ -136,6 +136,9 @@ def model_class(family: type[PreTrainedModel], config: type[PreTrainedConfig]) -
     members = {"config_class": config, "__module__": __name__, "__doc__": family.__doc__}
     made = type(name, (ConnectedFamilyModel, family), members)
     _convert_weights_alike(family.__name__, name)
+    for table in vars(modeling_auto).values():  # where the stock `Trainer` asks whether labels are the next tokens
+        if isinstance(table, dict) and not isinstance(table, _LazyAutoMapping) and family.__name__ in table.values():
+            table.setdefault(config.model_type, name)
     for module in (transformers, sys.modules["transformers"]):  # where the name in `architectures` is looked up
         setattr(module, name, made)
     return made
