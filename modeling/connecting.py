@@ -47,7 +47,8 @@ PREFIX = "resformer_"
 COEFFICIENTS, SETTINGS = "connections.safetensors", "connections.json"
 #: What a configuration says that is not of the model itself.
 _NOT_OF_THE_MODEL = set(
-    "_name_or_path base_model transformers_version architectures dtype use_cache model_type quantization_config".split()
+    "_name_or_path base_model transformers_version architectures dtype use_cache model_type quantization_config "
+    "bos_token_id eos_token_id pad_token_id".split()  # the stock `Trainer` sets a tokenizer's
 ).union(CONNECTION_FIELDS)
 _CARD = """\
 ---
@@ -330,8 +331,20 @@ def save_connections(model: torch.nn.Module, folder: str | Path) -> None:
 
 
 def _coefficients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    modules = added_modules(_connected(model)[0])
-    return {f"{name}.{each}": value for name, module in modules.items() for each, value in module.named_parameters()}
+    owner = _connected(model)[0]
+    found: dict[str, torch.Tensor] = {}
+    for name, module in added_modules(owner).items():
+        place, _, adapter = name.partition(".modules_to_save.")  # PEFT's trained copies are beside the original
+        place = place.removesuffix(".original_module")
+        wrapper: Any = owner.get_submodule(place)
+        used = [] if getattr(wrapper, "disable_adapters", False) else getattr(wrapper, "active_adapters", [])
+        if adapter and adapter not in used:
+            continue
+        for each, value in module.named_parameters():
+            if ".base_layer." in f".{each}":
+                raise ValueError(f"{name} has an adapter: take `merge_and_unload()` of the model.")
+            found[f"{place}.{each}"] = value
+    return found
 
 
 def _load(model: PreTrainedModel, file: Path) -> PreTrainedModel:
