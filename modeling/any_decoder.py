@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -473,8 +473,11 @@ class Passes:
 
     def see_tokens(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hook before the model's forward, for connections that read tokens."""
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if ids is not None:
+        self.input_ids = kwargs.get("input_ids", args[0] if args else None)  # not those of a pass that has failed
+
+    def see_tokens_within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The same before a decoder within the model, which may have turned tokens into embeddings."""
+        if (ids := kwargs.get("input_ids", args[0] if args else None)) is not None:
             self.input_ids = ids
 
     def of(self, layer: ConnectedLayer) -> ForwardPass:
@@ -503,7 +506,6 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: View) -> Non
     takes = {name for kind in kinds for name in kind.takes}
     norms = any(kind.name == "attention_residuals" for kind in kinds)
     for n, (layer, places) in enumerate(zip(decoder.layers, decoder.places, strict=True)):
-        like = next(layer.parameters())
         if places.values is not None:
             attention: Any = layer.get_submodule(places.attention)
             methods = {places.values.module: "around_values"}
@@ -511,28 +513,38 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: View) -> Non
                 methods[places.output] = "around_output"
             if "queries" in takes and not places.queries:
                 methods |= {"q_proj": "around_queries", "k_proj": "around_keys"}
-            attention.__class__ = attention_class(type(attention), tuple(methods.items()))  # type: ignore[arg-type]
+            _become(attention, attention_class, tuple(methods.items()))
             attention.value_projection = places.values
-        layer.__class__ = layer_class(type(layer), places.norms if norms else None)  # type: ignore[arg-type]
+        _become(layer, layer_class, places.norms if norms else None)
         connected: Any = layer
         connected.passes = passes
         connected.attention_path = tuple(places.attention.split(".")) if places.values is not None else ()
         connected.add_connections(wiring, n)
         for name in connected.connections:
-            _start(layer._modules[name], like)
+            _start(layer._modules[name], layer)
     for kind in kinds:
         if (module := kind.of_decoder(view)) is not None:
             decoder.module.add_module(kind.name, module)
-            _start(module, next(decoder.layers.parameters()))
+            _start(module, decoder.layers[0])
     if "input_ids" in takes:
-        for module in {model, decoder.module}:
-            module.register_forward_pre_hook(passes.see_tokens, with_kwargs=True)
+        model.register_forward_pre_hook(passes.see_tokens, with_kwargs=True)
+        if decoder.module is not model:
+            decoder.module.register_forward_pre_hook(passes.see_tokens_within, with_kwargs=True)
 
 
-def _start(module: Any, like: torch.Tensor) -> None:
-    """Sets the initial values, on the device of the layer; tables have its dtype."""
+def _become(module: Any, make: Callable[..., Any], argument: Any) -> None:
+    """Gives a module another class; hooks of Accelerate call the method that it had."""
+    module.__class__ = make(type(module), argument)
+    if "_old_forward" in vars(module):
+        module._old_forward = MethodType(type(module).forward, module)
+
+
+def _start(module: Any, layer: Any) -> None:
+    """Sets the initial values, on the device where the layer runs; tables have its dtype."""
+    like = next(layer.parameters())
     if torch.get_default_device().type != "meta":  # where `from_pretrained` builds; some parameters are elsewhere
-        module.to(like.device)
+        hooks = (getattr(each, "_hf_hook", None) for each in layer.modules()) if like.is_meta else ()  # if offloaded
+        module.to(next((each.execution_device for each in hooks if hasattr(each, "execution_device")), like.device))
     for name in module.tables:
         table = module.get_submodule(name.rpartition(".")[0])
         table.to(like.dtype if like.dtype.is_floating_point else None)

@@ -31,7 +31,7 @@ from resformer.configuration.connection_fields import ConnectionFields, check_co
 from resformer.configuration.methods import CONNECTION_FIELDS, METHODS, connections_of, method_fields
 from resformer.errors import CheckpointError, did_you_mean, one_line
 from resformer.modeling.any_decoder import Decoder, add_connections, text_config, why_not
-from resformer.modeling.connected import ConnectedLayer, ConnectedModel, added_modules, modules_of
+from resformer.modeling.connected import ConnectedLayer, ConnectedModel, added_modules, modules_of, not_reentrant
 from resformer.modeling.connection import KINDS, StartsAsStated, kinds_in, mixing_matrix
 from resformer.modeling.measured import MEASURED
 from resformer.untrusted import read_json
@@ -270,7 +270,12 @@ def _connect(model: PreTrainedModel, fields: Mapping[str, Any], unless_exact: st
     reasons = [reason for kind in kinds_in(view) for reason in kind.inexact_because(view)]
     if reasons and unless_exact:
         raise ValueError(f"{unless_exact}: {'; '.join(reasons)}. Allow it with lossy=True.")
-    _with_fields(model.config, fields)  # in place: parts of the model hold it too
+    functions = ((each, getattr(each, "_gradient_checkpointing_func", None)) for each in model.modules())
+    for module, function in [(each, not_reentrant(function)) for each, function in functions if function is not None]:
+        module._gradient_checkpointing_func = function
+    shared, own = model.config, _with_fields(copy.copy(model.config), fields)
+    for module in model.modules():  # another model may have been made from the same configuration
+        vars(module).update({name: own for name, value in vars(module).items() if value is shared})
     if (name := model.config._name_or_path) and not getattr(model.config, "base_model", None):
         commit = getattr(model.config, "_commit_hash", None)  # of a folder, its last part tells of no machine
         model.config.base_model = {"name": name if commit else Path(name).absolute().name, "revision": commit}

@@ -102,9 +102,12 @@ def operations_of(model: Any) -> Counter[str]:
 def test_what_cannot_be_connected_is_told_in_one_line(tmp_path: Path) -> None:
     model = small_decoder("gemma3_text")
     bad = {"value_residual": "learnabel"}
+    reentrant = small_decoder("llama").train()
+    reentrant.gradient_checkpointing_enable({"use_reentrant": True})
     for refused, said in (
         (lambda: resformer.connect(model, **bad), "expected one of .*, got learnabel. Did you mean 'learnable'\\?"),
         (lambda: resformer.connected_config(model.config, **bad), "got learnabel. Did you mean 'learnable'\\?"),
+        (lambda: resformer.connect(reentrant), "Reentrant gradient checkpointing loses the gradients"),
         (lambda: resformer.connect("gemma"), "takes a model, not its name"),
         (lambda: resformer.save_connections(model, tmp_path / "none"), "has no connections to save"),
         (lambda: resformer.connect(resformer.connect(model)), "has connections, or fields for them, already"),
@@ -147,6 +150,24 @@ def test_coefficients_alone_are_saved_and_added_again_by_the_lines_of_their_card
     with pytest.raises(ValueError, match="has connections for base, whose configuration is not this model's"):
         resformer.connect(other, "adapter")
     assert added_modules(resformer.connect(other, "adapter", lossy=True))
+
+
+def test_models_of_one_configuration_are_connected_each_for_itself() -> None:
+    config = small_config("llama")
+    models = [LlamaForCausalLM(config) for _ in range(3)]
+    one, other = (resformer.connect(m, method) for m, method in zip(models, ("resformer", "denseformer"), strict=False))
+    assert [type(each.config) is LlamaConfig for each in (one, other, models[2])] == [False, False, True]
+    assert (one.config.dwa, other.config.value_residual) == (False, "none")
+    assert all(getattr(module, "config", one.config) is one.config for module in one.modules())
+
+
+def test_tokens_of_a_pass_that_failed_are_not_read_by_the_next() -> None:
+    model = resformer.connect(small_decoder("llama"), "value-embeddings")
+    embeddings = model.get_input_embeddings()(IDS)
+    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+        model(input_ids=IDS, inputs_embeds=embeddings)
+    with pytest.raises(ValueError, match="reads the input_ids"):
+        model(inputs_embeds=embeddings.flip(1))
 
 
 def test_layers_read_the_embeddings_beside_the_stream() -> None:
@@ -217,12 +238,13 @@ def test_a_decoder_that_was_not_measured_is_warned_of(
 #: A dense decoder with windows, one with experts, one like ours; a hybrid, multi-head latent attention, fused values.
 USED = ["gemma3_text", "qwen3_moe", "llama", "qwen3_next", "deepseek_v3", "phi3"]
 used = pytest.mark.parametrize("model_type", others_slow(USED, ["gemma3_text"]))
+METHOD = "resformer-denseformer"
 TOKENS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def build(model_type: str) -> PreTrainedModel:
     """A small model with connections that do something."""
-    model = resformer.connect(small_decoder(model_type), "resformer-denseformer")
+    model = resformer.connect(small_decoder(model_type), METHOD)
     any_decoder.move(model)
     return model
 
@@ -323,6 +345,11 @@ def test_layers_on_several_devices_give_the_same_logits(model_type: str, tmp_pat
     others = {n: each for n, each in places.items() if not n.startswith(f"{name}.")}
     folder = tmp_path / "offloaded"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=devices | others, offload_folder=folder)
-    assert {parameter.device.type for parameter in Decoder(loaded).layers.parameters()} == {"cpu", "meta"}
-    assert torch.allclose(any_decoder.logits_of(loaded), expected, atol=1e-5)
-    assert torch.equal(any_decoder.tokens_of(loaded, use_cache=True), tokens)
+    small_decoder(model_type).save_pretrained(tmp_path / "base")
+    options = {"device_map": devices | others, "offload_folder": folder / "base"}
+    later = resformer.connect(AutoModelForCausalLM.from_pretrained(tmp_path / "base", **options), METHOD)
+    any_decoder.move(later)
+    for each in (loaded, later):
+        assert {parameter.device.type for parameter in Decoder(each).layers.parameters()} == {"cpu", "meta"}
+        assert torch.allclose(any_decoder.logits_of(each), expected, atol=1e-5)
+        assert torch.equal(any_decoder.tokens_of(each, use_cache=True), tokens)
