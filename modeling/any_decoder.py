@@ -37,6 +37,8 @@ _MLP_NORMS = tuple(
     "pre_feedforward_layernorm pre_mlp_layernorm post_attention_layernorm ln_2 norm2 ffn_norm final_layer_norm norm_2 "
     "pre_ff_layernorm".split()
 )
+#: A method of decoders that shortens the inputs of layers without keys and values of their own.
+_SLICES = "_maybe_slice_kv_shared_inputs"
 #: Attention in a wider sense: its values are no values of a softmax.
 _OTHER_MIXERS = re.compile(r"Linear|Lightning|Delta|Recurrent|Mamba|Mixer|Conv|RWKV|SSM|Cross|Ngram", re.IGNORECASE)
 
@@ -224,6 +226,8 @@ def layer_places(layer: nn.Module, config: Any) -> LayerPlaces:
             queries_unknown = "its `q_proj` returns more than queries"
         elif _width(attention._modules["k_proj"]) != width:
             queries_unknown = "its keys and values have different widths"
+        elif getattr(config, "clip_qkv", None):
+            queries_unknown = "its queries and keys are clipped after their projection"
         elif (names := inspect.unwrap(type(attention).forward).__code__.co_names) and (
             {"q_proj", "v_proj"} <= {*names} and names.index("q_proj") > names.index("v_proj")
         ):
@@ -526,10 +530,18 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: View) -> Non
         if (module := kind.of_decoder(view)) is not None:
             decoder.module.add_module(kind.name, module)
             _start(module, decoder.layers[0])
+    of_values = ("raw_values", "mixed_values", "attention_output")
+    if hasattr(decoder.module, _SLICES) and any(kind.place not in of_values for kind in kinds):
+        setattr(decoder.module, _SLICES, _every_token)
     if "input_ids" in takes:
         model.register_forward_pre_hook(passes.see_tokens, with_kwargs=True)
         if decoder.module is not model:
             decoder.module.register_forward_pre_hook(passes.see_tokens_within, with_kwargs=True)
+
+
+def _every_token(*inputs: Any, **_: Any) -> tuple[Any, ...]:
+    """In place of what leaves upper layers of Gemma 4 the last tokens alone: connections hand them states of all."""
+    return inputs[:4]
 
 
 def _become(module: Any, make: Callable[..., Any], argument: Any) -> None:

@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -168,6 +169,27 @@ def test_tokens_of_a_pass_that_failed_are_not_read_by_the_next() -> None:
         model(input_ids=IDS, inputs_embeds=embeddings)
     with pytest.raises(ValueError, match="reads the input_ids"):
         model(inputs_embeds=embeddings.flip(1))
+
+
+@pytest.mark.parametrize("name", ["averages over depth", "embeddings", "backout", "attention residuals"])
+def test_layers_without_keys_and_values_read_states_of_the_tokens_that_others_read(name: str) -> None:
+    config = small_config("gemma4_text")
+    config.num_kv_shared_layers = 2  # as in the small ones of Gemma 4
+    torch.manual_seed(1)  # with others a norm magnifies what rounding leaves
+    base = Gemma4ForCausalLM(config).eval()
+    assert not any_decoder.verdict(base, name)
+    model = any_decoder.connected(base, any_decoder.CONNECTIONS[name])
+    any_decoder.move(model)
+    with torch.no_grad():
+        last = model(input_ids=any_decoder.IDS, logits_to_keep=3).logits
+    assert torch.allclose(last, any_decoder.logits_of(model)[:, -3:], atol=1e-5)
+
+
+def test_queries_that_are_clipped_are_not_attended_to_over_depth() -> None:
+    config = small_config("olmo")
+    config.clip_qkv = 0.05
+    said = any_decoder.verdict(type(small_decoder("olmo"))(config).eval(), "depth attention")
+    assert said == "in layer 1 its queries and keys are clipped after their projection."
 
 
 def test_layers_read_the_embeddings_beside_the_stream() -> None:
