@@ -348,7 +348,7 @@ def _coefficients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for each, value in module.named_parameters():
             if ".base_layer." in f".{each}":
                 raise ValueError(f"{name} has an adapter: take `merge_and_unload()` of the model.")
-            found[f"{place}.{each}"] = value
+            found[f"{place}.{each}".replace("._orig_mod.", ".")] = value  # of a compiled layer
     return found
 
 
@@ -401,6 +401,8 @@ def _connected(model: Any) -> tuple[Any, Any]:
     """(what has the layers, the layers with connections); empty modules for those of a model without connections."""
     for module in model.modules():
         for child in module.children():
-            if isinstance(child, torch.nn.ModuleList) and len(child) and isinstance(child[0], ConnectedLayer):
-                return module, child
+            if isinstance(child, torch.nn.ModuleList):
+                layers = [getattr(layer, "_orig_mod", layer) for layer in child]  # some may be compiled
+                if layers and isinstance(layers[0], ConnectedLayer):
+                    return module, layers
     return torch.nn.Module(), [torch.nn.Module()] * text_config(model.config).num_hidden_layers

@@ -8,8 +8,10 @@ import any_decoder
 import pytest
 import torch
 import transformers
+from accelerate.utils import compile_regions
 from conftest import RAGGED, others_slow, randomise, tiny_config
 from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file
 from small_decoders import TYPES, small_config, small_decoder
 from torch._inductor.exc import InductorError
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -140,6 +142,12 @@ def test_coefficients_alone_are_saved_and_added_again_by_the_lines_of_their_card
     again = names["model"]
     assert list(added_modules(again)) == list(added_modules(model))
     assert torch.equal(any_decoder.logits_of(again), any_decoder.logits_of(model))
+
+    regions = compile_regions(model, backend="eager")
+    resformer.save_connections(regions, "regions")
+    saved, expected = (load_file(f"{folder}/connections.safetensors") for folder in ("regions", "adapter"))
+    assert saved.keys() == expected.keys()
+    assert torch.equal(resformer.depth_mixing_matrix(regions), resformer.depth_mixing_matrix(model))
 
     model.save_pretrained("connected")
     resformer.save_connections(AutoModelForCausalLM.from_pretrained("connected"), "again")
