@@ -9,6 +9,7 @@ LoRA or a quantised layer, is still seen, once.
 import functools
 import inspect
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
@@ -345,7 +346,12 @@ class _Surgery:
 
     family: type  # the class that it had
     made_by: tuple[Any, ...]  # what made the subclass, and its other arguments
-    places: Places | None = None  # while its layer runs
+    passes: "Passes"
+
+    @property
+    def places(self) -> Any:
+        """Those of its layer, while that runs."""
+        return self.passes.running.places
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuilt, (self.family, *self.made_by), self.__getstate__()
@@ -412,9 +418,6 @@ def attention_class(family: type, methods: tuple[tuple[str, str], ...]) -> type:
 class ConnectedFamilyLayer(_Surgery, ConnectedLayer):
     """Mixed into a decoder layer."""
 
-    passes: "Passes"
-    attention_path: tuple[str, ...]
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden_states, *more = args or (kwargs.pop("hidden_states"),)
         forward_pass = self.passes.of(self)
@@ -430,14 +433,12 @@ class ConnectedFamilyLayer(_Surgery, ConnectedLayer):
         """Returns the output, what later layers read, and what the layer returns besides; `None`: a bare tensor."""
         places = Places(self, earlier)
         hidden_states = places("layer_input", hidden_states)
-        attention: Any = self
-        for name in self.attention_path:
-            attention = attention._modules[name]
-        self.places = attention.places = places
+        running = self.passes.running
+        running.places = places
         try:
             output = super().forward(hidden_states, *args, **kwargs)
         finally:
-            self.places = attention.places = None
+            running.places = None
         for place in (*self.acting, *self.returned):
             if place not in places.tensors:
                 raise ValueError(f"Layer {self.layer_idx} has not used its {place}: its connections cannot act.")
@@ -460,6 +461,16 @@ def layer_class(family: type, norms: tuple[str, str] | None) -> type:
     return _subclass(family, ConnectedFamilyLayer, properties, layer_class, norms)
 
 
+class Running(threading.local):
+    """The forward pass that runs in a thread: servers call a model in several at once."""
+
+    def __init__(self) -> None:
+        self.input_ids: torch.Tensor | None = None
+        self.current: ForwardPass | None = None
+        self.left: list[int] = []  # the layers that have not run yet
+        self.places: Places | None = None  # of the layer that runs
+
+
 class Passes:
     """The forward pass that runs: what a family's decoder does not hand its layers.
 
@@ -468,36 +479,38 @@ class Passes:
 
     def __init__(self, decoder: Any, layers: str):
         self.decoder, self.layers = decoder, layers
-        self.input_ids: torch.Tensor | None = None
-        self.current: ForwardPass | None = None
-        self.left: list[int] = []  # the layers that have not run yet
+        self.running = Running()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "input_ids": None, "current": None, "left": []}
+    def __reduce__(self) -> Any:
+        return Passes.__new__, (Passes,), (self.decoder, self.layers)
+
+    def __setstate__(self, state: tuple[Any, str]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
 
     def see_tokens(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hook before the model's forward, for connections that read tokens."""
-        self.input_ids = kwargs.get("input_ids", args[0] if args else None)  # not those of a pass that has failed
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        self.running.input_ids = ids  # in place of those of a pass that has failed
 
     def see_tokens_within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The same before a decoder within the model, which may have turned tokens into embeddings."""
         if (ids := kwargs.get("input_ids", args[0] if args else None)) is not None:
-            self.input_ids = ids
+            self.running.input_ids = ids
 
     def of(self, layer: ConnectedLayer) -> ForwardPass:
-        layers = getattr(self.decoder, self.layers)
+        layers, running = getattr(self.decoder, self.layers), self.running
         if layer is layers[0]:
-            self.current = ForwardPass(layers, self.decoder, self.input_ids)
-            self.input_ids = None  # of this pass alone
-            self.left = [each.layer_idx for each in layers]
-        if self.current is None or not self.left or self.left.pop(0) != layer.layer_idx:
-            self.current = None
+            running.current = ForwardPass(layers, self.decoder, running.input_ids)
+            running.input_ids = None  # of this pass alone
+            running.left = [each.layer_idx for each in layers]
+        if running.current is None or not running.left or running.left[0] != layer.layer_idx:
+            running.current = None
             raise ValueError(
                 f"Layer {layer.layer_idx} is called without those before it: its connections read what they have made."
             )
-        forward_pass = self.current
-        if not self.left:
-            self.current = None  # nothing of a pass outlives it
+        forward_pass, running.left = running.current, running.left[1:]
+        if not running.left:
+            running.current = None  # nothing of a pass outlives it
         return forward_pass
 
 
@@ -518,11 +531,10 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: View) -> Non
             if "queries" in takes and not places.queries:
                 methods |= {"q_proj": "around_queries", "k_proj": "around_keys"}
             _become(attention, attention_class, tuple(methods.items()))
-            attention.value_projection = places.values
+            attention.value_projection, attention.passes = places.values, passes
         _become(layer, layer_class, places.norms if norms else None)
         connected: Any = layer
         connected.passes = passes
-        connected.attention_path = tuple(places.attention.split(".")) if places.values is not None else ()
         connected.add_connections(wiring, n)
         for name in connected.connections:
             _start(layer._modules[name], layer)

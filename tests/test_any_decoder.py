@@ -1,6 +1,8 @@
 """`connect`: connections in the decoders of other families, measured on a small model of each."""
 
+import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +200,27 @@ def test_queries_that_are_clipped_are_not_attended_to_over_depth() -> None:
     config.clip_qkv = 0.05
     said = any_decoder.verdict(type(small_decoder("olmo"))(config).eval(), "depth attention")
     assert said == "in layer 1 its queries and keys are clipped after their projection."
+
+
+@pytest.mark.parametrize("method", ["resformer-denseformer", "value-embeddings", "attention-residuals"])
+def test_threads_that_call_a_model_at_once_get_what_each_gets_alone(method: str) -> None:
+    model = resformer.connect(small_decoder("llama"), method)
+    any_decoder.move(model)
+    texts = [IDS + 7 * n for n in range(3)]
+    interval = sys.getswitchinterval()
+
+    @torch.no_grad()
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids).logits
+
+    expected = [logits(ids) for ids in texts]
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            got = list(pool.map(logits, texts * 20))
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(got, expected * 20, strict=True))
 
 
 def test_layers_read_the_embeddings_beside_the_stream() -> None:
