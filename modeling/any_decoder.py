@@ -569,6 +569,8 @@ def _start(module: Any, layer: Any) -> None:
     if torch.get_default_device().type != "meta":  # where `from_pretrained` builds; some parameters are elsewhere
         hooks = (getattr(each, "_hf_hook", None) for each in layer.modules()) if like.is_meta else ()  # if offloaded
         module.to(next((each.execution_device for each in hooks if hasattr(each, "execution_device")), like.device))
+    if like.dtype == torch.float64:
+        module.double()
     for name in module.tables:
         table = module.get_submodule(name.rpartition(".")[0])
         table.to(like.dtype if like.dtype.is_floating_point else None)

@@ -172,6 +172,14 @@ def test_models_of_one_configuration_are_connected_each_for_itself() -> None:
     assert all(getattr(module, "config", one.config) is one.config for module in one.modules())
 
 
+def test_coefficients_have_the_dtype_with_which_the_saved_model_is_loaded(tmp_path: Path) -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        model = resformer.connect(small_decoder("llama").to(dtype), "nanochat")
+        model.save_pretrained(tmp_path)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+        assert {n: p.dtype for n, p in model.named_parameters()} == {n: p.dtype for n, p in again.named_parameters()}
+
+
 def test_tokens_of_a_pass_that_failed_are_not_read_by_the_next() -> None:
     model = resformer.connect(small_decoder("llama"), "value-embeddings")
     embeddings = model.get_input_embeddings()(IDS)
