@@ -3,6 +3,7 @@
 import sys
 
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from resformer.configuration import ResFormerConfig
 from resformer.modeling.growing_cache import GrowingCache
@@ -38,3 +39,5 @@ for auto_class, model_class in {
     # its processors runs that module again: who imported it earlier holds the first one, who imports it now the second.
     for module in (transformers, sys.modules["transformers"]):
         setattr(module, model_class.__name__, model_class)
+# The stock `Trainer` asks for the name, to smooth the labels of the next tokens.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(ResFormerConfig.model_type, ResFormerForCausalLM.__name__)

@@ -9,9 +9,10 @@ LoRA or a quantised layer, is still seen, once.
 import functools
 import inspect
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -236,6 +237,8 @@ def layer_places(layer: nn.Module, config: Any) -> LayerPlaces:
             queries_unknown = "its `q_proj` returns more than queries"
         elif _width(attention._modules["k_proj"]) != width:
             queries_unknown = "its keys and values have different widths"
+        elif getattr(config, "clip_qkv", None):
+            queries_unknown = "its queries and keys are clipped after their projection"
         elif (names := inspect.unwrap(type(attention).forward).__code__.co_names) and (
             {"q_proj", "v_proj"} <= {*names} and names.index("q_proj") > names.index("v_proj")
         ):
@@ -352,7 +355,12 @@ class _Surgery:
 
     family: type  # the class that it had
     made_by: tuple[Any, ...]  # what made the subclass, and its other arguments
-    places: Places | None = None  # while its layer runs
+    passes: "Passes"
+
+    @property
+    def places(self) -> Any:
+        """Those of its layer, while that runs."""
+        return self.passes.running.places
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuilt, (self.family, *self.made_by), self.__getstate__()
@@ -419,9 +427,6 @@ def attention_class(family: type, methods: tuple[tuple[str, str], ...]) -> type:
 class ConnectedFamilyLayer(_Surgery, ConnectedLayer):
     """Mixed into a decoder layer."""
 
-    passes: "Passes"
-    attention_path: tuple[str, ...]
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden_states, *more = args or (kwargs.pop("hidden_states"),)
         forward_pass = self.passes.of(self)
@@ -437,14 +442,12 @@ class ConnectedFamilyLayer(_Surgery, ConnectedLayer):
         """Returns the output, what later layers read, and what the layer returns besides; `None`: a bare tensor."""
         places = Places(self, earlier)
         hidden_states = places("layer_input", hidden_states)
-        attention: Any = self
-        for name in self.attention_path:
-            attention = attention._modules[name]
-        self.places = attention.places = places
+        running = self.passes.running
+        running.places = places
         try:
             output = super().forward(hidden_states, *args, **kwargs)
         finally:
-            self.places = attention.places = None
+            running.places = None
         for place in (*self.acting, *self.returned):
             if place not in places.tensors:
                 raise ValueError(f"Layer {self.layer_idx} has not used its {place}: its connections cannot act.")
@@ -466,6 +469,16 @@ def layer_class(family: type, norms: tuple[str, str] | None) -> type:
     return _subclass(family, ConnectedFamilyLayer, methods, layer_class, norms)
 
 
+class Running(threading.local):
+    """The forward pass that runs in a thread: servers call a model in several at once."""
+
+    def __init__(self) -> None:
+        self.input_ids: torch.Tensor | None = None
+        self.current: ForwardPass | None = None
+        self.left: list[int] = []  # the layers that have not run yet
+        self.places: Places | None = None  # of the layer that runs
+
+
 class Passes:
     """The forward pass that runs: what a family's decoder does not hand its layers.
 
@@ -474,37 +487,42 @@ class Passes:
 
     def __init__(self, decoder: Any, layers: str):
         self.decoder, self.layers = decoder, layers
-        self.input_ids: torch.Tensor | None = None
-        self.current: ForwardPass | None = None
-        self.left: list[int] = []  # the layers that have not run yet
+        self.running = Running()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "input_ids": None, "current": None, "left": []}
+    def __reduce__(self) -> Any:
+        return Passes.__new__, (Passes,), (self.decoder, self.layers)
+
+    def __setstate__(self, state: tuple[Any, str]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
 
     def see_tokens(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hook before the model's forward, for connections that read tokens."""
         ids = kwargs.get("input_ids", args[0] if args else None)
-        if ids is not None:
-            self.input_ids = ids
+        self.running.input_ids = ids  # in place of those of a pass that has failed
+
+    def see_tokens_within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The same before a decoder within the model, which may have turned tokens into embeddings."""
+        if (ids := kwargs.get("input_ids", args[0] if args else None)) is not None:
+            self.running.input_ids = ids
 
     def keep_all(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A hook before the decoder's forward, for connections that read states: Gemma 4 drops tokens in its middle."""
         return args, {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
 
     def of(self, layer: ConnectedLayer) -> ForwardPass:
-        layers = getattr(self.decoder, self.layers)
+        layers, running = getattr(self.decoder, self.layers), self.running
         if layer is layers[0]:
-            self.current = ForwardPass(layers, self.decoder, self.input_ids)
-            self.input_ids = None  # of this pass alone
-            self.left = [each.layer_idx for each in layers]
-        if self.current is None or not self.left or self.left.pop(0) != layer.layer_idx:
-            self.current = None
+            running.current = ForwardPass(layers, self.decoder, running.input_ids)
+            running.input_ids = None  # of this pass alone
+            running.left = [each.layer_idx for each in layers]
+        if running.current is None or not running.left or running.left[0] != layer.layer_idx:
+            running.current = None
             raise ValueError(
                 f"Layer {layer.layer_idx} is called without those before it: its connections read what they have made."
             )
-        forward_pass = self.current
-        if not self.left:
-            self.current = None  # nothing of a pass outlives it
+        forward_pass, running.left = running.current, running.left[1:]
+        if not running.left:
+            running.current = None  # nothing of a pass outlives it
         return forward_pass
 
 
@@ -517,7 +535,6 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: View) -> Non
     takes = {name for kind in kinds for name in kind.takes}
     norms = any(kind.name == "attention_residuals" for kind in kinds)
     for n, (layer, places) in enumerate(zip(decoder.layers, decoder.places, strict=True)):
-        like = next(layer.parameters())
         if places.values is not None:
             attention: Any = layer.get_submodule(places.attention)
             methods = {places.values.module: "around_values"}
@@ -525,30 +542,41 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: View) -> Non
                 methods[places.output] = "around_output"
             if "queries" in takes and not places.queries:
                 methods |= {"q_proj": "around_queries", "k_proj": "around_keys"}
-            attention.__class__ = attention_class(type(attention), tuple(methods.items()))  # type: ignore[arg-type]
-            attention.value_projection = places.values
-        layer.__class__ = layer_class(type(layer), places.norms if norms else None)  # type: ignore[arg-type]
+            _become(attention, attention_class, tuple(methods.items()))
+            attention.value_projection, attention.passes = places.values, passes
+        _become(layer, layer_class, places.norms if norms else None)
         connected: Any = layer
         connected.passes = passes
-        connected.attention_path = tuple(places.attention.split(".")) if places.values is not None else ()
         connected.add_connections(wiring, n)
         for name in connected.connections:
-            _start(layer._modules[name], like)
+            _start(layer._modules[name], layer)
     for kind in kinds:
         if (module := kind.of_decoder(view)) is not None:
             decoder.module.add_module(kind.name, module)
-            _start(module, next(decoder.layers.parameters()))
+            _start(module, decoder.layers[0])
     if any(kind.place is None for kind in kinds):
         decoder.module.register_forward_pre_hook(passes.keep_all, with_kwargs=True)
     if "input_ids" in takes:
-        for module in {model, decoder.module}:
-            module.register_forward_pre_hook(passes.see_tokens, with_kwargs=True)
+        model.register_forward_pre_hook(passes.see_tokens, with_kwargs=True)
+        if decoder.module is not model:
+            decoder.module.register_forward_pre_hook(passes.see_tokens_within, with_kwargs=True)
 
 
-def _start(module: Any, like: torch.Tensor) -> None:
-    """Sets the initial values, on the device of the layer; tables have its dtype."""
+def _become(module: Any, make: Callable[..., Any], argument: Any) -> None:
+    """Gives a module another class; hooks of Accelerate call the method that it had."""
+    module.__class__ = make(type(module), argument)
+    if "_old_forward" in vars(module):
+        module._old_forward = MethodType(type(module).forward, module)
+
+
+def _start(module: Any, layer: Any) -> None:
+    """Sets the initial values, on the device where the layer runs; tables have its dtype."""
+    like = next(layer.parameters())
     if torch.get_default_device().type != "meta":  # where `from_pretrained` builds; some parameters are elsewhere
-        module.to(like.device)
+        hooks = (getattr(each, "_hf_hook", None) for each in layer.modules()) if like.is_meta else ()  # if offloaded
+        module.to(next((each.execution_device for each in hooks if hasattr(each, "execution_device")), like.device))
+    if like.dtype == torch.float64:
+        module.double()
     for name in module.tables:
         table = module.get_submodule(name.rpartition(".")[0])
         table.to(like.dtype if like.dtype.is_floating_point else None)

@@ -209,19 +209,24 @@ def modules_of(layers: Iterable[Any], name: str) -> dict[int, Any]:
     return {n: getattr(layer, name) for n, layer in enumerate(layers) if name in getattr(layer, "connections", ())}
 
 
+def not_reentrant(checkpointing: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of gradient checkpointing, which takes None for reentrant; PEFT leaves it at that."""
+    if getattr(checkpointing, "keywords", {}).get("use_reentrant"):
+        raise ValueError(
+            "Reentrant gradient checkpointing loses the gradients of tensors that cross layers: leave "
+            "`gradient_checkpointing_kwargs` out, or set {'use_reentrant': False} in it."
+        )
+    return functools.partial(checkpointing, use_reentrant=False)
+
+
 class ConnectedModel(PreTrainedModel):
     """Mixed into a model whose layers have connections."""
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **kwargs: Any
     ) -> None:
-        if enable and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
-            raise ValueError(
-                "Reentrant gradient checkpointing loses the gradients of tensors that cross layers: leave "
-                "`gradient_checkpointing_kwargs` out, or set {'use_reentrant': False} in it."
-            )
-        # `checkpoint` takes None for True, and PEFT's `prepare_model_for_kbit_training` leaves it out.
-        gradient_checkpointing_func = functools.partial(gradient_checkpointing_func, use_reentrant=False)
+        if enable:
+            gradient_checkpointing_func = not_reentrant(gradient_checkpointing_func)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
 
     @torch.no_grad()

@@ -31,7 +31,7 @@ from resformer.configuration.connection_fields import ConnectionFields, reason, 
 from resformer.configuration.methods import CONNECTION_FIELDS, METHODS, connections_of, method_fields
 from resformer.errors import CheckpointError, did_you_mean, one_line
 from resformer.modeling.any_decoder import Decoder, add_connections, text_config
-from resformer.modeling.connected import ConnectedLayer, ConnectedModel, added_modules, modules_of
+from resformer.modeling.connected import ConnectedLayer, ConnectedModel, added_modules, modules_of, not_reentrant
 from resformer.modeling.connection import KINDS, StartsAsStated, kinds_in, mixing_matrix
 from resformer.modeling.measured import MEASURED
 from resformer.untrusted import read_json
@@ -47,7 +47,8 @@ PREFIX = "resformer_"
 COEFFICIENTS, SETTINGS = "connections.safetensors", "connections.json"
 #: What a configuration says that is not of the model itself.
 _NOT_OF_THE_MODEL = set(
-    "_name_or_path base_model transformers_version architectures dtype use_cache model_type quantization_config".split()
+    "_name_or_path base_model transformers_version architectures dtype use_cache model_type quantization_config "
+    "bos_token_id eos_token_id pad_token_id".split()  # the stock `Trainer` sets a tokenizer's
 ).union(CONNECTION_FIELDS)
 _CARD = """\
 ---
@@ -133,6 +134,9 @@ def model_class(family: type[PreTrainedModel], config: type[PreTrainedConfig]) -
     members = {"config_class": config, "__module__": __name__, "__doc__": family.__doc__}
     made = type(name, (ConnectedFamilyModel, family), members)
     _convert_weights_alike(family.__name__, name)
+    for table in vars(modeling_auto).values():  # where the stock `Trainer` asks whether labels are the next tokens
+        if isinstance(table, dict) and not isinstance(table, _LazyAutoMapping) and family.__name__ in table.values():
+            table.setdefault(config.model_type, name)
     for module in (transformers, sys.modules["transformers"]):  # where the name in `architectures` is looked up
         setattr(module, name, made)
     return made
@@ -260,7 +264,12 @@ def _connect(model: PreTrainedModel, fields: Mapping[str, Any], unless_exact: st
     reasons = [reason for kind in kinds_in(view) for reason in kind.inexact_because(view)]
     if reasons and unless_exact:
         raise ValueError(f"{unless_exact}: {'; '.join(reasons)}. Allow it with lossy=True.")
-    _with_fields(model.config, fields)  # in place: parts of the model hold it too
+    functions = ((each, getattr(each, "_gradient_checkpointing_func", None)) for each in model.modules())
+    for module, function in [(each, not_reentrant(function)) for each, function in functions if function is not None]:
+        module._gradient_checkpointing_func = function
+    shared, own = model.config, _with_fields(copy.copy(model.config), fields)
+    for module in model.modules():  # another model may have been made from the same configuration
+        vars(module).update({name: own for name, value in vars(module).items() if value is shared})
     if (name := model.config._name_or_path) and not getattr(model.config, "base_model", None):
         commit = getattr(model.config, "_commit_hash", None)  # of a folder, its last part tells of no machine
         model.config.base_model = {"name": name if commit else Path(name).absolute().name, "revision": commit}
@@ -321,8 +330,20 @@ def save_connections(model: torch.nn.Module, folder: str | Path) -> None:
 
 
 def _coefficients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    modules = added_modules(_connected(model)[0])
-    return {f"{name}.{each}": value for name, module in modules.items() for each, value in module.named_parameters()}
+    owner = _connected(model)[0]
+    found: dict[str, torch.Tensor] = {}
+    for name, module in added_modules(owner).items():
+        place, _, adapter = name.partition(".modules_to_save.")  # PEFT's trained copies are beside the original
+        place = place.removesuffix(".original_module")
+        wrapper: Any = owner.get_submodule(place)
+        used = [] if getattr(wrapper, "disable_adapters", False) else getattr(wrapper, "active_adapters", [])
+        if adapter and adapter not in used:
+            continue
+        for each, value in module.named_parameters():
+            if ".base_layer." in f".{each}":
+                raise ValueError(f"{name} has an adapter: take `merge_and_unload()` of the model.")
+            found[f"{place}.{each}".replace("._orig_mod.", ".")] = value  # of a compiled layer
+    return found
 
 
 def _load(model: PreTrainedModel, file: Path) -> PreTrainedModel:
@@ -374,6 +395,8 @@ def _connected(model: Any) -> tuple[Any, Any]:
     """(what has the layers, the layers with connections); empty modules for those of a model without connections."""
     for module in model.modules():
         for child in module.children():
-            if isinstance(child, torch.nn.ModuleList) and len(child) and isinstance(child[0], ConnectedLayer):
-                return module, child
+            if isinstance(child, torch.nn.ModuleList):
+                layers = [getattr(layer, "_orig_mod", layer) for layer in child]  # some may be compiled
+                if layers and isinstance(layers[0], ConnectedLayer):
+                    return module, layers
     return torch.nn.Module(), [torch.nn.Module()] * text_config(model.config).num_hidden_layers

@@ -1,6 +1,8 @@
 """`connect`: connections in the decoders of other families, measured on a small model of each."""
 
+import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,10 @@ import any_decoder
 import pytest
 import torch
 import transformers
+from accelerate.utils import compile_regions
 from conftest import RAGGED, others_slow, randomise, tiny_config
 from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file
 from small_decoders import TYPES, small_config, small_decoder
 from torch._inductor.exc import InductorError
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +22,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -102,9 +107,12 @@ def operations_of(model: Any) -> Counter[str]:
 def test_what_cannot_be_connected_is_told_in_one_line(tmp_path: Path) -> None:
     model = small_decoder("gemma3_text")
     bad = {"value_residual": "learnabel"}
+    reentrant = small_decoder("llama").train()
+    reentrant.gradient_checkpointing_enable({"use_reentrant": True})
     for refused, said in (
         (lambda: resformer.connect(model, **bad), "expected one of .*, got learnabel. Did you mean 'learnable'\\?"),
         (lambda: resformer.connected_config(model.config, **bad), "got learnabel. Did you mean 'learnable'\\?"),
+        (lambda: resformer.connect(reentrant), "Reentrant gradient checkpointing loses the gradients"),
         (lambda: resformer.connect("gemma"), "takes a model, not its name"),
         (lambda: resformer.save_connections(model, tmp_path / "none"), "has no connections to save"),
         (lambda: resformer.connect(resformer.connect(model)), "has connections, or fields for them, already"),
@@ -127,6 +135,7 @@ def test_coefficients_alone_are_saved_and_added_again_by_the_lines_of_their_card
     monkeypatch.chdir(tmp_path)
     model = resformer.connect(AutoModelForCausalLM.from_pretrained("base"), "resformer-denseformer")
     any_decoder.move(model)
+    model.config.pad_token_id = 5  # the stock `Trainer` sets the tokenizer's
     resformer.save_connections(model, "adapter")
     assert sum(file.stat().st_size for file in Path("adapter").iterdir()) < 10_000
     lines = Path("adapter/README.md").read_text().partition("```python\n")[2].partition("```")[0]
@@ -135,6 +144,12 @@ def test_coefficients_alone_are_saved_and_added_again_by_the_lines_of_their_card
     again = names["model"]
     assert list(added_modules(again)) == list(added_modules(model))
     assert torch.equal(any_decoder.logits_of(again), any_decoder.logits_of(model))
+
+    regions = compile_regions(model, backend="eager")
+    resformer.save_connections(regions, "regions")
+    saved, expected = (load_file(f"{folder}/connections.safetensors") for folder in ("regions", "adapter"))
+    assert saved.keys() == expected.keys()
+    assert torch.equal(resformer.depth_mixing_matrix(regions), resformer.depth_mixing_matrix(model))
 
     model.save_pretrained("connected")
     resformer.save_connections(AutoModelForCausalLM.from_pretrained("connected"), "again")
@@ -146,6 +161,74 @@ def test_coefficients_alone_are_saved_and_added_again_by_the_lines_of_their_card
     with pytest.raises(ValueError, match="has connections for base, whose configuration is not this model's"):
         resformer.connect(other, "adapter")
     assert added_modules(resformer.connect(other, "adapter", lossy=True))
+
+
+def test_models_of_one_configuration_are_connected_each_for_itself() -> None:
+    config = small_config("llama")
+    models = [LlamaForCausalLM(config) for _ in range(3)]
+    one, other = (resformer.connect(m, method) for m, method in zip(models, ("resformer", "denseformer"), strict=False))
+    assert [type(each.config) is LlamaConfig for each in (one, other, models[2])] == [False, False, True]
+    assert (one.config.dwa, other.config.value_residual) == (False, "none")
+    assert all(getattr(module, "config", one.config) is one.config for module in one.modules())
+
+
+def test_coefficients_have_the_dtype_with_which_the_saved_model_is_loaded(tmp_path: Path) -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        model = resformer.connect(small_decoder("llama").to(dtype), "nanochat")
+        model.save_pretrained(tmp_path)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+        assert {n: p.dtype for n, p in model.named_parameters()} == {n: p.dtype for n, p in again.named_parameters()}
+
+
+def test_tokens_of_a_pass_that_failed_are_not_read_by_the_next() -> None:
+    model = resformer.connect(small_decoder("llama"), "value-embeddings")
+    embeddings = model.get_input_embeddings()(IDS)
+    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+        model(input_ids=IDS, inputs_embeds=embeddings)
+    with pytest.raises(ValueError, match="reads the input_ids"):
+        model(inputs_embeds=embeddings.flip(1))
+
+
+@pytest.mark.parametrize("name", ["averages over depth", "embeddings", "backout", "attention residuals"])
+def test_layers_without_keys_and_values_read_states_of_the_tokens_that_others_read(name: str) -> None:
+    config = small_config("gemma4_text")
+    config.num_kv_shared_layers = 2  # as in the small ones of Gemma 4
+    torch.manual_seed(1)  # with others a norm magnifies what rounding leaves
+    base = Gemma4ForCausalLM(config).eval()
+    assert not any_decoder.verdict(base, name)
+    model = any_decoder.connected(base, any_decoder.CONNECTIONS[name])
+    any_decoder.move(model)
+    with torch.no_grad():
+        last = model(input_ids=any_decoder.IDS, logits_to_keep=3).logits
+    assert torch.allclose(last, any_decoder.logits_of(model)[:, -3:], atol=1e-5)
+
+
+def test_queries_that_are_clipped_are_not_attended_to_over_depth() -> None:
+    config = small_config("olmo")
+    config.clip_qkv = 0.05
+    said = any_decoder.verdict(type(small_decoder("olmo"))(config).eval(), "depth attention")
+    assert said == "in layer 1 its queries and keys are clipped after their projection."
+
+
+@pytest.mark.parametrize("method", ["resformer-denseformer", "value-embeddings", "attention-residuals"])
+def test_threads_that_call_a_model_at_once_get_what_each_gets_alone(method: str) -> None:
+    model = resformer.connect(small_decoder("llama"), method)
+    any_decoder.move(model)
+    texts = [IDS + 7 * n for n in range(3)]
+    interval = sys.getswitchinterval()
+
+    @torch.no_grad()
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids).logits
+
+    expected = [logits(ids) for ids in texts]
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            got = list(pool.map(logits, texts * 20))
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(got, expected * 20, strict=True))
 
 
 def test_layers_read_the_embeddings_beside_the_stream() -> None:
@@ -216,12 +299,13 @@ def test_a_decoder_that_was_not_measured_is_warned_of(
 #: A dense decoder with windows, one with experts, one like ours; a hybrid, multi-head latent attention, fused values.
 USED = ["gemma3_text", "qwen3_moe", "llama", "qwen3_next", "deepseek_v3", "phi3"]
 used = pytest.mark.parametrize("model_type", others_slow(USED, ["gemma3_text"]))
+METHOD = "resformer-denseformer"
 TOKENS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def build(model_type: str) -> PreTrainedModel:
     """A small model with connections that do something."""
-    model = resformer.connect(small_decoder(model_type), "resformer-denseformer")
+    model = resformer.connect(small_decoder(model_type), METHOD)
     any_decoder.move(model)
     return model
 
@@ -322,6 +406,11 @@ def test_layers_on_several_devices_give_the_same_logits(model_type: str, tmp_pat
     others = {n: each for n, each in places.items() if not n.startswith(f"{name}.")}
     folder = tmp_path / "offloaded"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=devices | others, offload_folder=folder)
-    assert {parameter.device.type for parameter in Decoder(loaded).layers.parameters()} == {"cpu", "meta"}
-    assert torch.allclose(any_decoder.logits_of(loaded), expected, atol=1e-5)
-    assert torch.equal(any_decoder.tokens_of(loaded, use_cache=True), tokens)
+    small_decoder(model_type).save_pretrained(tmp_path / "base")
+    options = {"device_map": devices | others, "offload_folder": folder / "base"}
+    later = resformer.connect(AutoModelForCausalLM.from_pretrained(tmp_path / "base", **options), METHOD)
+    any_decoder.move(later)
+    for each in (loaded, later):
+        assert {parameter.device.type for parameter in Decoder(each).layers.parameters()} == {"cpu", "meta"}
+        assert torch.allclose(any_decoder.logits_of(each), expected, atol=1e-5)
+        assert torch.equal(any_decoder.tokens_of(each, use_cache=True), tokens)

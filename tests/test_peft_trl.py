@@ -327,6 +327,33 @@ def test_trl_trains_connections_of_any_decoder_fully_and_by_lora(
 
 
 @families
+def test_adapters_find_in_connected_families_what_they_find_without_connections(model_type: str) -> None:
+    experts = {"r": 4, "target_modules": ["gate_proj", "up_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    for options in ({"task_type": "CAUSAL_LM"}, experts) if model_type != "qwen3_moe" else (experts,):
+        models = small_decoder(model_type), connected(model_type)
+        names = [
+            {n for n, _ in get_peft_model(m, LoraConfig(**options)).named_parameters() if "lora" in n} for m in models
+        ]
+        assert names[0] == names[1] != set()
+
+
+@pytest.mark.parametrize("method", ["resformer-denseformer", "resformer-gated"])
+def test_connections_that_an_adapter_trains_are_saved_alone(method: str, tmp_path: Path) -> None:
+    base = small_decoder("llama")
+    model = adapt(resformer.connect(small_decoder("llama"), method), modules_to_save=CONNECTIONS)
+    for name, parameter in model.named_parameters():
+        parameter.data += 0.1 * ("modules_to_save" in name)
+    resformer.save_connections(model, tmp_path / "trained")
+    with model.disable_adapter():
+        resformer.save_connections(model, tmp_path / "original")
+    for folder, expected in (("trained", logits_of(model)), ("original", logits_of(base))):
+        assert torch.equal(logits_of(resformer.connect(small_decoder("llama"), str(tmp_path / folder))), expected)
+    if method == "resformer-gated":
+        with pytest.raises(ValueError, match="has an adapter: take `merge_and_unload"):
+            resformer.save_connections(adapt(resformer.connect(base, method)), tmp_path / "gates")
+
+
+@families
 def test_values_of_a_replaced_projection_are_mixed_once(model_type: str) -> None:
     model = adapt(connected(model_type, "resformer"), ["v_proj"])
     layers = Decoder(model.get_base_model()).layers

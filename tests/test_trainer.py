@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, others_slow, tiny_model, training_arguments, training_rows
+from small_decoders import small_decoder
 from transformers import AutoModelForCausalLM, Trainer
 
+import resformer
 from resformer import ResFormerConfig, ResFormerForCausalLM, trl
 from resformer.environment import peak_memory
 from resformer.training.optimizer import (
@@ -83,6 +85,19 @@ def test_accumulation_and_checkpointing_learn_what_the_plain_run_learns(method: 
         {"activation_checkpointing": True},
     ):
         assert_trained_alike(trained(trainer(method, **options)), expected)
+
+
+@pytest.mark.parametrize("model_type", ["resformer", "llama"])
+def test_smoothed_labels_are_those_of_the_next_tokens(model_type: str, tmp_path: Path) -> None:
+    model = tiny_model("resformer") if model_type == "resformer" else resformer.connect(small_decoder(model_type))
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(
+            model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.2
+        )
+        stock = Trainer(model=model, args=training_arguments(tmp_path, label_smoothing_factor=0.2))
+        got = stock.compute_loss(model, {"input_ids": ids, "labels": ids})
+    assert torch.allclose(got, expected, atol=1e-5)
 
 
 @pytest.mark.slow

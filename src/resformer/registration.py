@@ -65,10 +65,13 @@ def _register_models_with_configurations(configuration: ModuleType) -> None:
 
 
 def _register_adapter_targets(constants: ModuleType) -> None:
-    """PEFT's default target modules, for each kind of adapter, are those of Llama."""
+    """What PEFT knows of a model type, its default target modules and which weights are fused experts, is known of it
+    with connections; our own decoder has Llama's."""
     for mapping in vars(constants).values():
-        if isinstance(mapping, dict) and "llama" in mapping:
-            mapping.setdefault("resformer", mapping["llama"])
+        if isinstance(mapping, dict) and not {"llama", "mixtral"}.isdisjoint(mapping):
+            mapping |= {f"resformer_{model_type}": known for model_type, known in mapping.items()}
+            if "llama" in mapping:
+                mapping.setdefault("resformer", mapping["llama"])
 
 
 def _register_frozen_connections(peft_model: ModuleType) -> None:
@@ -102,6 +105,7 @@ _REGISTRATIONS = {
     "resformer.configuration.configuration_resformer": _register_models_with_configurations,
     "transformers.models.auto.configuration_auto": _register_configuration,
     "peft.utils.constants": _register_adapter_targets,
+    "peft.utils.transformers_weight_conversion": _register_adapter_targets,
     "peft.peft_model": _register_frozen_connections,
 }
 
