@@ -30,7 +30,7 @@ from resformer.checkpoint_cards import checkpoint_card
 from resformer.convert import bundle, inspect, revert, verify
 from resformer.errors import CheckpointError
 from resformer.evaluation import _load
-from resformer.hub import Push, Pushed
+from resformer.hub import Push
 from resformer.loading import load_config
 from resformer.model_cards import model_card
 from resformer.names import OFTEN_LINKED, RECORD
@@ -158,11 +158,11 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What a push would send: name -> content."""
     sent: dict[str, str] = {}
 
-    def run(each: Push) -> Pushed:
+    def run(each: Push) -> dict[str, Any]:
         for name, content in each.contents.items():
             small = isinstance(content, Path) and content.stat().st_size < MOST_BYTES
             sent[name] = content.read_text(encoding="latin-1") if small else str(content)
-        return Pushed(each.repo_id, "main", "0" * 40, "", [], {})
+        return {"repo_id": each.repo_id, "commit": "0" * 40, "url": "", "deleted": []}
 
     monkeypatch.setattr(Push, "run", run)
     return sent
