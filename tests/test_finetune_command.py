@@ -322,6 +322,13 @@ def test_one_lost_gradient_ends_the_run_with_its_last_checkpoint(work: Path, mon
     assert not (work / "nan").exists()
 
 
+def test_what_comes_after_each_epoch_comes_after_each(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    report = tuned(work, "each", monkeypatch, steps=None, epochs=3, batch=64, held_out_blocks=1, **each)
+    pass_ = math.ceil(report.steps / 3)
+    assert [entry["step"] for entry in report.evaluations] == [0, pass_, 2 * pass_, report.steps]
+
+
 def test_a_finetuning_with_a_constant_rate_goes_on(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     constant = {"lr_scheduler_type": "constant", "keep_optimizer": True}
     tuned(work, "short", monkeypatch, steps=3, **constant)

@@ -233,6 +233,7 @@ class FinetuneOptions(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._positive("steps", "epochs", "batch", "accumulate", "temperature")
+        self._expect("0 or more", lambda rate: rate >= 0, "learning_rate", "connection_learning_rate")
         self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
         self._expect("0 to 1", lambda weight: 0 <= weight <= 1, "distill_weight")
         self._one_of(TRAIN, "train")

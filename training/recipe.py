@@ -395,8 +395,12 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
     }
     if options.compile:  # each layer by itself: one graph for each kind of layer
         os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
+    given, epochs = dict(options.trainer), options.epochs or 1
+    for what in ("eval", "save", "logging"):
+        if epochs > 1 and given.get(f"{what}_strategy") == "epoch":  # the Trainer takes the run for one
+            given |= {f"{what}_strategy": "steps", f"{what}_steps": 1 / epochs}
     try:
-        arguments = TrainingArguments(**{**defaults, **options.trainer, **fixed})
+        arguments = TrainingArguments(**{**defaults, **given, **fixed})
     except TypeError as error:
         raise ValueError(f"An argument of the Trainer is of the wrong kind: {one_line(error)}") from error
     replicas(options.shard, arguments.world_size)  # refuses those that do not divide the processes
