@@ -423,6 +423,14 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
     assert "study: holds another study: learning_rate was None, is 0.001." in other.stderr
 
 
+def test_a_diverged_run_is_recorded_and_left_out(work: Path, compare: Callable[..., Any]) -> None:
+    given = ["--methods", "resformer:learning_rate=1e30", "--seeds", 1, *SMALL, "--steps", 4, "--json"]
+    done = compare("lost", *given)
+    assert done.exit_code == 0, done.output
+    ((_, runs),) = read_record(work / "lost" / "runs.jsonl")
+    assert [run["loss"] is None for run in runs] == [False, True]
+
+
 def test_a_record_survives_the_death_of_its_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = tmp_path / "runs.jsonl"
     add_line(record, {"study": {"steps": 4}})

@@ -261,6 +261,8 @@ def test_a_run_that_died_after_its_last_step_trains_no_more(work: Path, monkeypa
     assert loss_of(work / "died", work, 4) == pytest.approx(first, rel=1e-5)
     assert second < first
     assert 3 * 32 < report.evaluation_tokens < 4 * 32  # that are predicted
+    lower = FinetuneOptions(model="m", output="o", data=["d"], trainer={"metric_for_best_model": "bits_per_byte"})
+    assert recipe._training_arguments(lower).greater_is_better is False
 
 
 class Ends(TrainerCallback):
@@ -318,6 +320,13 @@ def test_one_lost_gradient_ends_the_run_with_its_last_checkpoint(work: Path, mon
     model = AutoModelForCausalLM.from_pretrained(work / "nan.training" / "checkpoint-3")
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     assert not (work / "nan").exists()
+
+
+def test_what_comes_after_each_epoch_comes_after_each(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    report = tuned(work, "each", monkeypatch, steps=None, epochs=3, batch=64, held_out_blocks=1, **each)
+    pass_ = math.ceil(report.steps / 3)
+    assert [entry["step"] for entry in report.evaluations] == [0, pass_, 2 * pass_, report.steps]
 
 
 def test_a_finetuning_with_a_constant_rate_goes_on(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,6 +471,8 @@ def test_a_run_that_cannot_be_gone_on_with_is_refused(work: Path, monkeypatch: p
     (work / "text.txt").write_text((work / "notes.txt").read_text().replace("first layer", "third layer", 1))
     refused("data_sha256 was '.*', is '")
     (work / "text.txt").write_text((work / "notes.txt").read_text())
+    (work / "begun.training" / "checkpoint-1" / "scheduler.pt").unlink()
+    refused(r"checkpoint-1: has no state of the optimizer \(save_only_model\)")
     shutil.copy(work / "source" / "model.safetensors", work / "changing")
     refused(r"weights was \['.*'\], is \['")
 

@@ -111,10 +111,14 @@ def test_a_finished_run_goes_on_and_branches_as_a_longer_one(work: Path) -> None
     assert same("branch", "wsd")
     rates = [entry["learning_rate"] for entry in json.loads(Path("branch/log.json").read_text()) if "loss" in entry]
     assert max(rates) > rates[-2] > rates[-1]
+    again = trained("branch", None, start="run", schedule="wsd", decay=0.2, warmup=0.1, resume=True)
+    assert (again.resumed_from, again.steps) == (40, 40)
     with pytest.raises(CheckpointError, match=r"seed was 0, is 1, .* A branch differs in --tokens"):
         trained("other", None, start="run", schedule="wsd", seed=1, warmup=0.1)
     with pytest.raises(CheckpointError, match=r"run.training: is at step 32 .* here it falls at 28"):
         trained("other", 35, start="run", schedule="wsd", warmup=0.1)
+    with pytest.raises(CheckpointError, match=r"run.training: is at step 32 .* here it falls at 0"):
+        trained("other", 40, start="run", schedule="cosine", warmup=0.1)
     with pytest.raises(CheckpointError, match="steps was 40, is 50"):
         trained("branch", 50, start="run", schedule="wsd", resume=True, warmup=0.1)
 

@@ -54,7 +54,8 @@ ROWS = Dataset.from_dict({"text": TEXTS})
 SOURCES: dict[str, Callable[[Path], object]] = {
     "txt": lambda path: path.write_text("\n\n".join(TEXTS)),
     "jsonl": lambda path: _jsonl(path, TEXTS),
-    "json": lambda path: path.write_text(json.dumps([{"text": text} for text in TEXTS])),
+    "json": lambda path: path.write_text("\n" + json.dumps([{"text": text} for text in TEXTS])),
+    "texts.json": lambda path: path.write_text(json.dumps(TEXTS)),
     "csv": ROWS.to_csv,
     "tsv": lambda path: ROWS.to_csv(path, sep="\t"),
     "parquet": ROWS.to_parquet,
@@ -306,13 +307,16 @@ def test_a_block_without_a_label_is_left_out() -> None:
         pack_documents(given, byte_tokenizer(), block=8, held_out=0, held_out_blocks=1)
 
 
-def test_an_empty_cell_is_left_out() -> None:
+def test_an_empty_cell_is_left_out(tmp_path: Path) -> None:
     given = {"notes": Dataset.from_dict({"text": [*TEXTS, None]})}
     blocks = pack_documents(given, byte_tokenizer(), block=8, held_out=0.1, held_out_blocks=4)
     assert len(blocks.train) == len(packed(TEXTS, block=8, held_out=0.1, held_out_blocks=4).train)
     given = {"notes": Dataset.from_dict({"prompt": [None], "completion": ["no prompt"]})}
     blocks = pack_documents(given, byte_tokenizer(), block=8, held_out=0, held_out_blocks=4)
     assert len(blocks.train.tokens) == len("no prompt") + 1
+    lines = [*[""] * 200, "A line of the one text.\n" * 200]  # empty ones are no documents, of which some are held out
+    documents = load_documents([str(_jsonl(tmp_path / "one.jsonl", lines))], held_out=0.1)
+    assert pack_documents(documents, byte_tokenizer(), block=8, held_out=0.1, held_out_blocks=4).held_out_documents
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint16"])
@@ -326,6 +330,13 @@ def test_any_column_of_token_ids_is_read(dtype: str, held_out: dict[str, list[bo
     blocks = pack_documents(documents, byte_tokenizer(), **options)
     both = [block["input_ids"].tolist() for side in (blocks.held_out, blocks.train) for block in side]
     assert both == ids if held_out else sorted(both) == ids
+    for wrong in {-1, 257} if dtype == "int64" else {257}:
+        given = Dataset.from_dict({"input_ids": [*ids[:-1], [wrong] * 16], **held_out})
+        with pytest.raises(DataError, match=f"have the token {wrong}, and the tokenizer 257 tokens; name"):
+            pack_documents({"ids": given}, byte_tokenizer(), **options)
+    if held_out:  # by their tokens where the column says nothing
+        given = Dataset.from_dict({"input_ids": ids, "held_out": [None] * 40})
+        assert len(pack_documents({"ids": given}, byte_tokenizer(), **options).held_out)
 
 
 CHATML = (
@@ -343,6 +354,7 @@ LEARNED: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": TURNS[:3], "completion": TURNS[3:]},
         "<user>hi 0</s>\n<assistant>yes 0</s>\n<user>so?</s>\n<assistant>[no 0</s>\n]",
     ),
+    "begun": ({"messages": TURNS[1:]}, "<assistant>[yes 0</s>\n]<user>so?</s>\n<assistant>[no 0</s>\n]"),
     "completion": ({"prompt": "0 is a", "completion": " number"}, "0 is a[ number<end>]"),
     "text": ({"text": "0 is a number"}, "[0 is a number<end>]"),
 }
@@ -500,6 +512,9 @@ def test_weights_are_told_from_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert weighted_sources(["notes:2", "you/set:en"]) == (["notes:2", "you/set:en"], None)
     assert weighted_sources(["a/b:en:.5", "c:1.5"]) == (["a/b:en", "c"], [0.25, 0.75])
     assert weighted_sources(["you/set:2019"]) == (["you/set:2019"], None)  # one source needs no weight
+    for twice in (["a", "b", "a"], ["a:1", "a:2"]):
+        with pytest.raises(ValueError, match="data has 'a' more than once; name it once, with a weight"):
+            weighted_sources(twice)
 
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
@@ -571,6 +586,11 @@ def test_what_is_no_data_in_a_folder_is_not_read_and_told(tmp_path: Path) -> Non
     documents = load_documents([str(tmp_path)])
     assert documents[str(tmp_path)]["text"][:] == TEXTS
     assert documents.notes == [f"{tmp_path.name}: not read: 'README.md', 'table.xlsx'"]
+    (tmp_path / "links").mkdir()
+    for name in ("a", "b"):  # one of them leads back
+        (tmp_path / "links" / name).symlink_to(tmp_path)
+    linked = str(tmp_path / "links")
+    assert load_documents([linked])[linked]["text"][:] == TEXTS
     readme = str(tmp_path / "README.md")
     assert load_documents([readme])[readme]["text"][:] == ["# How the data came about"]  # asked for
 
@@ -587,6 +607,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
 def learned(row: dict[str, Any], **options: Any) -> str:
     """The text of a row, with what is learned in brackets."""
     tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(options.pop("words", []))
     tokenizer.chat_template = CHATML.replace("{% for", "{{ tools | tojson if tools }}{% for", 1)
     if "template" in options:
         tokenizer.chat_template = options.pop("template")
@@ -618,12 +639,30 @@ def test_tools_and_weights_reach_the_template_and_the_loss() -> None:
     assert learned({"messages": TURNS[:2], "chat_template_kwargs": {"word": "x"}}, template="{{ word }}" + CHATML) == (
         "x<user>hi 0</s>\n<assistant>[yes 0</s>\n]"
     )
+    assert learned({**chat, "messages": json.dumps([{"weight": None, **each} for each in chat["messages"]])}) == said
+    with pytest.raises(DataError, match="does not fit the tokenizer's chat template: Expecting value"):
+        learned({**chat, "tools": "no JSON"})
 
 
 def test_a_text_beside_messages_is_a_message() -> None:
     said = "<user>hi 0</s>\n<assistant>[yes 0</s>\n]"
     assert learned({"prompt": TURNS[:1], "completion": "yes 0"}) == said
     assert learned({"prompt": "hi 0", "completion": TURNS[1:2]}) == said
+    parts = [{**each, "content": [{"type": "text", "text": text} for text in each["content"]]} for each in TURNS[:2]]
+    assert learned({"messages": parts}) == said
+    for wrong, told in (
+        ({"role": "user", "content": [{"type": "image"}]}, "A message has .*; expected text, or parts of `text` alone"),
+        ({"from": "human", "value": "hi"}, "A message is .*; expected `role` and `content`"),
+    ):
+        with pytest.raises(DataError, match=told):
+            learned({"messages": [wrong, TURNS[1]]})
+
+
+def test_a_token_may_join_a_prompt_to_its_answer() -> None:
+    chat = {"messages": [TURNS[0], {"role": "assistant", "content": "\nyes"}]}
+    template = CHATML.replace(">{{ m.content", ">\n{{ m.content").replace("<assistant>{%", "<assistant>\n{%")
+    assert learned(chat, template=template) == "<user>\nhi 0</s>\n<assistant>\n[\nyes</s>\n]"
+    assert learned(chat, template=template, words=["\n\n"]) == "<user>\nhi 0</s>\n<assistant>[\n\nyes</s>\n]"
 
 
 #: Kind -> a row, the ends of sequences that it has without those that it spells, and its text.

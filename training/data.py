@@ -6,6 +6,7 @@ import io
 import json
 import lzma
 import math
+import os
 import platform
 import random
 import sysconfig
@@ -124,7 +125,7 @@ def _cut_if_few(documents: Dataset | IterableDataset, share: float) -> tuple[Dat
     enough, count, characters = math.ceil(_FEW / min(share, 1 - share)), 0, 0
     for row in documents:
         document = content(row)
-        count, characters = count + 1, characters + len(document)
+        count, characters = count + bool(document), characters + len(document)
         if count == enough or "group" in row or not isinstance(document, str):
             return documents, None
         if streaming and characters >= READ_AHEAD:
@@ -239,8 +240,14 @@ def source_digest(source: str) -> str:
 
 def _visible_files(path: Path) -> list[Path]:
     """The file, or all below a folder, in the order of their names."""
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    files, seen = [path] if path.is_file() else [], set[str]()
+    for folder, below, names in os.walk(path, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:  # a link leads back, or to what was read
+            below[:] = names[:] = []
+        seen.add(real)
+        below.sort()
+        files += [file for name in names if (file := Path(folder, name)).is_file()]
+    return sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
 
 
 def _load(
@@ -266,7 +273,8 @@ def _load(
             raise DataError(f"{path}: expected files of a kind that can be read: {', '.join(_KINDS)}.")
         unread = [str(file.relative_to(path)) for file in visible if file not in files]
         samples: Iterator[Any] = (next(_rows(file, sample_by, list), {}) for file in files if file.stat().st_size)
-        columns: Collection[str] = next(filter(None, samples), {})
+        columns: Any = next(filter(None, samples), {})
+        columns = columns if isinstance(columns, dict) else {"text": columns}
         kept = _kept(columns, text, chats, str(path))
         if kept[0] != "input_ids" or {_kind(file) for file in files} != {"parquet"}:
             features = Features({name: _FEATURES[name] for name in (kept if "input_ids" in kept else ("text", "chat"))})
@@ -354,7 +362,7 @@ def _rows(path: Path, sample_by: str, keep: Callable[[Collection[str]], list[str
                 yield row
         elif kind == "text":
             yield from ({"text": text} for text in _texts(lines, sample_by))
-        elif (first := next(lines, "")).lstrip().startswith("["):
+        elif (first := next(filter(str.strip, lines), "")).lstrip().startswith("["):
             yield from json.loads(first + lines.read())
         else:
             for number, line in enumerate(chain([first], lines), start=1):

@@ -43,7 +43,7 @@ def names(text: str) -> list[str]:
 
 def weighted_sources(sources: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """Names of sources, and their shares of the documents where `name:weight` gives them, adding up to 1."""
-    names, weights = [], []
+    names, weights = list[str](), list[float]()
     for source in sources:
         name, _, weight = source.rpartition(":")
         if len(sources) > 1 and re.fullmatch(r"\d*\.?\d+", weight) and name and not Path(source).exists():
@@ -53,6 +53,8 @@ def weighted_sources(sources: Sequence[str]) -> tuple[list[str], list[float] | N
             names.append(source)
     if weights and (len(weights) < len(names) or not all(weights)):
         raise ValueError(f"data is {first_names(sources)}; give a weight above 0 to every source, or to none.")
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ValueError(f"data has {twice[0]!r} more than once; name it once, with a weight to read it more often.")
     return names, [weight / sum(weights) for weight in weights] or None
 
 
@@ -87,7 +89,7 @@ class _Checked:
                 raise ValueError(f"{name} is {value!r}; expected {what}.")
 
     def _positive(self, *names: str) -> None:
-        self._expect("more than 0", lambda value: isinstance(value, (int, float)) and value > 0, *names)
+        self._expect("more than 0", lambda value: isinstance(value, (int, float)) and 0 < value < math.inf, *names)
 
     def _whole(self, *names: str) -> None:
         self._expect("an integer of more than 0", lambda value: isinstance(value, int) and value > 0, *names)
@@ -161,7 +163,7 @@ class RunOptions(DataOptions):
         if not self.data:
             raise ValueError("There is nothing to train on: name a file, a folder or a Hub id with --data.")
         self._positive("held_out_blocks", "shard", "muon_learning_rate")
-        self._expect("0 or more", lambda spike: spike >= 0, "spike")
+        self._expect("0 or more", lambda value: value >= 0, "spike", "seed")
         alone = {each: getattr(self, each, None) for each in ("compile", "distill")}
         alone["optim muon, which needs whole matrices"] = self.optim == "muon"
         if others := [each for each, given in alone.items() if given and self.shard > 1]:
@@ -231,6 +233,7 @@ class FinetuneOptions(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._positive("steps", "epochs", "batch", "accumulate", "temperature")
+        self._expect("0 or more", lambda rate: rate >= 0, "learning_rate", "connection_learning_rate")
         self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
         self._expect("0 to 1", lambda weight: 0 <= weight <= 1, "distill_weight")
         self._one_of(TRAIN, "train")

@@ -28,6 +28,7 @@ MANY_PASSES = 4
 _COUNTS = ("before", "blocks", "shown")  # of a place, which add up to the blocks given
 _SHUFFLED = 4096  # blocks, of all streams, that are shuffled with those near them
 _TOKENS = Features({"input_ids": List(Value("int32"))})
+_LISTS = ("messages", "tools", "chat_template_kwargs")  # of a chat, or their JSON
 _SPELT = "\ufdd0{}\ufdd1"  # stands for a special token in a chat; Unicode keeps these characters out of texts
 
 
@@ -430,11 +431,10 @@ def tokenise(
     `datasets` names its cache after the arguments, hence the package's version, and not after this code.
     """
     rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+    if ids := [*filter(None, batch.get("input_ids", ()))]:
+        _check_ids(min(map(min, ids)), max(map(max, ids)), tokenizer)
     chosen = [each for row in rows if (each := content(row)) and is_row_held_out(row, each, share) == wanted]
     if "input_ids" in batch:
-        if (largest := max(map(max, chosen), default=0)) >= len(tokenizer):
-            told = f"The data have the token {largest:,}, and the tokenizer {len(tokenizer):,} tokens"
-            raise DataError(f"{told}; name the one that made them with --tokenizer.")
         return {"input_ids": chosen}
     specials = [] if parse_special else _specials(tokenizer)
     encode = partial(tokenizer, add_special_tokens=False, verbose=False)
@@ -446,6 +446,12 @@ def tokenise(
             for each in chosen
         ]
     }
+
+
+def _check_ids(least: int, largest: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    if least < 0 or largest >= len(tokenizer):
+        told = f"The data have the token {min(least, 0) or largest:,}, and the tokenizer {len(tokenizer):,} tokens"
+        raise DataError(f"{told}; name the one that made them with --tokenizer.")
 
 
 def _answers(
@@ -467,22 +473,8 @@ def _answers(
     text = json.dumps(chat, ensure_ascii=False)
     for number, token in enumerate(specials):
         text = text.replace(token, _SPELT.format(number))
-    chat = json.loads(text)
-    given = _messages(chat.get("prompt"), "user")
-    messages = [*_messages(chat.get("messages"), ""), *given, *_messages(chat.get("completion"), "assistant")]
-    tools = chat.get("tools") or None
-    options = {
-        "tools": json.loads(tools) if isinstance(tools, str) else tools,
-        **(chat.get("chat_template_kwargs") or {}),
-    }
 
-    def ids_of(count: int, **more: Any) -> list[int]:
-        try:
-            text = tokenizer.apply_chat_template(messages[:count], tokenize=False, **options, **more)
-            if tools and "tools" not in tokenizer.get_chat_template(None, options["tools"]):
-                raise ValueError("it does not render `tools`; use another --tokenizer, or drop the column")
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise DataError(f"A chat does not fit the tokenizer's chat template: {one_line(error)}") from error
+    def ids_of(text: str) -> list[int]:
         ids: list[int] = []
         for number, piece in enumerate(re.split(_SPELT.format(r"(\d+)"), text)):
             literal = number % 2 == 1
@@ -490,24 +482,50 @@ def _answers(
             ids += encode(piece, split_special_tokens=literal)["input_ids"] if piece else []
         return ids
 
-    ids = ids_of(len(messages))
-    marked = [-1 - token for token in ids]
-    for number in range(len(given), len(messages)):
-        message = messages[number]
-        if (weight := message.get("weight", 1)) not in (0, 1):
-            raise DataError(f"A message's weight is {weight!r}; expected 0, not learned, or 1.")
-        if message.get("role") == "assistant" and weight:
-            before, until = ids_of(number, add_generation_prompt=True), ids_of(number + 1)
-            if ids[: len(until)] != until or until[: len(before)] != before:
+    chat = json.loads(text)
+    try:
+        read = {name: json.loads(x or "null") for name, x in chat.items() if name in _LISTS and isinstance(x, str)}
+        chat = {**chat, **read}
+        given = _messages(chat.get("prompt"), "user")
+        messages = [*_messages(chat.get("messages"), ""), *given, *_messages(chat.get("completion"), "assistant")]
+        tools = chat.get("tools") or None
+        options = {"tools": tools, **(chat.get("chat_template_kwargs") or {})}
+        render: Callable[..., str] = partial(tokenizer.apply_chat_template, tokenize=False, **options)
+        ids = ids_of(whole := render(messages))
+        if tools and "tools" not in tokenizer.get_chat_template(None, tools):
+            raise ValueError("it does not render `tools`; use another --tokenizer, or drop the column")
+        marked = [-1 - token for token in ids]
+        for number in range(len(given), len(messages)):
+            if (weight := messages[number].get("weight")) not in (None, 0, 1):
+                raise DataError(f"A message's weight is {weight!r}; expected 0, not learned, or 1.")
+            if messages[number]["role"] != "assistant" or weight == 0:
+                continue
+            until, before = render(messages[: number + 1]), render(messages[: number or 1], add_generation_prompt=True)
+            if not number:  # a chat without messages cannot be rendered: the head of an answer is in this one
+                before = "".join(until.partition(before.removeprefix(until) or until)[:2])
+            if not (whole.startswith(until) and until.startswith(before)):
                 told = "The tokenizer's chat template renders a message differently when others follow"
                 raise DataError(f"{told}; use rows of `prompt` and `completion` with one answer each.")
-            marked[len(before) : len(until)] = ids[len(before) : len(until)]
+            # A token that joins the end of a prompt to the answer is learned.
+            same = ([one == other for one, other in zip(ids_of(part), ids, strict=False)] for part in (before, until))
+            first, last = ([*each, False].index(False) for each in same)
+            marked[first:last] = ids[first:last]
+    except (TemplateError, TypeError, KeyError, ValueError) as error:
+        raise DataError(f"A chat does not fit the tokenizer's chat template: {one_line(error)}") from error
     return marked
 
 
 def _messages(part: Any, role: str) -> list[dict[str, Any]]:
-    """A list of messages; a text is one of `role`."""
-    return [{"role": role, "content": part}] if isinstance(part, str) and part else part or []
+    """A list of messages; a text is one of `role`. Parts of a content must be texts, which are joined."""
+    messages = [{"role": role, "content": part}] if isinstance(part, str) and part else part or []
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not message.get("role"):
+            raise DataError(f"A message is {one_line(repr(message), 60)}; expected `role` and `content`.")
+        if isinstance(parts := message.get("content"), list):  # templates may show the list as Python does
+            if not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in parts):
+                raise DataError(f"A message has {one_line(repr(parts), 60)}; expected text, or parts of `text` alone.")
+            messages[number] = {**message, "content": "".join(each["text"] for each in parts)}
+    return messages
 
 
 def _token_table(documents: Dataset, options: dict[str, Any], *, wanted: bool) -> pa.Table:
@@ -515,12 +533,15 @@ def _token_table(documents: Dataset, options: dict[str, Any], *, wanted: bool) -
 
     Those of `resformer tokenize` are read where they lie: held-out documents come first.
     """
-    if {"input_ids", "held_out"} <= set(documents.column_names):
-        table = documents.data.table
+    table = documents.data.table
+    if {"input_ids", "held_out"} <= set(documents.column_names) and not table["held_out"].null_count:
         held_out = pc.sum(table["held_out"]).as_py() or 0
         if pc.sum(table["held_out"].slice(0, held_out)).as_py() in (held_out, None):
             side = table.slice(0, held_out) if wanted else table.slice(held_out)
-            return side.select(["input_ids"]).cast(_TOKENS.arrow_schema)
+            side = side.select(["input_ids"]).cast(_TOKENS.arrow_schema)
+            bounds = pc.min_max(pc.list_flatten(side["input_ids"])).as_py()
+            _check_ids(bounds["min"] or 0, bounds["max"] or 0, options["tokenizer"])
+            return side
     tokens = documents.map(
         tokenise,
         fn_kwargs={**options, "wanted": wanted, "version": __version__},

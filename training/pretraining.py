@@ -127,7 +127,7 @@ def _as_begun(options: PretrainOptions) -> PretrainOptions:
     given: dict[str, Any] = {name: getattr(options, name) or value for name, value in follows.items()}
     if options.warmup == begun["warmup"]:
         given["trainer"] = {"warmup_steps": begun["warmup_steps"], **options.trainer}
-    if options.start is not None and options.tokens is None:  # the rate falls from where it is
+    if folder != unfinished_of(options.output) and options.tokens is None:  # the rate falls from where it is
         last = last_checkpoint(folder)
         steps = begun["steps"] if last is None else int(last.name.rpartition("-")[2])
         given["tokens"] = step * int(steps / (1 - options.decay))

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from accelerate import PartialState
@@ -122,10 +122,8 @@ def _finetune(
         "name a checkpoint that has the right one with --tokenizer",
     )
     if options.distill is not None:
-        size, taught = (
-            config.get_text_config().vocab_size,
-            _loaded(AutoConfig, options.distill).get_text_config().vocab_size,
-        )
+        both = config, _loaded(AutoConfig, options.distill)
+        size, taught = (each.get_text_config().vocab_size for each in both)
         if size != taught:
             raise ValueError(f"The model has {size:,} tokens, the teacher {taught:,}; distil from its source.")
         remedy = "save the one of its training in its folder, so that they can be compared"
@@ -176,6 +174,9 @@ def _finetune(
     last = broadcast_object_list([_last(options, begun) if first else None])[0]
     if last is not None and not all(gather_object([(last / "trainer_state.json").is_file()])):
         raise CheckpointError(f"{last}: is on the first process's disk and not on those of all; use a shared one.")
+    if last is not None and not (last / "scheduler.pt").is_file():
+        told = f"{last}: has no state of the optimizer (save_only_model); a run cannot go on from it as it began"
+        raise CheckpointError(f"{told}. Begin again with --force.")
     if first:
         options.unfinished.mkdir(parents=True, exist_ok=True)
         (options.unfinished / BEGUN).write_text(json.dumps(begun, indent=2))
@@ -383,6 +384,7 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
         "eval_strategy": "steps" if options.held_out else "no",
         "save_strategy": "steps",
         "save_total_limit": 2,
+        "greater_is_better": False,  # of a loss, and of bits per byte
         "logging_steps": 10,
         "logging_nan_inf_filter": False,
         "prediction_loss_only": True,
@@ -393,8 +395,12 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
     }
     if options.compile:  # each layer by itself: one graph for each kind of layer
         os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
+    given, epochs = dict(options.trainer), options.epochs or 1
+    for what in ("eval", "save", "logging"):
+        if epochs > 1 and given.get(f"{what}_strategy") == "epoch":  # the Trainer takes the run for one
+            given |= {f"{what}_strategy": "steps", f"{what}_steps": 1 / epochs}
     try:
-        arguments = TrainingArguments(**{**defaults, **options.trainer, **fixed})
+        arguments = TrainingArguments(**{**defaults, **given, **fixed})
     except TypeError as error:
         raise ValueError(f"An argument of the Trainer is of the wrong kind: {one_line(error)}") from error
     replicas(options.shard, arguments.world_size)  # refuses those that do not divide the processes
@@ -406,15 +412,19 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
 def _check_argument(name: str, value: Any, fixed: Collection[str]) -> None:
     """Refuses a field of `TrainingArguments` that does not exist, has an option of its own, or would do harm."""
     options = {each.name for each in fields(FinetuneOptions)} - {"optim"}
-    known = [each.name for each in fields(TrainingArguments) if each.init]
+    known = {each.name: {each.type, *get_args(each.type)} for each in fields(TrainingArguments) if each.init}
     if name in options or name in fixed:
         raise ValueError(f"{name}: is set by an option of its own.")
     if name.startswith(("hub_", "push_")):
         raise ValueError(f"{name}: nothing is pushed in training; push the finished output with `resformer push`.")
     if name == "label_smoothing_factor" and value:
         raise ValueError(f"{name}: held-out losses and perplexities would be smoothed, too; leave it out.")
+    if name == "dataloader_drop_last" and value:
+        raise ValueError(f"{name}: held-out blocks would be dropped, too; every step is a full batch without it.")
     if name not in known:
         raise ValueError(f"There is no option {name!r}.{did_you_mean(name, [*options, *known])}")
+    if isinstance(value, str) and str not in known[name] and known[name] & {bool, int, float}:  # "False" would be true
+        raise ValueError(f"{name} is {value!r}; expected {'true or false' if bool in known[name] else 'a number'}.")
 
 
 def _weights(name: str) -> str:
@@ -472,7 +482,8 @@ def _last(options: FinetuneOptions, now: dict[str, Any]) -> Path | None:
     common, others = ({k: v for k, v in _deciding(each).items() if k not in own_ones} for each in (before, now))
     refuse_other(folder, common, others, "run", "A branch differs in --tokens, --schedule and --decay alone.")
     begun = 0 if last is None else int(last.name.rpartition("-")[2])
-    falls = (options.steps or 0) - options.trainer["lr_scheduler_kwargs"].get("num_decay_steps", 0)
+    steps = options.steps or 0  # with a cosine, the rate falls from the beginning
+    falls = steps - options.trainer["lr_scheduler_kwargs"].get("num_decay_steps", 0 if _is_constant(now) else steps)
     if last is None or not _is_constant(before) or falls < begun:
         raise CheckpointError(
             f"{folder}: is at step {begun:,} of a run with --schedule {before['trainer'].get('lr_scheduler_type')}; "

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from resformer.environment import peak_memory
+from resformer.files import json_value
 from resformer.training.data import DataError
 from resformer.training.flops import training_flops
 from resformer.training.log import coefficients, last_checkpoint
@@ -148,7 +149,7 @@ def paired_run(
             if key in entry:
                 points.setdefault(entry["step"], {})[name] = entry[key] if math.isfinite(entry[key]) else None
         if entry.get("coefficients"):
-            points[entry["step"]]["coefficients"] = entry["coefficients"]
+            points[entry["step"]]["coefficients"] = json_value(entry["coefficients"])
     curve = [{"step": step, "tokens": step * tokens, **points[step]} for step in sorted(points)]
     held_out = losses_by_document(trainer.model, blocks.held_out.whole, arguments.per_device_eval_batch_size)
     if save_to is not None:
