@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers.modeling_layers import (
     GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.arcee.modeling_arcee import ArceeMLP
 from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
@@ -346,6 +347,10 @@ class ResFormerModel(ResFormerPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: past_key_values})
 
 
+#: Of Llama's forward, in their order.
+_ARGUMENTS = tuple(inspect.signature(LlamaForCausalLM.forward).parameters)[1:]
+
+
 class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
     """The decoder with a language modelling head.
 
@@ -370,15 +375,17 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
 
     @can_return_tuple
     @functools.wraps(LlamaForCausalLM.forward)  # its signature is read
-    def forward(self, *args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> CausalLMOutputWithPast:
+    def forward(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
         bound = self.config.final_logit_softcapping
         if bound is None:
-            return LlamaForCausalLM.forward(self, *args, labels=labels, **kwargs)
-        output = LlamaForCausalLM.forward(self, *args, **{**kwargs, "return_dict": True})
+            return LlamaForCausalLM.forward(self, *args, **kwargs)
+        kwargs = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs, "return_dict": True}
+        labels = kwargs.pop("labels", None)
+        output = LlamaForCausalLM.forward(self, **kwargs)
         output.logits = bound * torch.tanh(output.logits.float() / bound)
         if labels is not None:
-            vocab_size = self.config.vocab_size
-            output.loss = self.loss_function(logits=output.logits, labels=labels, vocab_size=vocab_size, **kwargs)
+            loss = self.loss_function(logits=output.logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            output = CausalLMOutputWithPast(loss=loss, **output)  # made anew: as a tuple, the loss is first
         return output
 
     def _prepare_cache_for_generation(
@@ -404,6 +411,9 @@ class ResFormerForCausalLM(ResFormerPreTrainedModel, GenerationMixin):
         return super()._get_static_cache_init_shape()
 
 
+_loss_of_task = PreTrainedModel.loss_function.fget  # by this name: torch.compile refuses super() of a property
+
+
 class _WholeStepLoss:
     """Of a step of several passes, the Trainer adds up the losses of all: each is divided by the labels of the step.
 
@@ -412,9 +422,9 @@ class _WholeStepLoss:
 
     _items: torch.Tensor | int | None = None
 
-    @property
+    @PreTrainedModel.loss_function.getter  # the setter stays: a user may give a loss of their own
     def loss_function(self) -> Callable[..., torch.Tensor]:
-        mean, items = super().loss_function, self._items  # type: ignore[misc]
+        mean, items = _loss_of_task(self), self._items
 
         def loss(*given: Any, **named: Any) -> torch.Tensor:
             labels = named["labels"] if "labels" in named else given[1]

@@ -240,6 +240,11 @@ def test_a_bound_of_the_logits_is_never_kept_and_ignored(tmp_path: Path) -> None
     torch.testing.assert_close(bounded.logits, 2 * torch.tanh(logits / 2), rtol=0, atol=0)
     expected = torch.nn.functional.cross_entropy(bounded.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(bounded.loss, expected)
+    for given in (model, free):  # labels by their place, as Llama takes them; the loss is first in a tuple
+        named = given(ids, labels=ids)
+        placed = given(ids, None, None, None, None, ids, return_dict=False)
+        assert torch.equal(placed[0], named.loss)
+        assert torch.equal(placed[1], named.logits)
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     again.resize_token_embeddings(99)
