@@ -119,6 +119,8 @@ def test_a_finished_run_goes_on_and_branches_as_a_longer_one(work: Path) -> None
         trained("other", 35, start="run", schedule="wsd", warmup=0.1)
     with pytest.raises(CheckpointError, match=r"run.training: is at step 32 .* here it falls at 0"):
         trained("other", 40, start="run", schedule="cosine", warmup=0.1)
+    with pytest.raises(CheckpointError, match=r"nothing: no run is kept to go on from: expected its folder .*training"):
+        trained("other", 40, start="nothing", schedule="wsd", warmup=0.1)
     with pytest.raises(CheckpointError, match="steps was 40, is 50"):
         trained("branch", 50, start="run", schedule="wsd", resume=True, warmup=0.1)
 

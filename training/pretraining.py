@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from resformer.environment import free_memory, peak_memory, usable_device
+from resformer.errors import CheckpointError
 from resformer.training.flops import meta_model, training_flops
 from resformer.training.log import TrainingLog, last_checkpoint
 from resformer.training.optimizer import MuonAndAdamW, connection_learning_rate
@@ -114,6 +115,8 @@ def _as_begun(options: PretrainOptions) -> PretrainOptions:
     folder = _before(options)
     if folder is None or not (options.start or (folder / BEGUN).is_file()):
         return options
+    if not folder.exists():
+        raise CheckpointError(f"{options.start}: no run is kept to go on from: expected its folder {folder}.")
     begun = read_begun(folder)
     step = begun["batch"] * begun["accumulate"] * begun["processes"] * begun["block"]
     follows = {
