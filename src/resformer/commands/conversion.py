@@ -99,15 +99,7 @@ def convert(
             raise ValueError(f"{', '.join(asked)}: a nanochat run is converted as it is, into one file of a folder.")
         _convert_nanochat(source, output, writing, dtype, assignments(set_ or []), as_json)
         return
-    report = retrofit(
-        source,
-        output,
-        method,
-        lossy=lossy,
-        dtype=dtype,
-        **vars(writing),
-        **assignments(set_ or []),
-    )
+    report = retrofit(source, output, method, lossy=lossy, dtype=dtype, **vars(writing), **assignments(set_ or []))
     if print_json(report, as_json):
         return
     added = sum(report.added.values())
