@@ -1,11 +1,13 @@
-"""The fields of connections that any decoder can have, in a configuration of ours or of another family."""
+"""The fields of connections in the configuration of any family, a small dataclass for each connection."""
 
 import difflib
 import functools
 import math
 import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import cleandoc
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import as_validated_field
@@ -65,16 +67,15 @@ not_negative = _field(lambda value: 0 <= value < math.inf, "a finite number from
 
 
 @dataclass(kw_only=True)
-class ConnectionFields:
-    r"""Connections that are added to a decoder. The defaults add none. Layers are counted from 0.
+class ValueResidualFields:
+    r"""Values of a layer and of earlier ones (ResFormer, arXiv 2410.17897; Depth-Attention, arXiv 2606.05014).
 
     Args:
         value_residual (`str`, defaults to `"none"`):
-            How the values of a mixing layer are made from its own and earlier layers' (ResFormer, arXiv 2410.17897;
-            Depth-Attention, arXiv 2606.05014): `"none"`, `"identity"`, `"constant"`, `"learnable"`,
-            `"learnable_plus"`, `"dense"`, `"gated"` or `"depth_attention"`, whose equations are in
-            `modeling/connections/value_residual.py` and `depth_attention.py`. `"depth_attention"` takes `key_sources`,
-            but no `value_sources`.
+            How the values of a mixing layer are made from its own and earlier layers': `"none"`, `"identity"`,
+            `"constant"`, `"learnable"`, `"learnable_plus"`, `"dense"`, `"gated"` or `"depth_attention"`, whose
+            equations are in `modeling/connections/value_residual.py` and `depth_attention.py`. `"depth_attention"`
+            takes `key_sources`, but no `value_sources`.
         value_residual_init (`list[float]`, defaults to [0.5, 0.5]):
             The coefficients on V_0 and V_n: the values of `"constant"`, the start of the learned modes. `"identity"`
             and `"depth_attention"` ignore it. (0, 1) starts as plain Llama.
@@ -85,40 +86,6 @@ class ConnectionFields:
             The stride s of `"depth_attention"`: layer n mixes layers 0, s, 2s, ... below it, and itself.
         depth_attention_init (`float`, defaults to 1.0):
             The start of the gates of `"depth_attention"`. 1 is as without gates, 0 plain Llama.
-        value_embeddings (`list[int]`, *optional*):
-            The layers that add to their values a row of a table, picked by the token and gated per key/value head
-            (modded-nanogpt, nanochat; in Bank of Values, arXiv 2606.02780, the row is the value), ascending. A table
-            has `vocab_size` x `num_key_value_heads` x `head_dim` numbers. The model then needs `input_ids`.
-        value_embeddings_init (`float`, *optional*):
-            The standard deviation that the tables start with; 0 starts as plain Llama. Default: `initializer_range`, as
-            of every other embedding and projection.
-        value_embeddings_gate_channels (`int`, defaults to 12):
-            Number of channels of the layer's input that the gate reads.
-        value_embeddings_gate_limit (`float`, defaults to 3.0):
-            The gate's largest value.
-        neutreno_lambda (`float`, defaults to 0.0):
-            NeuTRENO's term l (V_0 - V'_n), added to the attention output of every layer but 0 (arXiv 2312.00751,
-            0.4 in its language models). Finite and not negative.
-        dwa (`bool`, defaults to `False`):
-            Depth-weighted averaging of all earlier layers' outputs (DenseFormer, arXiv 2402.02622).
-        dwa_dilation, dwa_period (`int`, default to 1):
-            DenseFormer's k x p: average after every p-th block, over every k-th earlier output.
-        attention_residuals (`bool`, defaults to `False`):
-            Sublayers read, beside the residual stream, a softmax over what earlier blocks of layers added to it (delta
-            attention residuals, arXiv 2605.18855), for each head (arXiv 2607.27230), times a learned gate.
-        attention_residual_blocks (`int`, defaults to 8):
-            Number of blocks, from 1 to `num_hidden_layers`.
-        attention_residual_init (`float`, defaults to 1.0):
-            The start of the gates. 0 starts as plain Llama.
-        embedding_residual (`bool`, defaults to `False`):
-            Each layer reads r x + s X_0 in place of the residual stream x; X_0 are the embeddings, r and s are learned.
-        embedding_residual_init (`float`, defaults to 0.1):
-            The start of s; r starts at 1. 0 starts as plain Llama.
-        backout (`bool`, defaults to `False`):
-            The output of layer `num_hidden_layers // 2`, times a learned number, is taken out of what the final norm
-            reads (nanochat).
-        backout_init (`float`, defaults to 0.2):
-            The start of that number. 0 starts as plain Llama.
     """
 
     value_residual: Literal[
@@ -128,26 +95,167 @@ class ConnectionFields:
     value_residual_layers: list[int] | None = None
     depth_attention_stride: int = positive(default=1)
     depth_attention_init: int | float = finite(default=1.0)
+
+
+@dataclass(kw_only=True)
+class ValueEmbeddingFields:
+    r"""A row of a table for each token, added to values (modded-nanogpt, nanochat; Bank of Values, arXiv 2606.02780).
+
+    Args:
+        value_embeddings (`list[int]`, *optional*):
+            The layers that add to their values a row of a table, picked by the token and gated per key/value head (in
+            Bank of Values the row is the value), ascending. A table has `vocab_size` x `num_key_value_heads` x
+            `head_dim` numbers. The model then needs `input_ids`.
+        value_embeddings_init (`float`, *optional*):
+            The standard deviation that the tables start with; 0 starts as plain Llama. Default: `initializer_range`, as
+            of every other embedding and projection.
+        value_embeddings_gate_channels (`int`, defaults to 12):
+            Number of channels of the layer's input that the gate reads.
+        value_embeddings_gate_limit (`float`, defaults to 3.0):
+            The gate's largest value.
+    """
+
     value_embeddings: list[int] | None = None
     value_embeddings_init: int | float | None = not_negative(default=None)
     value_embeddings_gate_channels: int = positive(default=12)
     value_embeddings_gate_limit: int | float = finite(default=3.0)
+
+
+@dataclass(kw_only=True)
+class SharingFields:
+    r"""Keys and values of another layer (SVFormer, arXiv 2410.17897; CLA, arXiv 2405.12981).
+
+    A source comes no later than its reader, is its own source, and has the reader's kind of layer (`layer_types`).
+
+    Args:
+        value_sources (`list[int]`, *optional*):
+            Layer n attends to the values of layer `value_sources[n]` and has no `v_proj` unless that is n itself.
+            `[0] * N` is SVFormer.
+        key_sources (`list[int]`, *optional*):
+            The same for keys and `k_proj`. `[0, 0, 2, 2, ...]` in both is CLA2.
+    """
+
+    value_sources: list[int] | None = None
+    key_sources: list[int] | None = None
+
+
+@dataclass(kw_only=True)
+class NeutrenoFields:
+    r"""NeuTRENO (arXiv 2312.00751).
+
+    Args:
+        neutreno_lambda (`float`, defaults to 0.0):
+            The term l (V_0 - V'_n), added to the attention output of every layer but 0 (0.4 in its language models).
+            Finite and not negative.
+    """
+
     neutreno_lambda: int | float = not_negative(default=0.0)
+
+
+@dataclass(kw_only=True)
+class DepthAverageFields:
+    r"""Depth-weighted averaging of all earlier layers' outputs (DenseFormer, arXiv 2402.02622).
+
+    Args:
+        dwa (`bool`, defaults to `False`):
+            Whether there are averages.
+        dwa_dilation, dwa_period (`int`, default to 1):
+            DenseFormer's k x p: average after every p-th block, over every k-th earlier output.
+    """
+
     dwa: bool = False
     dwa_dilation: int = positive(default=1)
     dwa_period: int = positive(default=1)
+
+
+@dataclass(kw_only=True)
+class AttentionResidualFields:
+    r"""Delta attention residuals (arXiv 2605.18855), for each head (arXiv 2607.27230), times a learned gate.
+
+    Args:
+        attention_residuals (`bool`, defaults to `False`):
+            Sublayers read, beside the residual stream, a softmax over what earlier blocks of layers added to it.
+        attention_residual_blocks (`int`, defaults to 8):
+            Number of blocks, from 1 to `num_hidden_layers`.
+        attention_residual_init (`float`, defaults to 1.0):
+            The start of the gates. 0 starts as plain Llama.
+    """
+
     attention_residuals: bool = False
     attention_residual_blocks: int = positive(default=8)
     attention_residual_init: int | float = finite(default=1.0)
+
+
+@dataclass(kw_only=True)
+class EmbeddingResidualFields:
+    r"""The embeddings beside the stream (modded-nanogpt, nanochat).
+
+    Args:
+        embedding_residual (`bool`, defaults to `False`):
+            Each layer reads r x + s X_0 in place of the residual stream x; X_0 are the embeddings, r and s are learned.
+        embedding_residual_init (`float`, defaults to 0.1):
+            The start of s; r starts at 1. 0 starts as plain Llama.
+    """
+
     embedding_residual: bool = False
     embedding_residual_init: int | float = finite(default=0.1)
+
+
+@dataclass(kw_only=True)
+class BackoutFields:
+    r"""A middle layer's output, taken out of what the final norm reads (nanochat).
+
+    Args:
+        backout (`bool`, defaults to `False`):
+            The output of layer `num_hidden_layers // 2`, times a learned number, is taken out of what the final norm
+            reads.
+        backout_init (`float`, defaults to 0.2):
+            The start of that number. 0 starts as plain Llama.
+    """
+
     backout: bool = False
     backout_init: int | float = finite(default=0.2)
+
+
+@dataclass(kw_only=True)
+class OwnFields:
+    r"""Connections of classes that are no part of this package.
+
+    Args:
+        connections (`dict[str, dict]`, *optional*):
+            Name of a class of connections -> values of its fields. The class has to be imported before the model is
+            built.
+    """
+
+    connections: dict[str, dict[str, Any]] | None = None
+
+
+@dataclass(kw_only=True)
+class ConnectionFields(
+    ValueResidualFields,
+    ValueEmbeddingFields,
+    SharingFields,
+    NeutrenoFields,
+    DepthAverageFields,
+    AttentionResidualFields,
+    EmbeddingResidualFields,
+    BackoutFields,
+    OwnFields,
+):
+    """Connections that are added to a decoder. The defaults add none. Layers are counted from 0."""
+
+
+ConnectionFields.__doc__ = f"{ConnectionFields.__doc__}\n\n    Args:\n" + "".join(
+    textwrap.indent(cleandoc(each.__doc__ or "").partition("Args:\n")[2], "    ").rstrip() + "\n"
+    for each in ConnectionFields.__bases__
+)
 
 
 def check_connections(config: Any) -> None:
     """Refuses fields that do not fit together or the layers, and warns of those without effect."""
     depth_attention = config.value_residual == "depth_attention"
+    for name in ("key_sources", "value_sources"):
+        _check_sources(config, name)
     _check_layers(config, "value_residual_layers", 1)
     _check_layers(config, "value_embeddings", 0)
     init = config.value_residual_init
@@ -164,6 +272,32 @@ def check_connections(config: Any) -> None:
             f"{config.num_hidden_layers} (`num_hidden_layers`), a block has a layer at least."
         )
     _warn_of_settings_without_effect(config)
+
+
+def _check_sources(config: Any, name: str) -> None:
+    sources, layers = getattr(config, name), config.num_hidden_layers
+    if sources is None:
+        return
+    if len(sources) != layers:
+        raise ValueError(f"`{name}` has {len(sources)} entries, but `num_hidden_layers` is {layers}.")
+    kinds = getattr(config, "layer_types", None)
+    rope = getattr(config, "no_rope_layers", None) if name == "key_sources" else None
+    for reader, source in enumerate(sources):
+        where = f"`{name}`[{reader}] is {source}"
+        if not 0 <= source <= reader:
+            raise ValueError(f"{where}: a source comes no later than its reader, expected 0 to {reader}.")
+        if sources[source] != source:
+            raise ValueError(f"{where}, but `{name}`[{source}] is {sources[source]}: a source must be its own source.")
+        if kinds is not None and kinds[source] != kinds[reader]:
+            raise ValueError(
+                f"{where}, but `layer_types` differ: {kinds[source]!r} in layer {source}, {kinds[reader]!r} in layer "
+                f"{reader}. Share within one layer type."
+            )
+        if rope and rope[source] != rope[reader]:
+            raise ValueError(
+                f"{where}, but `no_rope_layers` differ: {rope[source]} in layer {source}, {rope[reader]} in layer "
+                f"{reader}. Rotated queries need rotated keys."
+            )
 
 
 def _check_layers(config: Any, name: str, first: int) -> None:

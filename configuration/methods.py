@@ -4,6 +4,7 @@ Equations, values and published results of each are in the model cards; `ResForm
 configuration from a name. A new method is one more line here.
 """
 
+import copy
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -11,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 from resformer.configuration.connection_fields import ConnectionFields
 
 if TYPE_CHECKING:
-    from resformer.configuration.configuration_resformer import ResFormerConfig
+    pass
 
 #: The fields of connections -> their defaults, which are no connection. All other fields are the backbone's.
 CONNECTION_FIELDS: dict[str, Any] = {
     **vars(ConnectionFields()),
     "value_residual_init": [*ConnectionFields.value_residual_init],  # as in a configuration
-    **dict.fromkeys(("value_sources", "key_sources")),
-    "smear": False,
 }
 
 
@@ -93,6 +92,30 @@ def method_fields(method: str, num_hidden_layers: int) -> dict[str, Any]:
     return METHODS[method](num_hidden_layers)
 
 
+def fields_within_kinds(method: str, config: Any) -> dict[str, Any]:
+    """`method_fields` for a text model of several kinds of layers: sharing stays within each kind of attention.
+
+    Args:
+        config: of the text model, with `num_hidden_layers` and, if layers differ, `layer_types`.
+    """
+    layers = config.num_hidden_layers
+    fields = method_fields(method, layers)
+    types = getattr(config, "layer_types", None) or [""] * layers
+    rope = getattr(config, "no_rope_layers", None) or [1] * layers
+    kinds = [*zip(types, rope, strict=True)] if len(types) == len(rope) == layers else [("", 1)] * layers
+    for name in ("key_sources", "value_sources"):
+        if name in fields and len(set(kinds)) > 1:
+            sources = [*range(layers)]
+            for kind in set(kinds):
+                members = [
+                    n for n, each in enumerate(kinds) if each == kind and ("attention" in kind[0] or not kind[0])
+                ]
+                for n, source in zip(members, method_fields(method, len(members) or 1)[name], strict=False):
+                    sources[n] = members[source]
+            fields[name] = sources
+    return fields
+
+
 def method_of(config: Any) -> str | None:
     """The named method that `config` has the connections of; `None` if they have no name.
 
@@ -100,8 +123,8 @@ def method_of(config: Any) -> str | None:
     """
     connections = connections_of(config)
     decoder = config if hasattr(config, "num_hidden_layers") else config.get_text_config()
-    for name, method in METHODS.items():
-        chosen = method(decoder.num_hidden_layers)
+    for name in METHODS:
+        chosen = fields_within_kinds(name, decoder)
         if all(
             connections.get(field, CONNECTION_FIELDS[field]) == chosen.get(field, CONNECTION_FIELDS[field])
             for field in CONNECTION_FIELDS
@@ -117,13 +140,9 @@ def connections_of(config: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != CONNECTION_FIELDS[name]}
 
 
-def backbone_fields(config: "ResFormerConfig") -> dict[str, Any]:
-    """The fields of `ResFormerConfig` that are not a connection's, with the values of `config`."""
-    # Of the class itself: a subclass has annotations of its own.
-    names = next(each.__annotations__ for each in type(config).__mro__ if "no_rope_layers" in each.__annotations__)
-    return {name: getattr(config, name) for name in names if name not in ("pretraining_tp", *CONNECTION_FIELDS)}
-
-
-def without_connections(config: "ResFormerConfig", **fields: Any) -> "ResFormerConfig":
-    """The same backbone, with `fields` in the place of its connections."""
-    return type(config)(**{**backbone_fields(config), **fields})
+def without_connections(config: Any, **fields: Any) -> Any:
+    """The same configuration, with `fields` in the place of its connections."""
+    changed = copy.deepcopy(config)
+    for name, default in CONNECTION_FIELDS.items():
+        setattr(changed, name, fields.get(name, default))
+    return changed

@@ -1,11 +1,12 @@
 """The decoder and its cross-layer connections, one file each. The import registers the models with the Auto classes."""
 
-import sys
-
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import LlamaConfig
 
+import resformer.modeling.connections
 from resformer.configuration import ResFormerConfig
+from resformer.modeling.connection import Connection
+from resformer.modeling.families import known_to_transformers
 from resformer.modeling.growing_cache import GrowingCache
 from resformer.modeling.modeling_resformer import (
     ResFormerForCausalLM,
@@ -17,6 +18,7 @@ from resformer.modeling.modeling_resformer import (
 )
 
 __all__ = [
+    "Connection",
     "GrowingCache",
     "ResFormerForCausalLM",
     "ResFormerForQuestionAnswering",
@@ -35,9 +37,4 @@ for auto_class, model_class in {
 }.items():
     if ResFormerConfig not in auto_class._model_mapping:  # the user may have registered a class of their own
         auto_class.register(ResFormerConfig, model_class)
-    # TRL, vLLM and `transformers serve` look the name in config.json's `architectures` up in `transformers`. Importing
-    # its processors runs that module again: who imported it earlier holds the first one, who imports it now the second.
-    for module in (transformers, sys.modules["transformers"]):
-        setattr(module, model_class.__name__, model_class)
-# The stock `Trainer` asks for the name, to smooth the labels of the next tokens.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(ResFormerConfig.model_type, ResFormerForCausalLM.__name__)
+    known_to_transformers(model_class, auto_class._model_mapping[LlamaConfig])

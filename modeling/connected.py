@@ -1,198 +1,25 @@
-"""Layers with connections: what crosses from layer to layer, and where connections act in a layer.
+"""Models whose layers have connections."""
 
-Tensors cross layers by name, in arguments: a layer takes them and returns, in a dict, those that later layers read, so
-that checkpointing, which runs layers again, and two passes at once read their own. `model.model.layers[7].reads` shows
-what layer 7 reads.
-"""
-
+import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
-from resformer.configuration import value_sources
-from resformer.modeling.connection import (
-    TOKENS,
-    Added,
-    Connection,
-    Crossing,
-    Reads,
-    StartsAsStated,
-    kinds_in,
-    mixing_matrix,
-)
-from resformer.modeling.connections import KINDS
+from resformer.modeling.acting import ConnectedLayer
+from resformer.modeling.any_decoder import Decoder
+from resformer.modeling.connection import Added, StartsAsStated
+from resformer.modeling.growing_cache import GrowingCache
+from resformer.modeling.installing import add_connections
+from resformer.modeling.versions import CACHE, record_rejected_tokens
 
-
-class Wiring:
-    """The connections of a decoder, worked out once for all layers.
-
-    Attributes:
-        kinds: of each layer, the kinds of connections that it has.
-        reads: of each layer, what it reads of earlier ones.
-        returned: of each layer, the names of the tensors that later ones read.
-    """
-
-    def __init__(self, config: Any):
-        self.config = config
-        self.kinds: list[list[type[Connection]]] = [[] for _ in range(config.num_hidden_layers)]
-        self.reads: list[Reads] = [{} for _ in self.kinds]
-        self.returned: list[set[str]] = [set() for _ in self.kinds]
-        for kind in kinds_in(config):
-            for layer in kind.layers(config):
-                self.kinds[layer].append(kind)
-                self.reads[layer] |= kind.reads(config, layer)
-        for reads in self.reads:
-            for read in reads.values():
-                for name, maker in read if isinstance(read, list) else [read]:
-                    if maker >= 0:
-                        self.returned[maker].add(name)
-
-    def of_layer(self, layer: int) -> Any:
-        """The configuration, with the shapes of a layer where layers have several."""
-        return self.config.of_layer(layer) if hasattr(self.config, "of_layer") else self.config
-
-
-class Places:
-    """The named tensors of one layer in one forward pass, and the connections that act on them.
-
-    Args:
-        earlier: the tensors of earlier layers, by the names of `layer.reads`.
-    """
-
-    def __init__(self, layer: "ConnectedLayer", earlier: dict[str, Any] | None = None):
-        self.layer = layer
-        self.tensors: dict[str, Any] = {} if earlier is None else {**earlier}
-
-    def __call__(self, place: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns what the connections make of the tensor of a place."""
-        tensors, acting = self.tensors, self.layer.acting
-        if place in tensors:
-            added = tensors[place]  # some families flatten batch and tokens
-            tensor = (tensor.reshape(added.shape) + added).view_as(tensor)
-        if place in acting:
-            for name in acting[place]:
-                connection: Any = getattr(self.layer, name)
-                tensor = connection(tensor, **{argument: tensors[argument] for argument in connection.takes})
-        tensors[place] = tensor
-        return tensor
-
-    def returned(self) -> dict[str, torch.Tensor]:
-        """What later layers read."""
-        return {name: self.tensors[name] for name in self.layer.returned}
-
-
-class ConnectedLayer(nn.Module):
-    """Mixed into a decoder layer, whose `forward` takes `earlier` and returns, last, what later layers read."""
-
-    layer_idx: int
-    reads: Reads
-    crossings: list[Crossing]  # all that it reads
-    returned: tuple[str, ...]
-    connections: tuple[str, ...]  # the names of its modules
-    acting: dict[str, list[str]]  # place -> those that act there, in their order
-
-    def add_connections(self, wiring: Wiring, layer_idx: int) -> None:
-        """Gives the layer its modules."""
-        self.layer_idx = layer_idx
-        self.reads = wiring.reads[layer_idx]
-        self.crossings = [each for read in self.reads.values() for each in (read if isinstance(read, list) else [read])]
-        self.returned = tuple(sorted(wiring.returned[layer_idx]))
-        kinds = [kind for kind in wiring.kinds[layer_idx] if kind.has_modules]
-        self.connections = tuple(kind.name for kind in kinds)
-        self.acting = {}
-        for kind in kinds:
-            self.add_module(kind.name, kind(wiring.of_layer(layer_idx), layer_idx))
-            if kind.place is not None:
-                self.acting.setdefault(kind.place, []).append(kind.name)
-
-    def __call__(
-        self, hidden_states: torch.Tensor, *args: Any, forward_pass: "ForwardPass | None" = None, **kwargs: Any
-    ) -> Any:
-        if forward_pass is None:
-            forward_pass = ForwardPass([self])
-        hidden_states, earlier = forward_pass.before(self, hidden_states)
-        output, returned = super().__call__(hidden_states, *args, earlier=earlier, **kwargs)
-        return forward_pass.after(self, output, returned)
-
-
-class ForwardPass:
-    """What crosses from layer to layer in one forward pass.
-
-    Args:
-        layers: all that run, in their order.
-        decoder: has the modules of connections that are the whole decoder's.
-        input_ids: of the current tokens, `(batch, tokens)`.
-    """
-
-    def __init__(
-        self,
-        layers: Iterable[Any],
-        decoder: nn.Module | None = None,
-        input_ids: torch.Tensor | None = None,
-    ):
-        self.tensors: dict[Crossing, Any] = {} if input_ids is None else {TOKENS: input_ids}
-        self.last_reader = {crossing: layer.layer_idx for layer in layers for crossing in layer.crossings}
-        self.between = []
-        for kind in KINDS:
-            modules = {layer.layer_idx: getattr(layer, kind.name) for layer in layers if kind.name in layer.connections}
-            if modules:
-                one: Any = next(iter(modules.values()))
-                between = one.between(modules, getattr(decoder, kind.name, None))
-                if between is not None:
-                    self.between.append(between)
-
-    def before(self, layer: ConnectedLayer, hidden_states: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        """(what the layer reads, the tensors of earlier layers that it takes)"""
-        tensors = self.tensors
-        # Accelerate moves the arguments of a layer to its device, once for each layer; here once for each device.
-        device = hidden_states.device
-        if "_hf_hook" in layer.__dict__:
-            device = getattr(layer._hf_hook, "execution_device", None) or device
-        for crossing in layer.crossings:
-            if crossing not in tensors:
-                raise ValueError(
-                    f"Layer {layer.layer_idx} reads the {crossing[0]} of layer {crossing[1]}, which has been removed, "
-                    "comes later or has not run: a layer cannot be called alone."
-                )
-            if tensors[crossing].device != device:
-                tensors[crossing] = tensors[crossing].to(device)
-        earlier = {
-            name: tuple([tensors[each] for each in read]) if isinstance(read, list) else tensors[read]
-            for name, read in layer.reads.items()
-        }
-        for crossing in layer.crossings:
-            if self.last_reader[crossing] == layer.layer_idx:
-                tensors.pop(crossing, None)
-        for between in self.between:
-            hidden_states = between.before(layer.layer_idx, hidden_states, earlier)
-        return hidden_states, earlier
-
-    def after(
-        self, layer: ConnectedLayer, hidden_states: torch.Tensor, returned: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """Returns what is read in place of the layer's output."""
-        for name, tensor in returned.items():
-            self.tensors[name, layer.layer_idx] = tensor
-        for between in self.between:
-            hidden_states = between.after(layer.layer_idx, hidden_states)
-        return hidden_states
-
-
-def value_matrix(config: Any, modules: Mapping[int, Any], of_decoder: Any) -> torch.Tensor:
-    """M, `(N, N)`, of the value residuals of layers."""
-    layers = config.num_hidden_layers
-    return mixing_matrix(layers, layers, modules, of_decoder)[value_sources(config)]
-
-
-def depth_matrix(config: Any, modules: Mapping[int, Any]) -> torch.Tensor:
-    """D, `(N, N + 1)`, of the depth averages of layers."""
-    layers = config.num_hidden_layers
-    return mixing_matrix(layers, layers + 1, modules)
+_UNSET = object()
 
 
 def added_modules(model: nn.Module) -> dict[str, Added]:
@@ -220,7 +47,84 @@ def not_reentrant(checkpointing: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ConnectedModel(PreTrainedModel):
-    """Mixed into a model whose layers have connections."""
+    """Mixed into a model of a family, which it leaves what it is but for the connections of its decoder."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        if not any(isinstance(module, ConnectedLayer) for module in self.modules()):  # of a model within it
+            self.add_connections(Decoder(self))
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        family: Any = cls.family_class().forward
+        if family is nn.Module.forward:
+            return
+
+        @functools.wraps(family)  # its signature is read
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            passes = self.__dict__.get("passes")  # of the decoder, if this is it
+            return family(self, *args, **kwargs) if passes is None else passes.run(family, *args, **kwargs)
+
+        cls.forward = forward  # type: ignore[method-assign]
+
+    @classmethod
+    def family_class(cls) -> type[PreTrainedModel]:
+        """The class that it is without connections."""
+        plain = (each for each in cls.__mro__ if issubclass(each, PreTrainedModel))
+        return next(each for each in plain if each is PreTrainedModel or not issubclass(each, ConnectedModel))
+
+    def add_connections(self, decoder: Decoder) -> None:
+        names = ("_tp_plan", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        self._before_connections = {name: vars(self).get(name, _UNSET) for name in names}
+        view = decoder.view(self.config)  # type: ignore[arg-type]
+        add_connections(self, decoder, view)
+        plan: dict[str, str] = getattr(self, "_tp_plan", None) or {}
+        self._tp_plan = plan | decoder.tp_plan(view, plan)
+        self.keep_full_precision()
+
+    def forget_connections(self) -> None:
+        """Undoes what `add_connections` has set of this module."""
+        for name, value in vars(self).pop("_before_connections", {}).items():
+            vars(self).pop(name, None)
+            if value is not _UNSET:
+                setattr(self, name, value)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        return False  # the family's own initialisation runs, of modules that have no parameters, too
+
+    def initialize_weights(self) -> None:
+        super().initialize_weights()
+        for module in self.modules():  # models within this one, of the family, know nothing of connections
+            if isinstance(module, StartsAsStated):
+                module.reset_parameters()
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise NotImplementedError("nn.DataParallel is not supported: use one process a device.")
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        config: Any = self.config
+        cache, shares = model_kwargs.get(CACHE), config.key_sources is not None or config.value_sources is not None
+        if shares and generation_config.cache_implementation == "quantized":
+            # Transformers refuses layers that store nothing. Here they are never updated.
+            storing = copy.copy(config.get_text_config(decoder=True))
+            storing.key_sources = None
+            generation_config.cache_config = {"config": storing, **(generation_config.cache_config or {})}
+        is_chosen_by_caller = cache is not None or generation_config.cache_implementation is not None
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        if not is_chosen_by_caller and type(model_kwargs.get(CACHE)) is DynamicCache:
+            model_kwargs[CACHE] = cache = GrowingCache(config)
+            if generation_config.is_assistant:  # rejected tokens are cropped
+                record_rejected_tokens(cache)
+
+    def _get_static_cache_init_shape(self) -> Any:
+        # Early allocation would give full-size memory to layers that share keys or values.
+        config: Any = self.config
+        if config.key_sources is not None or config.value_sources is not None:
+            return None
+        return super()._get_static_cache_init_shape()  # type: ignore[misc]
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **kwargs: Any
@@ -258,3 +162,41 @@ class ConnectedModel(PreTrainedModel):
             projections = [f"{kind}.{each}" for each, child in module.named_modules() if isinstance(child, nn.Linear)]
             linear |= {f"{start}{each}" for each in projections for start in ("", ".*")}
         self._keep_in_fp32_modules_strict, self._keep_in_fp32_modules = strict, linear
+
+
+_loss_of_task = PreTrainedModel.loss_function.fget  # by this name: torch.compile refuses super() of a property
+
+
+#: Heads of Transformers that leave `num_items_in_batch` out.
+GENERIC_HEADS = (GenericForSequenceClassification, GenericForTokenClassification)
+
+
+class WholeStepLoss:
+    """Of a step of several passes, the Trainer adds up the losses of all: each is divided by the labels of the step.
+
+    The generic heads leave `num_items_in_batch` out, and the gradient would be as many times too large.
+    """
+
+    _items: torch.Tensor | int | None = None
+
+    @PreTrainedModel.loss_function.getter  # the setter stays: a user may give a loss of their own
+    def loss_function(self) -> Callable[..., torch.Tensor]:
+        mean, items = _loss_of_task(self), self._items
+
+        def loss(*given: Any, **named: Any) -> torch.Tensor:
+            labels = named["labels"] if "labels" in named else given[1]
+            value: torch.Tensor = mean(*given, **named)
+            return value if items is None else value * labels.ne(-100).sum() / items
+
+        return loss
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        forward = cls.forward  # type: ignore[attr-defined]
+
+        @functools.wraps(forward)  # the Trainer reads the names of the arguments
+        def counted(self: Any, *given: Any, num_items_in_batch: Any = None, **named: Any) -> Any:
+            self._items = num_items_in_batch
+            return forward(self, *given, **named)
+
+        cls.forward = counted  # type: ignore[attr-defined]

@@ -1,48 +1,96 @@
-"""What all connections have in common.
+"""A connection: what `resformer.Connection` is, for the package's own and for anyone's.
 
-A connection is a module of the layer that has it. It acts at a place, a tensor with a name that every decoder layer
-has, or between the layers:
+A connection is one class, in one file: its fields, equation, layers, what it reads, where it acts, how it starts, what
+it costs. An instance is a module of the layer that has it, under its `name`. It acts at a place, a tensor with a name:
 
 | place | the tensor | shape |
 |---|---|---|
-| `layer_input` | what the layer reads | `(batch, tokens, hidden_size)` |
+| `embeddings` | X_0, what the first layer reads | `(batch, tokens, hidden_size)` |
+| `layer_input`, `layer_output` | what the layer reads and returns | the same |
 | `attention_input`, `mlp_input` | what the norms before attention and MLP read | the same |
+| `attention_added`, `mlp_added` | what attention and MLP add to the stream, before dropout | the same |
+| `query_input`, `key_input`, `value_input` | what the projections read | the same |
+| `raw_queries`, `raw_keys` | their outputs, before norms and the rotary embedding | `(batch, tokens, heads, head_dim)` |
 | `raw_values` | V_n, the output of the value projection | `(batch, tokens, key/value heads, head_dim)` |
 | `mixed_values` | V'_n, the values that the layer caches and attends to | the same |
 | `attention_output` | A V', the input of the output projection | `(batch, tokens, query heads, head_dim)` |
 
-Its `forward` takes the tensor of its place and gives it back; its other arguments are tensors by their names: those of
-places before, `hidden_states` (the input of the projections), `queries` and `keys` (before the rotary embedding, of
-shapes like the values'), and what `reads` says of earlier layers.
+Where no connection of a model is `by_heads`, the last two dimensions of values may be one.
+
+Its `forward` takes the tensor of its place and gives it back, alone or as `(tensor, {name: another})`, whose others are
+then known by their names. Its other arguments are tensors by their names: those of places before, `hidden_states` (the
+input of the projections), `queries` and `keys` (before the rotary embedding, normed as the layer norms them), and what
+`reads` says of earlier layers.
 """
 
+import functools
 import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor, Partial
+from transformers import conversion_mapping
 from transformers import initialization as init
 
-from resformer.configuration.methods import connections_of
+from resformer.configuration.methods import METHODS, connections_of
 
 if TYPE_CHECKING:
     _Undecayed = nn.Module
 else:
-    # Of this class, which it uses nothing of, since the stock `Trainer` leaves what lies under an `nn.LayerNorm` out of
-    # weight decay, which would pull a retrofit's ones to zero.
+    # The stock `Trainer` decays no parameter under an `nn.LayerNorm`. Decay would pull a retrofit's ones to zero.
     _Undecayed = nn.LayerNorm
 
-#: All kinds of connections: the classes with a `name`, one in each file of `connections/`.
+#: All kinds of connections, in the order in which they act at one place: the package's as in `connections/__init__.py`,
+#: then others by `order` and name.
 KINDS: list[type["Connection"]] = []
+PLACES = (
+    "embeddings layer_input attention_input query_input key_input value_input raw_queries raw_keys raw_values "
+    "mixed_values attention_output attention_added mlp_input mlp_added layer_output"
+).split()
 
 #: A tensor that crosses layers: its name, and the layer that makes it; -1 for what comes before all layers.
 Crossing = tuple[str, int]
 #: Argument -> the tensor or tensors of earlier layers.
 Reads = dict[str, Crossing | list[Crossing]]
 TOKENS: Crossing = ("input_ids", -1)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a connection may read of a model: sizes, and the fields of all connections as attributes.
+
+    Attributes:
+        fields: the fields of connections, `num_hidden_layers`, and `layer_types`, if the family has them.
+        num_attention_heads, num_key_value_heads, head_dim: of a layer (`of_layer`), or of the first with values.
+        value_groups: a number for each layer that has values of its own; those of one shape have one number.
+        heads: of each layer, the three numbers of heads.
+    """
+
+    fields: Mapping[str, Any]
+    hidden_size: int
+    vocab_size: int
+    initializer_range: float
+    rms_norm_eps: float
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    value_groups: tuple[int | None, ...]
+    heads: tuple[Mapping[str, int], ...]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["fields"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def of_layer(self, layer: int) -> "Shape":
+        return replace(self, **self.heads[layer])
 
 
 class StartsAsStated:
@@ -73,11 +121,14 @@ class Added(StartsAsStated, _Undecayed):
 class BetweenLayers:
     """What a kind of connection does between the layers in one forward pass."""
 
-    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any]) -> torch.Tensor:
+    def before(
+        self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any], added: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
         """Returns what the layer reads in place of `hidden_states`.
 
         Args:
-            earlier: what `reads` asks for, by name. More may be put in; what has the name of a place is added there.
+            earlier: what `reads` asks for, by name. More may be put in, for `forward`.
+            added: place -> a term that is added there may be put in.
         """
         return hidden_states
 
@@ -87,37 +138,72 @@ class BetweenLayers:
 
 
 class Connection(Added):
-    """One kind of connection. An instance belongs to one layer, under its `name`.
+    """One kind of connection: subclass it, in any file, to make one.
 
-    The methods of the class are asked for configurations that it `is_in`: a `ResFormerConfig`, or what `connect` makes
-    of another family's.
+    A subclass with a `name` is known from then on: `connect(model, "NAME")`, the method's name, adds it to a model, and
+    `from_pretrained` of a checkpoint that has it asks for the class. Its annotated attributes are its fields, with
+    defaults; they stand in the configuration's `connections` and are attributes of each instance. The methods of the
+    class are asked for the `Shape` of a model that has it (`is_in`).
+
+    Raises:
+        TypeError: the class cannot be what it says; the message names the attribute.
     """
 
     name: ClassVar[str]
-    #: Its fields of the configuration.
-    fields: ClassVar[tuple[str, ...]]
-    #: The initial values with which what is learned starts as plain Llama; empty if none do.
+    #: Its fields of the configuration: those of this dataclass. `None`: its annotated attributes.
+    fields_of: ClassVar[type | None] = None
+    fields: ClassVar[tuple[str, ...]] = ()
+    #: The initial values with which what is learned starts as the plain family; empty if none do.
     plain: ClassVar[dict[str, Any]] = {}
     #: Where its `forward` is called; `None`: not in the layer.
     place: ClassVar[str | None] = None
+    #: Whether it tells the heads of values apart; else the last two dimensions of values may be one.
+    by_heads: ClassVar[bool] = False
+    #: Where it stands among the connections of others that act at its place: smaller ones act first.
+    order: ClassVar[float] = 0.0
     #: Whether it has modules in layers; else the decoder itself does what it says.
     has_modules: ClassVar[bool] = True
-    #: The arguments of `forward` beside the tensor of its place.
+    #: The arguments of `forward` beside the tensor of its place, and those that have no default.
     takes: ClassVar[tuple[str, ...]] = ()
+    required: ClassVar[tuple[str, ...]] = ()
+    #: For its card: title, one sentence, the arXiv number of its paper.
+    title: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.takes = tuple(inspect.signature(cls.forward).parameters)[2:]
+        cls.required = tuple(
+            name
+            for name, parameter in list(inspect.signature(cls.forward).parameters.items())[2:]
+            if parameter.default is parameter.empty
+        )
+        if cls.fields_of is not None:
+            cls.fields = tuple(each.name for each in dataclass_fields(cls.fields_of))
         if "name" in vars(cls):
-            KINDS.append(cls)
+            _add_kind(cls)
 
     def __init__(self, config: Any, layer: int):
         super().__init__()
+        if not self.fields_of:
+            vars(self).update(self.settings(config))
+
+    @classmethod
+    def settings(cls, config: Any) -> dict[str, Any]:
+        """Field -> value, of a class whose fields are its annotated attributes."""
+        return own_fields(cls) | dict((getattr(config, "connections", None) or {}).get(cls.name) or {})
 
     @classmethod
     def is_in(cls, config: Any) -> bool:
         """Whether `config` sets any of its fields; an initial value alone is no connection."""
+        if cls.fields_of is None:
+            return cls.name in (getattr(config, "connections", None) or {})
         return any(name in cls.fields for name in connections_of(config) if not name.endswith("_init"))
+
+    @classmethod
+    def check(cls, settings: Mapping[str, Any]) -> None:
+        """Raises a `ValueError` if the values of its own fields do not fit."""
 
     @classmethod
     def chosen(cls, config: Any) -> type["Connection"]:
@@ -125,9 +211,16 @@ class Connection(Added):
         return cls
 
     @classmethod
+    def needs(cls, config: Any) -> set[str]:
+        """The places that it acts at, adds to or reads: a decoder that lacks one refuses it."""
+        read = {name for read in cls.layers(config) for name, _ in _crossings(cls.reads(config, read))}
+        seen = {"hidden_states", "queries", "keys", *PLACES}
+        return ({cls.place, *cls.takes, *read} & seen) - {"embeddings", None}  # type: ignore[arg-type]
+
+    @classmethod
     def layers(cls, config: Any) -> Sequence[int]:
-        """The layers that have one."""
-        raise NotImplementedError
+        """The layers that have one: all, if a class does not say."""
+        return range(config.num_hidden_layers)
 
     @classmethod
     def reads(cls, config: Any, layer: int) -> Reads:
@@ -152,15 +245,23 @@ class Connection(Added):
     @classmethod
     def plain_start(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Connection fields -> `plain`, if they set the first of its fields, which is what turns it on."""
+        if cls.fields_of is None:
+            connections = fields.get("connections") or {}
+            own = {cls.name: cls.plain | (connections.get(cls.name) or {})}
+            return {"connections": connections | own} if cls.name in connections else {}
         return dict(cls.plain) if fields.get(cls.fields[0]) else {}
 
     @classmethod
     def inexact_because(cls, config: Any) -> list[str]:
         """Why a model with it does not start as plain Llama; empty if it does."""
+        values = config.fields if isinstance(config, Shape) else vars(config)
+        start, own = cls.plain_start(values), values
+        if cls.fields_of is None:
+            start, own = cls.plain, cls.settings(config)
         return cls.chosen(config).fixed_effects(config) + [
-            f"`{name}`={value} does not start as plain Llama, {plain} would"
-            for name, plain in cls.plain_start(vars(config)).items()
-            if (value := getattr(config, name)) != plain
+            f"`{name}`={own[name]} does not start as the plain model, {plain} would"
+            for name, plain in start.items()
+            if own[name] != plain
         ]
 
     @classmethod
@@ -172,6 +273,65 @@ class Connection(Added):
     def tp_plan(cls, config: Any) -> dict[str, str]:
         """How tensor parallelism splits its modules: a name, `layers.*.NAME` for those of layers -> the style."""
         return {}
+
+
+def _crossings(reads: "Reads") -> list[Crossing]:
+    return [each for read in reads.values() for each in (read if isinstance(read, list) else [read])]
+
+
+def own_fields(kind: type[Connection]) -> dict[str, Any]:
+    """Field -> default, of a class whose fields are its annotated attributes, ancestors' first."""
+    found: dict[str, Any] = {}
+    for each in reversed(kind.__mro__[: kind.__mro__.index(Connection)]):
+        for name, annotation in inspect.get_annotations(each).items():
+            if "ClassVar" not in str(annotation) and name in vars(each):
+                found[name.removeprefix(f"{kind.name}_")] = vars(each)[name]
+    return found
+
+
+def _add_kind(kind: type[Connection]) -> None:
+    """Makes a class known, in the place of an older one of its name: a notebook's cell is run again."""
+    name = kind.name
+    if not name.isidentifier() or name in ("connections", "layers"):
+        raise TypeError(f"{kind.__qualname__}.name is {name!r}: expected a name that a module can have.")
+    if kind.place is not None and kind.place not in PLACES:
+        raise TypeError(f"{kind.__qualname__}.place is {kind.place!r}: expected one of {', '.join(PLACES)}.")
+    older = next((each for each in KINDS if each.name == name), None)
+    if kind.fields_of is None:
+        if (name in METHODS and older is None) or (older is not None and older.fields_of is not None):
+            raise TypeError(f"{kind.__qualname__}.name is {name!r}, which is taken by this package: choose another.")
+        if renamed := changed_by_loading(name):
+            raise TypeError(
+                f"{kind.__qualname__}.name is {name!r}, which loading a {renamed} changes: choose a name that is no "
+                "part of its weights' names."
+            )
+        for field in own_fields(kind).keys() & {"training", "forward"}:
+            raise TypeError(f"{kind.__qualname__}.{field}: a module has an attribute of this name: choose another.")
+        METHODS[name] = lambda layers: {"connections": {name: {}}}
+    if older is not None:
+        KINDS.remove(older)
+    KINDS.append(kind)
+    # A stable sort: the package's own keep their order.
+    KINDS.sort(key=lambda each: (each.fields_of is None, each.order, each.name if each.fields_of is None else ""))
+
+
+def changed_by_loading(name: str) -> str | None:
+    """A model type whose weights' names are changed when they are loaded, and the name of a connection with them."""
+    for model_type, patterns in _renamings():
+        if any(re.search(pattern, f"model.layers.0.{name}.weight") for pattern in patterns):
+            return model_type
+    return None
+
+
+@functools.cache
+def _renamings() -> list[tuple[str, list[str]]]:
+    """Model type -> patterns of those names that have nothing of layers or decoders around them."""
+    found = []
+    for model_type, transforms in conversion_mapping._build_checkpoint_conversion_mapping().items():
+        both = [way for each in transforms for way in (each, each.reverse_transform())]  # loading, and saving
+        patterns = [pattern for each in both for pattern in each.source_patterns]
+        found.append((model_type, [each for each in patterns if not re.search(each, "model.layers.0.a.weight")]))
+    return found
 
 
 def kinds_in(config: Any) -> list[type[Connection]]:

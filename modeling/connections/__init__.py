@@ -1,11 +1,18 @@
-"""The kinds of connections, one file each: a file that is put here adds its own to `KINDS`."""
+"""The package's connections, one file each.
 
-from importlib import import_module
-from pkgutil import iter_modules
+Those that act between the same layers do so in this order, which is part of what a checkpoint computes.
+"""
 
+# ruff: isort: skip_file
 from resformer.modeling.connection import KINDS
-
-for _module in iter_modules(__path__):
-    import_module(f"{__name__}.{_module.name}")
+from resformer.modeling.connections import attention_residuals as attention_residuals
+from resformer.modeling.connections import backout as backout
+from resformer.modeling.connections import depth_average as depth_average
+from resformer.modeling.connections import value_residual as value_residual
+from resformer.modeling.connections import depth_attention as depth_attention
+from resformer.modeling.connections import embedding_residual as embedding_residual
+from resformer.modeling.connections import neutreno as neutreno
+from resformer.modeling.connections import sharing as sharing
+from resformer.modeling.connections import value_embedding as value_embedding
 
 __all__ = ["KINDS"]

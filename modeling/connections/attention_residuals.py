@@ -25,6 +25,7 @@ import torch
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
+from resformer.configuration.connection_fields import AttentionResidualFields
 from resformer.modeling.connection import BetweenLayers, Connection, coefficient, is_ordinary, weighted_sum, whole
 
 
@@ -32,7 +33,7 @@ class AttentionResiduals(Connection):
     """The w and g of a layer, of its attention and its MLP."""
 
     name = "attention_residuals"
-    fields = ("attention_residuals", "attention_residual_blocks", "attention_residual_init")
+    fields_of = AttentionResidualFields
     plain = {"attention_residual_init": 0.0}
 
     def __init__(self, config: Any, layer: int):
@@ -60,6 +61,10 @@ class AttentionResiduals(Connection):
     @classmethod
     def layers(cls, config: Any) -> Sequence[int]:
         return range(config.num_hidden_layers if config.attention_residuals else 0)
+
+    @classmethod
+    def needs(cls, config: Any) -> set[str]:
+        return {"attention_input", "mlp_input"}
 
     @classmethod
     def between(cls, modules: Mapping[int, Any], of_decoder: Any) -> BetweenLayers:
@@ -98,7 +103,7 @@ class BlockDeltas(BetweenLayers):
         #: What the sublayers of the current block read beside the stream, of the deltas' shape.
         self.terms: Iterator[torch.Tensor] = iter(())
 
-    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any]) -> torch.Tensor:
+    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any], added: Any) -> torch.Tensor:
         """Hands the layer what its attention and its MLP read beside the stream, sum_b g_i a_ib D_b."""
         if layer != self.next:
             raise ValueError(
@@ -108,7 +113,7 @@ class BlockDeltas(BetweenLayers):
         self.next += 1
         if layer in self.blocks:
             self.begin(layer, self.blocks[layer], hidden_states)
-        earlier["attention_input"], earlier["mlp_input"] = next(self.terms), next(self.terms)
+        added["attention_input"], added["mlp_input"] = next(self.terms), next(self.terms)
         return hidden_states
 
     def begin(self, layer: int, end: int, stream: torch.Tensor) -> None:

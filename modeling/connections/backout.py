@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from resformer.configuration.connection_fields import BackoutFields
 from resformer.modeling.connection import BetweenLayers, Connection, Weights, coefficient, weighted_sum
 
 
@@ -18,7 +19,7 @@ class Backout(Weights, Connection):
     """The l of the decoder, in its last layer."""
 
     name = "backout"
-    fields = ("backout", "backout_init")
+    fields_of = BackoutFields
     plain = {"backout_init": 0.0}
 
     def __init__(self, config: Any, layer: int):

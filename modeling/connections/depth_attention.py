@@ -23,6 +23,7 @@ from resformer.modeling.connections.value_residual import ValueResidual
 
 
 class DepthAttention(ValueResidual, mode="depth_attention"):
+    by_heads = True
     plain = {"depth_attention_init": 0.0}
 
     def __init__(self, config: Any, layer: int):

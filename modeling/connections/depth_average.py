@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from resformer.configuration.connection_fields import DepthAverageFields
 from resformer.modeling.connection import BetweenLayers, MixingRow, Weights, coefficient, is_ordinary, weighted_sum
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -26,7 +27,7 @@ class DepthAverage(Weights, MixingRow):
     """The weights of Y_n; N(N + 3)/2 of them in all layers, for dilation 1 and period 1."""
 
     name = "depth_average"
-    fields = ("dwa", "dwa_dilation", "dwa_period")
+    fields_of = DepthAverageFields
 
     def __init__(self, config: Any, layer: int):
         super().__init__(config, layer)
@@ -75,7 +76,7 @@ class RunningAverage(BetweenLayers):
         #: reverse order in any case.
         self.chains: list[torch.Tensor] = []
 
-    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any]) -> torch.Tensor:
+    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any], added: Any) -> torch.Tensor:
         if layer != max(0, self.count - 1):
             raise ValueError(
                 f"Layer {layer} runs after {max(0, self.count - 1)} others, but `dwa` reads the outputs of all layers "

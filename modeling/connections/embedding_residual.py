@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from resformer.configuration.connection_fields import EmbeddingResidualFields
 from resformer.modeling.connection import BetweenLayers, Connection, Weights, coefficient, weighted_sum
 
 
@@ -18,7 +19,7 @@ class EmbeddingResidual(Weights, Connection):
     """The r and s of a layer."""
 
     name = "embedding_residual"
-    fields = ("embedding_residual", "embedding_residual_init")
+    fields_of = EmbeddingResidualFields
     plain = {"embedding_residual_init": 0.0}
 
     def __init__(self, config: Any, layer: int):
@@ -52,7 +53,7 @@ class EmbeddingMix(BetweenLayers):
         self.weights = weights
         self.embeddings: torch.Tensor | None = None
 
-    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any]) -> torch.Tensor:
+    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any], added: Any) -> torch.Tensor:
         if layer == 0:
             self.embeddings = hidden_states
         elif self.embeddings is None:

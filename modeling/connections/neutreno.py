@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from resformer.configuration import value_layers, value_sources
+from resformer.configuration.connection_fields import NeutrenoFields
 from resformer.modeling.connection import Connection, Reads
 
 
 class Neutreno(Connection):
+    by_heads = True
     name = "neutreno"
     place = "attention_output"
-    fields = ("neutreno_lambda",)
+    fields_of = NeutrenoFields
 
     def __init__(self, config: Any, layer: int):
         super().__init__(config, layer)

@@ -13,15 +13,16 @@ import torch
 from transformers.cache_utils import Cache
 
 from resformer.configuration import key_sources, value_sources
+from resformer.configuration.connection_fields import SharingFields
 from resformer.modeling.connection import Connection, Reads
 from resformer.modeling.versions import BaseQuantizedLayer
 
 
 class Sharing(Connection):
-    """It has no module: the attention of our decoder lacks the projections of what a layer reads of another."""
+    """It has no module: an attention lacks the projections of what it reads of another."""
 
     name = "sharing"
-    fields = ("value_sources", "key_sources")
+    fields_of = SharingFields
     has_modules = False
 
     @classmethod
@@ -38,12 +39,45 @@ class Sharing(Connection):
         return reads
 
     @classmethod
+    def needs(cls, config: Any) -> set[str]:
+        return {"shared_keys"}
+
+    @classmethod
     def fixed_effects(cls, config: Any) -> list[str]:
         reasons = []
         for name in cls.fields:
             if readers := sum(layer != source for layer, source in enumerate(getattr(config, name) or ())):
                 reasons.append(f"`{name}` drops the projections of {readers} of {config.num_hidden_layers} layers")
         return reasons
+
+
+class SharedCache:
+    """In the place of an attention's cache, if there is one, where layers read each other's keys or values.
+
+    Args:
+        makes: whether the layer makes keys, and values, of its own.
+        places: of the layer.
+    """
+
+    def __init__(self, cache: Any, makes: tuple[bool, bool], places: Any):
+        self.cache, self.makes, self.places = cache, makes, places
+
+    def update(self, keys: Any, values: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        earlier, (makes_keys, makes_values) = self.places.earlier, self.makes
+        keys, values = update_cache(
+            self.cache,
+            layer_idx,
+            keys if makes_keys else None,
+            values if makes_values else None,
+            earlier.get("shared_keys"),
+            earlier.get("shared_values"),
+            kwargs.get("kwargs"),
+        )
+        self.places.tensors.update(attended_keys=keys, attended_values=values)
+        return keys, values
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
 
 
 def update_cache(

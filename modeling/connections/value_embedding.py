@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from resformer.configuration.connection_fields import ValueEmbeddingFields
 from resformer.modeling.connection import TOKENS, Connection, Reads, StartsAsStated
 from resformer.modeling.connections.value_residual import GateProjection
 
@@ -25,9 +26,10 @@ from resformer.modeling.connections.value_residual import GateProjection
 class ValueEmbedding(Connection):
     """The term that one layer adds to its values. The table is as large as embeddings are, so it has their dtype."""
 
+    by_heads = True
     name = "value_embedding"
     place = "raw_values"
-    fields = tuple(f"value_embeddings{part}" for part in ("", "_init", "_gate_channels", "_gate_limit"))
+    fields_of = ValueEmbeddingFields
     plain = {"value_embeddings_init": 0.0}
     tables = ("table.weight",)
 

@@ -26,6 +26,7 @@ from torch import nn
 from transformers import initialization as init
 
 from resformer.configuration import mixing_layers, value_layers
+from resformer.configuration.connection_fields import ValueResidualFields
 from resformer.modeling.connection import (
     Added,
     BetweenLayers,
@@ -46,9 +47,7 @@ MANY = 2**24
 class ValueResidual(MixingRow):
     name = "value_residual"
     place = "mixed_values"
-    fields = tuple(
-        "value_residual value_residual_init value_residual_layers depth_attention_stride depth_attention_init".split()
-    )
+    fields_of = ValueResidualFields
     plain = {"value_residual_init": [0.0, 1.0]}
     modes: ClassVar[dict[str, type["ValueResidual"]]] = {}
 
@@ -148,7 +147,7 @@ class OneShare(BetweenLayers):
         self.modules = modules
         self.products: dict[tuple[int, torch.device], torch.Tensor] = {}  # of each V_0, on each device
 
-    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any]) -> torch.Tensor:
+    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any], added: Any) -> torch.Tensor:
         if layer in self.modules:
             module, first = self.modules[layer], earlier["first_values"]
             of_first = module.columns[0], first.device
@@ -205,7 +204,7 @@ class SharesOfFirst(BetweenLayers):
         self.modules, self.shares = modules, shares
         self.products: dict[int, torch.Tensor | None] = {}
 
-    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any]) -> torch.Tensor:
+    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any], added: Any) -> torch.Tensor:
         if layer in self.modules:
             if layer not in self.products:
                 alike = [n for n, each in self.modules.items() if each.columns[0] == self.modules[layer].columns[0]]
@@ -290,10 +289,10 @@ class Shares(Added):
 
 
 class HandedShares(SharesOfFirst):
-    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any]) -> torch.Tensor:
+    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any], added: Any) -> torch.Tensor:
         if layer in self.modules:
             earlier["share"] = self.shares[layer]
-        return super().before(layer, hidden_states, earlier)
+        return super().before(layer, hidden_states, earlier, added)
 
 
 class DenseValueResidual(ValueResidual, mode="dense"):
@@ -356,7 +355,7 @@ class EarlierValues(BetweenLayers):
         self.averages = {first: RunningAverage(each) for first, each in rows.items()}
         self.modules = modules
 
-    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any]) -> torch.Tensor:
+    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any], added: Any) -> torch.Tensor:
         if layer in self.modules:
             average = self.averages[self.modules[layer].columns[0]]
             for values in earlier["earlier_values"]:
@@ -366,6 +365,8 @@ class EarlierValues(BetweenLayers):
 
 class GatedValueResidual(ValueResidual, mode="gated"):
     """l1(t, h) = a + tanh(W x_t)_h: how much of V_0 each token takes, per key/value head (after RWKV-7)."""
+
+    by_heads = True
 
     def __init__(self, config: Any, layer: int):
         super().__init__(config, layer)

@@ -31,15 +31,14 @@ def register_models() -> None:
 
 
 def _register_configuration(configuration_auto: ModuleType) -> None:
-    from resformer.configuration import ResFormerConfig
-
-    configuration_auto.AutoConfig.register(ResFormerConfig.model_type, ResFormerConfig, exist_ok=True)
     mapping = configuration_auto.CONFIG_MAPPING
-    mapping._extra_content = _FamiliesOnDemand(mapping._extra_content)
+    mapping._extra_content = _OnDemand(mapping._extra_content)
+    mapping._extra_content.setdefault("resformer", None)
 
 
-class _FamiliesOnDemand(dict[str, Any]):
-    """Model type -> configuration class; those of families with connections are made when they are asked for."""
+class _OnDemand(dict[str, Any]):
+    """Model type -> configuration class, ours and those of families with connections, made when they are asked for:
+    Llama's, which ours is a subclass of, cannot be imported while the Auto classes are."""
 
     def __contains__(self, model_type: object) -> bool:
         return super().__contains__(model_type) or (
@@ -49,11 +48,19 @@ class _FamiliesOnDemand(dict[str, Any]):
         )
 
     def __getitem__(self, model_type: str) -> Any:
-        if not super().__contains__(model_type):
-            from resformer.modeling.connecting import config_class
+        found = super().get(model_type)
+        if found is None:
+            from resformer.modeling.families import config_class
 
-            return config_class(_configuration_mapping()[model_type.removeprefix("resformer_")])
-        return super().__getitem__(model_type)
+            family = "llama" if model_type == "resformer" else model_type.removeprefix("resformer_")
+            found = self[model_type] = config_class(_configuration_mapping()[family])
+        return found
+
+    def values(self) -> Any:
+        return [self[model_type] for model_type in self]
+
+    def items(self) -> Any:
+        return [(model_type, self[model_type]) for model_type in self]
 
 
 def _configuration_mapping() -> Any:
@@ -62,6 +69,13 @@ def _configuration_mapping() -> Any:
 
 def _register_models_with_configurations(configuration: ModuleType) -> None:
     configuration.ResFormerConfig.on_new = staticmethod(register_models)
+
+
+def _register_response_templates(serving: ModuleType) -> None:
+    """`transformers serve` reads tool calls and reasoning out of a reply by the model's type."""
+    templates = getattr(serving, "_RESPONSE_TEMPLATE_FALLBACKS", {})
+    for types in [*templates]:
+        templates[(*types, *(f"resformer_{each}" for each in types))] = templates.pop(types)
 
 
 def _register_adapter_targets(constants: ModuleType) -> None:
@@ -104,6 +118,7 @@ def _register_frozen_connections(peft_model: ModuleType) -> None:
 _REGISTRATIONS = {
     "resformer.configuration.configuration_resformer": _register_models_with_configurations,
     "transformers.models.auto.configuration_auto": _register_configuration,
+    "transformers.cli.serving.utils": _register_response_templates,
     "peft.utils.constants": _register_adapter_targets,
     "peft.utils.transformers_weight_conversion": _register_adapter_targets,
     "peft.peft_model": _register_frozen_connections,

@@ -1,0 +1,87 @@
+"""What every configuration with connections does, whatever its family."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from resformer.configuration.connection_fields import ConnectionFields, check_connections
+from resformer.configuration.methods import CONNECTION_FIELDS
+
+
+class ConnectedConfig(ConnectionFields):
+    """Mixed into the configuration of a family."""
+
+    # V_0, shared keys and values, and earlier states do not cross a pipeline stage.
+    base_model_pp_plan = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.value_residual_init = [float(value) for value in self.value_residual_init]
+        for name in ("neutreno_lambda", "depth_attention_init", "attention_residual_init"):
+            setattr(self, name, float(getattr(self, name)))
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As the base class, but fewer layers are the first ones, with their connections."""
+        fewer = _of_first_layers(config_dict, kwargs)
+        return super().from_dict({**config_dict, **fewer}, **kwargs)  # type: ignore[misc]
+
+    @property
+    def kv_sharing_modes(self) -> list[str | None] | None:
+        """`"reuse"` for a layer that stores neither keys nor values; Transformers' caches read it."""
+        if self.value_sources is None or self.key_sources is None:
+            return getattr(super(), "kv_sharing_modes", None)
+        pairs = zip(self.key_sources, self.value_sources, strict=True)
+        return ["reuse" if key != n and value != n else "store" for n, (key, value) in enumerate(pairs)]
+
+    def validate_connections(self) -> None:
+        text: Any = self.get_text_config(decoder=True)  # type: ignore[attr-defined]
+        if getattr(text, "num_hidden_layers", None):
+            check_connections(plain_view(self, text))
+
+
+def plain_view(config: Any, text: Any) -> SimpleNamespace:
+    """The fields of connections, and what their checks read of the text model's configuration."""
+    return SimpleNamespace(
+        **{name: getattr(config, name, default) for name, default in CONNECTION_FIELDS.items()},
+        num_hidden_layers=text.num_hidden_layers,
+        layer_types=getattr(text, "layer_types", None),
+        no_rope_layers=getattr(text, "no_rope_layers", None),
+    )
+
+
+def _of_first_layers(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `config` that name layers, for its first layers alone, if `overrides` asks for fewer."""
+    layers, before = overrides.get("num_hidden_layers"), config.get("num_hidden_layers")
+    if not isinstance(layers, int) or not isinstance(before, int) or not 0 < layers < before:
+        return {}
+    first: dict[str, Any] = {}
+    for name in ("layer_types", "no_rope_layers", "key_sources", "value_sources"):
+        if isinstance(config.get(name), list) and name not in overrides:
+            first[name] = config[name][:layers]
+    for name in ("value_residual_layers", "value_embeddings"):
+        if isinstance(config.get(name), list) and name not in overrides:
+            first[name] = [layer for layer in config[name] if layer < layers]
+    few = f"`num_hidden_layers`={layers} of {before} layers:"
+    if config.get("value_residual") == "learnable_plus" and "value_residual" not in overrides:
+        raise ValueError(
+            f"{few} in mode 'learnable_plus' all layers compete for V_0, so that the first ones are no model by "
+            "themselves. Load all layers, or choose another mode (`value_residual`), which starts anew."
+        )
+    if config.get("backout") and "backout" not in overrides:
+        raise ValueError(
+            f"{few} `backout` takes the middle of all layers out of the last, so that the first ones are no model by "
+            "themselves. Load all layers, or give `backout=False`."
+        )
+    if config.get("attention_residuals") and "attention_residual_blocks" not in overrides:
+        blocks = config.get("attention_residual_blocks", 8)
+        starts = [start for block in range(blocks) if (start := block * before // blocks) < layers]
+        if starts != [block * layers // len(starts) for block in range(len(starts))]:
+            raise ValueError(
+                f"{few} blocks of `attention_residuals` begin at layers {starts}, which are no equal parts of {layers} "
+                f"layers. Load as many layers as a block ends with, or give `attention_residual_blocks`."
+            )
+        first["attention_residual_blocks"] = len(starts)
+    return first
+
+
+__all__ = ["ConnectedConfig", "plain_view"]

@@ -1,0 +1,566 @@
+"""Connections at work: in a layer, and between the layers of a forward pass.
+
+A layer, its attention, the list of layers and the decoder get a subclass of the class that they have, as
+`torch.nn.utils.parametrize` does. To whoever calls, hooks, wraps or compiles one of them it is what it was: the same
+arguments, the same output. What crosses layers goes beside them:
+
+    decoder   makes a `ForwardPass`, and finds a `Step` for each layer in its list
+    Step      layer(hidden_states, ..., earlier=tensors of earlier layers, later=box for those that later ones read)
+    layer     runs the family's code on a `Seen` of itself: the layer, but for modules that have places around them
+
+Within a layer everything is handed down in arguments and made anew in each run, so that checkpointing, which runs
+layers again, passes that are alive at once, threads and compilers see what belongs to their own run.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from resformer.modeling.any_decoder import LayerPlaces, ValueProjection
+from resformer.modeling.connection import KINDS, TOKENS, BetweenLayers, Crossing, Reads
+from resformer.modeling.connections.sharing import SharedCache
+from resformer.modeling.versions import CACHE
+
+
+class Places:
+    """The named tensors of one layer in one run, and the connections that act on them.
+
+    Args:
+        earlier: tensors of earlier layers, by the names of `layer.reads`, and what is handed to its connections.
+        added: place -> a term that is added there.
+    """
+
+    def __init__(self, layer: Any, earlier: Mapping[str, Any], added: Mapping[str, torch.Tensor]):
+        self.layer, self.earlier, self.added = layer, earlier, added
+        self.tensors: dict[str, Any] = {}
+
+    def __call__(self, place: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what the connections make of the tensor of a place."""
+        if place in self.added:
+            term = self.added[place]  # some families flatten batch and tokens
+            tensor = (tensor.reshape(term.shape) + term).view_as(tensor)
+        for name, takes, required in self.layer.acting.get(place, ()):
+            arguments = {}
+            for each in takes:
+                if each in self.tensors:
+                    arguments[each] = self.tensors[each]
+                elif each in self.earlier:
+                    arguments[each] = self.earlier[each]
+                elif each in required:
+                    raise ValueError(f"`{name}` takes {each!r} at {place}, which layer {self.layer.layer_idx} lacks.")
+            tensor = self.layer._modules[name](tensor, **arguments)
+            if isinstance(tensor, tuple):
+                tensor, others = tensor
+                self.tensors.update(others)
+        self.tensors[place] = tensor
+        return tensor
+
+    def at_input(self, place: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments of a module, the first with what connections make of it."""
+        if args:
+            return self(place, args[0]), *args[1:]
+        name = next(iter(kwargs))
+        kwargs[name] = self(place, kwargs[name])
+        return args
+
+    def at_output(self, place: str, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return self(place, output[0]), *output[1:]
+        return self(place, output)
+
+
+class Seen:
+    """A module in one run: the module, but for attributes that have places around them."""
+
+    forward = None  # Transformers compares it, and checkpoints a layer once
+
+    def __init__(self, module: Any, places: Places):
+        self._module = module
+        for name, around in module.around:
+            setattr(self, name, functools.partial(around, module, places, module._modules.get(name)))
+
+    def __getattr__(self, name: str) -> Any:
+        module = self._module
+        if name in module.own_methods:
+            return functools.partial(getattr(module.family, name), self)
+        return getattr(module, name)
+
+
+def around_module(
+    before: str,
+    after: str,
+    handed: bool,
+    owner: Any,
+    places: Places,
+    module: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Calls a module within a layer, with places before and after it.
+
+    Args:
+        before, after: the places at its input and its output; empty for none.
+        handed: whether it has places within.
+    """
+    if before:
+        args = places.at_input(before, args, kwargs)
+    output = module(*args, places=places, **kwargs) if handed else module(*args, **kwargs)
+    return places.at_output(after, output) if after else output
+
+
+def around_nothing(owner: Any, places: Places, module: None, hidden_states: torch.Tensor) -> torch.Tensor:
+    """In the place of a projection that the layer lacks: one head, which is never read and takes no memory."""
+    return hidden_states.narrow(-1, 0, owner.value_projection.head_dim)
+
+
+def around_values(before: bool, owner: Any, places: Places, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if before:
+        args = places.at_input("value_input", args, kwargs)
+    output = module(*args, **kwargs)
+    layout: ValueProjection = owner.value_projection
+    values = layout.take(output) if layout.part else output
+    mixed = places("mixed_values", places("raw_values", values))
+    return output if mixed is values else layout.put(output, mixed)
+
+
+def around_output(owner: Any, places: Places, module: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    heads = states.unflatten(-1, (-1, owner.value_projection.head_dim))
+    mixed = places("attention_output", heads)
+    return module(states if mixed is heads else mixed.flatten(-2), *args, **kwargs)
+
+
+def around_queries_or_keys(
+    name: str, before: bool, owner: Any, places: Places, module: Any, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Around the projection of `"queries"` or `"keys"`, which are kept as the attention norms them."""
+    if before:
+        args = places.at_input("query_input" if name == "queries" else "key_input", args, kwargs)
+    output: torch.Tensor = module(*args, **kwargs)
+    head_dim = owner.value_projection.head_dim
+    heads = output.unflatten(-1, (-1, head_dim))
+    mixed = places(f"raw_{name}", heads)
+    if mixed is not heads:
+        heads, output = mixed, mixed.flatten(-2)
+    norm = owner._modules.get("q_norm" if name == "queries" else "k_norm")
+    if norm is not None:
+        by_head = next(norm.parameters(), output[:0]).shape[-1:] in ((head_dim,), ())
+        heads = norm(heads) if by_head else norm(output).unflatten(-1, (-1, head_dim))
+    places.tensors[name] = heads
+    return output
+
+
+class Switch:
+    """Whether the connections of a model are left out for a moment."""
+
+    is_off = False
+
+
+class Surgery:
+    """Mixed into a module whose class is replaced by a subclass, which no file has: copied and pickled by parts."""
+
+    family: Any  # the class that it had
+    mixin: type
+    switch: Switch
+    own_methods: frozenset[str]  # functions of that class, which read attributes of `self` too
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuilt, (self.family, self.mixin), self.__getstate__()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Leaves out Transformers' `GradientCheckpointingLayer`, which would checkpoint what is beside a layer too."""
+
+
+def _rebuilt(family: type, mixin: type) -> Any:
+    made: Any = surgery(family, mixin)
+    return made.__new__(made)
+
+
+@functools.cache
+def surgery(family: type, mixin: type) -> type:
+    """The subclass of a module's class with a mixin of this file. It has the same name, which others look up."""
+    methods = {
+        name
+        for each in family.__mro__[: family.__mro__.index(nn.Module)]
+        for name, value in vars(each).items()
+        if callable(value) and hasattr(value, "__get__") and not isinstance(value, (type, staticmethod, classmethod))
+    }
+    members = {
+        "family": family,
+        "mixin": mixin,
+        "own_methods": frozenset(methods - {"forward", "__init__"}),
+        "__module__": family.__module__,
+    }
+    if mixin is ConnectedLayer:
+        members["runner"] = runner_class(family)
+    made: Any = type(family.__name__, (mixin, family), members)
+    run: Any = mixin.forward  # type: ignore[attr-defined]
+
+    @functools.wraps(family.forward)  # type: ignore[attr-defined]  # vLLM reads its source, others its signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(self, *args, **kwargs)
+
+    made.forward = forward
+    return made
+
+
+class PlacedModule(Surgery):
+    """Mixed into a module between a layer and its attention."""
+
+    around: tuple[tuple[str, Callable[..., Any]], ...]
+
+    def forward(self, *args: Any, places: Places | None = None, **kwargs: Any) -> Any:
+        if places is None:
+            if self.switch.is_off:
+                return self.family.forward(self, *args, **kwargs)
+            raise ValueError(
+                f"{type(self).__name__} is called alone: its connections read tensors of its layer. Call the model."
+            )
+        return self.family.forward(Seen(self, places), *args, **kwargs)  # type: ignore[attr-defined]
+
+
+class ConnectedAttention(PlacedModule):
+    """Mixed into an attention. The tensors that connections take are those of the projections."""
+
+    value_projection: ValueProjection
+    makes: tuple[bool, bool] | None = None  # keys and values of its own, where layers share them
+
+    def forward(self, *args: Any, places: Places | None = None, **kwargs: Any) -> Any:
+        if places is not None:
+            places.tensors["hidden_states"] = (
+                args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
+            )
+            if self.makes is not None:
+                kwargs[CACHE] = SharedCache(kwargs.get(CACHE), self.makes, places)
+        return super().forward(*args, places=places, **kwargs)
+
+
+class Later:
+    """What a layer makes for later ones, handed to it beside its arguments. Its wrappers may run it again."""
+
+    tensors: dict[str, torch.Tensor] | None = None
+    is_read = False
+
+
+class ConnectedLayer(Surgery):
+    """Mixed into a decoder layer."""
+
+    layer_idx: int
+    runner: type["Runner"]
+    known: LayerPlaces
+    around: tuple[tuple[str, Callable[..., Any]], ...]
+    reads: Reads
+    crossings: list[Crossing]  # all that it reads
+    returned: tuple[str, ...]  # names of its tensors that later layers read
+    connections: tuple[str, ...]  # the names of its modules
+    acting: dict[str, list[tuple[str, tuple[str, ...], tuple[str, ...]]]]  # place -> (name, takes, required), in order
+    expected: tuple[str, ...]  # places that it must come by
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *args: Any,
+        earlier: tuple[Mapping[str, Any], Mapping[str, torch.Tensor]] | None = None,
+        later: Later | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the family's."""
+        if earlier is None or later is None:
+            if self.switch.is_off:
+                return self.family.forward(self, hidden_states, *args, **kwargs)
+            raise ValueError(
+                f"Layer {self.layer_idx} is called alone: its connections read tensors of earlier layers. Call the "
+                "model, or `resformer.disconnect` it."
+            )
+        output, tensors = self.runner(self).forward(hidden_states, *args, earlier=earlier, **kwargs)
+        if not later.is_read:
+            later.tensors = tensors
+        return output
+
+
+def run_layer(
+    runner: Any,
+    hidden_states: torch.Tensor,
+    *args: Any,
+    earlier: tuple[Mapping[str, Any], Mapping[str, torch.Tensor]],
+    **kwargs: Any,
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Returns a layer's output and the tensors that later layers read. Checkpointing runs it again."""
+    layer = runner._module
+    places = Places(layer, *earlier)
+    if "layer_input" in layer.acting or "layer_input" in places.added:
+        hidden_states = places("layer_input", hidden_states)
+    output = layer.family.forward(Seen(layer, places), hidden_states, *args, **kwargs)
+    if "layer_output" in layer.expected:
+        output = places.at_output("layer_output", output)
+    for name in layer.expected:
+        if name not in places.tensors:
+            raise ValueError(f"Layer {layer.layer_idx} has not used its {name}: its connections cannot act.")
+    return output, {name: places.tensors[name] for name in layer.returned}
+
+
+class Runner:
+    """A layer, for Transformers' gradient checkpointing: from outside of it nothing may be written within."""
+
+    def __init__(self, module: Any):
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+@functools.cache
+def runner_class(family: type) -> type:
+    class Checkpointed(GradientCheckpointingLayer if issubclass(family, GradientCheckpointingLayer) else nn.Module):  # type: ignore[misc]
+        forward = run_layer
+
+    return type(family.__name__, (Runner,), {"forward": Checkpointed.forward})
+
+
+class Plan:
+    """What the layers of a decoder read and have, worked out once for a list of layers."""
+
+    def __init__(self, modules: list[nn.Module], decoder: nn.Module):
+        self.modules, self.decoder = modules, decoder  # the list's, which may have wrappers around layers
+        self.layers: dict[int, Any] = {}
+        self.numbers: list[int] = []
+        for module in modules:
+            layer: Any = next((each for each in module.modules() if isinstance(each, ConnectedLayer)), None)
+            if layer is None:
+                raise ValueError(
+                    f"The list of layers holds a {type(module).__name__} in the place of a layer, past which "
+                    "connections do not reach. Pipeline parallelism is not supported: use tensor parallelism or FSDP2."
+                )
+            self.layers[layer.layer_idx] = layer
+            self.numbers.append(layer.layer_idx)
+        last = {crossing: n for n, layer in self.layers.items() for crossing in layer.crossings}
+        #: Of each layer: what it reads, what it is the last to read, and what of its own others read.
+        self.of = {
+            n: (
+                [*layer.reads.items()],
+                [crossing for crossing in layer.crossings if last[crossing] == n],
+                [(name, (name, n)) for name in layer.returned if (name, n) in last],
+            )
+            for n, layer in self.layers.items()
+        }
+        self.reads_tokens = TOKENS in last
+        having = {
+            kind.name: [n for n, layer in self.layers.items() if kind.name in layer.connections] for kind in KINDS
+        }
+        self.kinds = [(name, numbers) for name, numbers in having.items() if numbers]
+
+
+class ForwardPass:
+    """What crosses from layer to layer in one forward pass.
+
+    Args:
+        input_ids: of the current tokens, `(batch, tokens)`.
+    """
+
+    def __init__(self, plan: Plan, input_ids: torch.Tensor | None = None):
+        self.plan = plan
+        self.tensors: dict[Crossing, Any] = {} if input_ids is None else {TOKENS: input_ids}
+        self.between: list[BetweenLayers] = []
+        for name, numbers in plan.kinds:
+            modules: Any = {n: plan.layers[n]._modules[name] for n in numbers}
+            between = modules[numbers[0]].between(modules, plan.decoder._modules.get(name))
+            if between is not None:
+                self.between.append(between)
+
+    def before(
+        self, n: int, hidden_states: torch.Tensor, module: Any
+    ) -> tuple[torch.Tensor, tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+        """(what layer n reads, (tensors of earlier layers that it takes, terms that are added in it)).
+
+        Args:
+            module: the layer, or what is around it.
+        """
+        reads, read_last, _ = self.plan.of[n]
+        earlier: dict[str, Any] = {}
+        added: dict[str, torch.Tensor] = {}
+        if reads:
+            # Accelerate moves the arguments of a layer to its device, once for each layer; here once for each device.
+            device = hidden_states.device
+            if "_hf_hook" in module.__dict__:
+                device = getattr(module._hf_hook, "execution_device", None) or device
+            for name, read in reads:
+                earlier[name] = (
+                    tuple([self._read(n, each, device) for each in read])
+                    if isinstance(read, list)
+                    else self._read(n, read, device)
+                )
+            for crossing in read_last:
+                self.tensors.pop(crossing, None)
+        for between in self.between:
+            hidden_states = between.before(n, hidden_states, earlier, added)
+        return hidden_states, (earlier, added)
+
+    def _read(self, n: int, crossing: Crossing, device: torch.device) -> Any:
+        tensor = self.tensors.get(crossing)
+        if tensor is None:
+            raise ValueError(
+                f"Layer {n} reads the {crossing[0]} of layer {crossing[1]}, which has been removed or comes later."
+            )
+        if tensor.device != device:
+            tensor = self.tensors[crossing] = tensor.to(device)
+        return tensor
+
+    def after(self, n: int, hidden_states: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Returns what is read in place of the layer's output.
+
+        Args:
+            tensors: the layer's own, by name, that later ones read.
+        """
+        for name, crossing in self.plan.of[n][2]:
+            self.tensors[crossing] = tensors[name]
+        for between in self.between:
+            hidden_states = between.after(n, hidden_states)
+        return hidden_states
+
+
+class Step:
+    """A layer in a forward pass: what the decoder finds in its list. All that may run a layer again is within."""
+
+    def __init__(self, forward_pass: ForwardPass, module: Any, n: int):
+        self._forward_pass, self._module, self._n = forward_pass, module, n
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden_states, *more = args or (kwargs.pop("hidden_states"),)
+        n, module, later = self._n, self._module, Later()
+        hidden_states, earlier = self._forward_pass.before(n, hidden_states, module)
+        output = module(hidden_states, *more, earlier=earlier, later=later, **kwargs)
+        if later.tensors is None:
+            raise ValueError(
+                f"Layer {n} is in a {type(module).__name__}, which has not called it with its arguments: connections "
+                "do not reach past it. Take it off, or `resformer.disconnect` the model."
+            )
+        later.is_read = True  # a wrapper that runs the layer again keeps the box, but no tensors in it
+        tensors, later.tensors = later.tensors, None
+        if isinstance(output, (tuple, list)):
+            return (self._forward_pass.after(n, output[0], tensors), *output[1:])
+        return self._forward_pass.after(n, output, tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class ConnectedList(Surgery, nn.ModuleList):
+    """Mixed into the list of layers, in which the decoder finds the steps of its pass while it runs."""
+
+    passes: "Passes"
+
+    def __getitem__(self, index: Any) -> Any:
+        steps = self.passes.steps
+        if steps is not None:
+            return steps[index]
+        if isinstance(index, slice):  # a part is no list of a decoder
+            return nn.ModuleList([*self._modules.values()][index])
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Any:
+        steps = self.passes.steps
+        return super().__iter__() if steps is None else iter(steps)
+
+    def forward(self) -> None: ...
+
+
+class _OfThread(threading.local):
+    steps: list[Step] | None = None
+    input_ids: torch.Tensor | None = None
+
+
+class Passes:
+    """The forward pass of a decoder that runs: servers call a model in several threads at once.
+
+    While torch.compile traces it is kept in plain attributes: a tracer does not see thread-locals (as in
+    `transformers.utils.output_capturing.CompileableContextVar`).
+    """
+
+    def __init__(self, decoder: Any, layers: str, drops: tuple[str, ...], switch: Switch):
+        self.decoder, self.layers, self.drops, self.switch = decoder, layers, drops, switch
+        self.of_thread = _OfThread()
+        self.compiled_steps: list[Step] | None = None
+        self.plan = Plan([*getattr(decoder, layers)._modules.values()], decoder)
+
+    def __reduce__(self) -> Any:
+        return Passes.__new__, (Passes,), (self.decoder, self.layers, self.drops, self.switch)
+
+    def __setstate__(self, state: tuple[Any, str, tuple[str, ...], Switch]) -> None:
+        # The parts of the decoder may not have their own states yet.
+        self.decoder, self.layers, self.drops, self.switch = state
+        self.of_thread, self.compiled_steps = _OfThread(), None
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "plan":
+            raise AttributeError(name)
+        self.plan = Plan([*getattr(self.decoder, self.layers)._modules.values()], self.decoder)
+        return self.plan
+
+    @property
+    def steps(self) -> list[Step] | None:
+        """Of the pass that runs."""
+        return self.of_thread.steps if self.compiled_steps is None else self.compiled_steps
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the decoder's own forward, whose layers are those of a new pass."""
+        if self.switch.is_off:
+            return forward(self.decoder, *args, **kwargs)
+        compiling = torch.compiler.is_compiling()
+        if not compiling and [*getattr(self.decoder, self.layers)._modules.values()] != self.plan.modules:
+            self.layers_have_changed()
+        plan = self.plan
+        for name in self.drops:
+            kwargs.pop(name, None)
+        input_ids = self.tokens(args, kwargs) if plan.reads_tokens else None
+        forward_pass = ForwardPass(plan, input_ids)
+        steps = [Step(forward_pass, *each) for each in zip(plan.modules, plan.numbers, strict=True)]
+        if compiling:
+            self.compiled_steps = steps
+            output = forward(self.decoder, *args, **kwargs)
+            self.compiled_steps = None
+            return output
+        self.compiled_steps = None  # of a compiled pass that has failed
+        before, self.of_thread.steps = self.of_thread.steps, steps
+        try:
+            return forward(self.decoder, *args, **kwargs)
+        finally:
+            self.of_thread.steps = before
+
+    def layers_have_changed(self) -> None:
+        """Some were wrapped, compiled or removed."""
+        layers = getattr(self.decoder, self.layers)
+        if not isinstance(layers, ConnectedList):
+            layers.__class__ = surgery(type(layers), ConnectedList)
+            layers.passes = self
+        self.plan = Plan([*layers._modules.values()], self.decoder)
+
+    def tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """The numbers of the tokens, which the decoder gets, or the model that it is part of has got."""
+        given = kwargs.get("input_ids", args[0] if args else None)
+        if given is None:
+            given, self.of_thread.input_ids = self.of_thread.input_ids, None
+        if given is None:
+            readers: Any = (each._modules[name] for each in self.plan.layers.values() for name in each.connections)
+            field = next(each.fields[0] if each.fields else each.name for each in readers if "input_ids" in each.takes)
+            raise ValueError(
+                f"`{field}` looks up rows of tokens, which `inputs_embeds` does not name: pass `input_ids` instead (soft "
+                "prompts are not supported)."
+            )
+        return given
+
+    def see_tokens(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A hook before a model around the decoder, which may turn tokens into embeddings."""
+        self.of_thread.input_ids = kwargs.get("input_ids", args[0] if args else None)
+
+
+class ConnectedDecoder(Surgery):
+    """Mixed into the module that has the layers, if it is no model with connections by itself."""
+
+    passes: Passes
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.passes.run(self.family.forward, *args, **kwargs)  # type: ignore[attr-defined]

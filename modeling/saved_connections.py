@@ -1,0 +1,212 @@
+"""Connections alone in a folder: a few kilobytes, which `connect(model, folder)` adds to the model that they are for."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.utils import logging
+
+from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
+from resformer.errors import CheckpointError
+from resformer.modeling.acting import ConnectedLayer
+from resformer.modeling.connected import added_modules
+from resformer.modeling.families import PREFIX
+from resformer.untrusted import read_json
+from resformer.version import __version__
+
+logger = logging.get_logger(__name__)
+
+#: The files of `save_connections`.
+COEFFICIENTS, SETTINGS = "connections.safetensors", "connections.json"
+#: What a configuration says that is not of the model itself.
+_NOT_OF_THE_MODEL = set(
+    "_name_or_path base_model transformers_version architectures dtype use_cache model_type quantization_config "
+    "bos_token_id eos_token_id pad_token_id".split()  # the stock `Trainer` sets a tokenizer's
+).union(CONNECTION_FIELDS)
+#: Numbers of each weight that are compared.
+_SAMPLE = 1000
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_CARD = """\
+---
+library_name: resformer
+base_model: {base}
+---
+# Connections for {base}
+
+The coefficients of `{fields}`, and no weights of the model{missing}:
+
+```python
+import resformer
+from transformers import {auto}
+
+model = {auto}.from_pretrained("{base}"{revision})
+resformer.connect(model, "{name}"{lossy})
+```
+"""
+_MISSING = """. **It was trained with other weights than `{base}` has, which are missing here: what was measured with those
+does not hold for it**"""
+
+
+def save_connections(model: torch.nn.Module, folder: str | Path, *, lossy: bool = False) -> None:
+    """Writes what `connect` has added to a model: a few kilobytes, which `connect(model, folder)` adds again.
+
+    They are the coefficients, the fields, the name, revision and configuration's digest of the model that they are for,
+    and a card. Other weights are not saved.
+
+    Args:
+        lossy: allow it for a model whose other weights have changed since `connect`, by training or merging; the card
+            then says that they are missing.
+
+    Raises:
+        ValueError: the model has no connections, or its other weights have changed.
+    """
+    folder, config = Path(folder), _config(model)
+    tensors = {name: value.detach().cpu().contiguous() for name, value in coefficients(model).items()}
+    if not (fields := connections_of(config)):
+        raise ValueError(f"{type(model).__name__} has no connections to save: add them with `connect`.")
+    origin = getattr(config, "base_model", None) or {}
+    base, revision = origin.get("name", ""), origin.get("revision")
+    changed = weights_have_changed(model)
+    if changed and not lossy:
+        raise ValueError(
+            "Weights beside the connections have changed since `connect`, by training or merging, and would be missing "
+            "in the folder. Save the whole model with `save_pretrained`, or leave them out with lossy=True."
+        )
+    if changed is None:
+        logger.warning("Whether weights beside the connections have changed since `connect` is not known.")
+    settings = {"base_model": base, "revision": revision, "digest": configuration_digest(config), "fields": fields}
+    at_revision = "" if revision is None else f', revision="{revision}"'
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / COEFFICIENTS, metadata={"format": "pt", "resformer": __version__})
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    texts_alone = type(config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = "AutoModelForCausalLM" if texts_alone else "AutoModelForImageTextToText"
+    card = _CARD.format(
+        base=base,
+        fields=json.dumps(fields),
+        revision=at_revision,
+        name=folder.name,
+        auto=auto,
+        missing=_MISSING.format(base=base) if changed else "",
+        lossy="",
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _config(model: Any) -> Any:
+    return model.config
+
+
+def read_settings(folder: Path, name: str) -> dict[str, Any]:
+    """What `save_connections` has written of a model and its fields.
+
+    Raises:
+        CheckpointError: the folder has no such file.
+    """
+    if not (folder / SETTINGS).exists():
+        raise CheckpointError(
+            f"{name}: has no {SETTINGS}, so it is not what `resformer.save_connections` writes. Load a whole "
+            f"model with AutoModelForCausalLM.from_pretrained({name!r})."
+        )
+    return read_json(folder / SETTINGS)
+
+
+def coefficients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of connections, by their names in the decoder."""
+    owner = _owner(model)
+    found: dict[str, torch.Tensor] = {}
+    for name, module in added_modules(owner).items():
+        place, _, adapter = name.partition(".modules_to_save.")  # PEFT's trained copies are beside the original
+        place = place.removesuffix(".original_module")
+        wrapper: Any = owner.get_submodule(place)
+        used = [] if getattr(wrapper, "disable_adapters", False) else getattr(wrapper, "active_adapters", [])
+        if adapter and adapter not in used:
+            continue
+        for each, value in module.named_parameters():
+            if ".base_layer." in f".{each}":
+                raise ValueError(f"{name} has an adapter: take `merge_and_unload()` of the model.")
+            cleaned = f"{place}.{each}".replace("._orig_mod.", ".")  # of a compiled layer
+            found[cleaned.replace("._checkpoint_wrapped_module.", ".")] = value
+    return found
+
+
+def _owner(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that has the layers."""
+    for module in model.modules():
+        for child in module.children():
+            if isinstance(child, torch.nn.ModuleList) and any(
+                isinstance(each, ConnectedLayer) for layer in child for each in layer.modules()
+            ):
+                return module
+    return torch.nn.Module()
+
+
+def load_coefficients(model: PreTrainedModel, file: Path) -> PreTrainedModel:
+    """Gives the connections of a model the coefficients of a file."""
+    tensors, parameters = load_file(file), coefficients(model)
+    for name in parameters.keys() | tensors.keys():
+        found, expected = (list(each[name].shape) if name in each else None for each in (tensors, parameters))
+        if found != expected:
+            raise CheckpointError(f"{file}: tensor {name!r} has shape {found}, the model asks for {expected}.")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+    return model
+
+
+def configuration_digest(config: Any) -> str:
+    """Of what a configuration says of the model, without its connections."""
+    family = "llama" if config.model_type == "resformer" else config.model_type.removeprefix(PREFIX)
+    said = [family, _of_the_model(config.to_diff_dict())]
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _of_the_model(said: Any) -> Any:
+    if not isinstance(said, dict):
+        return said
+    return {name: _of_the_model(value) for name, value in said.items() if name not in _NOT_OF_THE_MODEL}
+
+
+@torch.no_grad()
+def checksums(model: torch.nn.Module) -> dict[str, str]:
+    """Of `_SAMPLE` numbers of each weight, connections and adapters left out, in each dtype that they may be cast to.
+
+    Empty if some weights are not in memory.
+    """
+    found = {dtype: hashlib.sha256() for dtype in _DTYPES}
+    for _, parameter in _weights(model):
+        if parameter.is_meta:
+            return {}
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].cpu().double()
+        for dtype, digest in found.items():
+            digest.update(sample.to(dtype).view(torch.uint8).numpy().tobytes())
+    return {str(dtype).removeprefix("torch."): digest.hexdigest()[:16] for dtype, digest in found.items()}
+
+
+def _weights(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    added = {id(each) for module in added_modules(model).values() for each in module.parameters()}
+    weights = [
+        (name.replace(".base_layer.", ".").replace("base_model.model.", "").replace("_orig_mod.", ""), each)
+        for name, each in model.named_parameters()
+        if id(each) not in added
+        and each.is_floating_point()
+        and not any(part in name for part in ("lora_", ".adapter"))
+    ]
+    return sorted(weights, key=lambda each: each[0])
+
+
+def weights_have_changed(model: Any) -> bool | None:
+    """Whether weights beside the connections are others than at `connect`; `None` if that is not known."""
+    expected = (getattr(model.config, "base_model", None) or {}).get("checksums") or {}
+    found = checksums(model) if expected else {}
+    if not found:
+        return None
+    dtypes = {str(each.dtype).removeprefix("torch.") for _, each in _weights(model)}
+    # Weights that were cast are what the first ones are in that dtype. In several dtypes, some may not have been.
+    return all(found[name] != expected.get(name) for name in (dtypes if len(dtypes) == 1 else expected))
