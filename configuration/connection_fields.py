@@ -66,7 +66,7 @@ positive_number = _field(lambda value: 0 < value < math.inf, "a finite number ab
 not_negative = _field(lambda value: 0 <= value < math.inf, "a finite number from 0 up")
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False, eq=False)
 class ValueResidualFields:
     r"""Values of a layer and of earlier ones (ResFormer, arXiv 2410.17897; Depth-Attention, arXiv 2606.05014).
 
@@ -97,7 +97,7 @@ class ValueResidualFields:
     depth_attention_init: int | float = finite(default=1.0)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False, eq=False)
 class ValueEmbeddingFields:
     r"""A row of a table for each token, added to values (modded-nanogpt, nanochat; Bank of Values, arXiv 2606.02780).
 
@@ -121,7 +121,7 @@ class ValueEmbeddingFields:
     value_embeddings_gate_limit: int | float = finite(default=3.0)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False, eq=False)
 class SharingFields:
     r"""Keys and values of another layer (SVFormer, arXiv 2410.17897; CLA, arXiv 2405.12981).
 
@@ -139,7 +139,7 @@ class SharingFields:
     key_sources: list[int] | None = None
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False, eq=False)
 class NeutrenoFields:
     r"""NeuTRENO (arXiv 2312.00751).
 
@@ -152,7 +152,7 @@ class NeutrenoFields:
     neutreno_lambda: int | float = not_negative(default=0.0)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False, eq=False)
 class DepthAverageFields:
     r"""Depth-weighted averaging of all earlier layers' outputs (DenseFormer, arXiv 2402.02622).
 
@@ -168,7 +168,7 @@ class DepthAverageFields:
     dwa_period: int = positive(default=1)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False, eq=False)
 class AttentionResidualFields:
     r"""Delta attention residuals (arXiv 2605.18855), for each head (arXiv 2607.27230), times a learned gate.
 
@@ -186,7 +186,7 @@ class AttentionResidualFields:
     attention_residual_init: int | float = finite(default=1.0)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False, eq=False)
 class EmbeddingResidualFields:
     r"""The embeddings beside the stream (modded-nanogpt, nanochat).
 
@@ -201,7 +201,7 @@ class EmbeddingResidualFields:
     embedding_residual_init: int | float = finite(default=0.1)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False, eq=False)
 class BackoutFields:
     r"""A middle layer's output, taken out of what the final norm reads (nanochat).
 
@@ -217,7 +217,7 @@ class BackoutFields:
     backout_init: int | float = finite(default=0.2)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False, eq=False)
 class OwnFields:
     r"""Connections of classes that are no part of this package.
 
@@ -230,7 +230,7 @@ class OwnFields:
     connections: dict[str, dict[str, Any]] | None = None
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False, eq=False)
 class ConnectionFields(
     ValueResidualFields,
     ValueEmbeddingFields,
