@@ -3,9 +3,8 @@
 import transformers
 from transformers import LlamaConfig
 
-import resformer.modeling.connections
 from resformer.configuration import ResFormerConfig
-from resformer.modeling.connection import Connection
+from resformer.modeling.connections import Connection
 from resformer.modeling.families import known_to_transformers
 from resformer.modeling.growing_cache import GrowingCache
 from resformer.modeling.modeling_resformer import (

@@ -547,8 +547,8 @@ class Passes:
             readers: Any = (each._modules[name] for each in self.plan.layers.values() for name in each.connections)
             field = next(each.fields[0] if each.fields else each.name for each in readers if "input_ids" in each.takes)
             raise ValueError(
-                f"`{field}` looks up rows of tokens, which `inputs_embeds` does not name: pass `input_ids` instead (soft "
-                "prompts are not supported)."
+                f"`{field}` looks up rows of tokens, which `inputs_embeds` does not name: pass `input_ids` instead "
+                "(soft prompts are not supported)."
             )
         return given
 

@@ -249,11 +249,8 @@ def disconnect(model: PreTrainedModel, *, lossy: bool = False) -> PreTrainedMode
         raise ValueError(f"Connections have learned: {effects[0]}. Lose that with lossy=True.")
     remove_connections(decoder)
     family = family_of(config)
-    for each in {
-        id(config): config,
-        **{id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c},
-    }.values():
-        if type(each) is type(config):
+    for each in [config, *(getattr(module, "config", None) for module in model.modules())]:
+        if type(each) is not family and isinstance(each, type(config)):
             each.__class__ = family
             for name in (*CONNECTION_FIELDS, "base_model"):
                 vars(each).pop(name, None)

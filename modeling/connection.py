@@ -10,7 +10,7 @@ it costs. An instance is a module of the layer that has it, under its `name`. It
 | `attention_input`, `mlp_input` | what the norms before attention and MLP read | the same |
 | `attention_added`, `mlp_added` | what attention and MLP add to the stream, before dropout | the same |
 | `query_input`, `key_input`, `value_input` | what the projections read | the same |
-| `raw_queries`, `raw_keys` | their outputs, before norms and the rotary embedding | `(batch, tokens, heads, head_dim)` |
+| `raw_queries`, `raw_keys` | their outputs, before any norm | `(batch, tokens, heads, head_dim)` |
 | `raw_values` | V_n, the output of the value projection | `(batch, tokens, key/value heads, head_dim)` |
 | `mixed_values` | V'_n, the values that the layer caches and attends to | the same |
 | `attention_output` | A V', the input of the output projection | `(batch, tokens, query heads, head_dim)` |

@@ -1,4 +1,4 @@
-"""Connections alone in a folder: a few kilobytes, which `connect(model, folder)` adds to the model that they are for."""
+"""Connections alone in a folder: a few kilobytes that `connect(model, folder)` adds to the model that they are for."""
 
 import hashlib
 import json
@@ -45,11 +45,10 @@ import resformer
 from transformers import {auto}
 
 model = {auto}.from_pretrained("{base}"{revision})
-resformer.connect(model, "{name}"{lossy})
+resformer.connect(model, "{name}")
 ```
 """
-_MISSING = """. **It was trained with other weights than `{base}` has, which are missing here: what was measured with those
-does not hold for it**"""
+_MISSING = """. **They were trained with other weights than those of `{base}`, which are missing here**"""
 
 
 def save_connections(model: torch.nn.Module, folder: str | Path, *, lossy: bool = False) -> None:
@@ -65,7 +64,8 @@ def save_connections(model: torch.nn.Module, folder: str | Path, *, lossy: bool 
     Raises:
         ValueError: the model has no connections, or its other weights have changed.
     """
-    folder, config = Path(folder), _config(model)
+    folder = Path(folder)
+    config: Any = model.config
     tensors = {name: value.detach().cpu().contiguous() for name, value in coefficients(model).items()}
     if not (fields := connections_of(config)):
         raise ValueError(f"{type(model).__name__} has no connections to save: add them with `connect`.")
@@ -93,13 +93,8 @@ def save_connections(model: torch.nn.Module, folder: str | Path, *, lossy: bool 
         name=folder.name,
         auto=auto,
         missing=_MISSING.format(base=base) if changed else "",
-        lossy="",
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def _config(model: Any) -> Any:
-    return model.config
 
 
 def read_settings(folder: Path, name: str) -> dict[str, Any]:

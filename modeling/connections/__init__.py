@@ -4,7 +4,8 @@ Those that act between the same layers do so in this order, which is part of wha
 """
 
 # ruff: isort: skip_file
-from resformer.modeling.connection import KINDS
+from resformer.modeling.connection import KINDS as KINDS
+from resformer.modeling.connection import Connection as Connection
 from resformer.modeling.connections import attention_residuals as attention_residuals
 from resformer.modeling.connections import backout as backout
 from resformer.modeling.connections import depth_average as depth_average
@@ -14,5 +15,3 @@ from resformer.modeling.connections import embedding_residual as embedding_resid
 from resformer.modeling.connections import neutreno as neutreno
 from resformer.modeling.connections import sharing as sharing
 from resformer.modeling.connections import value_embedding as value_embedding
-
-__all__ = ["KINDS"]
