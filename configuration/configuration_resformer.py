@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from resformer.configuration.connected_config import ConnectedConfig
 from resformer.configuration.connection_fields import told_in_one_line
-from resformer.configuration.methods import CONNECTION_FIELDS, method_fields
+from resformer.configuration.methods import method_fields
 from resformer.errors import did_you_mean
 
 __all__ = ["ResFormerConfig"]
@@ -92,11 +92,9 @@ class ResFormerConfig(ConnectedConfig, LlamaConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As the base class, but connection fields given as keyword arguments replace those of the file before they
-        are validated, and fields of other families are refused."""
-        overrides = {name: kwargs.pop(name) for name in CONNECTION_FIELDS.keys() & kwargs.keys()}
+        """As of `ConnectedConfig`; fields of other families are refused."""
         _refuse_what_llama_lacks(dict(kwargs))
-        return super().from_dict({**config_dict, **overrides}, **kwargs)
+        return super().from_dict(config_dict, **kwargs)
 
 
 def _refuse_what_llama_lacks(extra: dict[str, Any]) -> None:

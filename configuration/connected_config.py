@@ -21,15 +21,17 @@ class ConnectedConfig(ConnectionFields):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As the base class, but fewer layers are the first ones, with their connections."""
-        fewer = _of_first_layers(config_dict, kwargs)
-        return super().from_dict({**config_dict, **fewer}, **kwargs)  # type: ignore[misc]
+        """As the base class, but connection fields given as keyword arguments replace those of the file before they are
+        validated, and fewer layers are the first ones, with their connections."""
+        overrides = {name: kwargs.pop(name) for name in {*CONNECTION_FIELDS, "num_hidden_layers"} & kwargs.keys()}
+        fewer = _of_first_layers(config_dict, overrides)
+        return super().from_dict({**config_dict, **fewer, **overrides}, **kwargs)  # type: ignore[misc]
 
     @property
     def kv_sharing_modes(self) -> list[str | None] | None:
         """`"reuse"` for a layer that stores neither keys nor values; Transformers' caches read it."""
         if self.value_sources is None or self.key_sources is None:
-            return getattr(super(), "kv_sharing_modes", None)
+            return None
         pairs = zip(self.key_sources, self.value_sources, strict=True)
         return ["reuse" if key != n and value != n else "store" for n, (key, value) in enumerate(pairs)]
 

@@ -515,6 +515,7 @@ class Passes:
         plan = self.plan
         for name in self.drops:
             kwargs.pop(name, None)
+        keep_packed_sequences_apart(kwargs)
         input_ids = self.tokens(args, kwargs) if plan.reads_tokens else None
         forward_pass = ForwardPass(plan, input_ids)
         steps = [Step(forward_pass, *each) for each in zip(plan.modules, plan.numbers, strict=True)]
@@ -555,6 +556,17 @@ class Passes:
     def see_tokens(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hook before a model around the decoder, which may turn tokens into embeddings."""
         self.of_thread.input_ids = kwargs.get("input_ids", args[0] if args else None)
+
+
+def keep_packed_sequences_apart(kwargs: dict[str, Any]) -> None:
+    """Makes no cache of packed sequences: Transformers sees by their positions where they begin, without one alone."""
+    positions = kwargs.get("position_ids")
+    if positions is None or kwargs.get("attention_mask") is not None or kwargs.get(CACHE) is not None:
+        return
+    if torch.compiler.is_compiling():
+        kwargs.setdefault("use_cache", False)
+    elif kwargs.get("use_cache") is not False and bool((positions.diff() != 1).any()):
+        kwargs["use_cache"] = False
 
 
 class ConnectedDecoder(Surgery):

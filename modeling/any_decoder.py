@@ -410,7 +410,8 @@ def _why_not(kind: type[Connection], decoder: Decoder, view: Shape) -> str | Non
     if needs & {"raw_values", "mixed_values", "attention_output"}:
         if not with_values:
             return f"no projection of values is known in {type(layers[0]).__name__}"
-        if not kind.layers(view):
+        groups = [each for each in view.value_groups if each is not None]
+        if not kind.layers(view) and len(groups) == len({*groups}) > 1:
             return "no two layers have values of one shape"
     reads_tokens = not {"hidden_states", "input_ids", "queries"}.isdisjoint(kind.takes)
     if any(each.values.module == "kv_b_proj" for each in with_values if each.values):

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,12 +11,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.utils import output_capturing
 
 from resformer.modeling.acting import ConnectedLayer
 from resformer.modeling.any_decoder import Decoder
 from resformer.modeling.connection import Added, StartsAsStated
 from resformer.modeling.growing_cache import GrowingCache
 from resformer.modeling.installing import add_connections
+from resformer.modeling.matrices import depth_mixing_matrix, value_mixing_matrix
 from resformer.modeling.versions import CACHE, record_rejected_tokens
 
 _UNSET = object()
@@ -29,11 +31,6 @@ def added_modules(model: nn.Module) -> dict[str, Added]:
         if isinstance(module, Added) and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
     return found
-
-
-def modules_of(layers: Iterable[Any], name: str) -> dict[int, Any]:
-    """Number of a layer -> its module of that name, of those that have one."""
-    return {n: getattr(layer, name) for n, layer in enumerate(layers) if name in getattr(layer, "connections", ())}
 
 
 def not_reentrant(checkpointing: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,10 +74,20 @@ class ConnectedModel(PreTrainedModel):
         names = ("_tp_plan", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
         self._before_connections = {name: vars(self).get(name, _UNSET) for name in names}
         view = decoder.view(self.config)  # type: ignore[arg-type]
+        if isinstance(decoder.module, PreTrainedModel) and not isinstance(decoder.module, ConnectedModel):
+            become_connected(decoder.module, type(self.config))
         add_connections(self, decoder, view)
         plan: dict[str, str] = getattr(self, "_tp_plan", None) or {}
         self._tp_plan = plan | decoder.tp_plan(view, plan)
         self.keep_full_precision()
+
+    def value_mixing_matrix(self) -> torch.Tensor:
+        """`resformer.value_mixing_matrix` of this model."""
+        return value_mixing_matrix(self)
+
+    def depth_mixing_matrix(self) -> torch.Tensor:
+        """`resformer.depth_mixing_matrix` of this model."""
+        return depth_mixing_matrix(self)
 
     def forget_connections(self) -> None:
         """Undoes what `add_connections` has set of this module."""
@@ -165,6 +172,14 @@ class ConnectedModel(PreTrainedModel):
 
 
 _loss_of_task = PreTrainedModel.loss_function.fget  # by this name: torch.compile refuses super() of a property
+
+
+def become_connected(model: Any, config: type) -> None:
+    """Gives a model the class that its family's has with connections."""
+    from resformer.modeling.families import model_class  # whose classes are subclasses of the one above
+
+    model.__class__ = model_class(type(model), config)
+    dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(type(model)), model._can_record_outputs)
 
 
 #: Heads of Transformers that leave `num_items_in_batch` out.

@@ -6,21 +6,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging, output_capturing
+from transformers.utils import logging
 
 from resformer.configuration.connection_fields import reason
 from resformer.configuration.methods import CONNECTION_FIELDS, METHODS, connections_of, fields_within_kinds
 from resformer.errors import CheckpointError, did_you_mean, one_line
 from resformer.modeling.acting import ConnectedLayer
 from resformer.modeling.any_decoder import Decoder, text_config
-from resformer.modeling.connected import ConnectedModel, modules_of, not_reentrant
-from resformer.modeling.connection import KINDS, Connection, kinds_in, mixing_matrix, own_fields
-from resformer.modeling.families import config_class, model_class
+from resformer.modeling.connected import ConnectedModel, become_connected, not_reentrant
+from resformer.modeling.connection import KINDS, Connection, kinds_in, own_fields
+from resformer.modeling.families import config_class
 from resformer.modeling.installing import remove_connections
+from resformer.modeling.matrices import depth_mixing_matrix, value_mixing_matrix
 from resformer.modeling.measured import MEASURED
 from resformer.modeling.saved_connections import (
     COEFFICIENTS,
@@ -189,8 +189,7 @@ def _connect(model: Any, fields: Mapping[str, Any], unless_exact: str | None = N
     for module in model.modules():  # another model may have been made from the same configuration
         vars(module).update({name: own for name, value in vars(module).items() if value is shared})
     _remember_base(model)
-    model.__class__ = model_class(type(model), type(model.config))
-    dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(type(model)), model._can_record_outputs)
+    become_connected(model, type(model.config))
     model.add_connections(decoder)
     return model
 
@@ -326,35 +325,3 @@ def _with_fields(config: PreTrainedConfig, fields: Mapping[str, Any]) -> PreTrai
     except StrictDataclassError as error:
         raise ValueError(reason(error)) from None
     return config
-
-
-def value_mixing_matrix(model: torch.nn.Module) -> torch.Tensor:
-    """M, `(N, N)`, of any model: layer n attends to V' = sum_m M[n, m] V_m of the raw values V_m.
-
-    float32, detached, on the CPU; the identity without connections; NaN where the mix depends on the token. The row of
-    a layer that shares values is its source's.
-    """
-    owner, layers = _connected(model)
-    of_decoder = getattr(owner, "value_residual", None)
-    matrix = mixing_matrix(len(layers), len(layers), modules_of(layers, "value_residual"), of_decoder)
-    return matrix[getattr(model.config, "value_sources", None) or list(range(len(layers)))]
-
-
-def depth_mixing_matrix(model: torch.nn.Module) -> torch.Tensor:
-    """D, `(N, N + 1)`, of any model: block n + 1, or the final norm, reads Y_n = sum_j D[n, j] X_j.
-
-    X_0 are the embeddings, X_{j+1} the raw output of block j. float32, detached, on the CPU.
-    """
-    _, layers = _connected(model)
-    return mixing_matrix(len(layers), len(layers) + 1, modules_of(layers, "depth_average"))
-
-
-def _connected(model: Any) -> tuple[Any, Any]:
-    """(what has the layers, the layers with connections); empty modules for those of a model without connections."""
-    for module in model.modules():
-        for child in module.children():
-            if isinstance(child, torch.nn.ModuleList):
-                layers = [next((m for m in each.modules() if isinstance(m, ConnectedLayer)), None) for each in child]
-                if layers and all(layers):
-                    return module, layers
-    return torch.nn.Module(), [torch.nn.Module()] * text_config(model.config).num_hidden_layers

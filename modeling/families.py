@@ -33,6 +33,8 @@ def config_class(family: type[PreTrainedConfig]) -> Any:
         return ResFormerConfig
     name, model_type = f"ResFormer{family.__name__}", PREFIX + family.model_type
     members = {"model_type": model_type, "__module__": __name__, "__doc__": family.__doc__}
+    if hasattr(family, "kv_sharing_modes"):  # shares keys and values by itself, and in no other way
+        members["kv_sharing_modes"] = family.kv_sharing_modes
     made: Any = told_in_one_line(strict(type(name, (ConnectedConfig, family), members)))
     AutoConfig.register(model_type, made, exist_ok=True)
     # Processors of images and sounds are imported where there are any.
@@ -69,7 +71,7 @@ def known_to_transformers(made: Any, family: type[PreTrainedModel]) -> Any:
             table.setdefault(made.config_class.model_type, made.__name__)
     # TRL, vLLM and `transformers serve` look the name in config.json's `architectures` up in `transformers`. Importing
     # its processors runs that module again: who imported it earlier holds the first one, who imports it now the second.
-    for module in (transformers, sys.modules["transformers"]):
+    for module in (transformers, sys.modules["transformers"], sys.modules[__name__]):  # the last for pickle
         setattr(module, made.__name__, made)
     return made
 

@@ -89,7 +89,7 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: Shape) -> No
     # Gemma 4 drops tokens in its middle, whose states connections between layers read.
     drops = ("logits_to_keep",) if any(kind.place is None and kind.has_modules for kind in kinds) else ()
     passes = Passes(decoder.module, decoder.name.rpartition(".")[2], drops, switch)
-    if decoder.module is not model:
+    if not isinstance(decoder.module, PreTrainedModel):  # others run their passes by themselves
         _become(decoder.module, ConnectedDecoder)
     decoder.layers.passes = decoder.module.passes = passes  # type: ignore[assignment]
     if passes.plan.reads_tokens and decoder.module is not model:

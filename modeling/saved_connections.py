@@ -13,9 +13,9 @@ from transformers.utils import logging
 
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.errors import CheckpointError
-from resformer.modeling.acting import ConnectedLayer
 from resformer.modeling.connected import added_modules
 from resformer.modeling.families import PREFIX
+from resformer.modeling.matrices import decoder_of
 from resformer.untrusted import read_json
 from resformer.version import __version__
 
@@ -113,7 +113,7 @@ def read_settings(folder: Path, name: str) -> dict[str, Any]:
 
 def coefficients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The parameters of connections, by their names in the decoder."""
-    owner = _owner(model)
+    owner = decoder_of(model)[0]
     found: dict[str, torch.Tensor] = {}
     for name, module in added_modules(owner).items():
         place, _, adapter = name.partition(".modules_to_save.")  # PEFT's trained copies are beside the original
@@ -128,17 +128,6 @@ def coefficients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             cleaned = f"{place}.{each}".replace("._orig_mod.", ".")  # of a compiled layer
             found[cleaned.replace("._checkpoint_wrapped_module.", ".")] = value
     return found
-
-
-def _owner(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that has the layers."""
-    for module in model.modules():
-        for child in module.children():
-            if isinstance(child, torch.nn.ModuleList) and any(
-                isinstance(each, ConnectedLayer) for layer in child for each in layer.modules()
-            ):
-                return module
-    return torch.nn.Module()
 
 
 def load_coefficients(model: PreTrainedModel, file: Path) -> PreTrainedModel:

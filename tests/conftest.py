@@ -38,8 +38,6 @@ TINY = {
     "eos_token_id": None,
 }
 
-_TYPES = ["full_attention", "sliding_attention"] * 3
-
 #: What the named methods leave out: half-sharing layers, anchors, and everything at once.
 COMBINATIONS: dict[str, dict[str, Any]] = {
     "svformer-anchors": {"value_sources": [0, 0, 0, 3, 3, 3]},
@@ -55,13 +53,8 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "dwa_period": 2,
         "attention_residuals": True,
         "attention_residual_blocks": 4,
-        "qk_norm": True,
         "attention_bias": True,
-        "attention_out_bias": False,
         "mlp_bias": True,
-        "sliding_window": 4,
-        "layer_types": _TYPES,
-        "no_rope_layers": [1, 1, 0, 1, 0, 1],
         "head_dim": 12,
         "tie_word_embeddings": True,
     },
@@ -85,23 +78,14 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "neutreno_lambda": 0.3,
         "key_sources": [0, 1, 0, 1, 4, 1],
         "dwa": True,
-        "qk_norm": True,
-        "no_rope_layers": [1, 0, 1, 0, 0, 0],
         "value_embeddings": [0, 4],
-    },
-    "smeared": {
-        "smear": True,
-        "embedding_residual": True,
-        "backout": True,
-        "sliding_window": 4,
-        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
     },
 }
 
 VARIANTS = [*METHODS, *COMBINATIONS]
 #: Every mechanism is in one of these: `make test` runs them, `make test-slow` the others.
 QUICK = (
-    "transformer resformer resformer-plus svformer denseformer-4x5 kitchen-sink gated-sink depth-sink smeared"
+    "transformer resformer resformer-plus svformer denseformer-4x5 kitchen-sink gated-sink depth-sink"
 ).split()
 
 
