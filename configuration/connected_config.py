@@ -32,8 +32,14 @@ class ConnectedConfig(ConnectionFields):
         """`"reuse"` for a layer that stores neither keys nor values; Transformers' caches read it."""
         if self.value_sources is None or self.key_sources is None:
             return None
-        pairs = zip(self.key_sources, self.value_sources, strict=True)
-        return ["reuse" if key != n and value != n else "store" for n, (key, value) in enumerate(pairs)]
+        text: Any = self.get_text_config(decoder=True)  # type: ignore[attr-defined]
+        types = getattr(text, "layer_types", None) or ["attention"] * len(self.key_sources)
+        pairs = zip(self.key_sources, self.value_sources, types, strict=True)
+        # The cache of a layer that is more than an attention holds more than keys and values.
+        return [
+            ("reuse" if key != n and value != n else "store") if "attention" in kind else None
+            for n, (key, value, kind) in enumerate(pairs)
+        ]
 
     def validate_connections(self) -> None:
         text: Any = self.get_text_config(decoder=True)  # type: ignore[attr-defined]

@@ -50,7 +50,7 @@ SUBLAYER_INPUTS = ("attention_input", "mlp_input")
 SUBLAYERS_ADDED = ("attention_added", "mlp_added")
 PROJECTION_INPUTS = ("query_input", "key_input", "value_input")
 #: Attention in a wider sense: its values are no values of a softmax.
-_OTHER_MIXERS = re.compile(r"Linear|Lightning|Delta|Recurrent|Mamba|Mixer|Conv|RWKV|SSM|Cross|Ngram", re.IGNORECASE)
+_OTHER_MIXERS = re.compile(r"Linear|Lightning|Delta|Recurrent|Mamba|Mixer|Conv|RWKV|(?-i:SSM)|Cross|Ngram", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

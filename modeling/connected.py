@@ -43,6 +43,19 @@ def not_reentrant(checkpointing: Callable[..., Any]) -> Callable[..., Any]:
     return functools.partial(checkpointing, use_reentrant=False)
 
 
+@torch.no_grad()
+def initialize(module: Any) -> None:
+    """Sets the initial values of what was not loaded, however the module sets them."""
+    own = [*module.parameters(recurse=False)]
+    loaded = [each for each in own if getattr(each, "_is_hf_initialized", False)]
+    if own and len(loaded) == len(own):
+        return
+    kept = [each.clone() for each in loaded]
+    module.reset_parameters()
+    for parameter, value in zip(loaded, kept, strict=True):
+        parameter.copy_(value)
+
+
 class ConnectedModel(PreTrainedModel):
     """Mixed into a model of a family, which it leaves what it is but for the connections of its decoder."""
 
@@ -104,7 +117,7 @@ class ConnectedModel(PreTrainedModel):
         super().initialize_weights()
         for module in self.modules():  # models within this one, of the family, know nothing of connections
             if isinstance(module, StartsAsStated):
-                module.reset_parameters()
+                initialize(module)
 
     def _replicate_for_data_parallel(self) -> Any:
         raise NotImplementedError("nn.DataParallel is not supported: use one process a device.")
@@ -144,7 +157,7 @@ class ConnectedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, StartsAsStated):
-            module.reset_parameters()
+            initialize(module)
 
     def _resize_token_embeddings(
         self, new_num_tokens: int | None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True

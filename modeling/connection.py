@@ -23,6 +23,7 @@ input of the projections), `queries` and `keys` (before the rotary embedding, no
 `reads` says of earlier layers.
 """
 
+import copy
 import functools
 import inspect
 import re
@@ -37,6 +38,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor, Partial
 from transformers import conversion_mapping
 from transformers import initialization as init
+from transformers.models.auto import modeling_auto
 
 from resformer.configuration.methods import METHODS, connections_of
 
@@ -189,6 +191,16 @@ class Connection(Added):
         if not self.fields_of:
             vars(self).update(self.settings(config))
 
+    @torch.no_grad()
+    def deviations(self) -> list[tuple[float, str]]:
+        start = copy.deepcopy(self)
+        vars(start).update(self.plain)
+        for module in start.modules():
+            if isinstance(module, StartsAsStated):
+                module.reset_parameters()
+        pairs = zip(self.named_parameters(), start.parameters(), strict=True)
+        return [(float((now - plain).abs().max()), f".{name}") for (name, now), plain in pairs]
+
     @classmethod
     def settings(cls, config: Any) -> dict[str, Any]:
         """Field -> value, of a class whose fields are its annotated attributes."""
@@ -327,7 +339,10 @@ def changed_by_loading(name: str) -> str | None:
 def _renamings() -> list[tuple[str, list[str]]]:
     """Model type -> patterns of those names that have nothing of layers or decoders around them."""
     found = []
+    decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     for model_type, transforms in conversion_mapping._build_checkpoint_conversion_mapping().items():
+        if model_type not in decoders:
+            continue
         both = [way for each in transforms for way in (each, each.reverse_transform())]  # loading, and saving
         patterns = [pattern for each in both for pattern in each.source_patterns]
         found.append((model_type, [each for each in patterns if not re.search(each, "model.layers.0.a.weight")]))

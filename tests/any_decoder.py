@@ -13,15 +13,24 @@ import textwrap
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from small_decoders import TYPES, VOCABULARY, small_decoder
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import resformer
-from resformer.modeling.any_decoder import ConnectedAttention, Decoder
+from resformer.configuration.methods import fields_within_kinds
+from resformer.modeling.any_decoder import Decoder, text_config
+from resformer.modeling.connection import coefficient
+from resformer.modeling.versions import CACHE
 from resformer.training.optimizer import is_connection
 
 #: Column -> the fields of the connection; those that `connect` starts plainly, but for NeuTRENO.
@@ -34,8 +43,32 @@ CONNECTIONS: dict[str, dict[str, Any]] = {
     "embeddings": {"embedding_residual": True},
     "backout": {"backout": True, "backout_init": 0.0},
     "attention residuals": {"attention_residuals": True, "attention_residual_blocks": 2},
+    "shared keys and values": {},  # of `sharing`
+    "sublayers' outputs": {"connections": {"damped": {"init": 1.0}}},
 }
 IDS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+class Damped(resformer.Connection):
+    """x <- x + g f: what attention adds, times g."""
+
+    name, place = "damped", "attention_added"
+    init: float = 0.5
+
+    def __init__(self, config: Any, layer: int):
+        super().__init__(config, layer)
+        self.weight = coefficient(1)
+
+    def forward(self, added: torch.Tensor) -> torch.Tensor:
+        return added * self.weight.to(added.dtype)
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.constant_(self.weight, self.init)
+
+
+def sharing(model: PreTrainedModel) -> dict[str, Any]:
+    """Pairs of layers, each of one kind."""
+    return fields_within_kinds("cla2", text_config(model.config))
 
 
 def with_values(model: PreTrainedModel) -> list[int]:
@@ -46,6 +79,7 @@ def connected(base: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
     """A copy with connections; raises `ValueError` with the reason if it is refused."""
     if "value_embeddings" in fields:
         fields = fields | {"value_embeddings": with_values(base)[-2:] or [0]}
+    fields = fields or sharing(base)
     return resformer.connect(copy.deepcopy(base), "transformer", lossy=True, **fields)
 
 
@@ -110,37 +144,81 @@ def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if is_connection(name) and p.grad is not None}
 
 
-def assert_values_are_those_that_are_attended_to(model: PreTrainedModel) -> None:
-    """What is taken for values is what the attention gets, where it goes through Transformers' interface."""
-    seen: dict[int, torch.Tensor] = {}
-    attended: dict[int, torch.Tensor] = {}
-    around = ConnectedAttention.around_output
+class SeenValues(resformer.Connection):
+    """Keeps the values that a layer caches."""
 
-    def output(self: Any, module: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        seen[id(self)] = self.places.tensors["mixed_values"]
-        return around(self, module, states, *args, **kwargs)
+    name, place, by_heads = "seen_values", "mixed_values", True
+    kept: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def __init__(self, config: Any, layer: int):
+        super().__init__(config, layer)
+        self.layer = layer
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.kept[self.layer] = values
+        return values
+
+    @classmethod
+    def layers(cls, config: Any) -> list[int]:
+        return [n for n, group in enumerate(config.value_groups) if group is not None]
+
+
+def assert_values_are_those_that_are_attended_to(base: PreTrainedModel, fields: dict[str, Any]) -> None:
+    """What is taken for values is what the attention gets, where it goes through Transformers' interface."""
+    model = connected(base, fields | {"connections": {"seen_values": {}}})
+    move(model)
+    attended: dict[int, torch.Tensor] = {}
 
     def spy(module: Any, query: Any, key: Any, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(module, "lambda_init"):  # which attends to each half of the values by itself
-            attended[id(module)] = value / getattr(module, "v_scale", 1.0)
+            attended[module.layer_idx] = value / getattr(module, "v_scale", 1.0)
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, *args, **kwargs)
 
-    ConnectedAttention.around_output = output  # type: ignore[method-assign]
+    SeenValues.kept.clear()
     try:
         ALL_ATTENTION_FUNCTIONS.register("spy", spy)
-        ALL_ATTENTION_FUNCTIONS["spy"]
         model.set_attn_implementation("spy")
         logits_of(model)
     except (ValueError, KeyError, ImportError, AttributeError, TypeError):
         return
-    finally:
-        ConnectedAttention.around_output = around  # type: ignore[method-assign]
-        model.set_attn_implementation("eager")
-    for key in seen.keys() & attended.keys():
-        ours, theirs = seen[key], attended[key].transpose(1, 2)
+    for key in SeenValues.kept.keys() & attended.keys():
+        ours, theirs = SeenValues.kept[key], attended[key].transpose(1, 2)
         if ours.shape[2] != theirs.shape[2]:
             ours = ours.repeat_interleave(theirs.shape[2] // ours.shape[2], dim=2)
         assert torch.allclose(ours, theirs[..., : ours.shape[-1]], atol=1e-6), "values are not what is attended to"
+
+
+class SeenStream(resformer.Connection):
+    """Keeps what a layer reads, adds and returns."""
+
+    at = ""
+    kept: ClassVar[dict[tuple[str, int], torch.Tensor]] = {}
+
+    def __init__(self, config: Any, layer: int):
+        super().__init__(config, layer)
+        self.layer = layer
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        self.kept[self.at, self.layer] = states
+        return states
+
+
+SEEN_STREAM = ("layer_input", "attention_added", "mlp_added", "layer_output")
+for _n, _place in enumerate(SEEN_STREAM):
+    type(_place, (SeenStream,), {"name": f"seen_{_n}", "place": _place, "at": _place, "__module__": __name__})
+
+
+def assert_what_is_added_is_what_sublayers_add(base: PreTrainedModel) -> None:
+    """`attention_added` and `mlp_added` add up to what a layer adds to the stream, where the decoder has them."""
+    model = connected(base, {"connections": {f"seen_{n}": {} for n, _ in enumerate(SEEN_STREAM)}})
+    SeenStream.kept.clear()
+    logits_of(model)
+    layers = {n for _, n in SeenStream.kept}
+    assert layers, "no layer has come by its places"
+    for n in layers:
+        before, attention, mlp, after = (SeenStream.kept[place, n] for place in SEEN_STREAM)
+        total = before + attention.reshape(before.shape) + mlp.reshape(before.shape)
+        assert torch.allclose(total, after, rtol=1e-4, atol=1e-5), "what is added to the stream is something else"
 
 
 def assert_the_first_norm_comes_before_attention(base: PreTrainedModel) -> None:
@@ -158,12 +236,80 @@ def assert_the_first_norm_comes_before_attention(base: PreTrainedModel) -> None:
     assert ran[0] == names[0], "its norms come after what they are taken to be before"
 
 
+def attending_as_shared(base: PreTrainedModel, model: PreTrainedModel) -> torch.Tensor | None:
+    """The logits of the plain model, whose attention gets the keys and values of other layers from here."""
+    keys, values = model.config.key_sources, model.config.value_sources
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        n = module.layer_idx
+        made[n] = key, value
+        key, value = made[keys[n]][0], made[values[n]][1]
+        return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, *args, **kwargs)
+
+    plain = copy.deepcopy(base)
+    ALL_ATTENTION_FUNCTIONS.register("as_shared", attention)
+    AttentionMaskInterface.register("as_shared", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    try:
+        plain.set_attn_implementation("as_shared")
+        expected = plain(input_ids=IDS, use_cache=False).logits
+    except (ValueError, KeyError, ImportError, AttributeError, TypeError):
+        return None
+    model.set_attn_implementation("eager")
+    return expected if made else None
+
+
+@torch.no_grad()
+def verdict_on_sharing(base: PreTrainedModel, model: PreTrainedModel) -> str:
+    if (expected := attending_as_shared(base, model)) is not None:
+        assert torch.allclose(model(input_ids=IDS).logits, expected, atol=1e-5), "it attends to something else"
+    assert not generates(base) or caches_agree(model), "a cache changes logits"
+    if generates(base):
+        held = [held_bytes(each, use_cache=True) for each in (model, base)]
+        layers = len(model.config.key_sources)
+        distinct = (len({*model.config.key_sources}) + len({*model.config.value_sources})) / (2 * layers)
+        assert held[0] is None or distinct == 1 or held[0] < held[1], "the cache is not smaller"
+    assert_reloads(model)
+    return ""
+
+
+def held_bytes(model: PreTrainedModel, **options: Any) -> int | None:
+    """Bytes of keys and values of a cache."""
+    output = model(input_ids=IDS, **options)
+    cache = getattr(output, CACHE, None)
+    if not hasattr(cache, "layers"):
+        return None
+    tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    return sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
+
+
+def assert_the_layer_is_the_familys(base: PreTrainedModel, model: PreTrainedModel) -> None:
+    """A hook on a layer sees what it sees on the plain model; disconnected, the model is that of its family."""
+    seen = []
+    for each in (base, model):
+        layer = Decoder(each).layers[0]
+        handle = layer.register_forward_hook(lambda _module, _args, output: seen.append(output))
+        logits_of(each)
+        handle.remove()
+    assert type(seen[0]) is type(seen[1]), "a hook on a layer sees something else"
+    resformer.disconnect(model)
+    assert type(model) is type(base) and type(model.config) is type(base.config)
+    assert [type(each) for each in model.modules()] == [type(each) for each in base.modules()]
+    assert torch.equal(logits_of(model), logits_of(base)), "disconnected, it is another model"
+
+
 def verdict(base: PreTrainedModel, name: str) -> str:
     """Empty if the connection passes everything; else why it is refused, or what fails."""
     try:
         model = connected(base, CONNECTIONS[name])
     except ValueError as error:
         return str(error).partition(": ")[2] or str(error)
+    if name == "shared keys and values":
+        return verdict_on_sharing(base, model)
+    if name == "sublayers' outputs":
+        assert_what_is_added_is_what_sublayers_add(base)
+    if name != "NeuTRENO":
+        assert_the_layer_is_the_familys(base, copy.deepcopy(model))
     if name != "NeuTRENO":
         assert torch.equal(logits_of(model), logits_of(base)), "the plain start changes logits"
     move(model)
@@ -172,7 +318,7 @@ def verdict(base: PreTrainedModel, name: str) -> str:
     if name == "attention residuals":
         assert_the_first_norm_comes_before_attention(base)
     if "value" in name:
-        assert_values_are_those_that_are_attended_to(copy.deepcopy(model))
+        assert_values_are_those_that_are_attended_to(base, CONNECTIONS[name])
     assert not generates(base) or caches_agree(model), "a cache changes logits"
     found = gradients(model.train())
     added = {each for each, _ in model.named_parameters() if is_connection(each)}
@@ -231,7 +377,7 @@ def verdicts(model_type: str) -> dict[str, str]:
             found[name] = verdict(base, name)
         except Exception as error:
             found[name] = f"FAILS: {type(error).__name__}: {error}"[:300]
-    if passing := [name for name, said in found.items() if not said]:
+    if passing := [name for name, said in found.items() if not said and CONNECTIONS[name]]:
         try:
             assert_reloads(together(base, passing))
         except Exception as error:

@@ -14,12 +14,12 @@ import pytest
 import torch
 from click.testing import Result
 from hub_server import Commands, HubServer
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback, TrainingArguments
 from typer.testing import CliRunner
 
-from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM
+from resformer import METHODS, ResFormerConfig, ResFormerForCausalLM, connected_config
 from resformer.cli import app
-from resformer.configuration.methods import method_fields
+from resformer.configuration.methods import connections_of, method_fields
 from resformer.modeling.connections import KINDS
 
 Batch = dict[str, torch.Tensor]
@@ -299,3 +299,11 @@ def invoke(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
         return result
 
     return run
+
+
+def windowed_model(variant: str, window: int, seed: int = 0) -> PreTrainedModel:
+    """As `tiny_model`, in Mistral's class, whose layers all have a sliding window."""
+    connections = connections_of(tiny_config(variant))
+    plain = AutoConfig.for_model("mistral", **TINY, sliding_window=window)
+    model = AutoModelForCausalLM.from_config(connected_config(plain, connections))
+    return randomise(model, seed).eval()

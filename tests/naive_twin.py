@@ -60,10 +60,6 @@ def naive_hidden_states(
     epsilon = config.rms_norm_eps
 
     embeddings = weights["model.embed_tokens.weight"][list(tokens)]
-    if config.smear:
-        gates = torch.sigmoid(embeddings[1:, :24] @ weights["model.smear.gate.weight"].T)
-        before = weights["model.smear.weight"] * gates * embeddings[:-1]
-        embeddings = torch.cat((embeddings[:1], embeddings[1:] + before))
     blocks = [embeddings]  # X_j
     stream = blocks[0]  # Y_{n-1}
     keys: dict[int, list[torch.Tensor]] = {}  # layer -> one (tokens, head_dim) per key/value head
@@ -74,7 +70,6 @@ def naive_hidden_states(
 
     for n in range(number_of_layers):
         layer = f"model.layers.{n}"
-        rotates = config.no_rope_layers is None or config.no_rope_layers[n] == 1
         depth_blocks = config.attention_residual_blocks
         if n in [block * number_of_layers // depth_blocks for block in range(depth_blocks)]:
             boundaries.append(stream)
@@ -85,18 +80,13 @@ def naive_hidden_states(
         normed = rms_norm(seen, weights[f"{layer}.input_layernorm.weight"], epsilon)  # H_n
 
         queries = heads(linear(normed, weights, f"{layer}.self_attn.q_proj"), query_heads)
-        if config.qk_norm:
-            queries = [rms_norm(query, weights[f"{layer}.self_attn.q_norm.weight"], epsilon) for query in queries]
         plain_queries = queries
-        if rotates:
-            queries = [rotate(query, config.rope_parameters["rope_theta"]) for query in queries]
+        queries = [rotate(query, config.rope_parameters["rope_theta"]) for query in queries]
 
         if key_source[n] == n:
             own = heads(linear(normed, weights, f"{layer}.self_attn.k_proj"), groups)
-            if config.qk_norm:
-                own = [rms_norm(key, weights[f"{layer}.self_attn.k_norm.weight"], epsilon) for key in own]
             unrotated[n] = own
-            keys[n] = [rotate(key, config.rope_parameters["rope_theta"]) for key in own] if rotates else own
+            keys[n] = [rotate(key, config.rope_parameters["rope_theta"]) for key in own]
 
         if value_source[n] == n:
             raw[n] = heads(linear(normed, weights, f"{layer}.self_attn.v_proj"), groups)
@@ -138,7 +128,7 @@ def naive_hidden_states(
         for head in range(query_heads):
             group = head // (query_heads // groups)
             value = mixed[value_source[n]][group]
-            output = attend(queries[head], keys[key_source[n]][group], value, window(config, n))
+            output = attend(queries[head], keys[key_source[n]][group], value)
             if n >= 1:
                 output = output + config.neutreno_lambda * (raw[0][group] - value)
             outputs.append(output)
@@ -239,17 +229,11 @@ def rotate(states: torch.Tensor, theta: float) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def window(config: ResFormerConfig, n: int) -> int | None:
-    sliding = config.layer_types is not None and config.layer_types[n] == "sliding_attention"
-    return config.sliding_window if sliding else None
-
-
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: int | None) -> torch.Tensor:
-    """One head: each token sees itself and what came before it, the last `visible` of them in all if that is set."""
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """One head: each token sees itself and what came before it."""
     rows = []
     for t in range(len(query)):
-        first = 0 if visible is None else max(0, t - visible + 1)
-        scores = key[first : t + 1] @ query[t] / math.sqrt(query.shape[-1])
+        scores = key[: t + 1] @ query[t] / math.sqrt(query.shape[-1])
         exponentials = torch.exp(scores - scores.max())
-        rows.append(exponentials / exponentials.sum() @ value[first : t + 1])
+        rows.append(exponentials / exponentials.sum() @ value[: t + 1])
     return torch.stack(rows)

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import tiny_model, windowed_model
 from transformers import Cache, DynamicCache, LlamaConfig, StaticCache
 
 from resformer import GrowingCache, ResFormerConfig
@@ -18,8 +18,7 @@ from resformer.modeling.versions import CACHE
 def test_report_is_what_a_cache_holds(
     variant: str, dtype: torch.dtype, window: int | None, new_cache: Callable[..., Cache]
 ) -> None:
-    fields = {} if window is None else {"sliding_window": 4, "layer_types": None}
-    model = tiny_model(variant, dtype=dtype, smear=False, **fields)  # whose cache has a layer more, of token numbers
+    model = tiny_model(variant, dtype=dtype) if window is None else windowed_model(variant, window).to(dtype)
     cache = new_cache(config=model.config)
     with torch.no_grad():
         model(torch.randint(3, 97, (2, 11)), **{CACHE: cache})
@@ -30,7 +29,7 @@ def test_report_is_what_a_cache_holds(
                 spare = isinstance(cache, StaticCache) and layer.is_sliding
                 held += tensor[..., spare:, :].nbytes
     assert cache_bytes(model.config, tokens=11, batch_size=2, dtype=dtype) == held
-    if window is None and model.config.sliding_window is None:
+    if window is None:
         assert cache_bytes_per_token(model.config, dtype) * 22 == held
     assert cache_bytes_per_token(model.config, str(dtype).removeprefix("torch.")) == cache_bytes(
         model.config, tokens=1, dtype=dtype

@@ -95,34 +95,24 @@ def random_fields(seed: int) -> dict[str, Any]:
         fields["depth_attention_stride"] = draw.choice([1, 1, 2])
     fields["num_key_value_heads"] = draw.choice([1, 2, 4])
     fields["head_dim"] = draw.choice([None, 6, 12])
-    fields["qk_norm"] = draw.random() < 0.4
     fields["attention_bias"] = draw.random() < 0.5
-    fields["attention_out_bias"] = draw.choice([None, False, True])
     fields["mlp_bias"] = draw.random() < 0.3
     fields["tie_word_embeddings"] = draw.random() < 0.5
     fields["rope_parameters"] = {"rope_type": "default", "rope_theta": draw.choice([100.0, 10000.0])}
-    fields["sliding_window"] = draw.choice([None, 2, 4])
-    if fields["sliding_window"] is not None and draw.random() < 0.6:
-        fields["layer_types"] = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
-    if draw.random() < 0.4:
-        fields["no_rope_layers"] = [draw.choice([0, 1]) for _ in range(layers)]
     fields["neutreno_lambda"] = draw.choice([0.0, 0.375, 1.5])
     if draw.random() < 0.5:
         fields.update(dwa=True, dwa_dilation=draw.choice([1, 2, 3]), dwa_period=draw.choice([1, 1, 2, 7]))
 
-    types = fields.get("layer_types", ["same"] * layers)
-    rope = fields.get("no_rope_layers", [1] * layers)
-
-    def sources(alike: Callable[[int, int], bool]) -> list[int] | None:
+    def sources() -> list[int] | None:
         if draw.random() < 0.35:
             return None
         chosen: list[int] = []
         for n in range(layers):
-            chosen.append(draw.choice([n, *[m for m in range(n) if chosen[m] == m and alike(m, n)]]))
+            chosen.append(draw.choice([n, *[m for m in range(n) if chosen[m] == m]]))
         return chosen
 
-    fields["value_sources"] = None if over_depth else sources(lambda m, n: types[m] == types[n])
-    fields["key_sources"] = sources(lambda m, n: types[m] == types[n] and rope[m] == rope[n])
+    fields["value_sources"] = None if over_depth else sources()
+    fields["key_sources"] = sources()
     owners = [n for n in range(1, layers) if fields["value_sources"] is None or fields["value_sources"][n] == n]
     if draw.random() < 0.4:
         with_values = [n for n in range(layers) if fields["value_sources"] is None or fields["value_sources"][n] == n]
@@ -323,11 +313,11 @@ def test_values_are_mixed_to_the_same_bits_with_and_without_gradients(method: st
 
 def test_added_parameters_lie_in_their_modules_and_are_no_scalars(variant: str) -> None:
     model = tiny_model(variant)
-    fields = "head_dim num_key_value_heads qk_norm attention_bias attention_out_bias mlp_bias tie_word_embeddings"
+    fields = "head_dim num_key_value_heads attention_bias mlp_bias tie_word_embeddings"
     plain = tiny_model(**{field: getattr(model.config, field) for field in fields.split()})
     backbone = {name for name, _ in plain.named_parameters()}
     connections = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Added))
     for name, parameter in model.named_parameters():
         assert parameter.dim() >= 1, name
         assert is_connection(name) == (name not in backbone) == name.startswith(connections), name
-    assert sorted(name for kind in KINDS for name in kind.fields) == sorted(CONNECTION_FIELDS)
+    assert sorted(name for kind in KINDS for name in kind.fields) == sorted({*CONNECTION_FIELDS} - {"connections"})

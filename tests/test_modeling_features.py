@@ -33,7 +33,7 @@ from resformer import (
     ResFormerForTokenClassification,
     ResFormerModel,
 )
-from resformer.modeling import modeling_resformer
+from resformer.modeling.connecting import disconnected
 from resformer.modeling.versions import CACHE
 from resformer.training.optimizer import is_connection
 
@@ -53,14 +53,13 @@ def test_recorded_states_are_attention_weights_embeddings_raw_blocks_and_the_nor
     model = tiny_model(variant, attention="eager")
     ids, raw = RAGGED["input_ids"][:1], []
     for layer in model.model.layers:
-        layer.register_forward_hook(lambda _module, _args, output: raw.append(output[0]))
+        layer.register_forward_hook(lambda _module, _args, output: raw.append(output))
     with torch.no_grad():
         output = model.model(ids, output_attentions=True, output_hidden_states=True)
         plain = model.model(ids)
     embeddings, *blocks, last = output.hidden_states
     scale = model.model.layers[0].embedding_residual.weight.sum() if model.config.embedding_residual else 1.0  # r + s
-    if not model.config.smear:
-        torch.testing.assert_close(embeddings, scale * model.model.embed_tokens(ids), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(embeddings, scale * model.model.embed_tokens(ids), rtol=1e-6, atol=1e-7)
     for recorded, expected in zip(blocks, raw[:5], strict=True):
         assert torch.equal(recorded, expected)
     assert torch.equal(last, output.last_hidden_state)
@@ -73,8 +72,8 @@ def test_embeddings_give_the_logits_of_their_tokens(variant: str) -> None:
     expected = logits_of(model, **RAGGED)
     embeddings = model.get_input_embeddings()(RAGGED["input_ids"])
     embedded = {"inputs_embeds": embeddings, "attention_mask": RAGGED["attention_mask"]}
-    if model.config.value_embeddings or model.config.smear:
-        with pytest.raises(ValueError, match=r"`(value_embeddings|smear)`=.* pass `input_ids`"):
+    if model.config.value_embeddings:
+        with pytest.raises(ValueError, match=r"`value_embeddings` looks up .* pass `input_ids`"):
             model(**embedded)
     else:
         assert torch.equal(logits_of(model, **embedded), expected)
@@ -133,13 +132,12 @@ def test_attention_functions_get_their_arguments(variant: str, monkeypatch: pyte
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "spy", spy)
     monkeypatch.setitem(AttentionMaskInterface._global_mapping, "spy", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    model = tiny_model(variant, attention_dropout=0.25, sliding_window=4)
+    model = tiny_model(variant, attention_dropout=0.25)
     expected = logits_of(model, **RAGGED)
     model.set_attn_implementation("spy")
     assert torch.equal(logits_of(model, **RAGGED, some_engine_argument="kept"), expected)
     assert [call["layer"] for call in calls] == list(range(6))
-    for call, kind in zip(calls, model.config.layer_types, strict=True):
-        assert call["sliding_window"] == (4 if kind == "sliding_attention" else None)
+    for call in calls:
         assert call["scaling"] == model.config.head_dim**-0.5
         assert call["groups"] == 4 // model.config.num_key_value_heads
         assert call["some_engine_argument"] == "kept"
@@ -346,9 +344,6 @@ def test_reentrant_checkpointing_is_refused() -> None:
 @pytest.mark.parametrize("variant", ["resformer", "resformer-dense", "denseformer", "svformer"], indirect=True)
 def test_a_pruned_layer_takes_its_coefficients_along_or_is_missed(variant: str) -> None:
     model, naive = tiny_model(variant), tiny_model(variant)
-    alone = modeling_resformer.ResFormerDecoderLayer(naive.config, 0)  # as an engine builds it
-    alone.load_state_dict(naive.model.layers[0].state_dict())
-    naive.model.layers[0] = alone.eval()
     del model.model.layers[3]
     if variant in ("denseformer", "resformer-dense"):
         missed = "cannot be removed, moved" if variant == "denseformer" else "Layer 4 reads the raw_values of layer 3"
@@ -359,8 +354,10 @@ def test_a_pruned_layer_takes_its_coefficients_along_or_is_missed(variant: str) 
     for part in (naive.model.layers[3].self_attn.o_proj, naive.model.layers[3].mlp.down_proj):
         part.weight.data.zero_()
     torch.testing.assert_close(logits_of(model, **RAGGED), logits_of(naive, **RAGGED))
+    model.model.layers = model.model.layers[:2]  # a list of its own
+    assert len(model.model(RAGGED["input_ids"], output_hidden_states=True).hidden_states) == 3
     del model.model.layers[0]
-    with pytest.raises(ValueError, match=r"reads the .*values of layer 0, which has been removed, comes later"):
+    with pytest.raises(ValueError, match=r"reads the .*values of layer 0, which has been removed or comes later"):
         model(**RAGGED)
 
 
@@ -388,23 +385,16 @@ def test_blocks_that_the_first_layers_cannot_keep_are_refused(tmp_path: Path) ->
     assert AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=3).config.attention_residual_blocks == 2
 
 
-@pytest.mark.parametrize("variant", ["transformer", "resformer", "denseformer", "attention-residuals"], indirect=True)
-def test_a_layer_runs_alone_or_says_what_it_lacks(variant: str) -> None:
-    model, hidden = tiny_model(variant), torch.randn(1, 5, 32)
+def test_a_layer_or_an_attention_alone_says_why_it_does_not_run() -> None:
+    model, hidden = tiny_model("resformer"), torch.randn(1, 5, 32)
     positions = model.model.rotary_emb(hidden, position_ids=torch.arange(5)[None])
-    for argument in ("past_key_values", CACHE):
-        cache = DynamicCache(config=model.config)
-        output = model.model.layers[0](hidden, position_embeddings=positions, **{argument: cache})
-        assert output.shape == hidden.shape
-        assert cache.get_seq_length() == 5
-    lacks = {
-        "resformer": "Layer 2 reads the raw_values of layer 0, which has been removed, comes later or has not run",
-        "denseformer": "Layer 2 runs after 0 others, but `dwa` reads",
-        "attention-residuals": "Layer 2 runs after 0 others, but `attention_residuals` reads",
-    }
-    if variant in lacks:
-        with pytest.raises(ValueError, match=lacks[variant]):
-            model.model.layers[2](hidden, position_embeddings=positions)
+    layer = model.model.layers[2]
+    with pytest.raises(ValueError, match="Layer 2 is called alone"):
+        layer(hidden, position_embeddings=positions)
+    with pytest.raises(ValueError, match="LlamaAttention is called alone"):
+        layer.self_attn(hidden, position_embeddings=positions)
+    with disconnected(model):
+        assert layer(hidden, position_embeddings=positions).shape == hidden.shape
 
 
 @pytest.mark.parametrize("start", [0.0, None])

@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import EXACT, FAMILIES
+from checkpoints import EXACT
 from conftest import RAGGED, TINY, Batch, randomise, starting_as_llama
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from resformer import ResFormerConfig, ResFormerForCausalLM
-from resformer.convert.families import backbone_config
+from resformer import ResFormerConfig, ResFormerForCausalLM, connected_config
 from resformer.training.optimizer import is_connection
+
+
+#: With biases and norms of their own, windows, layers without a rotary embedding.
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {}, "qwen3": {}, "mistral": {"sliding_window": 8}, "smollm3": {}}
 
 
 def twins(
@@ -20,9 +23,9 @@ def twins(
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The original and the ResFormer with its weights, both in eval mode."""
     fields = {**TINY, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, **FAMILIES[family], **fields}
-    config = AutoConfig.for_model(family.partition("-")[0], **fields)
+    config = AutoConfig.for_model(family, **fields)
     original = randomise(AutoModelForCausalLM.from_config(config)).to(dtype).eval()
-    model = ResFormerForCausalLM(backbone_config(config)).to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(connected_config(config, "transformer")).to(dtype).eval()
     model.load_state_dict(original.state_dict(), strict=True)
     for each in (original, model):
         each.set_attn_implementation(attention)
@@ -59,8 +62,7 @@ def test_loss_and_gradients_are_the_originals_bit_for_bit(family: str, attention
     labels = RAGGED["input_ids"].masked_fill(RAGGED["attention_mask"] == 0, -100)
     losses, gradients = [], []
     for model in twins(family, attention=attention):
-        # Seed-OSS drops residuals in training, which is left behind.
-        loss = model.train(not family.startswith("seed_oss"))(**RAGGED, labels=labels).loss
+        loss = model.train()(**RAGGED, labels=labels).loss
         loss.backward()
         losses.append(loss.detach())
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})

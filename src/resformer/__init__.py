@@ -16,11 +16,11 @@ _HOMES = {
     "resformer.convert": "bundle inspect retrofit revert verify",
     "resformer.errors": "ResFormerError",
     "resformer.modeling": (
-        "GrowingCache ResFormerForCausalLM ResFormerForQuestionAnswering ResFormerForSequenceClassification "
+        "Connection GrowingCache ResFormerForCausalLM ResFormerForQuestionAnswering ResFormerForSequenceClassification "
         "ResFormerForTokenClassification ResFormerModel ResFormerPreTrainedModel"
     ),
     "resformer.modeling.connecting": (
-        "connect connected_config depth_mixing_matrix save_connections value_mixing_matrix"
+        "connect connected_config depth_mixing_matrix disconnect disconnected save_connections value_mixing_matrix"
     ),
     "resformer.pushing": "push",
 }
