@@ -80,6 +80,9 @@ class Seen:
     forward = None  # Transformers compares it, and checkpoints a layer once
 
     def __init__(self, module: Any, places: Places):
+        if not torch.compiler.is_compiling():  # found at once, where compilers ask `__getattr__`
+            vars(self).update(module.__dict__)
+            vars(self).update(module._modules)
         self._module = module
         for name, around in module.around:
             setattr(self, name, functools.partial(around, module, places, module._modules.get(name)))
@@ -294,7 +297,8 @@ def run_layer(
     places = Places(layer, *earlier)
     if "layer_input" in layer.acting or "layer_input" in places.added:
         hidden_states = places("layer_input", hidden_states)
-    output = layer.family.forward(Seen(layer, places), hidden_states, *args, **kwargs)
+    seen = Seen(layer, places) if layer.around else layer
+    output = layer.family.forward(seen, hidden_states, *args, **kwargs)
     if "layer_output" in layer.expected:
         output = places.at_output("layer_output", output)
     for name in layer.expected:

@@ -50,7 +50,9 @@ SUBLAYER_INPUTS = ("attention_input", "mlp_input")
 SUBLAYERS_ADDED = ("attention_added", "mlp_added")
 PROJECTION_INPUTS = ("query_input", "key_input", "value_input")
 #: Attention in a wider sense: its values are no values of a softmax.
-_OTHER_MIXERS = re.compile(r"Linear|Lightning|Delta|Recurrent|Mamba|Mixer|Conv|RWKV|(?-i:SSM)|Cross|Ngram", re.IGNORECASE)
+_OTHER_MIXERS = re.compile(
+    r"Linear|Lightning|Delta|Recurrent|Mamba|Mixer|Conv|RWKV|(?-i:SSM)|Cross|Ngram", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -305,7 +307,7 @@ def _added(layer: nn.Module, attention: str, config: Any) -> tuple[str, str] | N
         return None
     first = next((each for each in _ADDED_BY_ATTENTION if each in names), attention.partition(".")[0])
     second = next((each for each in _ADDED_BY_MLP if each in names), None)
-    if second == "post_feedforward_layernorm" and first not in _ADDED_BY_ATTENTION:
+    if second in _ADDED_BY_MLP and first not in _ADDED_BY_ATTENTION:
         first = "post_attention_layernorm" if "post_attention_layernorm" in names else first
     second = second or next((each for each in _MLPS if each in names), None)
     return None if second is None else (first, second)
@@ -313,9 +315,11 @@ def _added(layer: nn.Module, attention: str, config: Any) -> tuple[str, str] | N
 
 def _why_it_cannot_share(attention: nn.Module, config: Any, values: ValueProjection, queries_unknown: str) -> str:
     if values.module != "v_proj" or not {"q_proj", "k_proj"} <= attention._modules.keys():
-        return "its queries, keys and values are not made by `q_proj`, `k_proj` and `v_proj` alone"
+        return "its queries, keys and values are not made by `q_proj`, `k_proj` and `v_proj`"
     if "widths" in queries_unknown:
         return queries_unknown
+    if unlike := next((reason for each, reason in _OUTPUTS_UNLIKE.items() if hasattr(attention, each)), ""):
+        return f"its attention {unlike}"
     of_family = any("kv_sharing_modes" in vars(each) for each in type(config).__mro__ if each is not ConnectedConfig)
     if of_family or getattr(config, "num_kv_shared_layers", None):
         return "its layers share keys and values by themselves"

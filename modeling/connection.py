@@ -339,7 +339,9 @@ def changed_by_loading(name: str) -> str | None:
 def _renamings() -> list[tuple[str, list[str]]]:
     """Model type -> patterns of those names that have nothing of layers or decoders around them."""
     found = []
-    decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    decoders = (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    )
     for model_type, transforms in conversion_mapping._build_checkpoint_conversion_mapping().items():
         if model_type not in decoders:
             continue

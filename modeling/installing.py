@@ -37,6 +37,11 @@ from resformer.modeling.any_decoder import (
 )
 from resformer.modeling.connection import Connection, Crossing, Reads, Shape, StartsAsStated, kinds_in
 
+#: Places within an attention.
+WITHIN_ATTENTION = {*PROJECTION_INPUTS, "raw_queries", "raw_keys", "queries", "keys", "hidden_states"}
+WITHIN_ATTENTION |= {"raw_values", "mixed_values", "attention_output"}
+#: What is set of modules that get another class.
+_SET = "around switch known reads crossings returned connections acting expected makes value_projection".split()
 #: Name of a module -> what is called in its place while its owner runs.
 Around = dict[str, Callable[..., Any]]
 
@@ -44,6 +49,8 @@ Around = dict[str, Callable[..., Any]]
 def add_connections(model: PreTrainedModel, decoder: Decoder, view: Shape) -> None:
     """Gives the layers of the decoder their connections, at their start."""
     kinds = kinds_in(view)
+    if not kinds:
+        return
     by_layer: list[list[type[Connection]]] = [[] for _ in decoder.layers]
     for kind in kinds:
         for n in kind.layers(view):
@@ -60,12 +67,13 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: Shape) -> No
     flat = not any(kind.by_heads for kind in kinds)
     sharing = "shared_keys" in needs
     for n, (layer, places) in enumerate(zip(decoder.layers, decoder.places, strict=True)):
-        if places.values is not None:
+        within = places.values is not None and bool(sharing or needs & WITHIN_ATTENTION)
+        if within:
             _place_attention(layer, places, view, n, needs, flat, sharing)
         _become(layer, ConnectedLayer)
         connected: Any = layer
         connected.layer_idx, connected.known = n, places
-        connected.around = _around_of_layer(places, needs)
+        connected.around = _around_of_layer(places, needs, within)
         connected.reads, connected.crossings = reads[n], crossings(reads[n])
         connected.returned = tuple(sorted(returned[n]))
         with_modules = [kind for kind in by_layer[n] if kind.has_modules]
@@ -126,11 +134,11 @@ def crossings(reads: Reads) -> list[Crossing]:
     return [each for read in reads.values() for each in (read if isinstance(read, list) else [read])]
 
 
-def _around_of_layer(places: LayerPlaces, needs: set[str]) -> tuple[tuple[str, Callable[..., Any]], ...]:
+def _around_of_layer(places: LayerPlaces, needs: set[str], within: bool) -> tuple[tuple[str, Callable[..., Any]], ...]:
     """What is around the children of a layer."""
     before = dict(zip(places.norms or (), SUBLAYER_INPUTS, strict=False)) if needs & {*SUBLAYER_INPUTS} else {}
     after = dict(zip(places.added or (), SUBLAYERS_ADDED, strict=False)) if needs & {*SUBLAYERS_ADDED} else {}
-    attention = places.attention.partition(".")[0] if places.values is not None else ""
+    attention = places.attention.partition(".")[0] if within else ""
     names = dict.fromkeys(name for name in (*before, *after, attention) if name)
     return tuple(
         (name, partial(around_module, before.get(name, ""), after.get(name, ""), name == attention)) for name in names
@@ -189,9 +197,7 @@ def _become(module: Any, mixin: type) -> None:
 def _undo(module: Any) -> None:
     if isinstance(module, Surgery):
         module.__class__ = module.family
-        for (
-            name
-        ) in "around switch known reads crossings returned connections acting expected makes value_projection".split():
+        for name in _SET:
             vars(module).pop(name, None)
         if "_old_forward" in vars(module):
             module._old_forward = MethodType(type(module).forward, module)

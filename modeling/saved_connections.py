@@ -167,7 +167,7 @@ def checksums(model: torch.nn.Module) -> dict[str, str]:
         if parameter.is_meta:
             return {}
         flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].cpu().double()
+        sample = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].contiguous().cpu().double()
         for dtype, digest in found.items():
             digest.update(sample.to(dtype).view(torch.uint8).numpy().tobytes())
     return {str(dtype).removeprefix("torch."): digest.hexdigest()[:16] for dtype, digest in found.items()}

@@ -293,7 +293,8 @@ def assert_the_layer_is_the_familys(base: PreTrainedModel, model: PreTrainedMode
         handle.remove()
     assert type(seen[0]) is type(seen[1]), "a hook on a layer sees something else"
     resformer.disconnect(model)
-    assert type(model) is type(base) and type(model.config) is type(base.config)
+    assert type(model) is type(base)
+    assert type(model.config) is type(base.config)
     assert [type(each) for each in model.modules()] == [type(each) for each in base.modules()]
     assert torch.equal(logits_of(model), logits_of(base)), "disconnected, it is another model"
 

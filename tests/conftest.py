@@ -84,9 +84,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 
 VARIANTS = [*METHODS, *COMBINATIONS]
 #: Every mechanism is in one of these: `make test` runs them, `make test-slow` the others.
-QUICK = (
-    "transformer resformer resformer-plus svformer denseformer-4x5 kitchen-sink gated-sink depth-sink"
-).split()
+QUICK = ("transformer resformer resformer-plus svformer denseformer-4x5 kitchen-sink gated-sink depth-sink").split()
 
 
 def others_slow(names: Iterable[str], quick: Collection[str] = QUICK) -> list[Any]:

@@ -2,7 +2,6 @@
 
 import copy
 import random
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 

@@ -19,7 +19,6 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    DynamicCache,
     PreTrainedModel,
 )
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
@@ -34,7 +33,6 @@ from resformer import (
     ResFormerModel,
 )
 from resformer.modeling.connecting import disconnected
-from resformer.modeling.versions import CACHE
 from resformer.training.optimizer import is_connection
 
 

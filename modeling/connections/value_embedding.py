@@ -47,6 +47,7 @@ class ValueEmbedding(Connection):
         rows = self.table(input_ids).unflatten(-1, (values.shape[-2], -1))
         return torch.addcmul(values, rows.to(values.dtype), gate.to(values.dtype).unsqueeze(-1))
 
+    @torch.no_grad()
     def deviations(self) -> list[tuple[float, str]]:
         return [
             (float(self.table.weight.detach().abs().max()), ".table"),

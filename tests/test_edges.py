@@ -1,0 +1,288 @@
+"""A layer with connections is, to whoever wraps, hooks, compiles or checkpoints it, the layer that it was."""
+
+import copy
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import any_decoder
+import pytest
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin, compile_regions
+from accelerate.utils.fsdp_utils import fsdp2_apply_ac
+from conftest import others_slow
+from small_decoders import small_decoder
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto, tokenization_auto
+from transformers.models.auto.auto_factory import _LazyAutoMapping
+
+import resformer
+from resformer.modeling.any_decoder import Decoder
+
+METHODS = (
+    "resformer resformer-identity resformer-plus resformer-dense resformer-gated neutreno depth-attention svformer "
+    "denseformer attention-residuals nanochat"
+).split()
+HOSTS = ("llama", "gemma3_text", "gpt_neox")
+#: Those that a quick run tries, each with one host.
+QUICK = (
+    "llama-resformer",
+    "llama-svformer",
+    "gemma3_text-neutreno",
+    "llama-attention-residuals",
+    "gpt_neox-denseformer",
+)
+REFUSED = {"svformer": "gpt_neox", "depth-attention": "gpt_neox"}  # whose queries, keys and values are one product
+CASES = [f"{host}-{method}" for host in HOSTS for method in METHODS if REFUSED.get(method) != host]
+
+
+def connected(case: str) -> PreTrainedModel:
+    host, _, method = case.partition("-")
+    model = resformer.connect(small_decoder(host), method, lossy=True).train()
+    any_decoder.move(model)
+    return model
+
+
+def layers_of(model: PreTrainedModel) -> Any:
+    return Decoder(model).layers
+
+
+def attention_of(layer: Any) -> str:
+    return str(layer.known.attention)
+
+
+def attention_alone(model: PreTrainedModel) -> None:
+    for layer in layers_of(model):
+        setattr(layer, attention_of(layer), checkpoint_wrapper(getattr(layer, attention_of(layer))))
+
+
+def layers_wrapped(model: PreTrainedModel) -> None:
+    layers = layers_of(model)
+    for n in range(len(layers)):
+        layers[n] = checkpoint_wrapper(layers[n])
+
+
+def accelerates(model: PreTrainedModel) -> None:
+    name = type(layers_of(model)[0]).__name__
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[name],
+        activation_checkpointing=True,
+    )
+    plugin.set_auto_wrap_policy(model)
+    fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model)
+
+
+def transformers_own(model: PreTrainedModel) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def regions(model: PreTrainedModel) -> PreTrainedModel:
+    return compile_regions(model, backend="eager")
+
+
+def compiled_in_the_list(model: PreTrainedModel) -> None:
+    layers = layers_of(model)
+    for n in range(len(layers)):
+        layers[n] = torch.compile(layers[n], backend="eager")
+
+
+def compiled_in_place(model: PreTrainedModel) -> None:
+    for layer in layers_of(model):
+        layer.compile(backend="eager")
+
+
+def compiled_with_checkpoints(model: PreTrainedModel) -> Any:
+    transformers_own(model)
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+class Break(torch.nn.Module):
+    """A graph break around a module."""
+
+    def __init__(self, module: torch.nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        torch._dynamo.graph_break()
+        return self.module(*args, **kwargs)
+
+
+def compiled_with_breaks(model: PreTrainedModel) -> Any:
+    for layer in layers_of(model):
+        layer.mlp = Break(layer.mlp)
+    return torch.compile(model, backend="eager")
+
+
+WRAPPERS: list[Callable[[PreTrainedModel], Any]] = [
+    *(attention_alone, layers_wrapped, accelerates, transformers_own),
+    *(regions, compiled_in_the_list, compiled_in_place, compiled_with_checkpoints, compiled_with_breaks),
+]
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Of two passes that are alive at once."""
+    losses = [
+        model(input_ids=ids, labels=ids, use_cache=False).loss for ids in (any_decoder.IDS, any_decoder.IDS.flip(1))
+    ]
+    sum(losses).backward()
+    renamed = ("_checkpoint_wrapped_module.", "_orig_mod.", "mlp.module.")
+    found = {}
+    for name, parameter in model.named_parameters():
+        for part in renamed:
+            name = name.replace(part, "mlp." if part == "mlp.module." else "")
+        if parameter.grad is not None:
+            found[name] = parameter.grad
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("case", others_slow(CASES, QUICK))
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda each: each.__name__)
+def test_a_wrapped_layer_gives_the_gradients_of_the_plain_one(case: str, wrap: Callable[..., Any]) -> None:
+    expected = gradients(connected(case))
+    torch.compiler.reset()
+    model = connected(case)
+    wrapped = wrap(model)
+    got = gradients(model if wrapped is None else wrapped)
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("case", others_slow(CASES, QUICK))
+def test_compiled_generation_is_one_graph_and_gives_the_same_tokens(case: str) -> None:
+    model = connected(case).eval()
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(any_decoder.IDS, **options, use_cache=False)
+    torch.compiler.reset()
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    got = model.generate(any_decoder.IDS, **options, cache_implementation="static", disable_compile=True)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("host", others_slow(HOSTS, ["llama"]))
+def test_a_hook_on_a_layer_steers_as_on_the_plain_model(host: str) -> None:
+    plain, model = small_decoder(host), resformer.connect(small_decoder(host))
+    vector = torch.randn(64)
+
+    def steer(_module: Any, _args: Any, output: Any) -> Any:
+        return (output[0] + vector, *output[1:]) if isinstance(output, tuple) else output + vector
+
+    for each in (plain, model):
+        layers_of(each)[1].register_forward_hook(steer)
+    assert torch.equal(any_decoder.logits_of(model), any_decoder.logits_of(plain))
+
+
+def test_a_wrapper_that_does_not_call_its_layer_is_named() -> None:
+    class Skipped(torch.nn.Module):
+        def __init__(self, layer: torch.nn.Module):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return hidden_states
+
+    model = resformer.connect(small_decoder("llama"))
+    model.model.layers[2] = Skipped(model.model.layers[2])
+    with pytest.raises(ValueError, match="Layer 2 is in a Skipped, which has not called it"):
+        any_decoder.logits_of(model)
+
+
+def test_a_pass_that_has_failed_leaves_nothing_behind() -> None:
+    model = resformer.connect(small_decoder("llama"), "resformer-denseformer")
+    any_decoder.move(model)
+    expected = any_decoder.logits_of(model)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("stop")
+
+    hook = layers_of(model)[2].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="stop"):
+        any_decoder.logits_of(model)
+    hook.remove()
+    assert [type(each).__name__ for each in model.model.layers] == ["LlamaDecoderLayer"] * 4
+    assert torch.equal(any_decoder.logits_of(model), expected)
+
+
+def test_states_of_the_family_are_restored_and_copies_are_independent() -> None:
+    model = resformer.connect(small_decoder("llama"), "resformer-denseformer")
+    other = copy.deepcopy(model)
+    any_decoder.move(other)
+    with resformer.disconnected(other):
+        assert torch.equal(any_decoder.logits_of(other), any_decoder.logits_of(model))
+    assert not torch.equal(any_decoder.logits_of(other), any_decoder.logits_of(model))
+    with pytest.raises(ValueError, match=r"Connections have learned: model\.layers\.\d"):
+        resformer.disconnect(other)
+    shared = resformer.connect(small_decoder("llama"), "svformer", lossy=True)
+    for refused in (lambda: resformer.disconnect(shared), lambda: resformer.disconnected(shared).__enter__()):
+        with pytest.raises(ValueError, match="have no projections of their own"):
+            refused()
+
+
+def test_a_method_is_added_to_a_connected_model_whose_coefficients_stay() -> None:
+    model = resformer.connect(small_decoder("llama"), "resformer")
+    any_decoder.move(model)
+    expected, trained = any_decoder.logits_of(model), model.model.layers[1].value_residual.weight
+    resformer.connect(model, ["denseformer", "attention-residuals"])
+    assert torch.equal(any_decoder.logits_of(model), expected)
+    assert model.model.layers[1].value_residual.weight is trained
+    assert (model.config.dwa, model.config.attention_residuals) == (True, True)
+    whole = resformer.connect(small_decoder("llama"), ["resformer", "denseformer", "attention-residuals"])
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
+
+
+def test_sharing_takes_further_connections() -> None:
+    model = resformer.connect(small_decoder("llama"), "svformer", lossy=True)
+    expected = any_decoder.logits_of(model)
+    resformer.connect(model, "denseformer")
+    assert torch.equal(any_decoder.logits_of(model), expected)
+
+
+def test_transformers_own_tables_stay_whole() -> None:
+    resformer.connect(small_decoder("qwen3"), "resformer")
+    mappings = [each for module in (modeling_auto, tokenization_auto) for each in vars(module).values()]
+    for mapping in mappings:
+        if isinstance(mapping, _LazyAutoMapping):
+            assert all(key is not None for key in mapping.keys())  # noqa: SIM118
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        modeling_auto.AutoModelForQuestionAnswering.from_config(AutoConfig.for_model("gemma3_text"))
+    from transformers.cli.serving.utils import get_response_template
+
+    plain = small_decoder("qwen3")
+    template = get_response_template(object(), plain)
+    assert template == get_response_template(object(), resformer.connect(plain))
+    assert template is not None
+
+
+def test_selective_checkpointing_gives_the_same_gradients() -> None:
+    expected = gradients(connected("llama-resformer"))
+    model = connected("llama-resformer")
+    saved = {torch.ops.aten.mm.default}
+    for n, layer in enumerate(layers_of(model)):
+        layers_of(model)[n] = checkpoint_wrapper(
+            layer, context_fn=lambda: create_selective_checkpoint_contexts([*saved])
+        )
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_threads_run_passes_of_their_own() -> None:
+    model = connected("llama-resformer").eval()
+    seen: list[int] = []
+
+    def run() -> None:
+        with torch.no_grad():
+            seen.append(model(any_decoder.IDS).logits.shape[1])
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [any_decoder.IDS.shape[1]] * 4
