@@ -72,7 +72,7 @@ class ResFormerConfig(ConnectedConfig, LlamaConfig):
             )
         _refuse_what_llama_lacks(kwargs)
         # Copies: Transformers fills the rope dicts in place, and the caller may reuse its lists.
-        for f in fields(self):  # type: ignore[arg-type]
+        for f in fields(self):
             if isinstance(value := getattr(self, f.name), (dict, list)):
                 setattr(self, f.name, copy.deepcopy(value))
         if kwargs.get("rope_scaling") is not None:

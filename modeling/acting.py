@@ -53,10 +53,11 @@ class Places:
                     arguments[each] = self.earlier[each]
                 elif each in required:
                     raise ValueError(f"`{name}` takes {each!r} at {place}, which layer {self.layer.layer_idx} lacks.")
-            tensor = self.layer._modules[name](tensor, **arguments)
-            if isinstance(tensor, tuple):
-                tensor, others = tensor
+            made: Any = self.layer._modules[name](tensor, **arguments)
+            if isinstance(made, tuple):
+                made, others = made
                 self.tensors.update(others)
+            tensor = made
         self.tensors[place] = tensor
         return tensor
 
@@ -184,7 +185,7 @@ def _rebuilt(family: type, mixin: type) -> Any:
 
 
 @functools.cache
-def surgery(family: type, mixin: type) -> type:
+def surgery(family: Any, mixin: Any) -> Any:
     """The subclass of a module's class with a mixin of this file. It has the same name, which others look up."""
     methods = {
         name
@@ -201,9 +202,9 @@ def surgery(family: type, mixin: type) -> type:
     if mixin is ConnectedLayer:
         members["runner"] = runner_class(family)
     made: Any = type(family.__name__, (mixin, family), members)
-    run: Any = mixin.forward  # type: ignore[attr-defined]
+    run: Any = mixin.forward
 
-    @functools.wraps(family.forward)  # type: ignore[attr-defined]  # vLLM reads its source, others its signature
+    @functools.wraps(family.forward)  # vLLM reads its source, others its signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return run(self, *args, **kwargs)
 
@@ -223,7 +224,7 @@ class PlacedModule(Surgery):
             raise ValueError(
                 f"{type(self).__name__} is called alone: its connections read tensors of its layer. Call the model."
             )
-        return self.family.forward(Seen(self, places), *args, **kwargs)  # type: ignore[attr-defined]
+        return self.family.forward(Seen(self, places), *args, **kwargs)
 
 
 class ConnectedAttention(PlacedModule):
@@ -539,7 +540,8 @@ class Passes:
         """Some were wrapped, compiled or removed."""
         layers = getattr(self.decoder, self.layers)
         if not isinstance(layers, ConnectedList):
-            layers.__class__ = surgery(type(layers), ConnectedList)
+            kind: Any = type(layers)
+            layers.__class__ = surgery(kind, ConnectedList)
             layers.passes = self
         self.plan = Plan([*layers._modules.values()], self.decoder)
 
@@ -579,4 +581,4 @@ class ConnectedDecoder(Surgery):
     passes: Passes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.passes.run(self.family.forward, *args, **kwargs)  # type: ignore[attr-defined]
+        return self.passes.run(self.family.forward, *args, **kwargs)

@@ -160,7 +160,7 @@ class Decoder:
         self.caches_differ = len(windows) > 1
         # A layer that reads another's values has no projection to be found by, once it is connected.
         self.places = places or [
-            next((each.known for each in layer.modules() if hasattr(each, "known")), None)
+            next((known for each in layer.modules() if (known := vars(each).get("known")) is not None), None)
             or layer_places(layer, config)
             for layer in self.layers
         ]

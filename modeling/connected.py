@@ -75,7 +75,7 @@ class ConnectedModel(PreTrainedModel):
             passes = self.__dict__.get("passes")  # of the decoder, if this is it
             return family(self, *args, **kwargs) if passes is None else passes.run(family, *args, **kwargs)
 
-        cls.forward = forward  # type: ignore[method-assign]
+        cls.forward = forward
 
     @classmethod
     def family_class(cls) -> type[PreTrainedModel]:
@@ -86,7 +86,7 @@ class ConnectedModel(PreTrainedModel):
     def add_connections(self, decoder: Decoder) -> None:
         names = ("_tp_plan", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
         self._before_connections = {name: vars(self).get(name, _UNSET) for name in names}
-        view = decoder.view(self.config)  # type: ignore[arg-type]
+        view = decoder.view(self.config)
         if isinstance(decoder.module, PreTrainedModel) and not isinstance(decoder.module, ConnectedModel):
             become_connected(decoder.module, type(self.config))
         add_connections(self, decoder, view)
@@ -104,8 +104,9 @@ class ConnectedModel(PreTrainedModel):
 
     def forget_connections(self) -> None:
         """Undoes what `add_connections` has set of this module."""
-        for name, value in vars(self).pop("_before_connections", {}).items():
-            vars(self).pop(name, None)
+        own = self.__dict__
+        for name, value in own.pop("_before_connections", {}).items():
+            own.pop(name, None)
             if value is not _UNSET:
                 setattr(self, name, value)
 
@@ -133,7 +134,7 @@ class ConnectedModel(PreTrainedModel):
             storing.key_sources = None
             generation_config.cache_config = {"config": storing, **(generation_config.cache_config or {})}
         is_chosen_by_caller = cache is not None or generation_config.cache_implementation is not None
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if not is_chosen_by_caller and type(model_kwargs.get(CACHE)) is DynamicCache:
             model_kwargs[CACHE] = cache = GrowingCache(config)
             if generation_config.is_assistant:  # rejected tokens are cropped
@@ -144,7 +145,7 @@ class ConnectedModel(PreTrainedModel):
         config: Any = self.config
         if config.key_sources is not None or config.value_sources is not None:
             return None
-        return super()._get_static_cache_init_shape()  # type: ignore[misc]
+        return super()._get_static_cache_init_shape()
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **kwargs: Any
@@ -191,7 +192,8 @@ def become_connected(model: Any, config: type) -> None:
     """Gives a model the class that its family's has with connections."""
     from resformer.modeling.families import model_class  # whose classes are subclasses of the one above
 
-    model.__class__ = model_class(type(model), config)
+    family: Any = type(model)
+    model.__class__ = model_class(family, config)
     dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(type(model)), model._can_record_outputs)
 
 

@@ -92,7 +92,8 @@ class Shape:
             raise AttributeError(name) from None
 
     def of_layer(self, layer: int) -> "Shape":
-        return replace(self, **self.heads[layer])
+        numbers: Any = self.heads[layer]
+        return replace(self, **numbers)
 
 
 class StartsAsStated:
@@ -227,7 +228,7 @@ class Connection(Added):
         """The places that it acts at, adds to or reads: a decoder that lacks one refuses it."""
         read = {name for read in cls.layers(config) for name, _ in _crossings(cls.reads(config, read))}
         seen = {"hidden_states", "queries", "keys", *PLACES}
-        return ({cls.place, *cls.takes, *read} & seen) - {"embeddings", None}  # type: ignore[arg-type]
+        return ({cls.place, *cls.takes, *read} & seen) - {"embeddings", None}
 
     @classmethod
     def layers(cls, config: Any) -> Sequence[int]:

@@ -86,7 +86,7 @@ class GrowingLayer(DynamicLayer):
 class GrowingCache(DynamicCache):
     """A `DynamicCache` that grows in place: the same results, without copying all of it at every token.
 
-    `generate()` and plain forward calls of resformer's models use it by default. Any Llama-style model of Transformers
+    `generate()` of models with connections uses it by default. Any Llama-style model of Transformers
     takes it as `cache`. It supports the operations of a `DynamicCache`: cropping, beams, assisted decoding, windows,
     several turns, copies, offloading.
 

@@ -91,8 +91,8 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: Shape) -> No
             decoder.module.add_module(kind.name, of_decoder)
             start(of_decoder, decoder.layers[0])
     switch = Switch()
-    for module in (each for layer in decoder.layers for each in layer.modules() if isinstance(each, Surgery)):
-        module.switch = switch
+    for placed in (each for layer in decoder.layers for each in layer.modules() if isinstance(each, Surgery)):
+        placed.switch = switch
     _become(decoder.layers, ConnectedList)
     # Gemma 4 drops tokens in its middle, whose states connections between layers read.
     drops = ("logits_to_keep",) if any(kind.place is None and kind.has_modules for kind in kinds) else ()
@@ -189,18 +189,21 @@ def _place_attention(
 
 def _become(module: Any, mixin: type) -> None:
     """Gives a module another class; hooks of Accelerate call the method that it had."""
-    module.__class__ = surgery(type(module), mixin)
+    kind: Any = type(module)
+    module.__class__ = surgery(kind, mixin)
     if "_old_forward" in vars(module):
         module._old_forward = MethodType(type(module).forward, module)
 
 
 def _undo(module: Any) -> None:
-    if isinstance(module, Surgery):
-        module.__class__ = module.family
-        for name in _SET:
-            vars(module).pop(name, None)
-        if "_old_forward" in vars(module):
-            module._old_forward = MethodType(type(module).forward, module)
+    if not isinstance(module, Surgery):
+        return
+    restored: Any = module
+    restored.__class__ = module.family
+    for name in _SET:
+        vars(restored).pop(name, None)
+    if "_old_forward" in vars(restored):
+        restored._old_forward = MethodType(type(restored).forward, restored)
 
 
 def start(module: Any, layer: Any) -> None:
