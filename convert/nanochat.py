@@ -16,6 +16,7 @@ theta with the halves of each head exchanged; a norm without weights commutes wi
 and k stands in `q_norm` and `k_norm`.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -28,18 +29,16 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import connections_of, method_of
-from resformer.convert.connections import added_shapes, expected_shapes
-from resformer.convert.reading import read_checkpoint
-from resformer.convert.reading_back import check_headers
-from resformer.convert.tensors import CODES, to_tensor
+from resformer.convert.carrying import check_space
+from resformer.convert.connections import meta_model
+from resformer.convert.judging import build
 from resformer.convert.tiktoken_pickle import Encoding, fast_tokenizer, read_encoding
 from resformer.convert.to_folder import folder_name
-from resformer.convert.writing import check_space
 from resformer.errors import CheckpointError, did_you_mean, first_names, one_line, quoted
 from resformer.files import AsDict, check_target, replacing, write_text, writing
 from resformer.names import CONFIG, SINGLE
 from resformer.progress import progress_bar
-from resformer.safetensors_format import FLOATING, Tensor, header_bytes
+from resformer.safetensors_format import Tensor, header_bytes
 from resformer.untrusted import read_json, regular_file
 
 _WEIGHTS = re.compile(r"model_(\d{1,12})\.pt")
@@ -139,7 +138,6 @@ def convert_nanochat(
     run: str | Path,
     output: str | Path,
     *,
-    dtype: str = "auto",
     force: bool = False,
     dry_run: bool = False,
     progress: bool = True,
@@ -150,7 +148,6 @@ def convert_nanochat(
     Args:
         run: the folder, of whose steps the last is taken, or a `model_STEP.pt` in it.
         output: a new or empty folder.
-        dtype: of the result: float32 (`"auto"`), bfloat16 or float16. Coefficients of connections stay float32.
         force: replace an earlier result of this command.
         dry_run: read, check, report, write nothing.
         progress: show a bar.
@@ -159,9 +156,9 @@ def convert_nanochat(
     Raises:
         CheckpointError: a file, a tensor or a key is not as nanochat writes it; `output` is in the way.
         OutputError: the disk is full or read-only. Nothing is left behind.
-        ValueError: a constant or a dtype is unknown.
+        ValueError: a constant is unknown.
     """
-    target, code = Path(output).expanduser(), _code(dtype)
+    target = Path(output).expanduser()
     path, meta_path, tokenizer_path, warnings = _files(Path(run).expanduser())
     check_target(target, path.parent, made_by="convert", force=force)
     sizes = _sizes(meta_path)
@@ -177,8 +174,8 @@ def convert_nanochat(
     tokenizer = run_tokenizer(encoding, sizes["sequence_len"], tokenizer_path)
     config = _config(weights, sizes, era, chosen, tokenizer)
     config.base_model = {"name": folder_name(str(path.parent)), "revision": None}
-    config.dtype = getattr(torch, FLOATING[code])
-    shapes = expected_shapes(config)
+    config.dtype = torch.float32
+    shapes = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
     report = NanochatReport(
         source=str(run),
         output=str(output),
@@ -188,7 +185,7 @@ def convert_nanochat(
         method=method_of(config),
         fields=connections_of(config),
         parameters=sum(torch.Size(shape).numel() for shape in shapes.values()),
-        dtype=FLOATING[code],
+        dtype="float32",
         tokens=encoding.size,
         bos=str(tokenizer.bos_token),
         chat=tokenizer.chat_template is not None,
@@ -196,8 +193,7 @@ def convert_nanochat(
     )
     if dry_run:
         return report
-    kept = added_shapes(config, tables=False)  # coefficients stay float32
-    headers = [Tensor(name, "F32" if name in kept else code, shape, memoryview(b"")) for name, shape in shapes.items()]
+    headers = [Tensor(name, "F32", shape, 0, 4 * math.prod(shape)) for name, shape in shapes.items()]
     total = sum(tensor.nbytes for tensor in headers)
     with (
         replacing(target, made_by="convert", force=force) as partial,
@@ -208,10 +204,10 @@ def convert_nanochat(
             file.write(header_bytes(headers))
             made = dict(_converted(weights, sizes, config, chosen))
             for header in headers:
-                tensor = made.pop(header.name)().to(getattr(torch, FLOATING[header.dtype]))
+                tensor = made.pop(header.name)()
                 if tuple(tensor.shape) != header.shape or not bool(tensor.isfinite().all()):
                     raise CheckpointError(f"{path}: {header.name} would be {list(tensor.shape)}, or is not finite.")
-                file.write(to_tensor(header.name, tensor).data)  # type: ignore[arg-type]
+                file.write(tensor.contiguous().view(torch.uint8).numpy().data)  # type: ignore[arg-type]
                 bar.update(header.nbytes)
         tokenizer.save_pretrained(partial)
         # nanochat stops at the end of the assistant's turn, or where another document would begin.
@@ -219,15 +215,8 @@ def convert_nanochat(
         GenerationConfig(bos_token_id=bos, eos_token_id=ends, pad_token_id=bos).save_pretrained(partial)
         config.architectures = ["ResFormerForCausalLM"]
         write_text(partial / CONFIG, config.to_json_string())
-        check_headers(partial, read_checkpoint(partial).tensors, {tensor.name: tensor for tensor in headers})
+        build(partial, target)
     return report
-
-
-def _code(dtype: str) -> str:
-    names = {name: code for code, name in FLOATING.items() if code != "F64"}
-    if dtype not in ("auto", *names):
-        raise ValueError(f"dtype={dtype!r}: expected auto, {', '.join(names)}.")
-    return names["float32" if dtype == "auto" else dtype]
 
 
 def _files(run: Path) -> tuple[Path, Path, Path, list[str]]:
@@ -303,7 +292,7 @@ def _era(path: Path, weights: Mapping[str, torch.Tensor], sizes: Mapping[str, An
         )
     for name, shape in expected.items():
         tensor = weights[name]
-        if tuple(tensor.shape) != shape or tensor.dtype not in CODES:
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
             raise CheckpointError(
                 f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}; expected {list(shape)} of floats."
             )

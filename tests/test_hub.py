@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import save_checkpoint
-from conftest import assert_answers
+from conftest import assert_answers, tiny_model
 from hub_server import Commands, Repository
 
 from resformer import push
@@ -199,6 +199,9 @@ def test_links_out_of_the_folder_are_not_shared(checkpoint: Path, tmp_path: Path
 def test_bundle_is_pushed_with_the_code_that_loads_it_and_all_that_a_push_takes(
     checkpoint: Path, commands: Commands
 ) -> None:
+    shutil.rmtree(checkpoint)
+    tiny_model("resformer").save_pretrained(checkpoint)
+    (checkpoint / "README.md").write_text("---\nlicense: mit\n---\nIt loads you/flat.\n")
     more = ["metrics.json", "losses.png", "old_module.py", "modeling_resformer.py", "x.log"]
     for name in more:
         (checkpoint / name).write_text("raise SystemExit" if name.endswith(".py") else "{}")
