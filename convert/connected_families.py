@@ -88,6 +88,8 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         table = 0 if hasattr(text, "rope_parameters") else positions * text.hidden_size
     except Exception as error:  # any of the validators', or of arithmetic with what they let pass
         raise CheckpointError(f"{where}: Transformers makes no model of it ({one_line(error)}).") from error
+    if config.dtype is not None and not (isinstance(config.dtype, torch.dtype) and config.dtype.is_floating_point):
+        raise CheckpointError(f"{where}: dtype is {quoted(str(config.dtype))}; expected one of weights, as float32.")
     if names_kernels(config):
         config = without_kernels(config)
     if not isinstance(layers, int) or not 0 < layers <= _MOST[r".*layer.*(?<!size)"]:
