@@ -419,6 +419,9 @@ class _Handler(BaseHTTPRequestHandler):
                 case "deletedFile":
                     del files[value["path"]]
         answer: dict[str, Any] = {"success": True}
+        if self._query.get("create_pr"):
+            branch = f"refs/pr/{1 + sum(name.startswith('refs/pr/') for name in repository.branches)}"
+            answer["pullRequestUrl"] = f"{self.server.url}/{repo_id}/discussions/{branch.rpartition('/')[2]}"
         sha = repository.commit(files, message, branch)
         return _json({**answer, "commitUrl": f"{self.server.url}/{repo_id}/commit/{sha}", "commitOid": sha})
 

@@ -78,6 +78,23 @@ def test_push_replaces_weights_that_would_be_loaded_instead(
     assert "model.safetensors" in old, "main is as it was"
 
 
+def test_push_proposes_a_commit_to_a_repository_of_others(checkpoint: Path, commands: Commands) -> None:
+    target = commands.hub.repositories["them/model"] = Repository()
+    target["config.json"] = b"{}"
+    main = target.branches["main"]
+    done = commands("push", checkpoint, "them/model", "--create-pr", "--json")
+    assert done.exit_code == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["url"].endswith("/them/model/discussions/1")
+    assert target.branches["main"] == main
+    assert target.commits[target.branches["refs/pr/1"]]["config.json"] == (checkpoint / "config.json").read_bytes()
+    commands.hub.fail("/commit/main", "answer")  # it was made, and its answer is lost
+    assert commands("push", checkpoint, "them/model", "--create-pr").exit_code == 1
+    assert sum(name.startswith("refs/pr/") for name in target.branches) == 2
+    assert commands("push", checkpoint, "them/none", "--create-pr").exit_code == 1
+    assert "leave --private, --tag" in commands("push", checkpoint, "them/model", "--create-pr", "--tag", "v1").stderr
+
+
 def test_push_tries_again_and_never_commits_twice(checkpoint: Path, commands: Commands) -> None:
     hub = commands.hub
     hub.fail("POST /api/repos/create", "503")

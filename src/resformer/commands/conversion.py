@@ -85,12 +85,11 @@ def convert(
     from resformer.convert import retrofit
     from resformer.convert.nanochat import is_run
 
-    if is_run(source):
+    if is_run(source, writing.revision):
         useless = {
             "lossy": lossy,
             "method": method != "resformer",
             "link": writing.link,
-            "revision": writing.revision,
             "verify": writing.verify != "auto",
         }
         if asked := [f"--{name}" for name, value in useless.items() if value]:
@@ -117,7 +116,7 @@ def convert(
 def _convert_nanochat(run: str, output: Path, writing: Writing, constants: dict[str, Any], as_json: bool) -> None:
     from resformer.convert.nanochat import convert_nanochat
 
-    taken = {name: getattr(writing, name) for name in ("force", "dry_run")}
+    taken = {name: getattr(writing, name) for name in ("force", "dry_run", "revision")}
     report = convert_nanochat(run, output, **taken, **constants)
     if print_json(report, as_json):
         return
