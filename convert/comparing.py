@@ -30,8 +30,9 @@ from resformer.untrusted import MIB, check_folder, read_bounded
 #: Keys of a configuration that change no number of a forward pass or its gradient. Both ends of a tie are compared as
 #: tensors; the tokens of a text as tokens.
 _WITHOUT_EFFECT = set(
-    "initializer_range use_cache pad_token_id bos_token_id eos_token_id tie_word_embeddings id2label label2id return_dict "
-    "output_hidden_states output_attentions problem_type tokenizer_class is_encoder_decoder pretraining_tp".split()
+    "initializer_range use_cache pad_token_id bos_token_id eos_token_id tie_word_embeddings id2label label2id "
+    "return_dict output_hidden_states output_attentions problem_type tokenizer_class is_encoder_decoder "
+    "pretraining_tp".split()
 )
 
 
@@ -167,7 +168,7 @@ def _loaded_tensors(source: OpenedSource) -> dict[str, tuple[Shard, Tensor]]:
 
 
 def _tied(source: OpenedSource, tensors: Mapping[str, object]) -> set[str]:
-    """Tensors that are stored although the model takes another in their place: a checkpoint may have one end of a tie."""
+    """Tensors in whose place the model takes another: of a tie, a checkpoint may have one end or both."""
     return {name for name in tensors if name in source.built.tied}
 
 

@@ -69,7 +69,7 @@ def added_shapes(config: Any, *, tables: bool = True) -> dict[str, tuple[int, ..
 
 
 def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The added parameters, by their names in a checkpoint, at their start; `dtype` is the model's, which tables have."""
+    """Name in a checkpoint -> the added parameter at its start; `dtype` is the model's, which tables have."""
     modules = copy.deepcopy(dict(connection_modules(config)))
     for outer in modules.values():
         for name in outer.tables:
@@ -90,8 +90,8 @@ def read_connections(config: Any, shards: Iterable[Shard], *, tables: bool = Tru
     Without `tables`, these stay on the meta device.
     """
     modules = copy.deepcopy(dict(connection_modules(config)))
-    places = {name: parameter for name, parameter in _parameters(config, modules, tables=tables).items()}
-    found = {}
+    places = _parameters(config, modules, tables=tables)
+    found: dict[str, torch.Tensor] = {}
     for shard in shards:
         if wanted := shard.names & places.keys():
             with safe_open(shard.path, "pt") as file:

@@ -1,6 +1,7 @@
 """nanochat's checkpoints in, ResFormer checkpoints out.
 
-A run's folder has `model_STEP.pt`, `meta_STEP.json` and `tokenizer.pkl`, some in a folder `tokenizer`. meta.json holds sizes; what else a model
+A run's folder has `model_STEP.pt`, `meta_STEP.json` and `tokenizer.pkl`, which may be in a folder `tokenizer`.
+meta.json holds sizes; what else a model
 computes with has changed four times and stands in nanochat's code of the day alone. The tensors tell the era:
 
 | era | since | base of the rotary embedding | gate of value embeddings | q and k times | logits | short window |
@@ -196,8 +197,8 @@ def convert_nanochat(
     config.base_model = {"name": name, "revision": revision}
     if era == 2 and "softcap" not in constants:
         warnings.append(
-            "From 2 to 9 March 2026 nanochat bounded logits by 20, not by 15, which neither tensors nor meta.json show: "
-            "if the run is of these days, give --set softcap=20."
+            "From 2 to 9 March 2026 nanochat bounded logits by 20, not by 15, which neither tensors nor meta.json "
+            "show: if the run is of these days, give --set softcap=20."
         )
     config.dtype = torch.float32
     shapes = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
@@ -232,7 +233,7 @@ def convert_nanochat(
                 tensor = made.pop(header.name)()
                 if tuple(tensor.shape) != header.shape or not bool(tensor.isfinite().all()):
                     raise CheckpointError(f"{path}: {header.name} would be {list(tensor.shape)}, or is not finite.")
-                file.write(tensor.contiguous().view(torch.uint8).numpy().data)  # type: ignore[arg-type]
+                file.write(tensor.contiguous().view(torch.uint8).numpy().data)
                 bar.update(header.nbytes)
         tokenizer.save_pretrained(partial)
         # nanochat stops at the end of the assistant's turn, or where another document would begin.
@@ -298,8 +299,8 @@ def _sizes(path: Path) -> dict[str, Any]:
     sizes = {"window_pattern": "L", **sizes}
     if unknown := sizes.keys() - {*_SIZES, "window_pattern"}:
         raise CheckpointError(
-            f"{path}: `model_config` has {first_names(unknown)}, which is in none of the five eras: if it changes nothing "
-            "that the model computes, take it out."
+            f"{path}: `model_config` has {first_names(unknown)}, which is in none of the five eras: if it changes "
+            "nothing that the model computes, take it out."
         )
     for name in _SIZES:
         if type(sizes.get(name)) is not int or not 0 < sizes[name] < 2**31:
@@ -340,8 +341,8 @@ def _era(path: Path, weights: Mapping[str, torch.Tensor], sizes: Mapping[str, An
         raise CheckpointError(f"{path}: looks like era {era} of nanochat, but lacks {first_names(missing)}.")
     if unknown := weights.keys() - expected.keys():
         raise CheckpointError(
-            f"{path}: holds {first_names(unknown)}, which is in none of the five eras: a form that nanochat had for a few "
-            "days, or a fork's, computes something else."
+            f"{path}: holds {first_names(unknown)}, which is in none of the five eras: a form that nanochat had "
+            "for a few days, or a fork's, computes something else."
         )
     for name, shape in expected.items():
         tensor = weights[name]

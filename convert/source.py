@@ -84,9 +84,9 @@ class Source:
             )
         if reason:
             notes.append(f"{reason} What Transformers makes of the source was compared without that file.")
-        if strange := [name for name, each in checkpoint.tensors.items() if each.dtype[:2] in ("F8", "F6", "F4")]:
+        if quantised := [name for name, each in checkpoint.tensors.items() if each.dtype[:2] in ("F8", "F6", "F4")]:
             raise CheckpointError(
-                f"{self.name}: {first_names(strange)} are of {checkpoint.tensors[min(strange)].dtype}: quantised "
+                f"{self.name}: {first_names(quantised)} are of {checkpoint.tensors[min(quantised)].dtype}: quantised "
                 "checkpoints have to be dequantised first."
             )
         opened = OpenedSource(
@@ -214,8 +214,8 @@ def _open_folder(name: str, folder: Path, **hub: Any) -> Source:
         )
     if ADAPTER in names:
         raise CheckpointError(
-            f"{folder}: has an adapter beside the model ({ADAPTER}), which Transformers applies where PEFT is installed. "
-            "Merge it and convert that (`merge_and_unload`), or remove the file if it is not meant."
+            f"{folder}: has an adapter beside the model ({ADAPTER}), which Transformers applies where PEFT is "
+            "installed. Merge it and convert that (`merge_and_unload`), or remove the file if it is not meant."
         )
     raw = read_json(folder / CONFIG, MIB)
     config, dropped = read_config(folder, raw)

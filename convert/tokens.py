@@ -161,16 +161,16 @@ def compare_folders(source: OpenedSource, folder: Path) -> tuple[TokensCompariso
         difference = str(error)
     if difference is not None:
         raise VerificationError(
-            f"{source.name}: AutoTokenizer gives the result another tokenizer than the source: {difference}. Nothing was "
-            "written. Save the tokenizer anew, AutoTokenizer.from_pretrained(SOURCE).save_pretrained(FOLDER), and "
+            f"{source.name}: AutoTokenizer gives the result another tokenizer than the source: {difference}. Nothing "
+            "was written. Save the tokenizer anew, AutoTokenizer.from_pretrained(SOURCE).save_pretrained(FOLDER), and "
             "convert with its files in the place of the source's."
         )
     rows, highest = text_config(source.config).vocab_size, max(tokenizer.get_vocab().values(), default=-1)
     if highest < rows:
         return tokens, []
     return tokens, [
-        f"{source.name}: its tokenizer has ids up to {highest:,}, and the model {rows:,} rows of embeddings: a text with "
-        "such a token fails, as with the source."
+        f"{source.name}: its tokenizer has ids up to {highest:,}, and the model {rows:,} rows of embeddings: a text "
+        "with such a token fails, as with the source."
     ]
 
 

@@ -262,7 +262,8 @@ class _Handler(BaseHTTPRequestHandler):
                 repo_id = f"{owner}/{name}"
                 if what == "paths-info":
                     return self._paths(self._readable(repo_id), *rest, parse_qs(body.decode())["paths"])
-                repository = self._writable(repo_id)
+                proposed = "create_pr" in self._query  # which anybody may
+                repository = self._readable(repo_id) if proposed else self._writable(repo_id)
                 match what, rest:
                     case "preupload", [revision]:
                         return self._preupload(repository, revision, json.loads(body))

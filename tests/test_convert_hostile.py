@@ -445,7 +445,7 @@ def test_hostile_names_in_reports_are_plain(hostile: str, copy: Copy, good: dict
         code, _, stderr = command("verify", one, source, "--verify", "hashes")
         # safetensors has no such name; a key that only one config.json has is a difference.
         assert code == (3 if hostile == SURROGATE else 4 if one != source else 0), stderr
-    code, stdout, stderr = command("convert", source, source.parent / "new", "--verify", "hashes")
+    _, _, stderr = command("convert", source, source.parent / "new", "--verify", "hashes")
     assert hostile == SURROGATE or "Transformers ignores 'x\\x1b[2J" in stderr
 
 

@@ -1,7 +1,8 @@
 """Differential fuzzing: a source is refused by name, or its retrofit does what Transformers makes of the source.
 
-Both are loaded by default. A mutant is a small checkpoint of a family, as published, with changed keys in its files; names and values are from Transformers'
-own tables. One that fails is reduced to the changes that it needs: it belongs into `FOUND`.
+Both are loaded by default. A mutant is a small checkpoint of a family, as published, with changed keys in its files;
+names and values are from Transformers' own tables. One that fails is reduced to the changes that it needs: it belongs
+into `FOUND`.
 """
 
 import ast
@@ -230,7 +231,7 @@ def save(folder: Path, family: str, edits: Edits) -> None:
 
 @torch.no_grad()
 def computed(folder: Path) -> dict[str, Any]:
-    """What Transformers loads by default, and what it computes; of a call that fails, the error: both may fail alike."""
+    """What Transformers loads by default and computes; of a call that fails, the error: both may fail alike."""
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
     settings = model.generation_config.to_dict()
     mask = torch.ones_like(IDS)
