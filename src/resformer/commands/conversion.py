@@ -76,6 +76,8 @@ def convert(
         ),
     ] = None,
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow methods that change what the model computes.")] = False,
+    dtype: Annotated[str | None, typer.Option(hidden=True)] = None,
+    max_shard_size: Annotated[str | None, typer.Option(hidden=True)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Add connections to a trained model, or take a nanochat run.
@@ -96,7 +98,9 @@ def convert(
             raise ValueError(f"{', '.join(asked)}: a nanochat run is converted as it is, into one file of a folder.")
         _convert_nanochat(source, output, writing, assignments(set_ or []), as_json)
         return
-    report = retrofit(source, output, method, lossy=lossy, **vars(writing), **assignments(set_ or []))
+    gone = {"dtype": dtype, "max_shard_size": max_shard_size}  # `retrofit` says how Transformers does that
+    fields = assignments(set_ or []) | {name: value for name, value in gone.items() if value is not None}
+    report = retrofit(source, output, method, lossy=lossy, **vars(writing), **fields)
     if print_json(report, as_json):
         return
     added = sum(report.added.values())
