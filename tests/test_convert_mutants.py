@@ -13,6 +13,7 @@ import inspect
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
