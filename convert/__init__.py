@@ -1,17 +1,15 @@
-"""Checkpoints in, checkpoints out: retrofits of Llama-style checkpoints, and back.
+"""Checkpoints in, checkpoints out: connections are added to a checkpoint of any family, and taken out again.
 
-A checkpoint goes through five rooms, in this order:
+Nothing is translated: a result is the source's files and one file of connections. A checkpoint goes through four rooms:
 
-open    source: a folder, a GGUF file or the Hub; first the configuration, then the weights' headers
-        (configurations, reading, safetensors_format, hub_headers, other_formats)
+open    source: a folder or the Hub; first the configuration, then the weights' headers
+        (connected_families, reading, hub_headers)
 decide  retrofitting, reverting, bundling: from the source and the options to one `deciding.Decision`
-        (families: configurations of other families; connections: the added parameters)
-plan    planning: which files are carried whole, which are written anew
-write   writing (tensors: a change of dtype)
-verify  sameness: what Transformers builds, without weights; reading_back: bytes; tokens: what the tokenizer reads;
-        logits: what is computed
+        (connections: the added parameters)
+write   carrying: files copied, linked, or written without some tensors
+judge   judging: what Transformers makes of source and result by default; logits; tokens
 
-to_folder runs the last three. comparing and inspection read, and write nothing.
+to_folder runs the last two. comparing and inspection read, and write nothing.
 """
 
 from resformer.convert.bundling import BundleReport, bundle

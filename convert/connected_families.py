@@ -1,204 +1,238 @@
-"""Families that the decoder of this package does not express: their own decoder gets connections, as by `connect`.
+"""Configurations of sources and results: read from a config.json, with other connections, and written again.
 
-A checkpoint keeps its tensors, whatever they are called on the disk. Whether they are those that a model asks for, its
-own loading says, without memory for them.
+A family is what Transformers has a class for. A result is the family's own model with connections, as `connect` makes
+it: nothing of its configuration is translated.
 """
 
-import copy
 import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from resformer.configuration import ResFormerConfig, cache_bytes_per_token
+from resformer.configuration import cache_bytes_per_token
 from resformer.configuration.connection_fields import ConnectionFields
-from resformer.configuration.methods import CONNECTION_FIELDS, connections_of, without_connections
-from resformer.convert.families import FAMILIES, backbone_config, family_config
-from resformer.convert.other_formats import auto_config, check_plain
-from resformer.convert.reading import Checkpoint
-from resformer.convert.tensors import CODES
-from resformer.errors import CheckpointError, first_names, one_line, quoted
-from resformer.loading import without_a_word
+from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
+from resformer.convert.judging import UNUSED, SameConfig, kernel_keys, without_code
+from resformer.convert.reading import CODE_KEYS, plain_way
+from resformer.errors import CheckpointError, one_line, quoted
+from resformer.loading import names_kernels, without_a_word, without_kernels
 from resformer.modeling.any_decoder import Decoder, text_config
-from resformer.modeling.connecting import PREFIX, ConnectedFamilyConfig, connected_config
+from resformer.modeling.connecting import ConnectedFamilyConfig, connected_config
 from resformer.modeling.measured import MEASURED
-from resformer.safetensors_format import FLOATING
 
-#: Of layers, and of experts in one of them: each is a module, and takes time to make.
-_MOST_MODULES = 1000
-#: Keys of config.json that are not of the model: code, and how it runs.
-_NOT_READ = ("auto_map", "trust_remote_code", "attn_implementation", "_attn_implementation", "experts_implementation")
+_LOAD = "AutoModelForCausalLM.from_pretrained(SOURCE, {})"
+#: `quant_method` -> how Transformers dequantises it.
+_DEQUANTISED = {
+    "bitsandbytes": _LOAD.format('device_map="auto"') + ".dequantize()",
+    "compressed-tensors": _LOAD.format("quantization_config=CompressedTensorsConfig(dequantize=True)"),
+    "fp8": _LOAD.format("quantization_config=FineGrainedFP8Config(dequantize=True)"),
+}
+#: Keys that do not go along: code, and what the result states under another key.
+_LEFT_OUT = (*CODE_KEYS, "trust_remote_code", "torch_dtype", "base_model", UNUSED, *CONNECTION_FIELDS)
+#: Names of whole numbers -> the most that is plausible; the first that matches counts. Each layer is a module, and each
+#: label and position may become an entry of a list or a row of a table, before weights are looked at.
+_MOST = {
+    r".*theta.*": 2**63,
+    r".*layer.*(?<!size)": 1000,
+    r".*labels": 100_000,
+    r".*expert.*(?<!size)": 10_000,
+    r".*": 2**25,
+}
+#: Numbers in a table of positions, for families that make one.
+_MOST_OF_A_TABLE = 2**28
 
 
-def is_of_a_family(model_type: object) -> bool:
-    """Whether checkpoints of this type have, or can get, connections in the family's own decoder."""
-    if not isinstance(model_type, str):
-        return False
-    family = model_type.removeprefix(PREFIX)
-    known = family in MEASURED and family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return known and (family != model_type or family not in FAMILIES)
+def check_plain(where: Path, raw: Mapping[str, Any]) -> None:
+    """Refuses a config.json, `raw`, of quantised weights, with the lines that make them plain, or that names others."""
+    if (quantisation := raw.get("quantization_config")) is not None:
+        # bitsandbytes' older configurations do not name it.
+        method = quantisation.get("quant_method", "bitsandbytes") if isinstance(quantisation, dict) else None
+        way = plain_way(_DEQUANTISED[method]) if method in _DEQUANTISED else "Convert the model that it was made from."
+        raise CheckpointError(
+            f"{where}: the checkpoint is quantised ({quoted(quantisation)}), and only plain weights are read. {way} "
+            "If no tensor is quantised, take quantization_config from config.json."
+        )
+    for key in ("configuration_files", "transformers_weights"):
+        if raw.get(key) is not None:
+            raise CheckpointError(f"{where}: {key} names other files: put the right one in its place.")
 
 
 def read_config(folder: Path, raw: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str, ...]]:
-    """(what `AutoConfig` makes of the folder, the keys of its config.json, `raw`, that are not read)."""
+    """(what `AutoConfig` makes of the folder, the keys of its config.json, `raw`, that name code and are not read).
+
+    Whatever the family, it is refused here what is quantised, names other files, or asks for sizes that no model has.
+    """
     where = folder / "config.json"
-    check_plain(where, raw)
-    _check_sizes(where, raw)
     try:
-        config = auto_config(folder)
-        layers = text_config(config).num_hidden_layers
+        config_class = _config_class(raw.get("model_type"))
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+    check_plain(where, raw)
+    _check_sizes(where, raw, config_class)
+    if issubclass(config_class, ConnectionFields):
+        for name, default in CONNECTION_FIELDS.items():
+            if raw.get(name, default) != default and not hasattr(config_class, name):
+                raise CheckpointError(f"{where}: {name} is of no connection that {raw['model_type']} can have.")
+    try:
+        with without_a_word():
+            config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        text = text_config(config)
+        layers, positions = text.num_hidden_layers, getattr(text, "max_position_embeddings", 0) or 0
+        table = 0 if hasattr(text, "rope_parameters") else positions * text.hidden_size
     except Exception as error:  # any of the validators', or of arithmetic with what they let pass
         raise CheckpointError(f"{where}: Transformers makes no model of it ({one_line(error)}).") from error
-    if not 0 < layers <= _MOST_MODULES:
-        raise CheckpointError(f"{where}: has {layers:,} layers; expected 1 to {_MOST_MODULES:,}.")
-    if config.dtype is not None and config.dtype not in CODES:
+    if config.dtype is not None and not (isinstance(config.dtype, torch.dtype) and config.dtype.is_floating_point):
         raise CheckpointError(f"{where}: dtype is {quoted(str(config.dtype))}; expected one of weights, as float32.")
-    return config, tuple(sorted(raw.keys() & set(_NOT_READ)))
+    if names_kernels(config):
+        config = without_kernels(config)
+    if not isinstance(layers, int) or not 0 < layers <= _MOST[r".*layer.*(?<!size)"]:
+        raise CheckpointError(f"{where}: num_hidden_layers is {quoted(layers)}; expected 1 to 1,000.")
+    if table > _MOST_OF_A_TABLE:
+        raise CheckpointError(f"{where}: {positions:,} positions make a table of {table:,} numbers.")
+    try:
+        view(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+    return config, tuple(sorted({*raw.keys() & {*CODE_KEYS, "trust_remote_code"}, *kernel_keys(raw)}))
 
 
-def _check_sizes(where: Path, values: Mapping[str, Any]) -> None:
+def _config_class(model_type: object) -> type[PreTrainedConfig]:
+    """The class of the configuration, if checkpoints of this type have connections or can get them."""
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        config_class: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
+        causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if issubclass(config_class, ConnectionFields) or (causal and model_type in MEASURED):
+            return config_class
+    if isinstance(model_type, str) and model_type in MEASURED - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys():
+        reason = "AutoModelForCausalLM does not load it; `resformer.connect` adds connections to the loaded model"
+    elif not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        reason = "Transformers has no causal language model of it, and code of a checkpoint is not run"
+    else:
+        reason = "connections in its decoder are not known to work: not tried, or failed"
+    raise CheckpointError(
+        f"Checkpoints of model_type {quoted(model_type)} cannot be converted: {reason}. docs/methods.md has the table "
+        "of those that can."
+    )
+
+
+def _check_sizes(where: Path, values: Mapping[str, Any], config_class: Any) -> None:
+    """Refuses whole numbers that no model has, of the keys that a configuration of this class reads; `None`: all."""
+    inner, names = getattr(config_class, "sub_configs", {}), getattr(config_class, "attribute_map", {})
     for key, value in values.items():
+        name = names.get(key, key)
         if isinstance(value, dict):
-            _check_sizes(where, value)
-        most = _MOST_MODULES if ("layer" in key or "expert" in key) and "size" not in key else 2**31
-        if isinstance(value, int) and value > most:
-            raise CheckpointError(f"{where}: {key} is {value:,}; expected at most {most:,}.")
+            model_type = value.get("model_type")
+            known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+            _check_sizes(where, value, CONFIG_MAPPING[model_type] if key in inner and known else None)
+        elif type(value) is int and (config_class is None or hasattr(config_class, name) or name == "num_labels"):
+            most = next(most for pattern, most in _MOST.items() if re.fullmatch(pattern, name))
+            if abs(value) > most:
+                raise CheckpointError(f"{where}: {key} is {value:,}; expected at most {most:,}.")
+
+
+def family_class(config: PreTrainedConfig) -> type[PreTrainedConfig] | None:
+    """The class of its configuration without fields for connections; `None`: no family has its decoder."""
+    classes = (each for each in type(config).__mro__ if issubclass(each, PreTrainedConfig))
+    own = (each for each in classes if not issubclass(each, ConnectionFields) and each is not PreTrainedConfig)
+    return next(own, None)
+
+
+def family_name(config: PreTrainedConfig) -> str:
+    """The model type of the family; of a decoder that no family has its own."""
+    family = family_class(config)
+    return config.model_type if family is None else str(family.model_type)
+
+
+def family_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the family, without fields for connections, if there is one."""
+    family = family_class(config)
+    if family is None:
+        return with_connections(config)
+    known = {name: value for name, value in config.to_dict().items() if name not in (*CONNECTION_FIELDS, "base_model")}
+    return family.from_dict({**known, "model_type": family.model_type})
 
 
 def connection_config(config: PreTrainedConfig) -> Any:
     """`config` itself if it has fields for connections, else that of the same model with such fields, not set."""
     if isinstance(config, ConnectionFields):
         return config
-    if not is_of_a_family(config.model_type):
-        return backbone_config(config)
-    made = with_connections(connected_config(config, "transformer"))
-    vars(made).pop("model_type", None)  # of the family, if the file states it
-    return made
-
-
-def is_connected(config: object) -> bool:
-    """Whether it is a family's with fields for connections, not ours."""
-    return isinstance(config, ConnectedFamilyConfig)
-
-
-def in_one_family(*configs: PreTrainedConfig) -> list[Any]:
-    """Their `connection_config`; where one of them is a family's, so is that of a Llama-style model."""
-    made = [connection_config(config) for config in configs]
-    if not any(map(is_connected, made)):
-        return made
-    families = [family_config(each) if isinstance(each, ResFormerConfig) else each for each in made]
-    return [
-        each if is_connected(each) else with_connections(connected_config(each, "transformer"), connections_of(one))
-        for one, each in zip(made, families, strict=True)
-    ]
+    return with_connections(connected_config(without_kernels(config), "transformer"))
 
 
 def with_connections(config: Any, fields: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """The same model with these connections and no others."""
-    if isinstance(config, ResFormerConfig):
-        return without_connections(config, **fields)
-    config = copy.deepcopy(config)
-    for name in CONNECTION_FIELDS:
-        if hasattr(type(config), name):
-            default = getattr(type(config), name)
-            setattr(config, name, fields.get(name, list(default) if isinstance(default, tuple) else default))
-    return config
-
-
-def family_of(config: Any, preferred: str | None = None) -> PreTrainedConfig:
-    """The configuration of the family, without fields for connections; of ours as `family_config`."""
-    if isinstance(config, ResFormerConfig):
-        return family_config(config, preferred)
-    known = json.loads(config.to_json_string())
-    model_type = known["model_type"].removeprefix(PREFIX)
-    kept = {name: value for name, value in known.items() if name not in CONNECTION_FIELDS and name != "base_model"}
-    return CONFIG_MAPPING[model_type].from_dict({**kept, "model_type": model_type})
+    known = {name: value for name, value in config.to_dict().items() if name not in CONNECTION_FIELDS}
+    return type(config).from_dict({**known, **fields})
 
 
 def view(config: Any) -> Any:
-    """What connections read of a configuration: of ours itself, of a family's under the names of ours.
+    """What connections read of a configuration, whatever the family calls it.
 
     Raises:
         CheckpointError: the family's decoder cannot have them; the message is the reason alone.
     """
-    return _view(config.to_json_string()) if is_connected(config) else config
+    config = connection_config(config)
+    return _view(SameConfig(config)) if isinstance(config, ConnectedFamilyConfig) else config
 
 
 @functools.lru_cache(maxsize=8)
-def _view(text: str) -> Any:
-    known = json.loads(text)
-    config = CONFIG_MAPPING[known["model_type"]].from_dict(known)
+def _view(same: SameConfig) -> Any:
+    config = same.config
     try:
         with torch.device("meta"):
             decoder = Decoder(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](with_connections(config)))
-        decoder.model_type = decoder.model_type.removeprefix(PREFIX)
+        decoder.model_type = family_name(config)
         return decoder.view(config)
-    except Exception as error:  # of the family's code too
+    except ValueError as error:
         raise CheckpointError(one_line(error)) from error
+    except Exception as error:  # of the family's code, for values that no validator looks at
+        raise CheckpointError(
+            f"Transformers makes no model of it ({type(error).__name__}: {one_line(error)})."
+        ) from error
 
 
 def cache_size(config: Any, dtype: torch.dtype | str) -> tuple[int | None, int | None]:
     """Bytes of a token in a cache: of this model, and of one without sharing; `None` where a cache is not of rows."""
     shape = view(config)
-    if isinstance(config, ResFormerConfig):
-        return tuple(cache_bytes_per_token(each, dtype) for each in (shape, with_connections(config)))  # type: ignore[return-value]
-    if set(shape.value_groups) != {0} or any(each.values.module == "kv_b_proj" for each in shape.places):
+    if hasattr(shape, "places") and (
+        {*shape.value_groups} - {None} != {0}
+        or any(each.values and each.values.module == "kv_b_proj" for each in shape.places)
+    ):
         return None, None
-    return (cache_bytes_per_token(shape, dtype),) * 2
+    return cache_bytes_per_token(shape, dtype), cache_bytes_per_token(view(with_connections(config)), dtype)
 
 
-def config_text(source: Mapping[str, Any], config: Any, dtype: torch.dtype | None) -> str:
-    """The text of config.json: the source's, with what makes it `config`.
+def unused_weights(raw: Mapping[str, Any]) -> frozenset[str]:
+    """The tensors that a config.json says that its files hold and its model has no use for."""
+    names = raw.get(UNUSED)
+    return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
+
+
+def config_text(raw: Mapping[str, Any], config: Any, dtype: torch.dtype, unused: frozenset[str] = frozenset()) -> str:
+    """The text of config.json: the source's, `raw`, with what makes it `config`.
 
     Args:
-        dtype: which it states; `None`: as the source.
+        dtype: in which Transformers loads the source by default: stated, so that nothing is left to guess.
+        unused: tensors that the files hold and the model has no use for.
     """
-    left_out = {*_NOT_READ, *CONNECTION_FIELDS, "base_model"}
-    content = {name: value for name, value in source.items() if name not in left_out}
-    content |= {"model_type": config.model_type, "architectures": config.architectures, **connections_of(config)}
-    if (base := getattr(config, "base_model", None)) is not None and isinstance(config, ConnectionFields):
-        content["base_model"] = base
-    if dtype is not None:
-        content = {name: value for name, value in content.items() if name != "torch_dtype"}
-        content["dtype"] = str(dtype).removeprefix("torch.")
-    return json.dumps(content, indent=2, sort_keys=True) + "\n"
-
-
-def facts(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields of a family's configuration, those of connections left out."""
-    left_out = {*CONNECTION_FIELDS, "base_model", "model_type", "architectures", "transformers_version", "dtype"}
-    return {name: value for name, value in config.to_dict().items() if name not in left_out and name[0] != "_"}
-
-
-def check_tensors(checkpoint: Checkpoint, config: Any) -> None:
-    """Has the model load the tensors, of which only dtypes and shapes are read, and refuses what is not as it asks."""
-    folder, tensors = checkpoint.folder, checkpoint.tensors
-    layers = {next((part for part in name.split(".") if part.isdecimal()), None) for name in tensors} - {None}
-    if len(layers) < (count := text_config(config).num_hidden_layers):
-        raise CheckpointError(f"{folder}: config.json has {count:,} layers, the shards hold {len(layers):,}.")
-    if strange := [name for name, tensor in tensors.items() if tensor.dtype not in FLOATING]:
-        raise CheckpointError(
-            f"{folder}: {first_names(strange)} are of other dtypes than {', '.join(FLOATING)}: quantised checkpoints "
-            "have to be dequantised first."
-        )
-    state = {
-        name: torch.empty(tensor.shape, dtype=getattr(torch, FLOATING[tensor.dtype]), device="meta")
-        for name, tensor in tensors.items()
+    content = {name: value for name, value in without_code(dict(raw)).items() if name not in _LEFT_OUT}
+    content |= {
+        "model_type": config.model_type,
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__],
+        "dtype": str(dtype).removeprefix("torch."),
     }
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    options = {"device_map": {"": "meta"}, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    try:
-        with without_a_word():
-            _, loading = model_class.from_pretrained(None, config=copy.deepcopy(config), state_dict=state, **options)
-    except Exception as error:  # of any kind, for values that no validator looks at
-        raise CheckpointError(f"{folder}: config.json makes no model: {one_line(error)}") from error
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if problems := loading.get(kind):
-            names = {str(each[0] if isinstance(each, tuple) else each) for each in problems}
-            raise CheckpointError(f"{folder}: {kind.replace('_', ' ')}: {first_names(names)}.")
+    if isinstance(config, ConnectionFields):
+        content |= connections_of(config)
+        if (base := getattr(config, "base_model", None)) is not None:
+            content["base_model"] = base
+        unused |= unused_weights(raw)
+    if unused:
+        content[UNUSED] = sorted(unused)
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"

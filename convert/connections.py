@@ -2,41 +2,22 @@
 
 import copy
 import functools
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+import transformers
+from safetensors import safe_open
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
-from resformer.configuration import ResFormerConfig
-from resformer.convert.tensors import to_tensor, to_torch
+from resformer.configuration.connection_fields import ConnectionFields
+from resformer.convert.judging import SameConfig, head_of
 from resformer.errors import CheckpointError, one_line
-from resformer.modeling import (
-    ResFormerForQuestionAnswering,
-    ResFormerForSequenceClassification,
-    ResFormerForTokenClassification,
-    ResFormerPreTrainedModel,
-)
 from resformer.modeling.connected import added_modules
 from resformer.modeling.connection import Added, StartsAsStated
-from resformer.safetensors_format import Tensor
-
-#: Class in `architectures` of config.json -> a model with another head. Every other checkpoint is a language model.
-HEADS: dict[str, type[ResFormerPreTrainedModel]] = {
-    each.__name__: each
-    for each in (ResFormerForQuestionAnswering, ResFormerForSequenceClassification, ResFormerForTokenClassification)
-}
-
-
-def head_of(config: PreTrainedConfig) -> str | None:
-    """The class in `HEADS`; `None` for a language model."""
-    if not isinstance(config, ResFormerConfig):
-        return None
-    names = config.architectures if isinstance(config.architectures, list) else []
-    return next((name for name in names if isinstance(name, str) and name in HEADS), None)
+from resformer.safetensors_format import Shard
 
 
 def meta_model(config: Any) -> PreTrainedModel:
@@ -44,60 +25,51 @@ def meta_model(config: Any) -> PreTrainedModel:
 
     It is one for all configurations that differ in nothing that such a model has, and may be used elsewhere too.
     """
-    known = json.loads(config.to_json_string())
-    left_out = ("base_model", "dtype", "transformers_version")
     try:
-        return _meta_model(json.dumps({name: value for name, value in known.items() if name not in left_out}))
+        return _meta_model(SameConfig(config))
     except Exception as error:  # torch's and Transformers' any, for values that no validator looks at
         raise CheckpointError(f"config.json makes no model: {one_line(error)}") from error
 
 
 @functools.lru_cache(maxsize=8)
-def _meta_model(text: str) -> PreTrainedModel:
-    known = json.loads(text)
-    config = CONFIG_MAPPING[known["model_type"]].from_dict(known)
-    model_class: Any = HEADS.get(head_of(config) or "") or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+def _meta_model(same: SameConfig) -> PreTrainedModel:
+    config = copy.deepcopy(same.config)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if head := head_of(config):
+        model_class = getattr(transformers, f"AutoModel{head[head.rindex('For') :]}")._model_mapping[type(config)]
     with no_init_weights(), torch.device("meta"):
         return model_class(config)
 
 
-def tied_names(config: PreTrainedConfig) -> set[str]:
-    """The tensors that are others again, where the configuration ties them."""
-    return set(meta_model(config).all_tied_weights_keys) if config.tie_word_embeddings else set()
-
-
 def connection_modules(config: Any) -> Mapping[str, Added]:
-    """Name in a checkpoint -> the module, on the meta device, of each connection that has one."""
-    return _connection_modules(meta_model(config))
+    """Name in the model -> the module, on the meta device, of each connection that has one."""
+    return added_modules(meta_model(config)) if isinstance(config, ConnectionFields) else {}
 
 
-@functools.lru_cache(maxsize=8)  # as many models are kept
-def _connection_modules(model: PreTrainedModel) -> Mapping[str, Added]:
-    return {_stored_name(model, name): module for name, module in added_modules(model).items()}
+def stored_names(config: Any, names: Iterable[str]) -> dict[str, str]:
+    """Name in the model -> in a checkpoint: some families, Gemma 3 for one, have others on the disk.
 
-
-def _stored_name(model: PreTrainedModel, module: str) -> str:
-    """Some families, Gemma 3 for one, have other names on the disk than in the model."""
-    (name,) = revert_weight_conversion(model, {f"{module}.weight": torch.empty(0)})
-    return str(name).removesuffix(".weight")
-
-
-def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor that a checkpoint holds, both ends of a tie among them."""
-    return {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
+    What a family fuses when it is loaded, experts for one, has several names there, and is left out.
+    """
+    model, known = meta_model(config), {}
+    for name in names:
+        stored = [*revert_weight_conversion(model, {name: torch.empty(0)})]
+        if len(stored) == 1:
+            known[name] = str(stored[0])
+    return known
 
 
 def added_shapes(config: Any, *, tables: bool = True) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every added parameter.
+    """Name in a checkpoint -> shape of every added parameter.
 
     Tables of value embeddings, which are large and not needed for mixing matrices, are among them with `tables`.
     """
-    parameters = _parameters(connection_modules(config), tables=tables)
+    parameters = _parameters(config, connection_modules(config), tables=tables)
     return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
 
-def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The added parameters at their start; `dtype` is the model's, which tables have."""
+def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Name in a checkpoint -> the added parameter at its start; `dtype` is the model's, which tables have."""
     modules = copy.deepcopy(dict(connection_modules(config)))
     for outer in modules.values():
         for name in outer.tables:
@@ -109,29 +81,38 @@ def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
             for module in outer.modules():
                 if isinstance(module, StartsAsStated):
                     module.reset_parameters()
-    return {name: to_tensor(name, parameter) for name, parameter in _parameters(modules).items()}
+    return {name: parameter.detach() for name, parameter in _parameters(config, modules).items()}
 
 
-def read_connections(config: Any, tensors: Mapping[str, Tensor], *, tables: bool = True) -> dict[str, Added]:
-    """`connection_modules` with the checkpoint's parameters, which `check_tensors` has found in their shapes.
+def read_connections(config: Any, shards: Iterable[Shard], *, tables: bool = True) -> dict[str, Added]:
+    """`connection_modules` with the checkpoint's parameters, whose shapes were checked.
 
     Without `tables`, these stay on the meta device.
     """
     modules = copy.deepcopy(dict(connection_modules(config)))
-    for prefix, module in modules.items():
+    places = _parameters(config, modules, tables=tables)
+    found: dict[str, torch.Tensor] = {}
+    for shard in shards:
+        if wanted := shard.names & places.keys():
+            with safe_open(shard.path, "pt") as file:
+                found |= {name: file.get_tensor(name) for name in wanted}
+    if missing := places.keys() - found.keys():
+        raise CheckpointError(f"missing keys: {', '.join(sorted(missing)[:5])}.")
+    names = {id(parameter): name for name, parameter in places.items()}
+    for module in modules.values():
         read = {
-            name: to_torch(tensors[f"{prefix}.{name}"]).to(parameter.dtype)
-            for name, parameter in module.named_parameters()
-            if tables or name not in module.tables
+            name: found[names[id(each)]].to(each.dtype) for name, each in module.named_parameters() if id(each) in names
         }
         module.load_state_dict(read, strict=False, assign=True)
     return modules
 
 
-def _parameters(modules: Mapping[str, Added], *, tables: bool = True) -> dict[str, torch.nn.Parameter]:
-    return {
+def _parameters(config: Any, modules: Mapping[str, Added], *, tables: bool = True) -> dict[str, torch.nn.Parameter]:
+    parameters = {
         f"{prefix}.{name}": parameter
         for prefix, module in sorted(modules.items())
         for name, parameter in module.named_parameters()
         if tables or name not in module.tables
     }
+    stored = stored_names(config, parameters) if parameters else {}
+    return {stored[name]: parameter for name, parameter in parameters.items()}

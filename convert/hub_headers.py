@@ -1,8 +1,12 @@
-"""Files of a Hub repository, read in place: their sizes, and the headers of safetensors by range requests."""
+"""Headers of safetensors on the Hub, by range requests, as files of their real size that hold nothing else.
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+They take no space on the disk, and `safetensors` and Transformers read them as they read the files themselves.
+"""
+
+import os
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import constants, get_session, hf_hub_url
@@ -11,7 +15,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type:
 
 from resformer.errors import CheckpointError, one_line
 from resformer.hub import HubError, retried
-from resformer.safetensors_format import Shard, Tensor, check_shard, read_shard
+from resformer.safetensors_format import Shard, header_length
 from resformer.untrusted import MOST_BYTES
 
 #: Bytes of the first request of a file: the whole header of most shards of an 8B or 70B model (73 and 24 tensors).
@@ -26,41 +30,34 @@ class HubFiles:
     revision: str  # the commit
     sizes: Mapping[str, int]  # name -> bytes
 
-    def read_shard(self, path: Path) -> Shard:
-        """Reads and checks a header, as `safetensors_format.read_shard` does; `path` is where the file would be here.
+    def write_headers(self, names: Collection[str], folder: Path) -> None:
+        """Writes a file for each of these names: its header, and a hole up to its size."""
 
-        `HfApi.parse_safetensors_file_metadata` checks no offsets, no sizes, and reads all that a server sends.
-        """
-        name, size = path.name, self.sizes[path.name]
-        first = self.read(name, 0, min(size, _FIRST))
+        def write(name: str) -> None:
+            size = self.sizes[name]
+            content = self._read(name, 0, min(size, _FIRST))
+            length = header_length(content[:40], size, Path(self.repo_id, name))
+            if (missing := 8 + length - len(content)) > 0:
+                content += self._read(name, len(content), missing)
+            (folder / name).write_bytes(content[: 8 + length])
+            os.truncate(folder / name, size)
 
-        def read(start: int, length: int) -> bytes:
-            length = min(length, size - start)
-            return first[start : start + length] if start + length <= len(first) else self.read(name, start, length)
-
-        return check_shard(Path(self.repo_id, name), path, size, read)
-
-    def read_shards(self, paths: Iterable[Path]) -> Iterator[Shard]:
-        """The headers, in this order, some at a time; those of files that are on this disk from there."""
         with ThreadPoolExecutor(8) as pool:
-            yield from pool.map(lambda path: read_shard(path) if path.exists() else self.read_shard(path), paths)
+            list(pool.map(write, names))
 
-    def with_bytes(self, shards: Collection[Shard], names: Collection[str]) -> tuple[Shard, ...]:
-        """The shards with the tensors of these names in memory, which `MOST_BYTES` bounds."""
-        size = sum(tensor.nbytes for shard in shards for tensor in shard.tensors if tensor.name in names)
-        if size > MOST_BYTES:
+    def write_tensors(self, shards: Collection[Shard], names: Collection[str]) -> None:
+        """Fills the tensors of these names, which `MOST_BYTES` bounds, into files of `write_headers`."""
+        tensors = [(shard, tensor) for shard in shards for tensor in shard.tensors if tensor.name in names]
+        if (size := sum(tensor.nbytes for _, tensor in tensors)) > MOST_BYTES:
             raise CheckpointError(f"{self.repo_id}: coefficients of {size:,} bytes; at most {MOST_BYTES:,} are read.")
-
-        def fetched(tensor: Tensor) -> Tensor:
-            if tensor.name not in names or tensor.on_this_disk or isinstance(tensor.data, memoryview):
-                return tensor
-            path, start = tensor.data
-            return replace(tensor, data=memoryview(self.read(path.name, start, tensor.nbytes)))
-
         with ThreadPoolExecutor(8) as pool:
-            return tuple(replace(shard, tensors=tuple(pool.map(fetched, shard.tensors))) for shard in shards)
+            read = pool.map(lambda each: self._read(each[0].name, each[1].start, each[1].nbytes), tensors)
+            for (shard, tensor), content in zip(tensors, read, strict=True):
+                with shard.path.open("r+b") as file:
+                    file.seek(tensor.start)
+                    file.write(content)
 
-    def read(self, name: str, start: int, length: int) -> bytes:
+    def _read(self, name: str, start: int, length: int) -> bytes:
         """Some bytes of a file. Only the Hub gets the token: the HTTP client drops it where another host answers."""
         if not length:
             return b""
@@ -70,8 +67,8 @@ class HubFiles:
 
         def read() -> tuple[bytes, str]:
             content = bytearray()
-            # Not by huggingface_hub's `http_stream_backoff`, nor by its `HfFileSystem`, which uses it: after a failed
-            # connection they close the HTTP client that other threads are reading with, and take what a server sends.
+            # Not by `HfApi.parse_safetensors_file_metadata` nor by `HfFileSystem`: after a failed connection they close
+            # the HTTP client that other threads are reading with, and take whatever a server sends.
             with get_session().stream(
                 "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
             ) as response:

@@ -1,6 +1,5 @@
 """Describes a checkpoint from its configuration, its headers and its added parameters; the model is not loaded."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,10 +7,10 @@ from typing import Any
 import torch
 
 from resformer.configuration.methods import connections_of, method_of
-from resformer.convert.connected_families import cache_size, connection_config, family_of, view
-from resformer.convert.connections import added_shapes, expected_shapes, head_of, read_connections, tied_names
+from resformer.convert.connected_families import cache_size, connection_config, family_name, view
+from resformer.convert.connections import added_shapes, read_connections
+from resformer.convert.judging import head_of
 from resformer.convert.source import open_source
-from resformer.errors import CheckpointError
 from resformer.files import AsDict
 from resformer.modeling.connected import depth_matrix, value_matrix
 from resformer.modeling.connection import plain_matrix
@@ -26,7 +25,7 @@ class Inspection(AsDict):
     model_type: str
     head: str | None  # the model's class, if it is no language model
     labels: int | None  # of that head
-    family: str | None  # of the backbone; None if no family has it
+    family: str  # the model type without connections
     method: str | None  # the named method with these connections; None if they have no name
     fields: dict[str, Any]  # the connection fields that are not Llama's
     files: int
@@ -41,7 +40,7 @@ class Inspection(AsDict):
     head_dim: int | None
     vocab_size: int
     tied: bool
-    cache_bytes_per_token: int | None  # in the dtype of most weights; None: not known, where caches are no rows
+    cache_bytes_per_token: int | None  # in the dtype of the model; None: not known, where caches are no rows
     cache_share: float | None  # of a model without sharing
     value_mixing_matrix: list[list[float]] | None  # (N, N); NaN where a gate decides. None if it is the identity
     depth_mixing_matrix: list[list[float]] | None  # (N, N + 1). None if it is plain Llama's
@@ -49,7 +48,7 @@ class Inspection(AsDict):
 
 
 def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
-    """Describes a checkpoint: ResFormer's, or one that can become one.
+    """Describes a checkpoint with connections, or one that can get them.
 
     Raises:
         CheckpointError: it cannot be read, or its tensors are not what its configuration asks for.
@@ -58,10 +57,8 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     config = opened.config
     backbone = connection_config(config)
     shape = view(backbone)
-    expected = expected_shapes(backbone)
-    dtype = opened.dtype
-    tensors = opened.checkpoint.tensors
-    connections: dict[str, Any] = read_connections(backbone, tensors, tables=False)
+    built, dtype = opened.built, opened.dtype
+    connections: dict[str, Any] = read_connections(backbone, opened.checkpoint.shards, tables=False)
     of_layers: dict[str, dict[int, Any]] = {}
     of_decoder: dict[str, Any] = {}
     for name, module in connections.items():
@@ -73,19 +70,18 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     values = value_matrix(shape, of_layers.get("value_residual", {}), of_decoder.get("value_residual"))
     depth = depth_matrix(shape, of_layers.get("depth_average", {}))
     per_token, full = cache_size(backbone, dtype)
-    tied = tied_names(backbone)
     return Inspection(
         source=opened.name,
         revision=opened.revision,
         model_type=config.model_type,
         head=head_of(config),
         labels=config.num_labels if head_of(config) else None,
-        family=_family(backbone) if backbone is config else config.model_type,
+        family=family_name(config),
         method=method_of(shape),
         fields=connections_of(backbone),
         files=len(opened.checkpoint.shards),
         bytes=sum(shard.size for shard in opened.checkpoint.shards),
-        parameters=sum(math.prod(shape) for name, shape in expected.items() if not (opened.tied and name in tied)),
+        parameters=built.parameters,
         added={name: list(shape) for name, shape in sorted(added_shapes(backbone).items())},
         dtypes=dict(opened.checkpoint.dtypes),
         layers=shape.num_hidden_layers,
@@ -101,13 +97,6 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         depth_mixing_matrix=_unless_plain(depth),
         warnings=list(opened.checkpoint.notes),
     )
-
-
-def _family(config: Any) -> str | None:
-    try:
-        return family_of(config).model_type
-    except CheckpointError:
-        return None
 
 
 def _unless_plain(matrix: torch.Tensor) -> list[list[float]] | None:

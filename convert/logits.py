@@ -1,4 +1,4 @@
-"""The logits of two models on the same tokens, and how much memory they take."""
+"""The logits of two models on the same tokens."""
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
@@ -7,15 +7,14 @@ from inspect import signature
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from resformer.convert.connected_families import connection_config
-from resformer.convert.reading import Checkpoint
-from resformer.convert.tensors import numbers
+from resformer.errors import CheckpointError, one_line
 from resformer.loading import without_a_word
 from resformer.modeling.any_decoder import text_config
 from resformer.modeling.versions import CACHE
-from resformer.safetensors_format import FLOATING, Tensor
+from resformer.safetensors_format import FLOATING, Shard
 
 #: Tokens that are decoded one at a time, with a cache.
 _STEPS = 4
@@ -23,15 +22,20 @@ _STEPS = 4
 
 def window_of(config: PreTrainedConfig) -> int:
     """The sliding window of a model; 0 without one."""
-    text = text_config(connection_config(config))
-    sliding = "sliding_attention" in (getattr(text, "layer_types", None) or ())
-    return getattr(text, "sliding_window", None) or 0 if sliding else 0
+    text = text_config(config)
+    kinds = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None)
+    return window if isinstance(window, int) and (kinds is None or "sliding_attention" in kinds) else 0
 
 
-def not_finite(tensors: Iterable[Tensor]) -> list[str]:
+def not_finite(shards: Iterable[Shard]) -> list[str]:
     """The names of the floating tensors that hold a NaN or an infinity."""
-    floating = (tensor for tensor in tensors if tensor.dtype in FLOATING)
-    return [tensor.name for tensor in floating if not all(piece.isfinite().all() for piece in numbers(tensor))]
+    found = []
+    for shard in shards:
+        with safe_open(shard.path, "pt") as file:
+            names = (tensor.name for tensor in shard.tensors if tensor.dtype in FLOATING)
+            found += [name for name in names if not file.get_tensor(name).isfinite().all()]
+    return found
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ def compare_logits(
     converted: Callable[[], PreTrainedModel],
     tokens: int = 128,
     *,
+    names: tuple[str, str] = ("the source", "the result"),
     row: int | None = None,
     text: Sequence[int] | None = None,
     window: int | None = None,
@@ -76,14 +81,19 @@ def compare_logits(
 
     Args:
         source, converted: load a model for evaluation; no more than one is in memory at a time.
+        names: of both, for messages.
         tokens: at which logits are compared, at least 16, in rows of at least, and by default, half of it.
         text: token ids, at least two rows of them; default: random ones, from a fixed seed.
         window: the longest sliding window of both.
+
+    Raises:
+        CheckpointError: a model does not run.
     """
     row = row or tokens // 2
     with without_a_word():
         (expected, first), (actual, second) = (
-            _logits(load, tokens // 2, row, text, device) for load in (source, converted)
+            _logits(name, load, tokens // 2, row, text, device)
+            for name, load in zip(names, (source, converted), strict=True)
         )
     pairs = list(zip(expected.split(128), actual.split(128), strict=True))  # float64 takes memory
     kl = agreement = 0.0
@@ -104,16 +114,28 @@ def compare_logits(
     )
 
 
+def _logits(name: str, load: Callable[[], PreTrainedModel], compared: int, *options: Any) -> tuple[torch.Tensor, float]:
+    """`_read_twice`, of a model of this name."""
+    loaded = load()
+    try:
+        return _read_twice(loaded, compared, *options)
+    except Exception as error:  # of the family's code, for values that no validator looks at
+        raise CheckpointError(
+            f"{name}: Transformers loads it, and its model does not run ({type(error).__name__}: {one_line(error)}). "
+            "Convert it anyway with --verify hashes (verify='hashes').",
+            "--verify hashes",
+        ) from error
+    finally:
+        del loaded
+        gc.collect()  # a model refers to itself: without this it would stay beside the next one
+
+
 @torch.no_grad()
-def _logits(
-    load: Callable[[], PreTrainedModel],
-    compared: int,
-    row: int,
-    text: Sequence[int] | None,
-    device: str | None,
+def _read_twice(
+    loaded: Any, compared: int, row: int, text: Sequence[int] | None, device: str | None
 ) -> tuple[torch.Tensor, float]:
     """(logits at the last `compared` tokens of two rows in both readings, the largest difference of the readings)."""
-    loaded = load() if device is None else load().to(device)
+    loaded = loaded if device is None else loaded.to(device)
     if text is None:
         ids = torch.randint(text_config(loaded.config).vocab_size, (2, row), generator=torch.Generator().manual_seed(0))
     else:
@@ -141,8 +163,6 @@ def _logits(
         cache = output[CACHE]
         parts.append(part)
     cached = torch.cat(parts, 1)
-    del loaded, output, cache
-    gc.collect()  # a model refers to itself: without this it would stay beside the next one
     steps = torch.stack([plain[0, -_STEPS - pad : -pad], plain[1, -_STEPS:]])
     difference = (cached[:, -_STEPS:] - steps).abs().max().item()
     of_padding = max(0, pad - (row - compared))
@@ -155,13 +175,3 @@ def _read(model: Any, kept: int, **inputs: Any) -> tuple[Any, torch.Tensor]:
     inputs = {name: value for name, value in {**inputs, "logits_to_keep": kept}.items() if name in known}
     output = model(**inputs)
     return output, output.logits[:, -kept:].cpu()
-
-
-def memory_for_logits(checkpoint: Checkpoint, dtype: torch.dtype, added: Iterable[Tensor] = ()) -> int:
-    """Bytes of memory to compare a model's logits: the model, and room for a forward pass.
-
-    Args:
-        added: tensors of the model beside those of the checkpoint.
-    """
-    elements = sum(tensor.elements for tensor in (*checkpoint.tensors.values(), *added))
-    return int(1.2 * elements * dtype.itemsize) + 2**29

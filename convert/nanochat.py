@@ -1,6 +1,7 @@
 """nanochat's checkpoints in, ResFormer checkpoints out.
 
-A run's folder has `model_STEP.pt`, `meta_STEP.json` and `tokenizer.pkl`. meta.json holds sizes; what else a model
+A run's folder has `model_STEP.pt`, `meta_STEP.json` and `tokenizer.pkl`, which may be in a folder `tokenizer`.
+meta.json holds sizes; what else a model
 computes with has changed four times and stands in nanochat's code of the day alone. The tensors tell the era:
 
 | era | since | base of the rotary embedding | gate of value embeddings | q and k times | logits | short window |
@@ -16,8 +17,10 @@ theta with the halves of each head exchanged; a norm without weights commutes wi
 and k stands in `q_norm` and `k_norm`.
 """
 
+import math
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,21 +31,21 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import connections_of, method_of
-from resformer.convert.connections import added_shapes, expected_shapes
-from resformer.convert.reading import read_checkpoint
-from resformer.convert.reading_back import check_headers
-from resformer.convert.tensors import CODES, to_tensor
+from resformer.convert.carrying import check_space
+from resformer.convert.connections import meta_model
+from resformer.convert.judging import build
 from resformer.convert.tiktoken_pickle import Encoding, fast_tokenizer, read_encoding
 from resformer.convert.to_folder import folder_name
-from resformer.convert.writing import check_space
 from resformer.errors import CheckpointError, did_you_mean, first_names, one_line, quoted
 from resformer.files import AsDict, check_target, replacing, write_text, writing
-from resformer.names import CONFIG, SINGLE
+from resformer.hub import asking_hub, fetch, listing
+from resformer.names import CONFIG, INDEX, SINGLE
 from resformer.progress import progress_bar
-from resformer.safetensors_format import FLOATING, Tensor, header_bytes
-from resformer.untrusted import read_json, regular_file
+from resformer.safetensors_format import Tensor, header_bytes
+from resformer.untrusted import MIB, read_json, regular_file
 
 _WEIGHTS = re.compile(r"model_(\d{1,12})\.pt")
+_TOKENIZERS = ("tokenizer.pkl", "tokenizer/tokenizer.pkl")
 _SIZES = "sequence_len vocab_size n_layer n_head n_kv_head n_embd".split()
 #: nanochat's norms have no epsilon of their own, in bfloat16 too.
 _EPSILON = torch.finfo(torch.float32).eps
@@ -127,43 +130,57 @@ class NanochatReport(AsDict):
     warnings: list[str]
 
 
-def is_run(source: str | Path) -> bool:
-    """Whether `source` is the folder of a nanochat run, or a file of weights in one."""
+def is_run(source: str | Path, revision: str | None = None) -> bool:
+    """Whether `source` is the folder or Hub id of a nanochat run, or a file of weights in one.
+
+    A config.json beside, as some publish, is for other code: a run has no safetensors.
+    """
     path = Path(source).expanduser()
-    if path.is_dir() and not (path / CONFIG).exists():
-        return any(_WEIGHTS.fullmatch(file.name) for file in path.iterdir())
-    return path.is_file() and _WEIGHTS.fullmatch(path.name) is not None
+    if path.is_dir():
+        names = {file.name for file in path.iterdir()}
+    elif os.path.lexists(path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) or str(source).startswith("."):
+        return path.is_file() and _WEIGHTS.fullmatch(path.name) is not None
+    else:
+        with asking_hub(str(source)):
+            names = {*listing(str(source), revision)[1]}
+    return any(map(_WEIGHTS.fullmatch, names)) and not names & {SINGLE, INDEX}
 
 
 def convert_nanochat(
     run: str | Path,
     output: str | Path,
     *,
-    dtype: str = "auto",
     force: bool = False,
     dry_run: bool = False,
     progress: bool = True,
+    revision: str | None = None,
+    step: int | None = None,
     **constants: Any,
 ) -> NanochatReport:
     """Writes a nanochat run as a ResFormer checkpoint, with its tokenizer, to the folder `output`.
 
     Args:
-        run: the folder, of whose steps the last is taken, or a `model_STEP.pt` in it.
+        run: the folder or Hub id, of whose steps the last is taken, or a `model_STEP.pt` in a folder.
         output: a new or empty folder.
-        dtype: of the result: float32 (`"auto"`), bfloat16 or float16. Coefficients of connections stay float32.
         force: replace an earlier result of this command.
         dry_run: read, check, report, write nothing.
         progress: show a bar.
+        revision: branch, tag or commit, for a Hub id.
+        step: take this one, not the last.
         constants: `rope_theta`, `gate_limit`, `qk_scale`, `softcap` or `short_window`, in place of the era's.
 
     Raises:
         CheckpointError: a file, a tensor or a key is not as nanochat writes it; `output` is in the way.
         OutputError: the disk is full or read-only. Nothing is left behind.
-        ValueError: a constant or a dtype is unknown.
+        ValueError: a constant is unknown.
     """
-    target, code = Path(output).expanduser(), _code(dtype)
-    path, meta_path, tokenizer_path, warnings = _files(Path(run).expanduser())
-    check_target(target, path.parent, made_by="convert", force=force)
+    target, folder = Path(output).expanduser(), Path(run).expanduser()
+    check_target(target, folder if folder.is_dir() else folder.parent, made_by="convert", force=force)
+    if not folder.exists():
+        folder, revision = _fetch(str(run), revision, step)
+    elif revision is not None:
+        raise CheckpointError(f"{folder}: --revision {revision} is for Hub ids, this is local.")
+    path, meta_path, tokenizer_path, warnings = _files(folder, step)
     sizes = _sizes(meta_path)
     weights = _weights(path)
     era = _era(path, weights, sizes)
@@ -176,9 +193,15 @@ def convert_nanochat(
         )
     tokenizer = run_tokenizer(encoding, sizes["sequence_len"], tokenizer_path)
     config = _config(weights, sizes, era, chosen, tokenizer)
-    config.base_model = {"name": folder_name(str(path.parent)), "revision": None}
-    config.dtype = getattr(torch, FLOATING[code])
-    shapes = expected_shapes(config)
+    name = str(run) if revision is not None else folder_name(str(path.parent))
+    config.base_model = {"name": name, "revision": revision}
+    if era == 2 and "softcap" not in constants:
+        warnings.append(
+            "From 2 to 9 March 2026 nanochat bounded logits by 20, not by 15, which neither tensors nor meta.json "
+            "show: if the run is of these days, give --set softcap=20."
+        )
+    config.dtype = torch.float32
+    shapes = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
     report = NanochatReport(
         source=str(run),
         output=str(output),
@@ -188,7 +211,7 @@ def convert_nanochat(
         method=method_of(config),
         fields=connections_of(config),
         parameters=sum(torch.Size(shape).numel() for shape in shapes.values()),
-        dtype=FLOATING[code],
+        dtype="float32",
         tokens=encoding.size,
         bos=str(tokenizer.bos_token),
         chat=tokenizer.chat_template is not None,
@@ -196,8 +219,7 @@ def convert_nanochat(
     )
     if dry_run:
         return report
-    kept = added_shapes(config, tables=False)  # coefficients stay float32
-    headers = [Tensor(name, "F32" if name in kept else code, shape, memoryview(b"")) for name, shape in shapes.items()]
+    headers = [Tensor(name, "F32", shape, 0, 4 * math.prod(shape)) for name, shape in shapes.items()]
     total = sum(tensor.nbytes for tensor in headers)
     with (
         replacing(target, made_by="convert", force=force) as partial,
@@ -208,10 +230,10 @@ def convert_nanochat(
             file.write(header_bytes(headers))
             made = dict(_converted(weights, sizes, config, chosen))
             for header in headers:
-                tensor = made.pop(header.name)().to(getattr(torch, FLOATING[header.dtype]))
+                tensor = made.pop(header.name)()
                 if tuple(tensor.shape) != header.shape or not bool(tensor.isfinite().all()):
                     raise CheckpointError(f"{path}: {header.name} would be {list(tensor.shape)}, or is not finite.")
-                file.write(to_tensor(header.name, tensor).data)  # type: ignore[arg-type]
+                file.write(tensor.contiguous().view(torch.uint8).numpy().data)
                 bar.update(header.nbytes)
         tokenizer.save_pretrained(partial)
         # nanochat stops at the end of the assistant's turn, or where another document would begin.
@@ -219,33 +241,50 @@ def convert_nanochat(
         GenerationConfig(bos_token_id=bos, eos_token_id=ends, pad_token_id=bos).save_pretrained(partial)
         config.architectures = ["ResFormerForCausalLM"]
         write_text(partial / CONFIG, config.to_json_string())
-        check_headers(partial, read_checkpoint(partial).tensors, {tensor.name: tensor for tensor in headers})
+        build(partial, target)
     return report
 
 
-def _code(dtype: str) -> str:
-    names = {name: code for code, name in FLOATING.items() if code != "F64"}
-    if dtype not in ("auto", *names):
-        raise ValueError(f"dtype={dtype!r}: expected auto, {', '.join(names)}.")
-    return names["float32" if dtype == "auto" else dtype]
+def _fetch(run: str, revision: str | None, step: int | None) -> tuple[Path, str]:
+    """(the folder in the cache, the commit) of a run on the Hub: of its weights those of one step are downloaded."""
+    with asking_hub(run):
+        commit, files = listing(run, revision)
+        weights = _step(run, files, step)[0]
+        small = [_meta_of(weights), *_TOKENIZERS]
+        fetch(run, commit, files, small, 64 * MIB)
+        return fetch(run, commit, files, [weights]), commit
 
 
-def _files(run: Path) -> tuple[Path, Path, Path, list[str]]:
+def _step(where: object, names: Iterable[str], step: int | None) -> tuple[str, int]:
+    """(the file of this step, or of the last one; how many steps there are)"""
+    steps = sorted((int(match[1]), name) for name in names if (match := _WEIGHTS.fullmatch(name)))
+    wanted = [name for number, name in steps if step in (None, number)]
+    if not wanted:
+        has = f"steps {', '.join(str(number) for number, _ in steps[:20])}" if steps else "no model_STEP.pt"
+        raise CheckpointError(f"{where}: has {has}, and no step {step}." if steps else f"{where}: has {has}.")
+    return wanted[-1], len(steps)
+
+
+def _meta_of(weights: str) -> str:
+    return f"meta_{Path(weights).stem.removeprefix('model_')}.json"
+
+
+def _files(run: Path, step: int | None) -> tuple[Path, Path, Path, list[str]]:
     """(weights, meta, tokenizer, warnings)"""
     folder, warnings = run if run.is_dir() else run.parent, []
     if run.is_dir():
-        steps = sorted((int(match[1]), file) for file in folder.iterdir() if (match := _WEIGHTS.fullmatch(file.name)))
-        if not steps:
-            raise CheckpointError(f"{folder}: has no model_STEP.pt, so it is no folder of a nanochat run.")
-        path = steps[-1][1]
-        if len(steps) > 1:
-            warnings.append(f"Has {len(steps)} steps, the last was taken; to take another, give {steps[0][1]}.")
+        name, count = _step(folder, (file.name for file in folder.iterdir()), step)
+        path = folder / name
+        if count > 1 and step is None:
+            warnings.append(f"Has {count} steps, the last was taken, {name}; to take another, give --set step=NUMBER.")
     else:
         path = run
-    meta = folder / f"meta_{path.stem.removeprefix('model_')}.json"
-    tokenizer = folder / "tokenizer.pkl"
-    if not tokenizer.exists():
-        raise CheckpointError(f"{folder}: has no tokenizer.pkl: copy it there from nanochat's folder `tokenizer`.")
+    meta = folder / _meta_of(path.name)
+    tokenizer = next((folder / name for name in _TOKENIZERS if (folder / name).exists()), None)
+    if tokenizer is None:
+        raise CheckpointError(
+            f"{folder}: has neither {' nor '.join(_TOKENIZERS)}: copy it there from nanochat's folder `tokenizer`."
+        )
     for each in (path, meta, tokenizer):
         regular_file(each, folder, within=True)
     return path, meta, tokenizer, warnings
@@ -260,7 +299,7 @@ def _sizes(path: Path) -> dict[str, Any]:
     sizes = {"window_pattern": "L", **sizes}
     if unknown := sizes.keys() - {*_SIZES, "window_pattern"}:
         raise CheckpointError(
-            f"{path}: `model_config` has {first_names(unknown)}, which no nanochat up to July 2026 has: if it changes "
+            f"{path}: `model_config` has {first_names(unknown)}, which is in none of the five eras: if it changes "
             "nothing that the model computes, take it out."
         )
     for name in _SIZES:
@@ -278,6 +317,10 @@ def _weights(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path}: cannot be read as weights alone: {one_line(error)}") from error
     if not isinstance(state, dict) or not all(isinstance(each, torch.Tensor) for each in state.values()):
         raise CheckpointError(f"{path}: expected a map from names to tensors, as nanochat saves it.")
+    # A few bytes may claim any number of elements, with strides of 0 or one storage for many.
+    claimed = sum(tensor.numel() * tensor.itemsize for tensor in state.values())
+    if claimed > path.stat().st_size:
+        raise CheckpointError(f"{path}: its tensors claim {claimed:,} bytes, the file has {path.stat().st_size:,}.")
     return {str(name).removeprefix("_orig_mod."): tensor for name, tensor in state.items()}  # of torch.compile
 
 
@@ -298,12 +341,12 @@ def _era(path: Path, weights: Mapping[str, torch.Tensor], sizes: Mapping[str, An
         raise CheckpointError(f"{path}: looks like era {era} of nanochat, but lacks {first_names(missing)}.")
     if unknown := weights.keys() - expected.keys():
         raise CheckpointError(
-            f"{path}: holds {first_names(unknown)}, which no nanochat up to July 2026 has: a fork's model computes "
-            "something else."
+            f"{path}: holds {first_names(unknown)}, which is in none of the five eras: a form that nanochat had "
+            "for a few days, or a fork's, computes something else."
         )
     for name, shape in expected.items():
         tensor = weights[name]
-        if tuple(tensor.shape) != shape or tensor.dtype not in CODES:
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
             raise CheckpointError(
                 f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}; expected {list(shape)} of floats."
             )

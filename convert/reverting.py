@@ -11,9 +11,9 @@ from transformers import PreTrainedConfig
 
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
-from resformer.convert.connected_families import family_of, view, with_connections
-from resformer.convert.connections import added_shapes, connection_modules, read_connections
-from resformer.convert.deciding import Decision, added_kinds, config_text, recorded_family
+from resformer.convert.connected_families import config_text, family_class, family_of, view, with_connections
+from resformer.convert.connections import connection_modules, meta_model, read_connections, stored_names
+from resformer.convert.deciding import Decision, added_kinds
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.to_folder import Options, Report, carry_out, published_name
 from resformer.errors import CheckpointError, one_line, quoted
@@ -29,7 +29,7 @@ _REVERTED = "resformer_revert.json"
 class RevertReport(Report):
     """The result of a revert, or the forecast of a dry run."""
 
-    family: str  # "resformer" if connections remain
+    family: str  # the model type: a family's, or that with connections if some remain
     removed: list[str]  # the added parameters
     remaining: dict[str, Any]  # connection fields of the result; {} if it is plain
 
@@ -43,7 +43,7 @@ def revert(
     revision: str | None = None,
     **options: Any,
 ) -> RevertReport:
-    """Writes the ResFormer checkpoint `source` without the connections that were added.
+    """Writes the checkpoint `source` without the connections that were added.
 
     Only where that changes nothing: the mixing matrices of what is taken out are the identity and no projection was
     dropped. Every other tensor is the source's, byte for byte, and the logits are compared as for a retrofit. The card
@@ -55,10 +55,10 @@ def revert(
         all: take out all connections. Otherwise those stay that the source of the last conversion had, as its record
             says; without a record all are taken out.
         force, revision: as for `retrofit`.
-        options: `dry_run`, `link`, `verify`, `max_shard_size`, `progress`, as for `retrofit`.
+        options: `dry_run`, `link`, `verify`, `progress`, as for `retrofit`.
 
     Raises:
-        CheckpointError: it is no ResFormer checkpoint, or its connections have an effect; the message says how large.
+        CheckpointError: it has no connections, or its connections have an effect; the message says how large.
         OutputError, VerificationError: as for `retrofit`.
     """
     settings = Options(made_by="revert", force=force, **options)
@@ -78,16 +78,18 @@ def revert(
         reverted = before
         reverted.base_model = getattr(config, "base_model", None)  # as `retrofit` has left it
     else:
-        reverted = family_of(config, recorded_family(opened))
+        if family_class(config) is None:
+            raise CheckpointError(f"{opened.name}: cannot be reverted: no family of Transformers has its decoder.")
+        reverted = family_of(config)
     decision = _decide(opened.fetch(headers_only=True), config, before, reverted)
-    # The coefficients allow it: now download the weights, or dequantise them.
-    if not settings.dry_run and (opened.dequantised or not decision.source.on_this_disk):
+    # The coefficients allow it: now download the weights.
+    if not settings.dry_run and not decision.source.on_this_disk:
         decision = _decide(opened.fetch(), config, before, reverted)
     return carry_out(
         decision,
         target,
         settings,
-        partial(RevertReport, family=reverted.model_type, removed=list(decision.dropped), remaining=remaining),
+        partial(RevertReport, family=reverted.model_type, removed=sorted(decision.dropped), remaining=remaining),
         finish=lambda done, digests: {
             _REVERTED: json.dumps({"source": published_name(opened), "revision": done.revision}, indent=2) + "\n"
         },
@@ -96,9 +98,8 @@ def revert(
 
 def _decide(source: OpenedSource, config: Any, before: Any, reverted: PreTrainedConfig) -> Decision:
     """The source without the connections that it has beyond those of `before`, which must have no effect."""
-    reverted.tie_word_embeddings, warnings = source.tied, []
-    kept = connection_modules(before)
-    modules = read_connections(config, source.checkpoint.tensors, tables=source.on_this_disk)
+    warnings, kept = [], connection_modules(before)
+    modules = read_connections(config, source.checkpoint.shards, tables=source.on_this_disk)
     unread = set() if source.on_this_disk else {name for name, module in modules.items() if module.tables}
     if unread:
         warnings.append(f"{source.name}: its tables of values were not read; if they have learned, it is not reverted.")
@@ -114,11 +115,13 @@ def _decide(source: OpenedSource, config: Any, before: Any, reverted: PreTrained
             f"{source.name}: cannot be reverted, its connections have an effect: {where} is {distance:.3g} from plain "
             f"Llama. What they have learned cannot be undone: start again from {_source_of(source)}."
         )
+    expected = meta_model(reverted).state_dict().keys()
+    stored = stored_names(config, source.built.tensors.keys() - expected)
     return Decision(
         source=source,
-        config=config_text(reverted, source),
+        config=config_text(source.raw_config, reverted, source.dtype),
         dtype=source.dtype,
-        dropped=sorted(added_shapes(config).keys() - added_shapes(before).keys()),
+        dropped={stored[name]: name for name in stored},
         warnings=tuple(warnings),
     )
 

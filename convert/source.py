@@ -1,37 +1,32 @@
-"""Opens a checkpoint in a local folder, a GGUF file or on the Hub: first its configuration, then its weights.
+"""Opens a checkpoint in a local folder or on the Hub: first its configuration, then its weights.
 
 Errors in the configuration are reported before the weights are downloaded. No code of the source is run.
 """
 
 import os
-import re
+import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
 from huggingface_hub.hf_api import RepoFile
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from resformer.convert import connected_families
-from resformer.convert.configurations import TENSORS_OF_A_LAYER, read_config
-from resformer.convert.connected_families import connection_config, is_connected
-from resformer.convert.connections import added_shapes, expected_shapes, head_of
+from resformer.convert.connected_families import connection_config, read_config, unused_weights
+from resformer.convert.connections import added_shapes
 from resformer.convert.hub_headers import HubFiles
-from resformer.convert.other_formats import dequantise, gguf_config, gguf_headers, load_model
-from resformer.convert.reading import Checkpoint, check_tensors, hint, no_weights, read_checkpoint, read_index, renamed
-from resformer.convert.sameness import GENERATION, facts, generation_files, generation_settings
-from resformer.errors import CheckpointError, first_names, one_line, quoted
-from resformer.hub import asking_hub, fetch, listing, retried
+from resformer.convert.judging import Built, build, head_of
+from resformer.convert.reading import ADAPTER, Checkpoint, gguf_way, hint, read_checkpoint, weight_files
+from resformer.errors import CheckpointError, first_names, one_line
+from resformer.hub import asking_hub, fetch, listing
 from resformer.names import CONFIG, DESCRIPTIONS, INDEX, RECORD, SETTINGS, SIDE_FILES, SINGLE
-from resformer.safetensors_format import FLOATING, Shard
-from resformer.untrusted import MIB, MOST_BYTES, read_json
+from resformer.safetensors_format import LARGEST_HEADER
+from resformer.untrusted import MIB, MOST_BYTES, check_folder, read_json
 
 #: Bytes of a file on the Hub with settings or an index that are fetched.
-_LARGEST_SETTINGS = 16 * MIB
+_LARGEST_SETTINGS = LARGEST_HEADER
 _MOST_FILES = 1000
 
 
@@ -43,115 +38,164 @@ class Source:
     folder: Path
     config: PreTrainedConfig
     raw_config: Mapping[str, Any]  # config.json, as it stands
-    dropped_config: tuple[str, ...] = ()  # keys of its config.json that are not read
+    dropped_config: tuple[str, ...] = ()  # keys of its config.json that name code, and are not read
     revision: str | None = None  # the commit, if it is on the Hub
     repo_id: str | None = None  # if it is on the Hub
     hub_files: Mapping[str, RepoFile] = field(default_factory=dict)  # if it is on the Hub: name -> size and hashes
-    gguf: Path | None = None  # the file, if it is a GGUF file
-
-    @property
-    def dequantised(self) -> bool:
-        """Whether Transformers dequantises it: the result is compared with what that makes."""
-        return self.gguf is not None
 
     def fetch(self, *, headers_only: bool = False) -> "OpenedSource":
-        """Downloads the weights, if they are on the Hub, reads their headers, and compares them with the configuration.
+        """Downloads the weights, if they are on the Hub, reads their headers, and has Transformers build the model.
 
-        With `headers_only`, dequantises nothing, and reads only the headers of weights on the Hub and the coefficients
-        of connections: no other tensor has bytes.
+        With `headers_only`, reads only the headers of weights on the Hub and the coefficients of connections: all other
+        tensors are holes.
         """
-        model, hub = None, None
-        if self.gguf is not None:
-            model, tensors = (None, gguf_headers(self.config)) if headers_only else dequantise(self.gguf)
-            checkpoint = Checkpoint(self.folder, (Shard(None, self.gguf.stat().st_size, tuple(tensors)),))
-        elif headers_only and (hub := _hub_files(self)) is not None:
-            with asking_hub(self.name):
-                checkpoint = read_checkpoint(self.folder, hub)
+        if self.repo_id is None:
+            checkpoint, on_this_disk = read_checkpoint(self.folder), True
+            folder, reason, temporary = _to_load(checkpoint, self.folder)
         else:
-            _fetch_from_hub(self)
-            checkpoint = read_checkpoint(self.folder, _hub_files(self))
-        config = connection_config(self.config)
-        if is_connected(config):
-            connected_families.check_tensors(checkpoint, config)
-            tied, notes = bool(self.config.tie_word_embeddings), list[str]()
-        else:
-            checkpoint = renamed(checkpoint, self.config.model_type)
-            _check_layers(checkpoint, self.config.num_hidden_layers)
-            tied, notes = check_tensors(checkpoint, expected_shapes(config), tied=bool(config.tie_word_embeddings))
-        if hub is not None:
+            names = [name for name in self.hub_files if SIDE_FILES.fullmatch(name) or DESCRIPTIONS.fullmatch(name)]
+            small = [name for name in names if self.hub_files[name].size <= MOST_BYTES]
+            if len(small) > _MOST_FILES:
+                raise CheckpointError(
+                    f"{self.name}: has {len(small):,} files beside its weights; at most {_MOST_FILES:,} are read."
+                )
             with asking_hub(self.name):
-                shards = hub.with_bytes(checkpoint.shards, added_shapes(config, tables=False))
-            checkpoint = replace(checkpoint, shards=shards)
-        generation, side_files = None, checkpoint.side_files
-        stated = any(file.name == GENERATION for file in side_files)
-        if self.gguf is None and (stated or not os.path.lexists(self.folder / GENERATION)):
-            generation = generation_settings(self.folder, self.config)
-            if not stated and generation is not None:
-                side_files += generation_files(self.folder, self.config, generation)
-        checkpoint = replace(checkpoint, side_files=side_files, notes=(*checkpoint.notes, *notes))
-        return OpenedSource(**vars(self), checkpoint=checkpoint, tied=tied, generation=generation, model=model)
+                fetch(self.repo_id, str(self.revision), self.hub_files, [CONFIG, INDEX, *SETTINGS], _LARGEST_SETTINGS)
+                fetch(self.repo_id, str(self.revision), self.hub_files, small)
+                weights = weight_files(self.folder, self.hub_files or [path.name for path in self.folder.iterdir()])
+                absent = [name for name in weights if not (self.folder / name).exists()]
+                on_this_disk = not (headers_only and absent)
+                if on_this_disk:
+                    fetch(self.repo_id, str(self.revision), self.hub_files, weights)
+                    folder, reason, temporary = self.folder, "", None
+                else:
+                    temporary = tempfile.TemporaryDirectory(prefix="resformer-")
+                    folder, reason = Path(temporary.name), ""
+                    self._write_headers(absent, folder)
+                sizes = {name: file.size for name, file in self.hub_files.items()}
+                checkpoint = read_checkpoint(self.folder, sizes, weights=folder)
+        built = build(folder, self.name)
+        strange = built.ignored - unused_weights(self.raw_config)
+        notes = list(checkpoint.notes)
+        if strange:
+            notes.append(
+                f"{self.name}: Transformers ignores {first_names(strange)}, which its model has no place for: they go "
+                "along as they are."
+            )
+        if reason:
+            notes.append(f"{reason} What Transformers makes of the source was compared without that file.")
+        if quantised := [name for name, each in checkpoint.tensors.items() if each.dtype[:2] in ("F8", "F6", "F4")]:
+            raise CheckpointError(
+                f"{self.name}: {first_names(quantised)} are of {checkpoint.tensors[min(quantised)].dtype}: quantised "
+                "checkpoints have to be dequantised first."
+            )
+        opened = OpenedSource(
+            **vars(self),
+            checkpoint=replace(checkpoint, notes=tuple(notes)),
+            built=built,
+            to_load=folder,
+            on_this_disk=on_this_disk,
+            temporary=temporary,
+        )
+        if not on_this_disk:
+            with asking_hub(self.name):
+                wanted = added_shapes(connection_config(self.config), tables=False)
+                self._hub().write_tensors(checkpoint.shards, wanted.keys())
+        return opened
+
+    def _write_headers(self, absent: Collection[str], folder: Path) -> None:
+        """Makes a folder with links to what has been fetched, and with the headers of the other weight files."""
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                link = folder / path.relative_to(self.folder)
+                link.parent.mkdir(exist_ok=True)
+                link.symlink_to(path.resolve())
+        self._hub().write_headers(absent, folder)
+
+    def _hub(self) -> HubFiles:
+        sizes = {name: file.size for name, file in self.hub_files.items()}
+        return HubFiles(str(self.repo_id), str(self.revision), sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedSource(Source):
-    """A source whose headers have been read and checked; its weights are on this disk, or still on the Hub."""
+    """A source whose headers have been read, and whose model Transformers has built."""
 
     checkpoint: Checkpoint
-    tied: bool  # whether the head is the embeddings
-    generation: dict[str, Any] | None = None  # settings, as Transformers takes them; None if they are not known
-    model: PreTrainedModel | None = None  # where it was dequantised
-
-    @property
-    def on_this_disk(self) -> bool:
-        """Whether all weights are: they are still on the Hub otherwise."""
-        return all(tensor.on_this_disk for tensor in self.checkpoint.tensors.values())
+    built: Built
+    to_load: Path  # the folder that Transformers loads: the source's own where no path leads out of it
+    on_this_disk: bool  # False: of the weights, only headers and coefficients are
+    temporary: Any = None  # keeps `to_load` until this object goes
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of most weights; float32 for a GGUF file, which is dequantised to it."""
-        _, code = max((count, code) for code, count in self.checkpoint.dtypes.items() if code in FLOATING)
-        return getattr(torch, FLOATING[code])
+        """In which Transformers loads it by default."""
+        return self.built.dtype
 
     @property
-    def stated_dtype(self) -> torch.dtype:
-        """In which Transformers loads it by default: as config.json states, else that of most weights."""
-        return self.config.dtype or self.dtype
-
-    def facts(self) -> dict[str, Any]:
-        """What Transformers makes of it that needs no weights, as `sameness.facts`."""
-        return facts(self.config, self.generation) | {"tie_word_embeddings": self.tied}
-
-    def load(self) -> PreTrainedModel:
-        """The model in the dtype of most weights, loaded by Transformers from its own files, without their code."""
-        if self.model is not None:
-            return self.model
-        return load_model(self.folder, self.folder, dtype=self.dtype)
+    def tied(self) -> bool:
+        """Whether the head is the embeddings."""
+        return bool(self.built.tied)
 
     def sha256_on_hub(self) -> dict[str, str]:
         """File -> SHA-256, as the Hub states it: of the files that it stores by LFS, if the source is there."""
         return {name: file.lfs.sha256 for name, file in self.hub_files.items() if file.lfs is not None}
 
 
+def _to_load(checkpoint: Checkpoint, folder: Path) -> tuple[Path, str, Any]:
+    """(what Transformers is to load in place of the folder, why it is not the folder itself, what keeps it).
+
+    Where some path in the folder leads out of it, to no file or to no end, it is a folder of links to what goes along.
+    """
+    try:
+        check_folder(folder)
+    except CheckpointError as error:
+        # An index beside a single file is ignored, by Transformers too; the notes say so.
+        ignored = [shard.name for shard in checkpoint.shards] == [SINGLE] and str(folder / INDEX) in str(error)
+        reason = "" if ignored else str(error)
+    else:
+        return folder, "", None
+    temporary = tempfile.TemporaryDirectory(prefix="resformer-")
+    view = Path(temporary.name)
+    for file in checkpoint.side_files:
+        (view / file.name).parent.mkdir(exist_ok=True)
+        if file.content is None:
+            (view / file.name).symlink_to(file.path.resolve())
+        else:
+            (view / file.name).write_bytes(file.content)
+    for name in (CONFIG, INDEX):
+        if (folder / name).exists() and not (name == INDEX and (folder / SINGLE).exists()):
+            (view / name).symlink_to((folder / name).resolve())
+    for shard in checkpoint.shards:
+        (view / shard.name).symlink_to(shard.path)
+    return view, reason, temporary
+
+
 def open_source(source: str | Path, revision: str | None = None, *, heads: bool = False) -> Source:
     """Finds the checkpoint and reads its configuration; of a Hub repository nothing but small files is fetched.
 
     Args:
-        source: a folder, a `.gguf` file, `owner/name` or `owner/name/file.gguf` on the Hub, which is fetched.
-        heads: of ResFormer checkpoints, take models with other heads too.
+        source: a folder, or `owner/name` on the Hub.
+        heads: take models with other heads too.
     """
     name, path = str(source), Path(source).expanduser()
     here = os.path.exists(path)
-    if here and not path.is_dir() and path.suffix != ".gguf":
-        raise CheckpointError(f"{path}: expected a checkpoint folder, a .gguf file or a Hub id.")
+    if name.endswith(".gguf") and (here or name.count("/") >= 2):
+        parent = path.parent if here else "/".join(name.split("/")[:2])
+        raise CheckpointError(f"{path}: {gguf_way(parent, path.name)}")
+    if here and not path.is_dir():
+        raise CheckpointError(f"{path}: expected a checkpoint folder or a Hub id.")
     if (path.is_absolute() or name.startswith(".")) and not os.path.lexists(path):
-        raise CheckpointError(f"{one_line(name)}: there is no such file or folder.")
+        raise CheckpointError(f"{one_line(name)}: there is no such folder.")
     if revision is not None and here:
         raise CheckpointError(f"{path}: --revision {revision} is for Hub ids, this is local.")
     if here:
-        opened = _open_folder(name, path) if path.is_dir() else _open_gguf(name, path)
+        opened = _open_folder(name, path)
     else:
         with asking_hub(name):
-            opened = _open_hub(name, revision)
+            commit, files = listing(name, revision)
+            folder = fetch(name, commit, files, [CONFIG, "README.md", RECORD], _LARGEST_SETTINGS)
+            opened = _open_folder(name, folder, revision=commit, repo_id=name, hub_files=files)
     if not heads and (head := head_of(opened.config)):
         raise CheckpointError(
             f"{opened.name}: is a {head}, and this command takes only language models. `inspect`, `verify`, `push` and "
@@ -160,89 +204,19 @@ def open_source(source: str | Path, revision: str | None = None, *, heads: bool 
     return opened
 
 
-def _open_gguf(name: str, path: Path, **hub: Any) -> Source:
-    return Source(name=name, folder=path.parent, config=gguf_config(path), raw_config={}, gguf=path, **hub)
-
-
 def _open_folder(name: str, folder: Path, **hub: Any) -> Source:
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    names = [*(hub.get("hub_files") or names)]
     if CONFIG not in names:
-        names = hub.get("hub_files") or names
-        raise CheckpointError(f"{folder}: has no config.json, so it is not a Transformers checkpoint.{hint(names)}")
-    raw = read_json(folder / "config.json", MIB)
-    if connected_families.is_of_a_family(raw.get("model_type")):
-        config, dropped = connected_families.read_config(folder, raw)
-    else:
-        config, dropped = read_config(folder, raw)
+        where = name if hub else folder
+        raise CheckpointError(
+            f"{folder}: has no config.json, so it is not a Transformers checkpoint.{hint(where, names)}"
+        )
+    if ADAPTER in names:
+        raise CheckpointError(
+            f"{folder}: has an adapter beside the model ({ADAPTER}), which Transformers applies where PEFT is "
+            "installed. Merge it and convert that (`merge_and_unload`), or remove the file if it is not meant."
+        )
+    raw = read_json(folder / CONFIG, MIB)
+    config, dropped = read_config(folder, raw)
     return Source(name=name, folder=folder, config=config, raw_config=raw, dropped_config=dropped, **hub)
-
-
-def _open_hub(name: str, revision: str | None) -> Source:
-    if name.endswith(".gguf") and name.count("/") >= 2:
-        owner, repo, file = name.split("/", 2)
-        path = Path(retried(lambda: hf_hub_download(f"{owner}/{repo}", file, revision=revision)))
-        commit = next((part.name for part in path.parents if part.parent.name == "snapshots"), revision)
-        return _open_gguf(name, path, revision=commit, repo_id=f"{owner}/{repo}")
-    commit, files = listing(name, revision)
-    folder = fetch(name, commit, files, [CONFIG, "README.md", RECORD], _LARGEST_SETTINGS)
-    return _open_folder(name, folder, revision=commit, repo_id=name, hub_files=files)
-
-
-def _hub_files(source: Source) -> HubFiles | None:
-    """The files of the repository, if it holds safetensors and is on the Hub; downloads the index and the settings."""
-    files = source.hub_files
-    if not {SINGLE, INDEX} & files.keys():
-        return None
-    repo_id, commit = str(source.repo_id), str(source.revision)
-    with asking_hub(source.name):
-        fetch(repo_id, commit, files, [INDEX, *SETTINGS], _LARGEST_SETTINGS)
-    return HubFiles(repo_id, commit, {name: file.size for name, file in files.items()})
-
-
-def _fetch_from_hub(source: Source) -> None:
-    """Downloads the weight files that the index names, and no others, if the source is on the Hub."""
-    folder, files = source.folder, source.hub_files
-    if source.repo_id is None:
-        return
-    taken = [name for name in files if SIDE_FILES.fullmatch(name) or DESCRIPTIONS.fullmatch(name)]
-    small = [name for name in (CONFIG, INDEX, *taken) if name in files and files[name].size <= MOST_BYTES]
-    check_number(source, small)
-    with asking_hub(source.name):
-        download = partial(fetch, source.repo_id, str(source.revision), files)
-        download([*small, SINGLE])
-        if not (folder / SINGLE).exists():
-            if not (folder / INDEX).exists():
-                raise no_weights(source.name, files)
-            download(set(read_index(folder / INDEX).values()))
-
-
-def check_number(source: Source, files: Collection[object]) -> None:
-    """Refuses a source with too many files beside its weights."""
-    if len(files) > _MOST_FILES:
-        raise CheckpointError(
-            f"{source.name}: has {len(files):,} files beside its weights; at most {_MOST_FILES:,} are read."
-        )
-
-
-def _check_layers(checkpoint: Checkpoint, expected: int) -> None:
-    """A configuration may claim any number of layers; a model is made only of as many as there are tensors for."""
-    matches = [re.match(r"model\.layers\.(\d{1,6})\.", name) for name in checkpoint.tensors]
-    stored = len({match[1] for match in matches if match})
-    if stored == 0 and checkpoint.tensors:
-        first = next(iter(checkpoint.tensors))
-        prefixes = {match[1] for name in checkpoint.tensors if (match := re.match(r"(.+?)model\.layers\.\d", name))}
-        way = "Save the model with its head (`...ForCausalLM`)."
-        if prefixes:
-            way = (
-                f"They bear the prefix {first_names(prefixes)}, as of torch.compile, DDP or PEFT: save the model "
-                "that is inside, or rename them."
-            )
-        raise CheckpointError(
-            f"{checkpoint.folder}: missing keys: no tensor is called model.layers.N...; one is called {quoted(first)}. "
-            f"{way}"
-        )
-    if stored != expected or stored * TENSORS_OF_A_LAYER > len(checkpoint.tensors):
-        raise CheckpointError(
-            f"{checkpoint.folder}: config.json has num_hidden_layers={expected}, the shards hold "
-            f"{len(checkpoint.tensors):,} tensors of {stored:,} layers; a layer has {TENSORS_OF_A_LAYER} or more."
-        )

@@ -1,30 +1,40 @@
-"""Plans, writes and verifies what was decided, and puts it in place."""
+"""Writes what was decided, has Transformers judge it, and puts it in place."""
 
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
+from safetensors.torch import save
 from transformers import GenerationConfig
 
+from resformer.convert.carrying import (
+    File,
+    Range,
+    Transfer,
+    can_be_linked,
+    check_bytes,
+    check_space,
+    transfer_of,
+    whole,
+    without,
+    write_files,
+    write_settings,
+)
 from resformer.convert.deciding import Decision
-from resformer.convert.logits import LogitsComparison, compare_logits, memory_for_logits, not_finite, window_of
-from resformer.convert.other_formats import load_model
-from resformer.convert.planning import Plan, make_plan
+from resformer.convert.judging import build, check_same, load
+from resformer.convert.logits import LogitsComparison, compare_logits, not_finite, window_of
 from resformer.convert.reading import Checkpoint, read_checkpoint
-from resformer.convert.reading_back import check_bytes, check_headers
-from resformer.convert.sameness import check_result
 from resformer.convert.source import Source
-from resformer.convert.tensors import Rounding
-from resformer.convert.tokens import TokensComparison, carry_tokenizer
-from resformer.convert.writing import Transfer, can_be_linked, check_space, transfer_of, write_plan
+from resformer.convert.tokens import TokensComparison, compare_folders
 from resformer.environment import free_memory
 from resformer.errors import CheckpointError, OutputError, VerificationError, first_names, one_line
 from resformer.files import AsDict, replacing, write_text
+from resformer.names import standard_names
 from resformer.progress import progress_bar
+from resformer.safetensors_format import FLOATING, Tensor
 
 Verify = Literal["auto", "headers", "hashes", "logits"]
 #: Logits are compared beyond sliding windows up to this one: longer rows take long. `resformer verify` always does.
@@ -36,7 +46,7 @@ class Options:
     """How a conversion is carried out; `resformer.retrofit` says what each option does.
 
     Raises:
-        ValueError: `verify` is no `Verify`, or `max_shard_size` no size.
+        ValueError: `verify` is no `Verify`.
     """
 
     made_by: str = "convert"  # the command
@@ -44,23 +54,10 @@ class Options:
     dry_run: bool = False
     link: bool = False
     verify: Verify = "auto"
-    max_shard_size: int | str | None = None
     progress: bool = True
 
     def __post_init__(self) -> None:
         check_verify(self.verify)
-        _ = self.shard_bytes
-
-    @property
-    def shard_bytes(self) -> int | None:
-        """`max_shard_size` in bytes: a number, or one with a unit, as `save_pretrained` takes it."""
-        if self.max_shard_size is None:
-            return None
-        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]B)?", str(self.max_shard_size).strip(), re.IGNORECASE)
-        count = int(float(match[1]) * 1000 ** " KMGT".index((match[2] or " ")[0].upper())) if match else 0
-        if count < 1:
-            raise ValueError(f"max_shard_size={self.max_shard_size!r}: expected a size such as 5GB, or bytes.")
-        return count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +74,6 @@ class Report(AsDict):
     verified: str = ""  # headers, hashes or logits
     logits: LogitsComparison | None = None
     tokens: TokensComparison | None = None  # None: the source has no tokenizer that can be loaded
-    tokenizer_classes: tuple[str | None, str | None] | None = None  # that both name, where they differ
-    rounding: Rounding = field(default_factory=Rounding)  # by a change of dtype
     left_behind: list[str] = field(default_factory=list)  # files, and keys of config.json, that do not go along
     warnings: list[str] = field(default_factory=list)
 
@@ -106,13 +101,31 @@ def check_verify(verify: str) -> None:
 
 def carry_out(decision: Decision, output: Path, options: Options, report_of: Callable[..., R], finish: Finish[R]) -> R:
     """Writes the result beside the output, verifies it, has `finish` describe it, and puts it in place."""
-    plan = make_plan(decision, options.shard_bytes)
-    forecast = transfer_of(plan, can_be_linked(plan, output) if options.link else ())
-    report = make_report(decision, output, plan, forecast, report_of)
+    source = decision.source
+    weights = _weights(decision, link=options.link)
+    along = {file.name: file for file in (*source.checkpoint.side_files, *decision.side_files)}
+    side_files = [
+        File(file.name, (Range(file.path, 0, file.size) if file.content is None else file.content,))
+        for file in along.values()
+    ]
+    forecast = transfer_of(weights, side_files, can_be_linked(weights, output) if options.link else ())
+    names = {tensor.name for file in weights for tensor in file.tensors}
+    left_behind = [name for name in source.checkpoint.left_behind if name not in along]
+    report = report_of(
+        source=source.name,
+        revision=source.revision,
+        output=str(output),
+        kept=len(names & source.checkpoint.tensors.keys()),
+        carried_files=sum(file.origin is not None for file in weights),
+        written_files=sum(file.origin is None for file in weights),
+        transfer=forecast,
+        left_behind=[*left_behind, *(f"config.json: {key}" for key in source.dropped_config)],
+        warnings=[*source.checkpoint.notes, *decision.warnings],
+    )
     verify, warnings = _choose(decision, options)
     if options.dry_run:
-        shards = decision.source.checkpoint.shards
-        forecast.downloaded = sum(each.size for each in shards if not all(t.on_this_disk for t in each.tensors))
+        absent = (shard.size for shard in source.checkpoint.shards if not (source.folder / shard.name).exists())
+        forecast.downloaded = 0 if source.on_this_disk else sum(absent)
         try:
             check_space(forecast.moved, output)
         except OutputError as error:
@@ -124,27 +137,28 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         progress_bar(total=total, unit="B", unit_scale=True, desc=output.name, show=options.progress) as bar,
     ):
         check_space(forecast.moved, partial)  # what a killed run left has been removed
-        written = write_plan(plan, partial, link=options.link, progress=bar.update)
+        written = write_files([*weights, *side_files], partial, link=options.link, progress=bar.update)
+        write_settings(partial, decision.config, weights)
         stored = read_checkpoint(partial)
-        check_headers(partial, stored.tensors, plan.tensors)
-        digests = check_bytes(stored, plan, written.linked, bar.update) if verify != "headers" else {}
-        logits = _compare(decision, output, partial, written.rounding) if verify == "logits" else None
-        warnings += [*written.notes, *generation_warnings(stored)]
-        if decision.source.gguf and decision.source.model is not None:
-            decision.source.model.generation_config.save_pretrained(partial)
-        tokenizer = carry_tokenizer(decision.source, partial)
+        _check_headers(stored, weights)
+        digests = {}
+        if verify != "headers":
+            to_read = [file for file in (*weights, *side_files) if file.name not in written.linked]
+            digests = check_bytes(to_read, partial, bar.update)
+        result = build(partial, output)
+        check_same(source.built, result, source.name, frozenset(decision.dropped.values()), decision.added_names)
+        logits = _compare(decision, output, partial) if verify == "logits" else None
+        tokens, notes = compare_folders(source, partial)
         report = replace(
             report,
-            transfer=transfer_of(plan, written.linked),
+            transfer=transfer_of(weights, side_files, written.linked),
             verified=verify,
             logits=logits,
-            tokens=tokenizer.tokens,
-            tokenizer_classes=tokenizer.classes,
-            rounding=written.rounding,
-            warnings=[*report.warnings, *warnings, *tokenizer.warnings],
+            tokens=tokens,
+            warnings=[*report.warnings, *warnings, *written.notes, *generation_warnings(stored), *notes],
         )
-        on_hub = decision.source.sha256_on_hub()
-        known = {shard.name: digests.get(shard.name) or on_hub.get(shard.origin or "") for shard in plan.shards}
+        on_hub = source.sha256_on_hub()
+        known = {file.name: digests.get(file.name) or on_hub.get(file.origin or "") for file in weights}
         # Whether "auto" compared the logits depends on the memory that was free, and no file is to tell that.
         implied = replace(report, verified="hashes", logits=None) if options.verify == "auto" else report
         for name, text in finish(implied, known).items():
@@ -152,35 +166,46 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
     return report
 
 
-def make_report(
-    decision: Decision, output: Path | str, plan: Plan, transfer: Transfer, report_of: Callable[..., R]
-) -> R:
-    """The report of what is to be done, after what needs no weights has been compared."""
-    source = decision.source
-    along = {file.name: file for file in plan.side_files}
-    check_result(source.name, source.facts(), plan.config, along)
-    left_behind = [name for name in source.checkpoint.left_behind if name not in along]
-    return report_of(
-        source=source.name,
-        revision=source.revision,
-        output=str(output),
-        kept=sum(name in source.checkpoint.tensors for name in plan.tensors),
-        carried_files=len(plan.carried),
-        written_files=len(plan.written),
-        transfer=transfer,
-        left_behind=[*left_behind, *(f"config.json: {key}" for key in source.dropped_config)],
-        warnings=[*source.checkpoint.notes, *decision.warnings],
-    )
+def _weights(decision: Decision, *, link: bool) -> list[File]:
+    """The weight files: the source's, those that lose tensors written anew, and one of what is added.
+
+    With `link`, tensors that the result has no use for may stay in files that are linked whole.
+    """
+    shards = decision.source.checkpoint.shards
+    gone = {} if link and decision.unused else decision.dropped
+    kept = [shard for shard in shards if not shard.names <= gone.keys() or not shard.tensors]
+    names = standard_names(len(kept) + bool(decision.added))
+    files = [
+        without(shard, gone.keys(), name) if shard.names & gone.keys() else whole(shard, name)
+        for shard, name in zip(kept, names, strict=False)
+    ]
+    if decision.added:
+        codes = {name: code for code, name in FLOATING.items()}
+        tensors = [
+            Tensor(name, codes[str(each.dtype).removeprefix("torch.")], tuple(each.shape), 0, each.nbytes)
+            for name, each in decision.added.items()
+        ]
+        added = save({name: each.contiguous() for name, each in decision.added.items()}, {"format": "pt"})
+        files.append(File(names[-1], (added,), tuple(tensors)))
+    return files
+
+
+def _check_headers(stored: Checkpoint, weights: list[File]) -> None:
+    expected = {tensor.name: (tensor.dtype, tensor.shape) for file in weights for tensor in file.tensors}
+    found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in stored.tensors.values()}
+    for name in {**expected, **found}:
+        if expected.get(name) != found.get(name):
+            first, second = (
+                f"{each[name][0]} {list(each[name][1])}" if name in each else "nothing" for each in (found, expected)
+            )
+            raise VerificationError(f"{stored.folder}: tensor {name!r}: is {first}, expected {second}.")
 
 
 def _choose(decision: Decision, options: Options) -> tuple[str, list[str]]:
     """(the verification, warnings): `auto` is the logits where memory suffices."""
     if options.verify != "auto":
         return options.verify, []
-    source, needed = decision.source, decision.memory
-    if source.dequantised and source.model is None:  # a dry run; else the dequantised model is in memory already
-        needed += memory_for_logits(source.checkpoint, source.dtype)
-    free = free_memory()
+    needed, free = decision.memory, free_memory()
     if needed <= free:
         return "logits", []
     return "hashes", [
@@ -189,37 +214,34 @@ def _choose(decision: Decision, options: Options) -> tuple[str, list[str]]:
     ]
 
 
-def _compare(decision: Decision, output: Path, partial: Path, rounding: Rounding) -> LogitsComparison:
-    """Compares the logits of the source and the result, each in the dtype of most of its weights."""
-    source, dtype = decision.source, decision.dtype
+def _compare(decision: Decision, output: Path, partial: Path) -> LogitsComparison:
+    """Compares the logits of the source and the result, each as Transformers loads it by default."""
+    source = decision.source
     window = window_of(source.config)
     comparison = compare_logits(
-        source.load,
-        lambda: load_model(output, partial, dtype=dtype),
+        lambda: load(source.to_load, source.name)[0],
+        lambda: load(partial, output)[0],
+        names=(source.name, str(output)),
         row=64 if window > _LONGEST_WINDOW else max(64, window + 32),
         window=window,
     )
     if not comparison.finite:
-        wrong = not_finite(source.checkpoint.tensors.values())
+        wrong = not_finite(source.checkpoint.shards)
         raise CheckpointError(
             f"{source.folder}: the source's logits are not finite, so comparing them proves nothing: NaN or infinite "
             f"numbers are in {first_names(wrong) or 'none of its tensors: check config.json'}. "
             "Convert it anyway, its bytes unchanged, with --verify hashes (verify='hashes').",
             "--verify hashes",
         )
-    if not (decision.inexact_because or dtype != source.dtype or comparison.identical):
+    if not (decision.inexact_because or comparison.identical):
         raise VerificationError(
             f"The conversion of {source.name} is not exact, the logits {comparison}. Nothing was written; this is a "
             "defect of resformer, please report it."
         )
     if not math.isfinite(comparison.max_difference):
-        reason = "its fixed coefficients overflow"
-        if dtype != source.dtype:
-            old, new = (str(each).removeprefix("torch.") for each in (source.dtype, dtype))
-            reason = f"converting from {old} to {new} made {rounding.overflowed:,} weights infinite"
         raise CheckpointError(
-            f"{output}: the result's logits are not finite, the source's are: {reason}. Choose another, or convert it "
-            "anyway with --verify hashes (verify='hashes').",
+            f"{output}: the result's logits are not finite, the source's are: its fixed coefficients overflow. Choose "
+            "another, or convert it anyway with --verify hashes (verify='hashes').",
             "--verify hashes",
         )
     return comparison

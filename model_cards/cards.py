@@ -253,10 +253,6 @@ def _as_text(value: object) -> str:
 def _logits(report: Mapping[str, Any]) -> str:
     """A sentence on how far the logits are from the source's, and in which dtype the source computed its own."""
     logits, source = report["logits"], "the source's"
-    if report["dequantised"]:
-        source += f" (which Transformers dequantises to {report['source_dtype']})"
-    elif report["source_dtype"] != report["dtype"]:
-        source += f" (in {report['source_dtype']})"
     if logits is None:
         return f"Its logits can be compared with {source} by resformer verify"
     where = f"{logits['tokens']} tokens"

@@ -11,8 +11,6 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from resformer.convert.connections import expected_shapes
-from resformer.convert.families import backbone_config
 from resformer.names import standard_names
 from resformer.safetensors_format import Tensor, header_bytes
 
@@ -112,7 +110,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def stored(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
     """Every tensor of a checkpoint: its dtype, shape and bytes."""
     tensors = {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
-    return {name: (t.dtype, t.shape, t.view(torch.uint8).numpy().tobytes()) for name, t in tensors.items()}
+    return {name: (t.dtype, t.shape, t.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, t in tensors.items()}
 
 
 def change_json(path: Path, **fields: Any) -> None:
@@ -141,8 +139,10 @@ def save_checkpoint(
 def sparse_checkpoint(shards: int, **fields: Any) -> dict[str, bytes | Sparse]:
     """The files of a bfloat16 Llama of any size, all zero, for a loopback Hub: they take no memory."""
     config = LlamaConfig(**fields, dtype="bfloat16", architectures=["LlamaForCausalLM"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     tensors = [
-        Tensor(name, "BF16", shape, memoryview(b"")) for name, shape in expected_shapes(backbone_config(config)).items()
+        Tensor(name, "BF16", tuple(each.shape), 0, 2 * each.numel()) for name, each in model.state_dict().items()
     ]
     if config.tie_word_embeddings:
         tensors = [tensor for tensor in tensors if tensor.name != "lm_head.weight"]

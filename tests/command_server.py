@@ -66,7 +66,9 @@ class Run:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
     ):
-        env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or os.environ)}
+        # pyarrow's allocator would have a thread of its own.
+        alone = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+        env = {**alone, **(env or os.environ)}
         read = ("HF_", "TRANSFORMERS_")
         key = frozenset(item for item in env.items() if item[0].startswith(read) and item[0] != "HF_TOKEN")
         if key not in _servers:

@@ -262,7 +262,8 @@ class _Handler(BaseHTTPRequestHandler):
                 repo_id = f"{owner}/{name}"
                 if what == "paths-info":
                     return self._paths(self._readable(repo_id), *rest, parse_qs(body.decode())["paths"])
-                repository = self._writable(repo_id)
+                proposed = "create_pr" in self._query  # which anybody may
+                repository = self._readable(repo_id) if proposed else self._writable(repo_id)
                 match what, rest:
                     case "preupload", [revision]:
                         return self._preupload(repository, revision, json.loads(body))
@@ -419,6 +420,9 @@ class _Handler(BaseHTTPRequestHandler):
                 case "deletedFile":
                     del files[value["path"]]
         answer: dict[str, Any] = {"success": True}
+        if self._query.get("create_pr"):
+            branch = f"refs/pr/{1 + sum(name.startswith('refs/pr/') for name in repository.branches)}"
+            answer["pullRequestUrl"] = f"{self.server.url}/{repo_id}/discussions/{branch.rpartition('/')[2]}"
         sha = repository.commit(files, message, branch)
         return _json({**answer, "commitUrl": f"{self.server.url}/{repo_id}/commit/{sha}", "commitOid": sha})
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import SIZES, byte_tokenizer, change_json, contents, randomise, save_checkpoint
+from checkpoints import SIZES, byte_tokenizer, change_json, contents, randomise
 from command_server import python
 from hub_server import Commands
 from remote_worker import CHOSEN, numbers
@@ -120,15 +120,15 @@ def test_everything_but_the_configuration_goes_along_byte_for_byte(saved: Path, 
 
 
 def test_the_record_of_a_retrofit_goes_along(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "llama")
-    retrofit(tmp_path / "llama", tmp_path / "retrofit", verify="headers")
+    save_model(tmp_path / "saved", "resformer")
+    retrofit(tmp_path / "saved", tmp_path / "retrofit", "denseformer", verify="headers")
     bundle(tmp_path / "retrofit", tmp_path / "out", link=True)
     retrofitted, out = contents(tmp_path / "retrofit"), contents(tmp_path / "out")
     del retrofitted["config.json"], retrofitted[LISTING]
     assert out.items() >= retrofitted.items()
     shard = "model-00001-of-00002.safetensors"
     assert (tmp_path / "out" / shard).samefile(tmp_path / "retrofit" / shard)
-    assert revert(tmp_path / "out", tmp_path / "back").family == "llama"
+    assert revert(tmp_path / "out", tmp_path / "back").remaining["value_residual"] == "learnable"
     assert not {*CODE} & {*contents(tmp_path / "back")}
     for path in (tmp_path / "out").glob("*.py"):  # as Transformers saves the model where this package is installed
         path.unlink()

@@ -62,7 +62,7 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
 
 
 def test_a_traceback_is_shown_if_it_is_asked_for(llama: Path, tmp_path: Path) -> None:
-    done = resformer("--traceback", "convert", llama, tmp_path / "out", "--method", "svformer")
+    done = resformer("--traceback", "convert", llama, tmp_path / "out", "--method", "neutreno")
     assert "Traceback" in done.stderr
     assert "CheckpointError" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import struct
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterable
@@ -270,10 +269,6 @@ FORMAT: Table = {
 TENSORS: Table = {
     "of-eight-bits": tensor(V, lambda old: old.to(torch.float8_e4m3fn)),
     "missing": tensors(lambda stored: stored.pop(Q)),
-    "no-prefix": tensors(
-        lambda stored: [stored.update({n.removeprefix("model."): stored.pop(n)}) for n in list(stored)]
-    ),
-    "a-rotary-name-of-nothing": added("lora.rotary_emb.inv_freq", {**EMPTY, "dtype": "U8"}),
     "a-layer-with-a-leading-zero": tensors(lambda stored: stored.update({Q.replace(".1.", ".01."): stored.pop(Q)})),
     "of-a-compiled-model": tensors(
         lambda stored: [stored.update({f"_orig_mod.{n}": stored.pop(n)}) for n in list(stored)]
@@ -289,7 +284,6 @@ INDICES: Table = {
     "no-metadata": json_file(INDEX, lambda content: content.pop("metadata")),
     "file-of-500-bytes-in-250-characters": file_of_norm("é" * 238 + ".safetensors"),
     "in-two-files": in_two_files,
-    "less-than-there-is": index(lambda files: files.pop(NORM)),
     "one-shard-behind-a-link": under_two_names,
     "no-index-and-a-shard-missing": without(SECOND, INDEX),
 }
@@ -335,7 +329,7 @@ def test_damaged_checkpoints_are_refused(case: str, copy: Copy, good: dict[str, 
 #: What would take gigabytes if it were read without a limit.
 BOMBS = {
     "tensors-beyond-the-header": many_tensors(map(str, range(10**6))),
-    "tensors-beyond-the-number": many_tensors(map(str, range(70_000))),
+    "tensors-beyond-the-number": many_tensors(map(str, range(300_000))),
     "spaces": header_bytes(lambda text: text + b" " * 10**8),
     "a-tensor-of-4-TB": with_sparse_tensor,
 }
@@ -361,7 +355,7 @@ def test_numbers_that_are_not_finite_go_along_to_the_bit_or_are_named(copy: Copy
     payloads[:2] = torch.tensor([0x7F800000, -0x00800000])  # both infinities
     tensor(NORM, lambda old: payloads.view(torch.float32))(source)
     assert "not finite" in convert_refused(source, "--verify", "logits")
-    retrofit(source, out, max_shard_size=10_000, verify="hashes")
+    retrofit(source, out, verify="hashes")
     assert verify(source, out, verify="hashes").same
     revert(out, back, verify="hashes")
     for folder in (out, back):
@@ -369,17 +363,13 @@ def test_numbers_that_are_not_finite_go_along_to_the_bit_or_are_named(copy: Copy
         assert torch.equal(load_file(path)[NORM].view(torch.int32), payloads)
 
 
-def test_an_adapter_beside_a_source_is_not_applied(copy: Copy) -> None:
-    source, ids = copy(), torch.arange(1, 17).view(1, 16)
-    model = AutoModelForCausalLM.from_pretrained(source)
-    expected = model(ids).logits
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    adapted.save_pretrained(source)
-    assert not torch.equal(AutoModelForCausalLM.from_pretrained(source)(ids).logits, expected)
-    report = retrofit(source, source.parent / "out")
-    assert "adapter_config.json" in report.left_behind
-    assert any("adapter" in warning for warning in report.warnings)
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(source.parent / "out")(ids).logits, expected)
+def test_an_adapter_beside_a_source_is_refused(copy: Copy) -> None:
+    """Where PEFT is installed, Transformers applies it."""
+    source = copy()
+    get_peft_model(
+        AutoModelForCausalLM.from_pretrained(source), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    ).save_pretrained(source)
+    assert "has an adapter beside the model" in convert_refused(source)
 
 
 # What a retrofit adds.
@@ -416,9 +406,6 @@ def test_no_code_of_the_source_runs(name: str, copy: Copy, monkeypatch: pytest.M
         _attn_implementation_internal="evil/kernels",
         _experts_implementation="evil/kernels",
         attn_implementation="evil/kernels",
-        _name_or_path="evil/model",
-        use_kernels=True,
-        base_model_tp_plan={"layers": "evil"},
     )(source)
     json_file("tokenizer_config.json", lambda content: content.update(auto_map=code))(source)
     json_file("generation_config.json", lambda content: content.update(custom_generate=code, auto_map=code))(source)
@@ -456,21 +443,21 @@ def test_hostile_names_in_reports_are_plain(hostile: str, copy: Copy, good: dict
     added(f"x{hostile}")(source)
     for one in (good["llama"], source):
         code, _, stderr = command("verify", one, source, "--verify", "hashes")
-        assert code == 3
-        assert "unexpected: config.json has no place for it" in stderr
+        # safetensors has no such name; a key that only one config.json has is a difference.
+        assert code == (3 if hostile == SURROGATE else 4 if one != source else 0), stderr
+    _, _, stderr = command("convert", source, source.parent / "new", "--verify", "hashes")
+    assert hostile == SURROGATE or "Transformers ignores 'x\\x1b[2J" in stderr
 
 
 def test_what_libraries_say_of_a_checkpoint_is_plain(copy: Copy) -> None:
-    """Transformers reports unexpected tensors, and this package a key that looks misspelt."""
+    """Transformers reports unexpected tensors."""
     source = copy("retrofit")
     added(f"model.{ESCAPES}")(source)
-    config(**{"neutreno_lambda\x1b[2J": 1})(source)
     (source.parent / "t.txt").write_text("some text " * 20)
     done = resformer("analyze", source, "--text", source.parent / "t.txt", cwd=source.parent)
     assert done.returncode == 0, done.stderr
     assert_plain(done.stdout + done.stderr)
-    for words in (r"model.\x1b[2J", r"neutreno_lambda\x1b[2J"):
-        assert words in done.stderr
+    assert r"model.\x1b[2J" in done.stderr
 
 
 @pytest.mark.timeout(20)
@@ -488,42 +475,6 @@ def test_a_few_hundred_bytes_of_yaml_do_not_stop_a_command(copy: Copy) -> None:
         code, _, stderr = command(name, source, *output, *options, *(["--dry-run"] if name == "push" else []))
         assert code == (3 if name == "push" else 0), stderr
     assert "aliases (*name) are not read" in stderr
-
-
-# GGUF.
-
-
-def gguf_string(text: str) -> bytes:
-    return struct.pack("<Q", len(text)) + text.encode()
-
-
-def gguf_file(tensors: int, pairs: int, body: bytes) -> bytes:
-    return b"GGUF" + struct.pack("<IQQ", 3, tensors, pairs) + body
-
-
-def gguf_model(**sizes: int) -> bytes:
-    """A Llama's configuration, and no tensor at all."""
-    pairs = [gguf_string(f"llama.{name}") + struct.pack("<II", 4, value) for name, value in sizes.items()]
-    return gguf_file(0, 1 + len(pairs), ARCHITECTURE + b"".join(pairs))
-
-
-ARCHITECTURE = gguf_string("general.architecture") + struct.pack("<I", 8) + gguf_string("llama")
-GGUFS: dict[str, bytes] = {
-    "2^31-layers": gguf_model(block_count=2**31),
-    "empty": b"",
-    "2^60-tensors": gguf_file(2**60, 1, ARCHITECTURE),
-    "no-tensors-of-a-gigabyte": gguf_model(
-        block_count=4, embedding_length=2048, feed_forward_length=8192, vocab_size=100, context_length=64,
-        **{"attention.head_count": 4, "attention.head_count_kv": 4},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("content", GGUFS.values(), ids=GGUFS)
-def test_hostile_gguf_files_are_refused(content: bytes, tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    (tmp_path / "model.gguf").write_bytes(content)
-    assert "model.gguf" in refused(tmp_path, "convert", tmp_path / "model.gguf", tmp_path / "out")
 
 
 # Whatever comes: the right result or `CheckpointError`, and no other exception.
@@ -604,8 +555,7 @@ def test_every_byte_of_a_file_is_accounted_for_once_or_it_is_refused(content: by
         return
     position = 8 + int.from_bytes(content[:8], "little")
     for tensor in shard.tensors:
-        assert isinstance(tensor.data, tuple)
-        assert tensor.data[1] == position
+        assert tensor.start == position
         position += tensor.nbytes
     assert position == shard.size == len(content)
     assert len({tensor.name for tensor in shard.tensors}) == len(shard.tensors)

@@ -6,125 +6,162 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import FAMILIES, family_model, save_checkpoint
-from test_convert_retrofit import write_gguf
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-)
+import torch
+from checkpoints import byte_tokenizer, change_json, save_checkpoint
+from command_server import python
+from conftest import others_slow
+from default_load import look
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from resformer import inspect, retrofit
-from resformer.convert import CheckpointError, VerificationError, configurations, families, sameness, source
+from resformer import inspect, retrofit, verify
+from resformer.convert import CheckpointError, VerificationError
+from resformer.modeling.measured import MEASURED
 
-LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "rope_theta": 1e4}
-DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-SLIDING = ["sliding_attention", "full_attention"] * 3
-
-#: Family, what its config.json gets -> what is said of it. `None` takes a key out. What is accepted is in
-#: test_convert_mutants.
+#: Family, what its config.json gets -> what is said of it. What is accepted is in test_convert_mutants.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("mistral", {"layer_types": SLIDING, "head_dim": None}, "has no head_dim"),
-    ("llama", {"rope_parameters": None, "rope_theta": "1e4"}, "rope_theta is '1e4'"),
-    ("llama", {"rope_parameters": None, "default_theta": 5.0}, "default_theta is 5.0"),
-    ("llama", {"layer_types": SLIDING, "sliding_window": 8}, "layer_types is"),
-    ("qwen3", {"attention_chunk_size": 8}, "attention_chunk_size is 8"),
-    ("llama", {"final_logit_softcapping": 3.0}, "final_logit_softcapping is 3.0"),
-    ("llama", {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2"),
-    ("llama", {"kv_sharing_modes": ["store", "reuse"] * 3}, "kv_sharing_modes is"),
-    ("llama", {"attribute_map": {"rms_norm_eps": "initializer_range"}}, "attribute_map is"),
-    ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder is True"),
-    ("llama", {"fusion_config": {"x": True}}, "fusion_config is"),
-    ("llama", {"return_dict": False}, "return_dict is False"),
-    ("ministral", {"layer_types": ["full_attention"] * 6, "sliding_window": "null"}, "sliding_window is None"),
-    ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "the checkpoint is quantised"),
+    ("llama", {"quantization_config": {}}, "the checkpoint is quantised"),
+    ("qwen3", {"transformers_weights": "other.safetensors"}, "transformers_weights names other files"),
+    ("llama", {"configuration_files": ["config.5.0.json"]}, "configuration_files names other files"),
+    ("qwen3", {"num_labels": 300_000_000}, "num_labels is 300,000,000; expected at most 100,000"),
+    ("llama", {"num_hidden_layers": 10**6}, "num_hidden_layers is 1,000,000; expected at most 1,000"),
+    ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0; expected 1 to 1,000"),
+    ("llama", {"max_position_embeddings": 2**31 - 1}, "max_position_embeddings is 2,147,483,647"),
+    (
+        "llama",
+        {"rope_parameters": None, "rope_theta": "1e4"},
+        "config.json: Transformers makes no model of it .TypeError",
+    ),
+    ("llama", {"model_type": "mamba-3"}, "model_type 'mamba-3' cannot be converted"),
+    ("llama", {"model_type": ["llama"]}, "cannot be converted"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "takes only language models"),
+    ("llama", {"dtype": "int8"}, "int8"),
 ]
 
 
-def change(folder: Path, fields: dict[str, Any]) -> None:
-    content = json.loads((folder / "config.json").read_text()) | fields
-    kept = {key: None if value == "null" else value for key, value in content.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(kept))
-
-
 @pytest.mark.parametrize(("family", "fields", "said"), REFUSED, ids=lambda value: str(value)[:60])
-def test_a_key_that_transformers_reads_is_refused_by_name(
+def test_what_no_conversion_takes_is_refused_by_name_whatever_the_family(
     family: str, fields: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    save_checkpoint(tmp_path / "source", family)
-    change(tmp_path / "source", fields)
-    with pytest.raises(CheckpointError, match=rf"config\.json: .*{re.escape(said)}"):
+    save_checkpoint(tmp_path / "source", family, num_hidden_layers=2)
+    change_json(tmp_path / "source" / "config.json", **fields)
+    with pytest.raises(CheckpointError, match=said):
         retrofit(tmp_path / "source", tmp_path / "out", dry_run=True)
-
-
-@pytest.mark.parametrize("model_type", families.FAMILIES)
-def test_every_field_that_a_family_reads_is_expressed_or_changes_no_number(model_type: str) -> None:
-    """Of the fields that a new Transformers adds to a configuration this asks where they go."""
-    config = CONFIG_MAPPING[model_type]()
-    fields = config.__dataclass_fields__.keys() - PreTrainedConfig.__dataclass_fields__.keys()
-    known = families.expressed_names(config).union(families.FAMILIES[model_type].training_only)
-    assert not (fields - known) & configurations._read_names(type(config))
-
-
-def test_every_family_is_of_transformers_own_table() -> None:
-    classes = {MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[each]].__name__ for each in families.FAMILIES}
-    assert classes == families._CLASSES.keys()
-    assert {family.partition("-")[0] for family in FAMILIES} == families.FAMILIES.keys()
-
-
-#: A field of the result that is wrong -> what is said of it.
-WRONG = {
-    "rope_parameters": ({"rope_type": "default", "rope_theta": 5.0}, "rotary frequencies"),
-    "rms_norm_eps": (0.1, "epsilon of norms"),
-    "hidden_act": ("gelu", "activation"),
-    "sliding_window": (4, "layers of a cache"),
-    "eos_token_id": (7, "special tokens: eos_token_id"),
-    "no_rope_layers": ([0] * 6, "layers with a rotary embedding"),
-    "num_key_value_heads": (4, "tensors: "),
-}
-
-
-@pytest.mark.parametrize("field", WRONG)
-@pytest.mark.parametrize("options", [{"verify": "headers"}, {"dry_run": True}], ids=str)
-def test_what_needs_no_weights_is_compared_always(
-    field: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The negative control: the configuration is translated wrongly."""
-    save_checkpoint(tmp_path / "source", "mistral")
-    value, said = WRONG[field]
-    check = sameness.check_result
-
-    def wrong(name: str, facts: Any, config: str, side_files: Any) -> None:
-        check(name, facts, json.dumps({**json.loads(config), field: value}), side_files)
-
-    monkeypatch.setattr("resformer.convert.to_folder.check_result", wrong)
-    with pytest.raises(VerificationError, match=said):
-        retrofit(tmp_path / "source", tmp_path / "out", **options)
+    with pytest.raises(CheckpointError, match=said):
+        retrofit(tmp_path / "source", tmp_path / "out", verify="hashes")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("rope", "change"), [(LONG, {"long_factor": [2.0] * 4}), (DYNAMIC, {"factor": 2.0})])
-def test_frequencies_of_long_texts_are_compared(rope: dict[str, Any], change: dict[str, Any]) -> None:
-    """Up to the trained length they are the same."""
-    one, other = (sameness.facts(family_model("llama", rope_parameters=rope | more).config) for more in ({}, change))
-    assert [each.name for each in sameness.differences(one, other)] == ["rotary frequencies at 512 tokens"]
+#: Sets each whole number of config.json to 2^31 - 1, and has dry runs read it with 3 GB of memory to spare.
+HUGE = """
+import json, resource, sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import torch
+from small_decoders import small_config
+from transformers import AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING
+import resformer
+from resformer.errors import ResFormerError
+
+folder = Path("source")
+config = small_config({family!r})
+MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).save_pretrained(folder)
+text = (folder / "config.json").read_text()
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 3 * 2**30,) * 2)
+
+def numbers(values, path=()):
+    for key, value in values.items():
+        if type(value) is int:
+            yield (*path, key)
+        elif isinstance(value, dict):
+            yield from numbers(value, (*path, key))
+
+for path in [*numbers(json.loads(text)), ("num_labels",)]:
+    content = json.loads(text)
+    place = content
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = 2**31 - 1
+    (folder / "config.json").write_text(json.dumps(content))
+    start = time.process_time()
+    try:
+        resformer.retrofit(folder, "out", "denseformer", dry_run=True, progress=False)
+    except ResFormerError as error:
+        assert "Cannot allocate" not in str(error) and "memory" not in str(error), (path, error)
+    assert time.process_time() - start < 30, path
+"""
 
 
-def test_the_reference_of_the_logits_is_what_transformers_loads_from_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The negative control: a wrong reading of the configuration, with which the result agrees."""
-    save_checkpoint(tmp_path / "source", "mistral")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no limit on memory")
+@pytest.mark.parametrize("family", others_slow(sorted(MEASURED), ["llama", "xglm", "gemma3", "gpt_oss"]))
+def test_no_number_of_a_configuration_takes_memory(family: str, tmp_path: Path) -> None:
+    code = HUGE.format(tests=str(Path(__file__).parent), family=family)
+    python(
+        "-c",
+        f"import os; os.chdir({str(tmp_path)!r})\n{code}",
+        PYTHONPATH=str(Path(retrofit.__code__.co_filename).parents[2]),
+    )
 
-    def misread(*arguments: Any, **options: Any) -> tuple[PreTrainedConfig, tuple[str, ...]]:
-        config, left_behind = configurations.read_config(*arguments, **options)
-        config.rms_norm_eps = 0.5
-        return config, left_behind
 
-    monkeypatch.setattr(source, "read_config", misread)
-    with pytest.raises(VerificationError, match="not exact"):
+def test_what_a_folder_of_transformers_has_beside_the_model_is_its_too(tmp_path: Path) -> None:
+    """Templates by name, with a space in it; a BOM, with which Transformers reads no settings; what it ignores."""
+    save_checkpoint(tmp_path / "source")
+    (tmp_path / "source" / "additional_chat_templates").mkdir()
+    (tmp_path / "source" / "additional_chat_templates" / "tool use.jinja").write_text("{{ tools }}")
+    (tmp_path / "source" / "generation_config.json").write_bytes(b'\xef\xbb\xbf{"temperature": 0.2}')
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    more = {"model.layers.61.mtp.weight": torch.ones(3), "model.rotary_emb.inv_freq": torch.ones(4)}
+    save_file({**tensors, **more}, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    report = retrofit(tmp_path / "source", tmp_path / "out")
+    assert look(tmp_path / "source") == look(tmp_path / "out")
+    assert "tool use" in AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    assert report.left_behind == ["generation_config.json"]
+    assert sum("layers.61.mtp.weight" in warning for warning in report.warnings) == 1
+
+
+def test_a_tokenizer_is_compared_with_the_sources_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: files that the package does not know, and so leaves behind."""
+    save_checkpoint(tmp_path / "source")
+    monkeypatch.setattr("resformer.convert.reading.SIDE_FILES", re.compile("tokenizer.json|generation_config.json"))
+    with pytest.raises(VerificationError, match="another tokenizer than the source: "):
         retrofit(tmp_path / "source", tmp_path / "out")
+    (tmp_path / "source" / "NOTICE").symlink_to("/etc/hostname")  # Transformers is not to read this folder
+    report = retrofit(tmp_path / "source", tmp_path / "out")
+    assert any("was compared without that file" in warning for warning in report.warnings)
+
+
+def test_a_source_that_transformers_loads_and_cannot_run_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    change_json(tmp_path / "source" / "config.json", num_key_value_heads=3, head_dim=None)
+    with pytest.raises(CheckpointError, match=r"num_key_value_heads|mismatched keys|does not run|cannot be loaded"):
+        retrofit(tmp_path / "source", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["a name in the source", "connection"])
+def test_a_name_of_a_connection_in_a_plain_source_is_refused(name: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source")
+    taken = "model.layers.1.value_residual.weight" if name == "connection" else "x.weight"
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    save_file({**tensors, taken: torch.ones(2)}, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    if name == "connection":
+        with pytest.raises(CheckpointError, match="which are names of connections"):
+            retrofit(tmp_path / "source", tmp_path / "out")
+    else:
+        assert retrofit(tmp_path / "source", tmp_path / "out").exact
+
+
+def test_other_heads_are_looked_at_and_not_converted(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "source", "qwen3")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "source", num_labels=4)
+    model.save_pretrained(tmp_path / "head")
+    byte_tokenizer().save_pretrained(tmp_path / "head")
+    found = inspect(tmp_path / "head")
+    assert (found.head, found.labels) == ("Qwen3ForSequenceClassification", 4)
+    assert verify(tmp_path / "head", tmp_path / "head").same
+    with pytest.raises(CheckpointError, match="takes only language models"):
+        retrofit(tmp_path / "head", tmp_path / "out")
 
 
 def test_the_family_is_known_after_a_training_that_lost_the_record(tmp_path: Path) -> None:
@@ -132,28 +169,5 @@ def test_the_family_is_known_after_a_training_that_lost_the_record(tmp_path: Pat
     retrofit(tmp_path / "source", tmp_path / "out", verify="headers")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "trained")
     assert retrofit(tmp_path / "trained", tmp_path / "more", "denseformer", verify="headers").family == "qwen2"
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"head_count_kv": None}, r"has no llama\.attention\.head_count_kv"),
-        ({"layer_norm_rms_eps": None}, r"has no llama\.attention\.layer_norm_rms_epsilon"),
-        ({"logit_scale": 0.5}, r"llama\.logit_scale is 0\.5, and Transformers does not read it"),
-        ({"rope_scaling_factor": 4.0}, r"rope\.scaling\.factor is 4\.0, and Transformers does not read"),
-        ({"sliding_window": 8}, r"llama\.attention\.sliding_window is 8"),
-        ({"rope_dimension_count": 4}, r"llama\.rope\.dimension_count is 4 of 8 channels|holds [\d,]+ numbers"),
-        ({"expert_count": 0, "key_length": 8}, ""),
-    ],
-    ids=str,
-)
-def test_what_transformers_misreads_in_a_gguf_file_is_refused_by_name(
-    changes: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    gguf = pytest.importorskip("gguf")
-    write_gguf(gguf, family_model("llama", vocab_size=258), tmp_path / "model.gguf", **changes)
-    if said:
-        with pytest.raises(CheckpointError, match=said):
-            inspect(tmp_path / "model.gguf")
-    else:
-        assert inspect(tmp_path / "model.gguf").family == "llama"
+    base = json.loads((tmp_path / "more" / "config.json").read_text())["base_model"]
+    assert base["name"] == "source"

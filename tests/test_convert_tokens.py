@@ -1,15 +1,14 @@
 """`AutoTokenizer` gives of every result what it gives of the source, as Transformers reads the user's files."""
 
 import json
-import os
+import re
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import FAMILIES as VARIANTS
 from checkpoints import change_json, contents, family_model
 from hub_server import Commands, Repository
 from test_finetune_command import finetune
@@ -24,11 +23,12 @@ from tokenizer_files import (
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-from resformer import bundle, retrofit, revert, verify
-from resformer.checkpoint_cards import checkpoint_card
-from resformer.convert.families import FAMILIES
+from resformer import retrofit, revert, verify
+from resformer.convert import VerificationError
 from resformer.names import SIDE_FILES
 
+#: Llama-style families, each with tables of its own in Transformers.
+FAMILIES = sorted({name.partition("-")[0] for name in VARIANTS})
 #: Name -> family, class, form and place, of which other tokens came before: by the model type, by config.json alone, by
 #: the code of LlamaTokenizer, by a class of sentencepiece.
 SOURCES = {
@@ -68,7 +68,7 @@ def walk(models: Path, folder: Path, family: str, cases: list[tuple[str, str, st
             assert report.tokens is None, case
             assert any("tokenizer" in warning and str(source) in warning for warning in report.warnings), case
         else:
-            counts["other class named" if report.tokenizer_classes else "files as they were"] += 1
+            counts["compared"] += 1
             assert facts(out) == expected, case
             assert report.tokens is not None, (case, report.warnings)
             assert report.tokens.identical
@@ -89,7 +89,7 @@ def test_every_class_of_transformers_table(family: str, models: Path, tmp_path: 
     counts = walk(models, tmp_path, family, cases)
     print(family, len(cases), dict(counts))
     assert counts.total() == len(CLASSES) + len(FORMS)
-    assert counts["other class named"] + counts["files as they were"] > 0.4 * len(cases)
+    assert counts["compared"] > 0.4 * len(cases)
 
 
 def test_every_file_that_a_tokenizer_of_transformers_reads_goes_along() -> None:
@@ -103,17 +103,13 @@ def test_every_file_that_a_tokenizer_of_transformers_reads_goes_along() -> None:
 )
 def test_a_revert_brings_the_sources_files_back_to_the_byte(name: str, models: Path, tmp_path: Path) -> None:
     source = source_of(models, tmp_path / "source", *SOURCES[name])
-    first = retrofit(source, tmp_path / "one", verify="headers")
-    again = retrofit(tmp_path / "one", tmp_path / "two", "transformer", dwa=True, verify="headers")
-    assert again.tokenizer_classes == first.tokenizer_classes
-    bundle(tmp_path / "two", tmp_path / "bundle", verify="headers")
-    report = revert(tmp_path / "bundle", tmp_path / "back", all=True, verify="headers")
+    retrofit(source, tmp_path / "one", verify="headers")
+    retrofit(tmp_path / "one", tmp_path / "two", "transformer", dwa=True, verify="headers")
+    report = revert(tmp_path / "two", tmp_path / "back", all=True, verify="headers")
     assert report.tokens is not None
     assert report.tokens.identical
     assert facts(tmp_path / "back") == facts(source)
     written, back = ({n: text for n, text in contents(f).items() if "token" in n} for f in (source, tmp_path / "back"))
-    if name == "config":  # the class that config.json named
-        assert json.loads(back.pop("tokenizer_config.json")) == {"tokenizer_class": "Qwen2Tokenizer"}
     assert back == written
 
 
@@ -129,7 +125,7 @@ def test_the_tokens_stay_through_every_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("\n\n".join(f"Line {n}  of the  notes, 12345." for n in range(200)))
-    bundles, expected = [], {}
+    expected = {}
     for name, source in SOURCES.items():
         expected[name] = facts(source_of(models, tmp_path / name, *source))
         (tmp_path / name / "README.md").write_text("---\nlicense: mit\n---\n")
@@ -143,17 +139,8 @@ def test_the_tokens_stay_through_every_command(
         assert json.loads(done.stdout)["tokenizer"]["identical"]
         assert commands("push", f"{name}-out", f"you/{name}").exit_code == 0
         download(commands.hub.repositories[f"you/{name}"], tmp_path / f"{name}-hub")
-        bundle(f"{name}-tuned", f"{name}-bundle", verify="headers")
-        bundles.append(f"{name}-bundle")
-        for folder in ("out", "tuned", "hub", "bundle"):
+        for folder in ("out", "tuned", "hub"):
             assert facts(tmp_path / f"{name}-{folder}") == expected[name], (name, folder)
-    worker = Path(__file__).with_name("tokenizer_files.py")
-    home = {"HF_HOME": str(tmp_path / "home"), "HF_MODULES_CACHE": str(tmp_path / "home" / "modules")}
-    done = subprocess.run(
-        [sys.executable, worker, *bundles], env={**os.environ, **home}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == json.loads(json.dumps(list(expected.values())))
 
 
 #: Case -> what tokenizer_config.json and tokenizer.json hold, and what is said of that.
@@ -161,7 +148,7 @@ UNREADABLE: dict[str, tuple[Any, Any, str]] = {
     "code": (
         {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}},
         {},
-        "auto_map in tokenizer_config.json names code",
+        "custom code",
     ),
     "broken": ({}, {"model": "none"}, "tokenizer.json"),
 }
@@ -179,7 +166,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_told_in_one_line_and_goes_along(
     report = retrofit(source, tmp_path / "out", verify="headers")
     (warning,) = [each for each in report.warnings if "its tokenizer cannot be loaded" in each]
     assert "\n" not in warning
-    assert said in warning
+    assert re.search(said, warning)
     assert report.tokens is None
     comparison = verify(source, tmp_path / "out", verify="hashes")
     assert any(reason.startswith("tokens (of ") for reason in comparison.not_compared)
@@ -197,60 +184,22 @@ def test_verify_says_which_text_differs(models: Path, tmp_path: Path) -> None:
     assert str(comparison.tokens).startswith("differ: the ids of 'Hello world' are, from 0 on, [")
 
 
-def test_tokens_that_a_family_cannot_give_fail_the_verification(
-    models: Path, tmp_path: Path, commands: Commands
-) -> None:
-    """AutoTokenizer reads every Qwen2 with Qwen2Tokenizer, whatever its files name."""
-    source = source_of(models, tmp_path / "source", *SOURCES["distilled"])
-    retrofit(source, tmp_path / "out", verify="headers")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "out" / name).unlink()
-    write_tokenizer(tmp_path / "out", "LlamaTokenizer", "metaspace", "tokenizer_config.json")
-    said = commands.refused("revert", tmp_path / "out", tmp_path / "back", "--verify", "headers")
-    assert said.startswith("4: ")
-    assert (
-        "AutoTokenizer gives the result another tokenizer than the source: the ids of 'Hello world' are, from " in said
-    )
-    assert not (tmp_path / "back").exists()
-
-
 @pytest.mark.slow
 def test_the_switch_for_mistrals_regex(models: Path, tmp_path: Path) -> None:
-    """Transformers reads it by the model type and version of config.json: neither goes along."""
+    """Transformers reads it by the model type, which is another one: told, and not converted."""
     source = source_of(models, tmp_path / "source", "mistral", "", "bytes", "nowhere")
     change_json(source / "config.json", transformers_version="4.57.1")
     content = json.loads(tokenizer_json("bytes"))
     content["model"]["vocab"] |= {f"token {n}": n for n in range(len(content["model"]["vocab"]), 100_100)}
     (source / "tokenizer.json").write_text(json.dumps(content))
     (source / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    report = retrofit(source, tmp_path / "unset", verify="headers")
+    retrofit(source, tmp_path / "unset", verify="headers")
     assert facts(tmp_path / "unset") == facts(source)
-    assert any("fix_mistral_regex=True mends the source alone" in warning for warning in report.warnings)
     unset = facts(source)
     change_json(source / "tokenizer_config.json", fix_mistral_regex=True)
     assert facts(source) != unset
-    report = retrofit(source, tmp_path / "set", verify="headers")
-    assert not any("regex" in warning for warning in report.warnings)
-    revert(tmp_path / "set", tmp_path / "back", verify="headers")
-    for folder in ("set", "back"):
-        assert facts(tmp_path / folder) == facts(source)
-
-
-def test_a_class_that_config_json_spells_in_a_chat_template(models: Path, tmp_path: Path) -> None:
-    """The text of tokenizer_config.json is edited, and no other place of it."""
-    source = source_of(models, tmp_path / "source", *SOURCES["mistral"])
-    template = json.dumps('{"tokenizer_class": "X"}')
-    text = (
-        f'{{"chat_template": {template},\r\n"tokenizer_class":"LlamaTokenizerFast" , "x": {{"tokenizer_class": "Y"}}}}'
-    )
-    (source / "tokenizer_config.json").write_bytes(text.encode())
-    report = retrofit(source, tmp_path / "out", verify="headers")
-    assert report.tokenizer_classes == ("LlamaTokenizerFast", "TokenizersBackend")
-    assert checkpoint_card(tmp_path / "out").origin == "retrofitted"  # the record has a list of them
-    changed = text.replace("LlamaTokenizerFast", "TokenizersBackend")
-    assert (tmp_path / "out" / "tokenizer_config.json").read_bytes().decode() == changed
-    revert(tmp_path / "out", tmp_path / "back", verify="headers")
-    assert (tmp_path / "back" / "tokenizer_config.json").read_bytes().decode() == text
+    with pytest.raises(VerificationError, match="another tokenizer than the source"):
+        retrofit(source, tmp_path / "set", verify="headers")
 
 
 def test_a_tokenizer_with_more_ids_than_rows_is_told(models: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import save_checkpoint
-from conftest import assert_answers
+from conftest import assert_answers, tiny_model
 from hub_server import Commands, Repository
 
 from resformer import push
@@ -76,6 +76,23 @@ def test_push_replaces_weights_that_would_be_loaded_instead(
     assert "model.safetensors" not in new
     assert {"model.safetensors.index.json", "model-00002-of-00002.safetensors"} <= set(new)
     assert "model.safetensors" in old, "main is as it was"
+
+
+def test_push_proposes_a_commit_to_a_repository_of_others(checkpoint: Path, commands: Commands) -> None:
+    target = commands.hub.repositories["them/model"] = Repository()
+    target["config.json"] = b"{}"
+    main = target.branches["main"]
+    done = commands("push", checkpoint, "them/model", "--create-pr", "--json")
+    assert done.exit_code == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["url"].endswith("/them/model/discussions/1")
+    assert target.branches["main"] == main
+    assert target.commits[target.branches["refs/pr/1"]]["config.json"] == (checkpoint / "config.json").read_bytes()
+    commands.hub.fail("/commit/main", "answer")  # it was made, and its answer is lost
+    assert commands("push", checkpoint, "them/model", "--create-pr").exit_code == 1
+    assert sum(name.startswith("refs/pr/") for name in target.branches) == 2
+    assert commands("push", checkpoint, "them/none", "--create-pr").exit_code == 1
+    assert "leave --private, --tag" in commands("push", checkpoint, "them/model", "--create-pr", "--tag", "v1").stderr
 
 
 def test_push_tries_again_and_never_commits_twice(checkpoint: Path, commands: Commands) -> None:
@@ -199,6 +216,9 @@ def test_links_out_of_the_folder_are_not_shared(checkpoint: Path, tmp_path: Path
 def test_bundle_is_pushed_with_the_code_that_loads_it_and_all_that_a_push_takes(
     checkpoint: Path, commands: Commands
 ) -> None:
+    shutil.rmtree(checkpoint)
+    tiny_model("resformer").save_pretrained(checkpoint)
+    (checkpoint / "README.md").write_text("---\nlicense: mit\n---\nIt loads you/flat.\n")
     more = ["metrics.json", "losses.png", "old_module.py", "modeling_resformer.py", "x.log"]
     for name in more:
         (checkpoint / name).write_text("raise SystemExit" if name.endswith(".py") else "{}")

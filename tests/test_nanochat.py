@@ -10,6 +10,7 @@ import pytest
 import torch
 from command_server import resformer
 from conftest import RAGGED, tiny_model
+from hub_server import Commands
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from resformer import ResFormerConfig, ResFormerForCausalLM
@@ -132,7 +133,11 @@ def test_the_last_step_is_taken_and_weights_of_a_compiled_model(tmp_path: Path) 
     (tmp_path / "run/meta_000100.json").write_text((tmp_path / "run/meta_000050.json").read_text())
     report = convert_nanochat(tmp_path / "run", tmp_path / "out", dry_run=True)
     assert report.weights == "model_000100.pt"
-    assert "model_000050.pt" in report.warnings[0]
+    assert any("the last was taken, model_000100.pt" in each for each in report.warnings)
+    report = convert_nanochat(tmp_path / "run", tmp_path / "out", dry_run=True, step=50)
+    assert report.weights == "model_000050.pt"
+    with pytest.raises(CheckpointError, match="has steps 50, 100, and no step 7"):
+        convert_nanochat(tmp_path / "run", tmp_path / "out", dry_run=True, step=7)
     assert is_run(tmp_path / "run/model_000050.pt")
     assert not (tmp_path / "out").exists()
 
@@ -140,7 +145,7 @@ def test_the_last_step_is_taken_and_weights_of_a_compiled_model(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w.update(extra=torch.ones(1)), "holds 'extra', which no nanochat"),
+        (lambda w: w.update(extra=torch.ones(1)), "holds 'extra', which is in none of the five eras"),
         (lambda w: w.pop("smear_lambda"), "era 4 of nanochat, but lacks 'smear_lambda'"),
         (lambda w: w.update({"x0_lambdas": torch.ones(7)}), r"x0_lambdas is torch.float32 \[7\]; expected \[6\]"),
         (lambda w: w.update({"lm_head.weight": torch.ones(320, 64, dtype=torch.int8)}), "lm_head.weight is torch.int8"),
@@ -260,3 +265,30 @@ def test_what_a_run_has_no_use_for_is_refused(tmp_path: Path) -> None:
     assert "--lossy, --method: a nanochat run is converted as it is" in done.stderr
     done = resformer("convert", "d12", "out", "--json", "--set", "softcap=20", cwd=tmp_path)
     assert json.loads(done.stdout)["constants"]["softcap"] == 20
+
+
+def test_runs_as_they_are_published(commands: Commands, tmp_path: Path) -> None:
+    """With the tokenizer in its folder, a config.json for other code beside, and on the Hub."""
+    run = tmp_path / "run"
+    twin.save_run(run, 2, step=50)
+    (run / "tokenizer").mkdir()
+    (run / "tokenizer.pkl").rename(run / "tokenizer" / "tokenizer.pkl")
+    (run / "config.json").write_text('{"model_type": "nanochat"}')
+    report = convert_nanochat(run, tmp_path / "local", progress=False)
+    assert ["softcap=20" in each for each in report.warnings] == [True]
+    assert convert_nanochat(run, tmp_path / "x", dry_run=True, softcap=20).warnings == []
+    commands.hub.add("you/d12", run)["model_000007.pt"] = b"an earlier step, which is not fetched"
+    done = commands("convert", "you/d12", "hub", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert (Path("hub") / "model.safetensors").read_bytes() == (tmp_path / "local/model.safetensors").read_bytes()
+    base = json.loads((Path("hub") / "config.json").read_text())["base_model"]
+    assert base == {"name": "you/d12", "revision": commands.hub.commit_id("you/d12")}
+    assert not [path for path in commands.home.rglob("model_000007.pt") if "d12" in str(path)]
+
+
+def test_tensors_that_claim_more_than_the_file_has_are_refused(tmp_path: Path) -> None:
+    weights = twin.save_run(tmp_path / "run", 4)
+    weights["lm_head.weight"] = torch.ones(1).expand(2**40, 64)
+    torch.save(weights, tmp_path / "run/model_000100.pt")
+    with pytest.raises(CheckpointError, match=r"its tensors claim 281,\d+,\d+,\d+,\d+ bytes, the file has"):
+        convert_nanochat(tmp_path / "run", tmp_path / "out", dry_run=True)

@@ -215,7 +215,7 @@ def test_nothing_outside_a_planted_folder_is_read_or_changed(
         except ResFormerError as error:
             said = [str(error)]
             named_or_left_out = Path(named).name in said[0] or named.split("/")[0] in said[0]
-            assert named_or_left_out or name == "verify --text", name  # which reads a tokenizer without that file
+            assert named_or_left_out or "cannot be bundled" in said[0], name
         else:
             assert name not in ("analyze", "eval", "finetune"), "it was loaded"
             if name == "convert" and named in (*LOADED, *OTHER, *UNREAD):

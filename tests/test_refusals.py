@@ -66,9 +66,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save = partial(save_checkpoint, num_hidden_layers=3)
     save(folder / "source")
     retrofit(folder / "source", folder / "retrofit", "resformer-denseformer")
-    retrofit(folder / "source", folder / "shared", "svformer", lossy=True)
-    save(folder / "narrow", vocab_size=200)
     sizes = {**SIZES, "num_hidden_layers": 3}
+    ResFormerForCausalLM(ResFormerConfig.for_method("svformer", **sizes)).save_pretrained(folder / "shared")
+    byte_tokenizer().save_pretrained(folder / "shared")
+    save(folder / "narrow", vocab_size=200)
     ResFormerForCausalLM(ResFormerConfig(**sizes, qk_norm=True, mlp_bias=True)).save_pretrained(folder / "strange")
     ResFormerForSequenceClassification(ResFormerConfig(**sizes, num_labels=3)).save_pretrained(folder / "classifier")
     BertConfig(**sizes).save_pretrained(folder / "bert")

@@ -32,7 +32,7 @@ from resformer.untrusted import MOST_BYTES, read_bounded, read_json
 #: What a card needs of a record: name -> type.
 _RECORD: dict[str, Any] = {
     **{name: kind for name, kind in get_type_hints(RetrofitReport).items() if name not in UNRECORDED},
-    **dict.fromkeys(("dtype", "source_dtype"), Literal["float64", "float32", "float16", "bfloat16"]),
+    "dtype": Literal["float64", "float32", "float16", "bfloat16"],
     "exact": bool,
     "source_card": dict,
     "files": dict[str, dict],
@@ -96,7 +96,9 @@ def checkpoint_card(
     opened = open_source(str(checkpoint), heads=True).fetch()
     config, record = opened.config, read_record(checkpoint)
     if not isinstance(config, ConnectionFields):
-        raise CheckpointError(f"{checkpoint}: is a {config.model_type}, no ResFormer; `resformer convert` makes one.")
+        raise CheckpointError(
+            f"{checkpoint}: is a {config.model_type} without connections; `resformer convert` adds some."
+        )
     if record is not None:
         _check(record, _RECORD, str(checkpoint / RECORD))
     base = base_model_of(config)
@@ -189,7 +191,7 @@ def _changed(opened: OpenedSource, described: Mapping[str, Any]) -> list[str] | 
     written = listed(opened.folder, "convert")
     for name in sorted(files.keys() | shards.keys()):
         facts, shard = files.get(name), shards.get(name)
-        if not isinstance(facts, dict) or shard is None or shard.path is None:
+        if not isinstance(facts, dict) or shard is None:
             same = False
         elif facts.get("sha256") is not None:
             same = file_digest(shard.path) == facts["sha256"]

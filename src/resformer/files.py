@@ -265,7 +265,7 @@ def fingerprint(path: Path) -> str | None:
     with suppress(CheckpointError, OSError):
         if not path.is_symlink():
             if path.suffix == ".safetensors":
-                starts += [tensor.data[1] for tensor in read_shard(path).tensors if isinstance(tensor.data, tuple)]
+                starts += [tensor.start for tensor in read_shard(path).tensors]
             with open_regular(path) as file:
                 for start in starts:
                     file.seek(start)

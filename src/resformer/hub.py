@@ -56,6 +56,7 @@ class Push:
     revision: str = constants.DEFAULT_REVISION
     private: bool = False
     tag: str | None = None
+    create_pr: bool = False  # propose the commit to a repository that exists
     check: Callable[[], object] = lambda: None  # raises where contents changed; called when their hashes are known
 
     def run(self) -> dict[str, Any]:
@@ -70,14 +71,18 @@ class Push:
         api = hub_api()
         repo_id = self._do(lambda: self._make_repository(api))
         # The commit may be made although its answer is lost: committing again changes nothing then.
-        commit, deleted, sent = self._do(lambda: self._commit(api, repo_id))
+        # A pull request may be made too, and would be made twice.
+        commit, deleted, sent = self._do(lambda: self._commit(api, repo_id), again=not self.create_pr)
         self._read_back(api, repo_id, commit.oid, sent)
         if self.tag is not None:
             tag = self.tag
             self._do(lambda: api.create_tag(repo_id, tag=tag, revision=commit.oid, exist_ok=True))
-        return {"repo_id": repo_id, "commit": commit.oid, "url": commit.commit_url, "deleted": deleted}
+        url = commit.pr_url if self.create_pr else commit.commit_url
+        return {"repo_id": repo_id, "commit": commit.oid, "url": url, "deleted": deleted}
 
     def _make_repository(self, api: HfApi) -> str:
+        if self.create_pr:
+            return str(api.model_info(self.repo_id).id)
         repo_id = api.create_repo(self.repo_id, private=self.private or None, exist_ok=True).repo_id
         if self.private and not api.model_info(repo_id).private:
             raise HubError(f"{repo_id}: exists and is public. Make it private in its settings, or push elsewhere.")
@@ -88,7 +93,7 @@ class Push:
     def _commit(self, api: HfApi, repo_id: str) -> tuple[Any, list[str], dict[str, str]]:
         """(the commit, deleted files, name -> SHA-256): `upload_folder` may spread a folder over several commits."""
         branch = self.revision
-        if branch != constants.DEFAULT_REVISION and not branch.startswith("refs/"):
+        if branch != constants.DEFAULT_REVISION and not branch.startswith("refs/") and not self.create_pr:
             api.create_branch(repo_id, branch=branch, exist_ok=True)
         parent = api.model_info(repo_id, revision=branch).sha
         before = _files(api, repo_id, branch)
@@ -102,6 +107,7 @@ class Push:
             commit_message=self.message,
             revision=branch,
             parent_commit=parent,
+            create_pr=self.create_pr,
         )
         return commit, deleted, sent
 
@@ -124,10 +130,10 @@ class Push:
                 "repository, or revert the commit."
             )
 
-    def _do(self, step: Callable[[], _Result]) -> _Result:
-        """Does a step as `retried` does; errors are raised with a message of one line."""
+    def _do(self, step: Callable[[], _Result], *, again: bool = True) -> _Result:
+        """Does a step as `retried` does, or once; errors are raised with a message of one line."""
         try:
-            return retried(step)
+            return retried(step) if again else step()
         except HTTPError as error:
             raise self._error(error) from error
         except RuntimeError as error:  # "Error while uploading ...", from an error that was tried again already

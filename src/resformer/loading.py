@@ -50,6 +50,13 @@ def without_kernels(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
+def names_kernels(config: PreTrainedConfig) -> bool:
+    """Whether it asks for an implementation by a name such as `owner/name`, which is code on the Hub."""
+    asked = (getattr(config, f"_{kind}_implementation_internal", None) for kind in ("attn", "experts"))
+    parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
+    return any("/" in str(name) for name in asked) or any(map(names_kernels, parts))
+
+
 @contextmanager
 def without_a_word() -> Iterator[None]:
     """Hides what Transformers says of what it loads, and its progress bars, which a file of output would have too."""

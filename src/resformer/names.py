@@ -19,7 +19,7 @@ SIDE_FILES = re.compile(
     r"|(emoji|vocab-src|vocab-tgt|target_vocab|entity_vocab|byte_maps|word_(shape|pronunciation)|normalizer)\.json"
     r"|merges\.txt|[\w.-]*\.model|[\w.-]*\.tiktoken|tekken\.json|chat_template\.(jinja|json)|generation_config\.json"
     r"|((video_)?pre)?processor_config\.json"
-    r"|(chat_templates|additional_chat_templates)/[\w.-]+\.jinja"
+    r"|(chat_templates|additional_chat_templates)/[^/]+\.jinja"
     r"|(?i:(LICEN[SC]E|NOTICE|COPYING|USE[_-]POLICY|ACCEPTABLE_USE)[\w-]*(\.(txt|md|rst|pdf))?)"
 )
 #: Any of these makes a tokenizer.

@@ -53,6 +53,7 @@ def push(
     message: str | None = None,
     bundle: bool = False,
     tag: str | None = None,
+    create_pr: bool = False,
     dry_run: bool = False,
 ) -> PushReport:
     """Puts a checkpoint folder on the Hub, in one commit; the token is `HF_TOKEN` or that of `hf auth login`.
@@ -70,6 +71,7 @@ def push(
         bundle: add the code that loads the checkpoint without this package, see `resformer.convert.bundle`; other
             Python files are left behind.
         tag: name the commit; refused if the name is taken.
+        create_pr: propose the commit, as a pull request, to a repository that exists and may be of others.
         dry_run: check the folder and say what would go; the Hub is not asked.
 
     Raises:
@@ -78,6 +80,8 @@ def push(
         HubError: the Hub refuses, or cannot be reached.
     """
     validate_repo_id(repo_id)
+    if create_pr and (private or tag is not None or revision is not None):
+        raise ValueError("A pull request is made to `main` of a repository: leave --private, --tag and --revision out.")
     folder = Path(checkpoint).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected a checkpoint folder.")
@@ -140,6 +144,7 @@ def push(
         revision=report.revision,
         private=private,
         tag=tag,
+        create_pr=create_pr,
     ).run()
     return replace(report, **done)
 

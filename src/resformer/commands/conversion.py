@@ -28,7 +28,7 @@ from resformer.commands.terminal import (
     takes,
 )
 
-Source = Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or a Hub id.")]
+Source = Annotated[str, typer.Argument(help="A checkpoint folder or a Hub id.")]
 Output = Annotated[Path, typer.Argument(help="The folder to write; new or empty.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an earlier result.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
@@ -51,12 +51,12 @@ class Writing:
     force: Force = False
     revision: Revision = None
     link: Annotated[
-        bool, typer.Option("--link", help="Hard-link weight files that do not change: instant, but edits reach both.")
+        bool,
+        typer.Option(
+            "--link", help="Hard-link weight files: instant, but edits reach both, and of a Hub id its cache."
+        ),
     ] = False
     verify: _Verify = "auto"
-    max_shard_size: Annotated[str | None, typer.Option(help="Split weight files that are larger, for example 5GB.")] = (
-        None
-    )
     dry_run: DryRun = False
 
 
@@ -76,7 +76,8 @@ def convert(
         ),
     ] = None,
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow methods that change what the model computes.")] = False,
-    dtype: Annotated[str, typer.Option(help="Convert the weights: float32, bfloat16, float16.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(hidden=True)] = None,
+    max_shard_size: Annotated[str | None, typer.Option(hidden=True)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Add connections to a trained model, or take a nanochat run.
@@ -86,37 +87,29 @@ def convert(
     from resformer.convert import retrofit
     from resformer.convert.nanochat import is_run
 
-    if is_run(source):
+    if is_run(source, writing.revision):
         useless = {
             "lossy": lossy,
             "method": method != "resformer",
             "link": writing.link,
-            "revision": writing.revision,
-            "max-shard-size": writing.max_shard_size,
             "verify": writing.verify != "auto",
         }
         if asked := [f"--{name}" for name, value in useless.items() if value]:
             raise ValueError(f"{', '.join(asked)}: a nanochat run is converted as it is, into one file of a folder.")
-        _convert_nanochat(source, output, writing, dtype, assignments(set_ or []), as_json)
+        _convert_nanochat(source, output, writing, assignments(set_ or []), as_json)
         return
-    report = retrofit(source, output, method, lossy=lossy, dtype=dtype, **vars(writing), **assignments(set_ or []))
+    gone = {"dtype": dtype, "max_shard_size": max_shard_size}  # `retrofit` says how Transformers does that
+    fields = assignments(set_ or []) | {name: value for name, value in gone.items() if value is not None}
+    report = retrofit(source, output, method, lossy=lossy, **vars(writing), **fields)
     if print_json(report, as_json):
         return
     added = sum(report.added.values())
-    dequantised = " dequantised" if report.dequantised else ""
-    row("source", f"{report.source} ({report.family}, {report.source_dtype}{dequantised})")
+    row("source", f"{report.source} ({report.family}, {report.dtype})")
     row("method", f"{report.method or 'without a name'} {json.dumps(report.fields)}")
     if report.source_fields:
         row("as they were", json.dumps(report.source_fields))
     row("parameters", f"{report.parameters:,}: {added:,} added in {len(report.added)} tensors")
     row("tensors", f"{report.kept} kept, {len(report.added)} new, {len(report.dropped)} dropped")
-    if report.rounding.changed or report.dtype != report.source_dtype:
-        counts, changed = report.rounding, ""
-        if not writing.dry_run:
-            changed = f": {counts.changed:,} numbers rounded"
-        if counts.overflowed or counts.flushed:
-            changed += f", {counts.overflowed:,} became infinite, {counts.flushed:,} became 0"
-        row("dtype", f"{report.source_dtype} to {report.dtype}{changed}")
     for reason in report.inexact_because:
         row("lossy", reason)
     if writing.dry_run:
@@ -124,13 +117,11 @@ def convert(
     print_result(report, writing.dry_run)
 
 
-def _convert_nanochat(
-    run: str, output: Path, writing: Writing, dtype: str, constants: dict[str, Any], as_json: bool
-) -> None:
+def _convert_nanochat(run: str, output: Path, writing: Writing, constants: dict[str, Any], as_json: bool) -> None:
     from resformer.convert.nanochat import convert_nanochat
 
-    taken = {name: getattr(writing, name) for name in ("force", "dry_run")}
-    report = convert_nanochat(run, output, dtype=dtype, **taken, **constants)
+    taken = {name: getattr(writing, name) for name in ("force", "dry_run", "revision")}
+    report = convert_nanochat(run, output, **taken, **constants)
     if print_json(report, as_json):
         return
     row("source", f"{report.source} ({report.weights}, era {report.era} of nanochat)")
@@ -194,7 +185,7 @@ def bundle(
 
 @app.command(**example(CONNECT, "resformer verify HuggingFaceTB/SmolLM2-135M smollm2-resformer"))
 def verify(
-    one: Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, or a Hub id.")],
+    one: Annotated[str, typer.Argument(help="A checkpoint folder or a Hub id.")],
     other: Annotated[str, typer.Argument(help="Another one, its retrofit for example.")],
     verify: _Verify = "auto",
     tokens: Annotated[int, typer.Option(help="At which logits are compared.")] = 128,
@@ -256,7 +247,7 @@ def inspect(
             return
         row("source", report.source)
         head = "" if report.head is None else f", {report.head} of {report.labels} labels"
-        row("model", f"{report.model_type}, backbone of {report.family or 'no family'}{head}")
+        row("model", f"{report.model_type}, of the family {report.family}{head}")
         row("method", f"{report.method or 'without a name'} {json.dumps(report.fields)}")
         row("files", f"{report.files}, {size(report.bytes)}")
         dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in report.dtypes.items())

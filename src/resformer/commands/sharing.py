@@ -70,6 +70,9 @@ def push(
         bool, typer.Option("--bundle", help="Add the code that loads the checkpoint without this package.")
     ] = False,
     tag: Annotated[str | None, typer.Option(help="Tag the commit, for example v1.0.")] = None,
+    create_pr: Annotated[
+        bool, typer.Option("--create-pr", help="Propose the commit to a repository that may be of others.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the folder, list what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -1,0 +1,180 @@
+"""What Transformers makes of a folder by default: neither a dtype nor an implementation of attention is asked for.
+
+It is the judge of every conversion: source and result are loaded in this way and compared.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from resformer.configuration.methods import CONNECTION_FIELDS
+from resformer.convert.reading import CODE_KEYS
+from resformer.errors import CheckpointError, VerificationError, first_names, one_line, plain, quoted
+from resformer.loading import names_kernels, without_a_word, without_kernels
+
+#: Heads that commands other than conversions take, by the end of the class's name in `architectures`.
+_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+#: What a configuration says of itself, not of the model.
+_OF_THE_FILE = {*CONNECTION_FIELDS, "base_model", "model_type", "architectures", "transformers_version", "dtype"}
+#: In config.json of a linked result: tensors that its files hold and its model has no use for.
+UNUSED = "unused_weights"
+
+
+def kernel_keys(raw: Mapping[str, Any]) -> Iterator[str]:
+    """The keys of a config.json that name kernels, which are code on the Hub."""
+    for key, value in raw.items():
+        if re.fullmatch(r"_?\w+_implementation(_\w+)?", str(key)) and "/" in str(value):
+            yield key
+
+
+def without_code(values: Any) -> Any:
+    """The same, without keys that name code in it and in the objects that it holds."""
+    if not isinstance(values, dict):
+        return values
+    left_out = {*CODE_KEYS, "trust_remote_code", *kernel_keys(values)}
+    return {key: without_code(value) for key, value in values.items() if key not in left_out}
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model as Transformers builds it of a folder, without memory for its weights."""
+
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]  # name in the model -> shape and dtype
+    tied: frozenset[str]  # names in the model of tensors that are others again
+    generation: dict[str, Any] | None  # settings; None: it does not generate
+    ignored: frozenset[str]  # tensors of the files that the model has no place for
+    memory: int  # bytes of weights and buffers
+    parameters: int  # tied ones once
+
+    def facts(self) -> dict[str, Any]:
+        """What it is made of, but for its connections, in forms that JSON has."""
+        said = without_code(self.config.to_dict())
+        facts = {key: value for key, value in said.items() if key not in {*_OF_THE_FILE, UNUSED} and key[0] != "_"}
+        facts |= {f"generation: {key}": value for key, value in (self.generation or {}).items()}
+        facts["dtype"] = str(self.dtype).removeprefix("torch.")
+        return {key: json.loads(json.dumps(value, default=str)) for key, value in facts.items()}
+
+
+class SameConfig:
+    """A configuration, equal to others that say the same of the model: the key of a cache."""
+
+    def __init__(self, config: PreTrainedConfig):
+        self.config = copy.deepcopy(config)
+        left_out = ("base_model", "dtype", "transformers_version")
+        known = {key: value for key, value in config.to_dict().items() if key not in left_out}
+        self.text = json.dumps(known, sort_keys=True, default=str)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameConfig) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+def head_of(config: PreTrainedConfig) -> str | None:
+    """The class in `architectures` if it is not a language model's."""
+    names = config.architectures if isinstance(config.architectures, list) else []
+    return next((name for name in names if isinstance(name, str) and name.endswith(_HEADS)), None)
+
+
+def load(folder: Path, name: object, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """What Transformers loads by default, in evaluation mode, and what it says of it.
+
+    No code runs: neither that of `auto_map`, nor kernels, in whose place its own implementations are taken.
+
+    Args:
+        folder: checked, as by `untrusted.check_folder`.
+        name: for messages.
+        options: of `from_pretrained`.
+    """
+    own = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        with without_a_word():
+            config = AutoConfig.from_pretrained(str(folder), **own)
+            if names_kernels(config):
+                options["config"] = without_kernels(config)
+            head = next((end for end in _HEADS if (head_of(config) or "").endswith(end)), None)
+            loader = AutoModelForCausalLM if head is None else getattr(transformers, f"AutoModel{head}")
+            model, loading = loader.from_pretrained(str(folder), output_loading_info=True, **own, **options)
+    except ImportError:
+        raise  # a missing package, which the message names
+    except Exception as error:  # Transformers and safetensors raise nearly anything for a bad file
+        raise CheckpointError(
+            f"{plain(name)}: cannot be loaded by Transformers: {type(error).__name__}: "
+            f"{one_line(str(error).replace(str(folder), plain(name)))}"
+        ) from error
+    if problem := _problem(loading):
+        raise CheckpointError(f"{plain(name)}: {problem}")
+    return model.eval(), loading
+
+
+def _problem(loading: Mapping[str, Any]) -> str:
+    """What a model that was loaded lacks, or has in another form; empty if nothing."""
+    if missing := sorted(map(str, loading.get("missing_keys") or ())):
+        longer = (str(key) for key in loading.get("unexpected_keys") or () if str(key).endswith(missing[0]))
+        prefix = next(longer, "").removesuffix(missing[0])
+        way = (
+            f" They bear the prefix {quoted(prefix)}, as of torch.compile, DDP or PEFT: save the model that is inside, "
+            "or rename them."
+        )
+        return f"missing keys: config.json asks for {first_names(missing)}.{way if prefix else ''}"
+    for name, stored, expected in loading.get("mismatched_keys") or ():
+        return f"mismatched keys: {quoted(name)} has shape {[*stored]}, config.json asks for {[*expected]}."
+    return "".join(f"{one_line(each)}." for each in loading.get("error_msgs") or ())
+
+
+def build(folder: Path, name: object) -> Built:
+    """The model of a folder, on the meta device: of its weights no byte is read."""
+    model, loading = load(folder, name, device_map={"": "meta"}, ignore_mismatched_sizes=True)
+    tensors = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in model.state_dict().items()}
+    settings = model.generation_config.to_dict() if model.can_generate() else None
+    tied = set(model.all_tied_weights_keys) if getattr(model.config, "tie_word_embeddings", False) else set()
+    every = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return Built(
+        config=model.config,
+        dtype=model.dtype,
+        tensors=tensors,
+        tied=frozenset(tied),
+        generation={k: v for k, v in settings.items() if k != "transformers_version" and k[0] != "_"}
+        if settings
+        else None,
+        ignored=frozenset(map(str, loading.get("unexpected_keys") or ())),
+        parameters=model.num_parameters(),
+        memory=sum(tensor.numel() * tensor.itemsize for tensor in every.values()),
+    )
+
+
+def check_same(source: Built, result: Built, name: str, dropped: frozenset[str], added: frozenset[str]) -> None:
+    """Raises `VerificationError` unless both are the same model but for their connections.
+
+    Args:
+        dropped, added: names in the models of what one of them has.
+    """
+    first, second = source.facts(), result.facts()
+    for key in {**first, **second}:
+        if first.get(key) != second.get(key):
+            raise VerificationError(
+                f"{name}: Transformers reads {key} as {quoted(first.get(key))} in the source and as "
+                f"{quoted(second.get(key))} in the result. Nothing was written; this is a defect of resformer, please "
+                "report it."
+            )
+    expected = {key: form for key, form in source.tensors.items() if key not in dropped}
+    stored = {key: form for key, form in result.tensors.items() if key not in added}
+    if expected != stored:
+        differing = {key for key in {**expected, **stored} if expected.get(key) != stored.get(key)}
+        raise VerificationError(f"{name}: the result's model differs from the source's in {first_names(differing)}.")
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The facts that differ, with both values."""
+    return {key: (one.get(key), other.get(key)) for key in {**one, **other} if one.get(key) != other.get(key)}
