@@ -17,7 +17,7 @@ from resformer.convert.source import open_source
 from resformer.convert.to_folder import Options, Report, carry_out
 from resformer.errors import CheckpointError, quoted
 from resformer.files import check_target
-from resformer.modeling.connecting import PREFIX
+from resformer.modeling.families import PREFIX
 from resformer.names import DESCRIPTIONS
 from resformer.untrusted import names_in
 from resformer.version import __version__

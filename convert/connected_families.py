@@ -24,7 +24,7 @@ from resformer.convert.reading import CODE_KEYS, plain_way
 from resformer.errors import CheckpointError, one_line, quoted
 from resformer.loading import names_kernels, without_a_word, without_kernels
 from resformer.modeling.any_decoder import Decoder, text_config
-from resformer.modeling.connecting import ConnectedFamilyConfig, connected_config
+from resformer.modeling.connecting import connected_config
 from resformer.modeling.measured import MEASURED
 
 _LOAD = "AutoModelForCausalLM.from_pretrained(SOURCE, {})"
@@ -179,7 +179,7 @@ def view(config: Any) -> Any:
         CheckpointError: the family's decoder cannot have them; the message is the reason alone.
     """
     config = connection_config(config)
-    return _view(SameConfig(config)) if isinstance(config, ConnectedFamilyConfig) else config
+    return _view(SameConfig(config))
 
 
 @functools.lru_cache(maxsize=8)
@@ -201,10 +201,8 @@ def _view(same: SameConfig) -> Any:
 def cache_size(config: Any, dtype: torch.dtype | str) -> tuple[int | None, int | None]:
     """Bytes of a token in a cache: of this model, and of one without sharing; `None` where a cache is not of rows."""
     shape = view(config)
-    if hasattr(shape, "places") and (
-        {*shape.value_groups} - {None} != {0}
-        or any(each.values and each.values.module == "kv_b_proj" for each in shape.places)
-    ):
+    latents = any(each.values and each.values.module == "kv_b_proj" for each in shape.places)
+    if latents or {*shape.value_groups} - {None} != {0}:
         return None, None
     return cache_bytes_per_token(shape, dtype), cache_bytes_per_token(view(with_connections(config)), dtype)
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
+from resformer.configuration import value_sources
 from resformer.configuration.methods import connections_of, method_of
 from resformer.convert.connected_families import cache_size, connection_config, family_name, view
 from resformer.convert.connections import added_shapes, read_connections
 from resformer.convert.judging import head_of
 from resformer.convert.source import open_source
 from resformer.files import AsDict
-from resformer.modeling.connected import depth_matrix, value_matrix
-from resformer.modeling.connection import plain_matrix
+from resformer.modeling.connection import mixing_matrix, plain_matrix
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,10 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
             of_layers.setdefault(kind, {})[int(layer)] = module
         else:
             of_decoder[kind] = module
-    values = value_matrix(shape, of_layers.get("value_residual", {}), of_decoder.get("value_residual"))
-    depth = depth_matrix(shape, of_layers.get("depth_average", {}))
+    layers = shape.num_hidden_layers
+    raw = mixing_matrix(layers, layers, of_layers.get("value_residual", {}), of_decoder.get("value_residual"))
+    values = raw[value_sources(shape)]
+    depth = mixing_matrix(layers, layers + 1, of_layers.get("depth_average", {}))
     per_token, full = cache_size(backbone, dtype)
     return Inspection(
         source=opened.name,

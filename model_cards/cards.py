@@ -24,9 +24,7 @@ from resformer.errors import plain
 from resformer.model_cards.facts import FACTS, FIELDS, HEADS, papers_of
 from resformer.model_cards.metrics import Metric, notes_of
 from resformer.model_cards.source_card import well_formed
-from resformer.modeling import ResFormerForCausalLM
-from resformer.modeling.connected import added_modules
-from resformer.modeling.connecting import PREFIX
+from resformer.modeling.families import PREFIX
 
 #: Ends a card: `is_as_made` compares the digest to find edits by hand.
 _MARK = "<!-- Made by `resformer card`. SHA-256 of the text above: "
@@ -206,13 +204,10 @@ def _template(name: str) -> Template:
 def added_parameters(config: Any) -> int:
     """How many parameters the connections add to a model of this shape; negative where layers share projections."""
     with no_init_weights(), torch.device("meta"):
-        if not isinstance(config, ResFormerConfig):
-            modules = added_modules(AutoModelForCausalLM.from_config(config))
-            return sum(parameter.numel() for module in modules.values() for parameter in module.parameters())
         connected, without = (
-            ResFormerForCausalLM(each).num_parameters() for each in (config, without_connections(config))
+            AutoModelForCausalLM.from_config(each).num_parameters() for each in (config, without_connections(config))
         )
-    return connected - without
+    return int(connected - without)
 
 
 def _digest(text: str) -> str:

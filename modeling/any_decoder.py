@@ -193,6 +193,7 @@ class Decoder:
             rms_norm_eps=next((getattr(text, each) for each in _EPSILONS if hasattr(text, each)), 1e-6),
             value_groups=tuple(numbers),
             heads=tuple(_heads(each) for each in self.places),
+            places=tuple(self.places),
             **_heads(first),
         )
         if reason := why_not(self, view):

@@ -72,6 +72,7 @@ class Shape:
         num_attention_heads, num_key_value_heads, head_dim: of a layer (`of_layer`), or of the first with values.
         value_groups: a number for each layer that has values of its own; those of one shape have one number.
         heads: of each layer, the three numbers of heads.
+        places: of each layer, the `LayerPlaces`.
     """
 
     fields: Mapping[str, Any]
@@ -84,6 +85,7 @@ class Shape:
     head_dim: int
     value_groups: tuple[int | None, ...]
     heads: tuple[Mapping[str, int], ...]
+    places: tuple[Any, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -18,7 +18,7 @@ from resformer.files import AsDict
 from resformer.hub import HubError as HubError
 from resformer.hub import Push
 from resformer.model_cards import card_metadata
-from resformer.modeling.connecting import COEFFICIENTS, SETTINGS
+from resformer.modeling.saved_connections import COEFFICIENTS, SETTINGS
 from resformer.names import CARD, CONFIG, DESCRIPTIONS, INDEX, LISTING, LOADED_INSTEAD, SIDE_FILES, SINGLE
 from resformer.safetensors_format import read_shard
 from resformer.untrusted import MOST_BYTES, names_in, read_bounded, read_json, regular_file
