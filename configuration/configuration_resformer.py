@@ -26,7 +26,7 @@ _NOT_LLAMAS: dict[str, tuple[tuple[Any, ...], str]] = {
     "gated_mlp": ((True,), "arcee"),
     "attention_out_bias": ((None,), "qwen2"),
     "final_logit_softcapping": ((None,), "gemma2"),
-    "smear": ((False,), "nanochat"),
+    "smear": ((False,), "nanochat_2026"),
 }
 #: Keyword arguments that are no fields of a configuration and are not misspelt ones either.
 _KNOWN_EXTRA_KEYS = frozenset(

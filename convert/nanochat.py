@@ -1,4 +1,4 @@
-"""nanochat's checkpoints in, ResFormer checkpoints out.
+"""nanochat's checkpoints in, checkpoints of `Nanochat2026Config` with connections out.
 
 A run's folder has `model_STEP.pt`, `meta_STEP.json` and `tokenizer.pkl`, which may be in a folder `tokenizer`.
 meta.json holds sizes; what else a model
@@ -29,7 +29,6 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import connections_of, method_of
 from resformer.convert.carrying import check_space
 from resformer.convert.connections import meta_model
@@ -39,6 +38,8 @@ from resformer.convert.to_folder import folder_name
 from resformer.errors import CheckpointError, did_you_mean, first_names, one_line, quoted
 from resformer.files import AsDict, check_target, replacing, write_text, writing
 from resformer.hub import asking_hub, fetch, listing
+from resformer.modeling.families import config_class
+from resformer.modeling.nanochat import Nanochat2026Config
 from resformer.names import CONFIG, INDEX, SINGLE
 from resformer.progress import progress_bar
 from resformer.safetensors_format import Tensor, header_bytes
@@ -47,8 +48,6 @@ from resformer.untrusted import MIB, read_json, regular_file
 _WEIGHTS = re.compile(r"model_(\d{1,12})\.pt")
 _TOKENIZERS = ("tokenizer.pkl", "tokenizer/tokenizer.pkl")
 _SIZES = "sequence_len vocab_size n_layer n_head n_kv_head n_embd".split()
-#: nanochat's norms have no epsilon of their own, in bfloat16 too.
-_EPSILON = torch.finfo(torch.float32).eps
 _SMEAR_CHANNELS = 24
 
 
@@ -239,7 +238,7 @@ def convert_nanochat(
         # nanochat stops at the end of the assistant's turn, or where another document would begin.
         bos, ends = config.bos_token_id, list(dict.fromkeys([config.eos_token_id, config.bos_token_id]))
         GenerationConfig(bos_token_id=bos, eos_token_id=ends, pad_token_id=bos).save_pretrained(partial)
-        config.architectures = ["ResFormerForCausalLM"]
+        config.architectures = ["ResFormerNanochat2026ForCausalLM"]
         write_text(partial / CONFIG, config.to_json_string())
         build(partial, target)
     return report
@@ -406,7 +405,7 @@ def _config(
     era: int,
     constants: Constants,
     tokenizer: PreTrainedTokenizerFast,
-) -> ResFormerConfig:
+) -> Any:
     layers = sizes["n_layer"]
     pattern = sizes["window_pattern"].upper()
     short = [pattern[layer % len(pattern)] == "S" for layer in range(layers - 1)]  # the last layer sees all
@@ -419,27 +418,24 @@ def _config(
         connections["value_embeddings_gate_channels"] = weights[next(gates)].shape[-1]
         connections["value_embeddings_gate_limit"] = constants.gate_limit
     if era >= 4:
-        connections |= {"smear": True, "backout": True}
+        connections["backout"] = True
     try:
-        return ResFormerConfig(
+        return config_class(Nanochat2026Config)(
             vocab_size=sizes["vocab_size"],
             hidden_size=sizes["n_embd"],
             intermediate_size=4 * sizes["n_embd"],
             num_hidden_layers=layers,
             num_attention_heads=sizes["n_head"],
             num_key_value_heads=sizes["n_kv_head"],
-            hidden_act="relu2",
-            gated_mlp=False,
+            head_dim=sizes["n_embd"] // sizes["n_head"],
             max_position_embeddings=sizes["sequence_len"],
-            rms_norm_eps=_EPSILON,
             rope_parameters={"rope_type": "default", "rope_theta": float(constants.rope_theta)},
-            qk_norm=True,
             final_logit_softcapping=float(constants.softcap),
             sliding_window=int(constants.short_window or 0) + 1 if any(short) else None,  # with its own token
             layer_types=["sliding_attention" if each else "full_attention" for each in (*short, False)],
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=None,
+            smear=era >= 4,
             **connections,
         )
     except Exception as error:  # of the validators
@@ -447,7 +443,7 @@ def _config(
 
 
 def _converted(
-    weights: Mapping[str, torch.Tensor], sizes: Mapping[str, Any], config: ResFormerConfig, constants: Constants
+    weights: Mapping[str, torch.Tensor], sizes: Mapping[str, Any], config: Any, constants: Constants
 ) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     """(name of a tensor of the result, what makes it)"""
     rows, width, layers = sizes["vocab_size"], sizes["n_embd"], sizes["n_layer"]

@@ -15,6 +15,7 @@ from resformer.modeling.modeling_resformer import (
     ResFormerModel,
     ResFormerPreTrainedModel,
 )
+from resformer.modeling.nanochat import Nanochat2026Config as Nanochat2026Config
 
 __all__ = [
     "Connection",

@@ -43,10 +43,10 @@ from transformers.models.auto import modeling_auto
 from resformer.configuration.methods import METHODS, connections_of
 
 if TYPE_CHECKING:
-    _Undecayed = nn.Module
+    Undecayed = nn.Module
 else:
     # The stock `Trainer` decays no parameter under an `nn.LayerNorm`. Decay would pull a retrofit's ones to zero.
-    _Undecayed = nn.LayerNorm
+    Undecayed = nn.LayerNorm
 
 #: All kinds of connections, in the order in which they act at one place: the package's as in `connections/__init__.py`,
 #: then others by `order` and name.
@@ -105,7 +105,7 @@ class StartsAsStated:
         """Sets the initial values of its own parameters: `from_pretrained` discards what `__init__` sets."""
 
 
-class Added(StartsAsStated, _Undecayed):
+class Added(StartsAsStated, Undecayed):
     """A module with parameters that a connection adds."""
 
     #: Names of parameters with a row per token of the vocabulary. They have the model's dtype, all others float32.

@@ -69,8 +69,13 @@ def known_to_transformers(made: Any, family: type[PreTrainedModel]) -> Any:
     for table in _own_tables(modeling_auto):  # where the stock `Trainer` asks whether labels are the next tokens
         if isinstance(table, dict) and family.__name__ in table.values():
             table.setdefault(made.config_class.model_type, made.__name__)
-    # TRL, vLLM and `transformers serve` look the name in config.json's `architectures` up in `transformers`. Importing
-    # its processors runs that module again: who imported it earlier holds the first one, who imports it now the second.
+    return named_in_transformers(made)
+
+
+def named_in_transformers(made: Any) -> Any:
+    """TRL, vLLM and `transformers serve` look the name in config.json's `architectures` up in `transformers`. Importing
+    its processors runs that module again: who imported it earlier holds the first one, who imports it now the second.
+    """
     for module in (transformers, sys.modules["transformers"], sys.modules[__name__]):  # the last for pickle
         setattr(module, made.__name__, made)
     return made

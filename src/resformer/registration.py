@@ -33,7 +33,8 @@ def register_models() -> None:
 def _register_configuration(configuration_auto: ModuleType) -> None:
     mapping = configuration_auto.CONFIG_MAPPING
     mapping._extra_content = _OnDemand(mapping._extra_content)
-    mapping._extra_content.setdefault("resformer", None)
+    for model_type in ("resformer", "nanochat_2026"):
+        mapping._extra_content.setdefault(model_type, None)
 
 
 class _OnDemand(dict[str, Any]):
@@ -49,7 +50,9 @@ class _OnDemand(dict[str, Any]):
 
     def __getitem__(self, model_type: str) -> Any:
         found = super().get(model_type)
-        if found is None:
+        if found is None and model_type == "nanochat_2026":
+            from resformer.modeling import Nanochat2026Config as found
+        elif found is None:
             from resformer.modeling.families import config_class
 
             family = "llama" if model_type == "resformer" else model_type.removeprefix("resformer_")
