@@ -45,6 +45,11 @@ from resformer.modeling.versions import CACHE
 #: Of Qwen3's forward, in their order.
 _ARGUMENTS = tuple(inspect.signature(Qwen3ForCausalLM.forward).parameters)[1:]
 
+_NOT_KEPT = (
+    "`smear` reads the embedding of the token before, which vLLM and continuous batching do not keep: use generate(), "
+    "or `resformer serve MODEL`."
+)
+
 
 @strict
 class Nanochat2026Config(Qwen3Config):
@@ -211,11 +216,10 @@ class Nanochat2026ForCausalLM(Nanochat2026PreTrainedModel, Qwen3ForCausalLM):
             output = CausalLMOutputWithPast(loss=loss, **output)  # made anew: as a tuple, the loss is first
         return output
 
-
-_NOT_KEPT = (
-    "`smear` reads the embedding of the token before, which vLLM and continuous batching do not keep: use generate(), "
-    "or `resformer serve MODEL`."
-)
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        if self.config.smear:
+            raise ValueError(_NOT_KEPT)
+        return super().init_continuous_batching(*args, **kwargs)
 
 
 def _recall(cache: Any, layers: int, input_ids: torch.Tensor) -> tuple[Any, torch.Tensor]:

@@ -9,11 +9,9 @@ import nanochat_twin as twin
 import pytest
 import torch
 from command_server import resformer
-from conftest import RAGGED, tiny_model
 from hub_server import Commands
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.convert.nanochat import convert_nanochat, is_run
 from resformer.convert.tiktoken_pickle import read_encoding
 from resformer.errors import CheckpointError
@@ -216,46 +214,6 @@ def test_other_pickles_are_refused_by_name(content: bytes, message: str, tmp_pat
     (tmp_path / "tokenizer.pkl").write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         read_encoding(tmp_path / "tokenizer.pkl")
-
-
-def test_a_new_model_with_smear_is_llama() -> None:
-    torch.manual_seed(0)
-    shape = {
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-        "vocab_size": 97,
-    }
-    fields = {"smear": True, "backout": True, "backout_init": 0.0}
-    model = ResFormerForCausalLM(ResFormerConfig(**shape, **fields)).eval()
-    plain = ResFormerForCausalLM(ResFormerConfig(**shape)).eval()
-    plain.load_state_dict({name: each for name, each in model.state_dict().items() if name in plain.state_dict()})
-    assert torch.equal(model(RAGGED["input_ids"]).logits, plain(RAGGED["input_ids"]).logits)
-
-
-def test_a_bound_of_the_logits_is_never_kept_and_ignored(tmp_path: Path) -> None:
-    model = tiny_model("transformer", final_logit_softcapping=2.0)
-    free = tiny_model("transformer")
-    ids = RAGGED["input_ids"]
-    with torch.no_grad():
-        logits = free(ids).logits
-        assert logits.abs().max() > 4
-        bounded = model(ids, labels=ids)
-    torch.testing.assert_close(bounded.logits, 2 * torch.tanh(logits / 2), rtol=0, atol=0)
-    expected = torch.nn.functional.cross_entropy(bounded.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    torch.testing.assert_close(bounded.loss, expected)
-    for given in (model, free):  # labels by their place, as Llama takes them; the loss is first in a tuple
-        named = given(ids, labels=ids)
-        placed = given(ids, None, None, None, None, ids, return_dict=False)
-        assert torch.equal(placed[0], named.loss)
-        assert torch.equal(placed[1], named.logits)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    again.resize_token_embeddings(99)
-    assert torch.equal(again(ids).logits[..., :97], bounded.logits)
-    with pytest.raises(Exception, match="above 0"):
-        ResFormerConfig(final_logit_softcapping=-1.0)
 
 
 def test_what_a_run_has_no_use_for_is_refused(tmp_path: Path) -> None:
