@@ -17,12 +17,12 @@ MEASURED = frozenset(
     lighton_ocr llama llama4 llama4_text llava llava_next llava_next_video llava_onevision longcat_flash mamba
     mamba2 megatron-bert mellum mimo_v2_flash minicpm3 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax minimax_m2
     minimax_m3_vl minimax_m3_vl_text ministral ministral3 mistral mistral3 mistral4 mistral_large4 mixtral mllama
-    modernbert-decoder moshi moss_transcribe_diarize mpt muse_glimmer nanochat nemotron nemotron_h olmo olmo2
-    olmo3 olmo_hybrid olmoe openai-gpt opt ovis2 paddleocr_vl paligemma persimmon phi phi3 phimoe pp_chart2table
-    prophetnet qianfan_ocr qwen2 qwen2_5_omni_thinker qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe
-    qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp
-    qwen4_exp_text recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer rwkv sarvam_mla
-    sarvam_moe seed_oss smollm3 smolvlm solar_open stablelm starcoder2 step3p7 trocr vaultgemma video_llama_3
-    video_llava vipllava xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm youtu zamba zamba2 zaya
+    modernbert-decoder moshi moss_transcribe_diarize mpt muse_glimmer nanochat nanochat_2026 nemotron nemotron_h
+    olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt ovis2 paddleocr_vl paligemma persimmon phi phi3 phimoe
+    pp_chart2table prophetnet qianfan_ocr qwen2 qwen2_5_omni_thinker qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5
+    qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe
+    qwen4_exp qwen4_exp_text recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer rwkv
+    sarvam_mla sarvam_moe seed_oss smollm3 smolvlm solar_open stablelm starcoder2 step3p7 trocr vaultgemma
+    video_llama_3 video_llava vipllava xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm youtu zamba zamba2 zaya
     """.split()
 )

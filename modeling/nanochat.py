@@ -247,7 +247,7 @@ def _tokens_layer(cache: Cache, layers: int) -> Any:
     while len(cache.layers) < layers:  # made without a configuration
         cache.layers.append(cache.layer_class_to_replicate())
     last: Any = cache.layers[-1]
-    if getattr(last, "holds_tokens", False) or (last.is_initialized and not last.keys.is_floating_point()):
+    if getattr(last, "holds_tokens", False) or getattr(getattr(last, "keys", None), "dtype", None) == torch.long:
         return last
     if isinstance(last, StaticLayer):
         if all(layer.is_sliding for layer in cache.layers):

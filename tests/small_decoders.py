@@ -67,6 +67,7 @@ OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "nanochat_2026": {"smear": True, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "nemotron_h": {"layers_block_type": ["mamba", "attention"] * 2},
     "ernie4_5_vl_moe": {"moe_intermediate_size": [32, 32]},
     **{each: _of_images([4, 2, 2]) for each in "qwen2_vl qwen2_5_vl qwen2_5_omni_thinker paddleocr_vl".split()},
