@@ -156,7 +156,7 @@ def convert_nanochat(
     step: int | None = None,
     **constants: Any,
 ) -> NanochatReport:
-    """Writes a nanochat run as a ResFormer checkpoint, with its tokenizer, to the folder `output`.
+    """Writes a nanochat run as a Transformers checkpoint, with its tokenizer, to the folder `output`.
 
     Args:
         run: the folder or Hub id, of whose steps the last is taken, or a `model_STEP.pt` in a folder.
