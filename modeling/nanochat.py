@@ -90,9 +90,6 @@ class Smear(StartsAsStated, Undecayed):
         self.gate = GateProjection(self.channels, 1)  # W
         self.weight = coefficient(1)  # l
 
-    def extra_repr(self) -> str:
-        return f"weight={tuple(self.weight.shape)}"
-
     def forward(self, embeddings: torch.Tensor, previous: torch.Tensor, follows: torch.Tensor) -> torch.Tensor:
         """Returns X_0.
 
@@ -189,7 +186,7 @@ class Nanochat2026Model(Nanochat2026PreTrainedModel, Qwen3Model):
             follows = follows & (position_ids > 0)
         if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
             follows = follows & nn.functional.pad(attention_mask, (1, 0)).index_select(1, index).bool()
-        if packed and position_ids is not None:
+        if packed:
             follows = follows & nn.functional.pad(position_ids.diff() == 1, (1, 0))
         return self.smear(embeddings, torch.cat([before, embeddings[:, :-1]], dim=1), follows)
 

@@ -127,6 +127,15 @@ def test_generation_from_drafts_equals_greedy(drafts: str) -> None:
         assert sum(passes) > prompt["input_ids"].shape[1] + NEW_TOKENS - 1
 
 
+def test_a_quantized_cache_keeps_the_tokens_as_they_are() -> None:
+    model = nanochat(sliding_window=None, layer_types=None)
+    options = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    got, expected = generate(model, RAGGED, **options), generate(model, RAGGED, use_cache=False)
+    torch.testing.assert_close(got.logits[0], expected.logits[0])
+    assert torch.cosine_similarity(got.logits[1], expected.logits[1]).median() > 0.95
+    assert torch.equal(got[CACHE].layers[-1].keys[:, 0, :11, 0], RAGGED["input_ids"])
+
+
 def test_a_second_turn_on_a_returned_cache_equals_one_pass() -> None:
     model = nanochat()
     past = generate(model, RAGGED)
@@ -287,7 +296,7 @@ def test_checkpointing_gives_the_same_gradients() -> None:
 
 
 def test_one_compiled_graph_computes_the_same() -> None:
-    model = nanochat()
+    model = nanochat(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     for options in ({"use_cache": False}, {CACHE: DynamicCache(config=model.config)}):
         torch.testing.assert_close(logits_of(compiled, IDS, **options), logits_of(model, IDS))
