@@ -109,7 +109,8 @@ class Nanochat2026PreTrainedModel(Qwen3PreTrainedModel):
 
     config: Nanochat2026Config
     config_class = Nanochat2026Config
-    _keep_in_fp32_modules = _keep_in_fp32_modules_strict = ["smear"]
+    _keep_in_fp32_modules_strict = ["smear"]
+    _keep_in_fp32_modules = ["smear.gate", ".*smear.gate"]  # quantisers leave these linear layers alone
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -244,7 +245,7 @@ def _tokens_layer(cache: Cache, layers: int) -> Any:
     while len(cache.layers) < layers:  # made without a configuration
         cache.layers.append(cache.layer_class_to_replicate())
     last: Any = cache.layers[-1]
-    if getattr(last, "holds_tokens", False) or getattr(getattr(last, "keys", None), "dtype", None) == torch.long:
+    if getattr(getattr(last, "keys", None), "dtype", None) == torch.long:
         return last
     if isinstance(last, StaticLayer):
         if all(layer.is_sliding for layer in cache.layers):
@@ -252,7 +253,6 @@ def _tokens_layer(cache: Cache, layers: int) -> Any:
         layer: Any = StaticLayer(max(each.max_cache_len for each in cache.layers))
     else:
         layer = GrowingLayer()
-    layer.holds_tokens = True
     cache.layers.append(layer)
     return layer
 

@@ -26,14 +26,17 @@ from test_modeling_generation import (
     logits_in_chunks,
     uncached_logits,
 )
+from torchao.quantization import Int8WeightOnlyConfig
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    BitsAndBytesConfig,
     ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
     PreTrainedModel,
     StaticCache,
+    TorchAoConfig,
     Trainer,
 )
 from transformers.modeling_utils import AttentionInterface
@@ -88,6 +91,7 @@ def test_generation_with_a_cache_equals_generation_without(mode: str) -> None:
     without = {name: value for name, value in options.items() if name not in of_caches}
     got = generate(model, RAGGED, **options)
     assert_same_generation(got, generate(model, RAGGED, use_cache=False, **without))
+    assert_same_generation(generate(model, RAGGED, **options), got)  # a static cache is used again
     assert len(got.sequences[:, -NEW_TOKENS:].unique()) > 5  # control: they vary
     other = nanochat()
     other.model.smear.weight.data.zero_()
@@ -229,6 +233,16 @@ def test_save_reload_copy_and_pickle(method: str | None, tmp_path: Path) -> None
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {each.dtype for name, each in half.named_parameters() if "smear" in name} == {torch.float32}
     assert half.lm_head.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("options", [BitsAndBytesConfig(load_in_4bit=True), TorchAoConfig(Int8WeightOnlyConfig())])
+def test_quantised_models_keep_the_smear(options: Any, tmp_path: Path) -> None:
+    model = nanochat(None, hidden_size=64, head_dim=16)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=options, dtype=torch.float32)
+    assert type(loaded.model.layers[1].self_attn.v_proj.weight) is not torch.nn.Parameter
+    for name, parameter in model.model.smear.named_parameters():
+        assert torch.equal(loaded.model.smear.get_parameter(name), parameter)
 
 
 def test_the_auto_classes_know_it_when_they_are_asked(tmp_path: Path) -> None:
