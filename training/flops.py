@@ -29,8 +29,7 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
     """
     seen, text = view(config), text_config(config)
     model: Any = meta_model(config)
-    experts = next((n for name in _EXPERTS if (n := getattr(text, name, None))), 1)
-    share = (getattr(text, "num_experts_per_tok", None) or experts) / experts if experts > 1 else 1
+    share = _experts_share(text)
     ends = [each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
     weights = sum(
         parameter.numel() * (share if ".experts" in name else 1)
@@ -52,6 +51,18 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
         "connections": sum(kind.flops(seen) for kind in kinds_in(seen)),
         "head": 2 * seen.hidden_size * seen.vocab_size,
     }
+
+
+def active_parameters(config: Any) -> int:
+    """Parameters that a token passes: of experts its share."""
+    share = _experts_share(text_config(config))
+    named = meta_model(config).named_parameters()
+    return round(sum(each.numel() * (share if ".experts" in name else 1) for name, each in named))
+
+
+def _experts_share(text: Any) -> float:
+    experts = next((n for name in _EXPERTS if (n := getattr(text, name, None))), 1)
+    return (getattr(text, "num_experts_per_tok", None) or experts) / experts if experts > 1 else 1.0
 
 
 def meta_model(config: Any) -> PreTrainedModel:
