@@ -114,7 +114,7 @@ def _family_config(backbone: str, method: str, size: Size, shape: Mapping[str, A
     config, given = _backbone(backbone), dict(shape)
     known = {each.name: str(each.type) for each in fields(config)} | dict.fromkeys(config.attribute_map, "")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # the family's own are of another vocabulary
-        if given.get(name) is None and "None" not in known[name]:
+        if given.get(name) is None and "None" not in known.get(name, "None"):
             given[name] = given["eos_token_id"]
     if not backbone.endswith(".json"):
         renamed = {value: name for name, value in config.attribute_map.items()}
@@ -124,6 +124,8 @@ def _family_config(backbone: str, method: str, size: Size, shape: Mapping[str, A
         usual |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
         usual |= {"moe_intermediate_size": half, **size.shape}
         given = {name: value for name, value in usual.items() if name in known} | given
+        if "is_decoder" in known:
+            given = {"is_decoder": True} | given
         if "router_aux_loss_coef" in known and "output_router_logits" in known:  # experts are balanced from scratch
             given = {"output_router_logits": True} | given
     connections = {name: given.pop(name) for name in CONNECTION_FIELDS if name in given}

@@ -195,7 +195,11 @@ def _data(options: StudyOptions, name: str) -> tuple[PreTrainedTokenizerBase, di
     sources, held_out = _sources(options)
     documents = load_documents(sources, **options.reading)
     tokenizer = make_tokenizer(name, documents, held_out)
-    given: dict[str, Any] = {"block": options.block, "separate": options.separate_documents, "parse_special": options.parse_special}
+    given: dict[str, Any] = {
+        "block": options.block,
+        "separate": options.separate_documents,
+        "parse_special": options.parse_special,
+    }
     blocks = pack_documents(documents, tokenizer, **given, held_out=held_out, held_out_blocks=options.held_out_blocks)
     whole = blocks.held_out.whole
     shown = ", ".join(Path(source).name if Path(source).exists() else source for source in sources)

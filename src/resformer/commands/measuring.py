@@ -44,7 +44,7 @@ def analyze(
     ] = None,
     texts: Annotated[int, typer.Option(min=1, help="Read at most this many texts.")] = 32,
     max_tokens: Annotated[int, typer.Option(min=2, help="Cut each text to at most this many tokens.")] = 512,
-    output: Annotated[Path | None, typer.Option(help="Folder for analysis.json, figures and report.html.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for analysis.json and figures.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="The checkpoint whose tokenizer all of them use.")] = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the model.")] = "float32",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... [default: an accelerator if there is one]")] = None,
@@ -87,7 +87,7 @@ def analyze(
                 echo(sentence)
             echo()
         if output is not None:
-            row("report", output / "report.html")
+            row("wrote", output)
 
 
 def _names(checkpoints: list[str]) -> list[str]:
