@@ -78,7 +78,8 @@ def _style() -> Any:
 
     lines = cycler(color=_COLOURS, marker=_MARKERS, linestyle=_DASHES)
     # A checkpoint's name may have a $.
-    return rc_context({"axes.grid": True, "grid.alpha": 0.3, "axes.prop_cycle": lines, "text.parse_math": False})
+    look = {"axes.grid": True, "axes.titlelocation": "left", "grid.alpha": 0.3, "axes.prop_cycle": lines}
+    return rc_context({**look, "text.parse_math": False})
 
 
 def _figure(width: float = 6.4, height: float = 4.4, columns: int = 1) -> tuple["Figure", Any]:

@@ -45,8 +45,8 @@ PARTS = "idefics3 llava_next smolvlm"
 REFUSED = {
     "one turn": PARTS,
     "two turns": PARTS,
-    "thoughts": f"{PARTS} cohere cohere2 deepseek_r1_distill deepseekv3 gemma gemma3 gemma4 gemma4_v2 gemma4_v3 gemma4_v4 "
-    "lfm2 lfm2_v2 llama3 llama3_1 llama3_2 phi3 phi3_5 qwen2_5 qwen2_5_vl qwen3_instruct_2507 qwen3_vl",
+    "thoughts": f"{PARTS} cohere cohere2 deepseek_r1_distill deepseekv3 gemma gemma3 gemma4 gemma4_v2 gemma4_v3 "
+    "gemma4_v4 lfm2 lfm2_v2 llama3 llama3_1 llama3_2 phi3 phi3_5 qwen2_5 qwen2_5_vl qwen3_instruct_2507 qwen3_vl",
     "tools": f"{PARTS} cohere cohere2 deepseek_r1_distill gemma gemma3 gptoss lfm2 llama3 phi3 phi3_5 qwen2_5_vl",
 }
 

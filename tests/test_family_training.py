@@ -47,8 +47,8 @@ OPEN = {
     **dict.fromkeys("cohere_compass_text gemma3n_text qwen4_exp_text".split(), "its own defaults build no model"),
     **dict.fromkeys("dbrx moshi".split(), "a part of its configuration is another once it is read"),
     **dict.fromkeys(
-        "bert bert-generation big_bird camembert cpmant data2vec-text electra ernie hrm_text longcat_flash megatron-bert "
-        "rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl".split(),
+        "bert bert-generation big_bird camembert cpmant data2vec-text electra ernie hrm_text longcat_flash "
+        "megatron-bert rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl".split(),
         "its layers are not found where the model is built with connections",
     ),
     "mistral4": "connecting: its class is not found by name",

@@ -23,6 +23,7 @@ def main() -> None:
 
 def evaluate(checkpoint: str, options: list[str]) -> None:
     """Runs `lm_eval run`; only safetensors are read, and no code of the checkpoint is run."""
+    require("lm_eval", "eval")
     if "--model" not in options:
         check_source(checkpoint)
         path = os.path.abspath(checkpoint) if os.path.isdir(checkpoint) else checkpoint  # else looked up on the Hub

@@ -129,7 +129,7 @@ def evaluate(
     Options are those of `lm_eval run`: --tasks, --limit, --num_fewshot,
     --batch_size, --device, --include_path, --output_path, and others.
     """
-    with reporting_errors():
+    with reporting_errors("No results were written."):
         from resformer.evaluation import evaluate as hand_over
 
         hand_over(checkpoint, context.args)
