@@ -78,7 +78,7 @@ def _style() -> Any:
 
     lines = cycler(color=_COLOURS, marker=_MARKERS, linestyle=_DASHES)
     # A checkpoint's name may have a $.
-    look = {"axes.grid": True, "axes.titlelocation": "left", "grid.alpha": 0.3, "axes.prop_cycle": lines}
+    look: Any = {"axes.grid": True, "axes.titlelocation": "left", "grid.alpha": 0.3, "axes.prop_cycle": lines}
     return rc_context({**look, "text.parse_math": False})
 
 
