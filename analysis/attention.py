@@ -46,17 +46,10 @@ def chunked_attention(
     importance_taker: ImportanceTaker | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Softmax attention without dropout, equal to eager attention.
+    """Softmax attention without dropout, equal to eager attention; all of `(batch, heads, tokens, head_dim)`.
 
     Calls `importance_taker` with a_j = (1/l) sum_i A_ij, the attention of l queries to token j averaged over heads, in
     at least float32. Queries that see no key (padding) give zeros.
-
-    Args:
-        query: `(batch, heads, queries, head_dim)`.
-        key, value: `(batch, key/value heads, keys, head_dim)`.
-
-    Returns:
-        The output, `(batch, queries, heads, head_dim)`, and `None` for the weights.
     """
     if unknown := [name for name in _UNKNOWN if kwargs.get(name) is not None]:
         raise NotImplementedError(f"attention with `{unknown[0]}` cannot be analysed")

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 _COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04")
 _MARKERS = tuple("os^Dv*")
 _DASHES = 2 * ("-", (0, (4, 2)), (0, (1, 1.5)))  # a line stays visible under a later one
-#: Maps of at most this many columns show their numbers.
-_ANNOTATED = 13
 _LINES = {
     "entropy": ("Attention entropy", "entropy of token importance (nats)", False),
     "first_importance": ("Importance of the first token", "share of what all tokens receive", False),
@@ -78,11 +76,10 @@ def _style() -> Any:
     from matplotlib import rc_context
     from matplotlib.rcsetup import cycler
 
-    look: Any = {"axes.grid": True, "axes.titlelocation": "left", "grid.alpha": 0.3, "legend.frameon": False}
-    look |= {"axes.spines.right": False, "axes.spines.top": False}
-    look["font.size"] = 12
-    look["axes.prop_cycle"] = cycler(color=_COLOURS, marker=_MARKERS, linestyle=_DASHES)
-    return rc_context({**look, "text.parse_math": False})  # a checkpoint's name may have a $
+    lines = cycler(color=_COLOURS, marker=_MARKERS, linestyle=_DASHES)
+    # A checkpoint's name may have a $.
+    look: Any = {"axes.grid": True, "axes.titlelocation": "left", "grid.alpha": 0.3, "axes.prop_cycle": lines}
+    return rc_context({**look, "text.parse_math": False})
 
 
 def _figure(width: float = 6.4, height: float = 4.4, columns: int = 1) -> tuple["Figure", Any]:
@@ -93,13 +90,7 @@ def _figure(width: float = 6.4, height: float = 4.4, columns: int = 1) -> tuple[
 
 
 def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
-    from matplotlib.ticker import LogFormatter, MaxNLocator
-
-    class Plain(LogFormatter):
-        """0.9, where `LogFormatter` has 9e-01."""
-
-        def __call__(self, x: float, pos: int | None = None) -> str:
-            return f"{x:,g}" if super().__call__(x, pos) else ""
+    from matplotlib.ticker import MaxNLocator
 
     title, label, logarithmic = _LINES[key]
     figure, (axes,) = _figure()
@@ -115,8 +106,6 @@ def _lines(key: str, analyses: Sequence[Analysis]) -> Plot:
             axes.axhline(analysis.uniform[key], color=line.get_color(), alpha=0.5, linestyle=":", **named)
     if logarithmic:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(Plain())
-        axes.yaxis.set_minor_formatter(Plain(minor_thresholds=(2, 0.5)))  # labels on an axis of few decades
     axes.set_title(title)
     axes.set_xlabel("layer")
     axes.set_ylabel(label)
@@ -146,9 +135,5 @@ def _maps(key: str, title: str, analyses: Sequence[Analysis], changes: bool) -> 
         axes.set_xlabel("column m: values of layer m" if key == "value_mixing" else "column j: X_j (0: embeddings)")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True))
-        if columns <= _ANNOTATED:
-            for (i, j), weight in np.ma.ndenumerate(shown):
-                colour = "white" if abs(weight) > 0.6 * most else "black"
-                axes.text(j, i, f"{weight:.2g}", ha="center", va="center", fontsize=7, color=colour)
         figure.colorbar(image, ax=axes, shrink=0.8)
     return Plot(key, title, figure)

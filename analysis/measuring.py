@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +86,13 @@ def analyze(
 ) -> Analysis:
     """Measures `DEFINITIONS` in each layer, one text at a time.
 
-    Memory does not grow with the square of a text's length, and by a few kilobytes with each text.
-
     Args:
-        model: a model, or the folder or Hub id of a checkpoint: a ResFormer, or any decoder whose `layers[i].self_attn`
-            goes through Transformers' attention interface. Checkpoints are read from safetensors only, and none of
-            their code is run.
-        texts: strings, or sequences of token ids.
+        model: a model, or the folder or Hub id of a checkpoint, whose `layers[i].self_attn` go through Transformers'
+            attention interface. Checkpoints are read from safetensors only, and none of their code is run.
+        texts: strings, or sequences of token ids; longer ones than `max_tokens` or the model's positions are cut.
         tokenizer: for the strings; default: the checkpoint's.
-        max_tokens: longer texts are truncated, and those longer than the model's positions.
-        name: the name in reports; default: the last part of the checkpoint's path or id.
-        device: where a checkpoint is run; default: an accelerator if there is one.
-        dtype: the dtype that a checkpoint is run in.
+        name: in reports; default: the last part of the checkpoint's path or id.
+        device, dtype: of a checkpoint; default: an accelerator if there is one, float32.
         progress: called after each text.
 
     Raises:
@@ -164,6 +160,32 @@ def analyze(
         depth_mixing_matrix=depth_mixing_matrix(model).tolist(),
         neutreno_lambda=getattr(model.config, "neutreno_lambda", 0.0),
     )
+
+
+def read_texts(files: Iterable[Path], *, texts: int, max_tokens: int) -> Iterator[str]:
+    """The first `texts` texts of UTF-8 files, cut at line ends, each of 8 characters a token or a file's last.
+
+    Raises:
+        CheckpointError: a file cannot be read as text.
+    """
+    return islice((text for file in files for text in _cut(file, 8 * max_tokens)), texts)
+
+
+def _cut(file: Path, size: int) -> Iterator[str]:
+    try:
+        with file.open(encoding="utf-8") as opened:
+            while text := opened.read(size):
+                yield text + opened.readline(size)
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: cannot be read as text: {error}") from error
+
+
+def standard_texts(texts: int) -> Iterator[str]:
+    """The first `texts` held-out source files of Python's standard library."""
+    from resformer.training.data import STANDARD_HELD_OUT, is_held_out, standard_library  # imports `datasets`
+
+    held_out = (file["text"] for file in standard_library() if is_held_out(file["group"], STANDARD_HELD_OUT))
+    return islice(held_out, texts)
 
 
 def _importance_quantities(importance: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Writes one or several analyses as analysis.json, PNG figures, and report.html, which needs no other file."""
+"""Writes one or several analyses as analysis.json and PNG figures."""
 
 import json
 import platform
@@ -12,7 +12,6 @@ import transformers
 
 from resformer.analysis.figures import plots
 from resformer.analysis.measuring import DEFINITIONS, Analysis
-from resformer.analysis.page import page
 from resformer.environment import require
 from resformer.files import check_target, replacing, write_text, writing
 from resformer.version import __version__
@@ -48,41 +47,33 @@ class Report:
         }
 
 
+#: From which factor on the first token counts as a sink, a drain or a peak, and from which cosine states as alike. The
+#: papers give no limits; trained models without connections lie far beyond these, random ones within.
+BAND, ALIKE = 2.0, 0.9
+
+
 def findings(analysis: Analysis) -> list[str]:
-    """What the numbers say of sinks, drains, peaks and over-smoothing. The papers give no limits, so none are here."""
-    ratio, uniform = analysis.mean("importance_ratio"), analysis.uniform["importance_ratio"]
-    sinks = sum(each > uniform for each in ratio)
-    if sinks:
-        sink = (
-            f"Attention sink: the first token receives more than under uniform attention in {sinks} of {len(ratio)} "
-            f"layers, in layer {ratio.index(max(ratio))} {max(ratio):.3g} times the mean of the others (uniform: "
-            f"{uniform:.3g})."
-        )
-    else:
-        sink = (
-            f"No sink: the first token receives less than uniform attention in every layer, at most {max(ratio):.3g} "
-            f"times the mean of the others (uniform: {uniform:.3g})."
-        )
-    values, hidden = analysis.mean("value_norm_ratio"), analysis.mean("hidden_norm_ratio")
-    least, most = min(values), max(hidden)
-    drain = (
-        f"Value drain: the first token's values are shortest in layer {values.index(least)}, {least:.3g} of the mean "
-        "length of the others."
-        if least < 1
-        else "No value drain: the first token's values are no shorter than the others' in any layer."
-    )
-    peak = (
-        f"Hidden peak: the first token's hidden state is longest after layer {hidden.index(most)}, {most:.3g} times "
-        "the mean of the others."
-        if most > 1
-        else "No hidden peak: the first token's hidden state is no longer than the others' after any layer."
-    )
+    """What the numbers say of sinks, drains, peaks and over-smoothing: a verdict only beyond `BAND` or `ALIKE`."""
+    uniform = analysis.uniform["importance_ratio"]
+    found = []
+    for name, what, quantity, factors in (
+        ("sink", "receives", "importance_ratio", [x / uniform for x in analysis.mean("importance_ratio")]),
+        ("value drain", "has values of", "value_norm_ratio", [1 / x for x in analysis.mean("value_norm_ratio")]),
+        ("hidden peak", "has hidden states of", "hidden_norm_ratio", analysis.mean("hidden_norm_ratio")),
+    ):
+        layer = max(range(len(factors)), key=factors.__getitem__)
+        value, count = analysis.mean(quantity)[layer], sum(factor > BAND for factor in factors)
+        verdict = f"{name} in {count} of {len(factors)} layers" if count else f"no {name} beyond a factor of {BAND:g}"
+        against = f" ({uniform:.3g} under uniform attention)" if name == "sink" else ""
+        told = f"in layer {layer} the first token {what} {value:.3g} times the mean of the others{against}"
+        found.append(f"{verdict.capitalize()}: {told}.")
     similarity = analysis.mean("similarity")[-1]
-    return [sink, drain, peak, f"Similarity: after the last layer two tokens have a mean cosine of {similarity:.3g}."]
+    verdict = "Over-smoothing" if similarity > ALIKE else f"No over-smoothing beyond a cosine of {ALIKE:g}"
+    return [*found, f"{verdict}: after the last layer two tokens have a mean cosine of {similarity:.3g}."]
 
 
 def write_report(report: Report, folder: Path, *, force: bool = False) -> None:
-    """Writes analysis.json, the figures as PNG and report.html to `folder`, all of them or nothing.
+    """Writes analysis.json and the figures as PNG to `folder`, all of them or nothing.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -95,7 +86,6 @@ def write_report(report: Report, folder: Path, *, force: bool = False) -> None:
     figures, values = [*plots(report.analyses).values()], report.as_dict()
     with replacing(folder, made_by="analyze", force=force) as partial:
         write_text(partial / "analysis.json", json.dumps(values, indent=1, allow_nan=False) + "\n")
-        write_text(partial / "report.html", page(values, figures))
         for plot in figures:
             with writing(partial / f"{plot.key}.png"):
                 (partial / f"{plot.key}.png").write_bytes(plot.png)

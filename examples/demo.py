@@ -52,7 +52,6 @@ def run_demo(
     _say(f"2. Fine-tune both on Python's standard library, {steps} steps of {batch} x {block} tokens")
     common: dict[str, Any] = {
         "data": [STANDARD_LIBRARY],
-        "streaming": True,
         "held_out": STANDARD_HELD_OUT,
         "held_out_blocks": _EVALUATION_BLOCKS,
         "steps": steps,

@@ -1,8 +1,6 @@
 """`resformer eval`: the harness's tasks over local files give a retrofit its source's scores to the bit, offline."""
 
 import json
-import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,6 @@ from conftest import cli
 from safetensors.torch import load_file
 
 from resformer import retrofit
-from resformer.convert import CheckpointError
-from resformer.evaluation import evaluate
 
 TASKS = {
     "letters": """
@@ -78,9 +74,15 @@ def only_our_tasks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TaskIndex, "build", staticmethod(build_only_folder))
 
 
-def scores(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """Task -> metrics."""
-    return evaluate(str(checkpoint), list(TASKS), include_path=checkpoint.parent / "tasks", device="cpu")["results"]
+def scores(checkpoint: Path, output: Path) -> dict[str, dict[str, Any]]:
+    """Task -> metrics, of `resformer eval`."""
+    tasks, files = ",".join(TASKS), str(checkpoint.parent / "tasks")
+    options = ["--tasks", tasks, "--include_path", files, "--device", "cpu", "--output_path", str(output)]
+    done = cli("eval", checkpoint, *options)
+    assert done.exit_code == 0, done.output
+    assert "|letters" in done.stdout
+    (results,) = output.rglob("results_*.json")
+    return json.loads(results.read_text())["results"]
 
 
 def retrofitted(folder: Path, method: str) -> Path:
@@ -90,75 +92,21 @@ def retrofitted(folder: Path, method: str) -> Path:
     return folder / method
 
 
-def test_exact_retrofits_score_as_their_source_to_the_bit(folder: Path) -> None:
-    expected = scores(folder / "llama")
+def test_exact_retrofits_score_as_their_source_to_the_bit(folder: Path, only_our_tasks: None, tmp_path: Path) -> None:
+    expected = scores(folder / "llama", tmp_path / "llama")
     assert set(expected) == set(TASKS)
     for method in ("resformer-gated", "depth-attention", "resformer-denseformer"):
-        assert scores(retrofitted(folder, method)) == expected, method
+        assert scores(retrofitted(folder, method), tmp_path / method) == expected, method
 
 
-@pytest.mark.vllm
-@pytest.mark.skipif(find_spec("vllm") is None, reason="no vLLM: make test-vllm")
-def test_vllm_and_transformers_give_the_same_scores(folder: Path) -> None:
-    save_checkpoint(folder / "wide", head_dim=32)
-    retrofit(folder / "wide", folder / "served", "resformer-constant", lossy=True, verify="headers")
-    scores = {}
-    for backend in ("hf", "vllm"):
-        command = ["-m", "resformer", "eval", folder / "served", "--tasks", "letters,text", "--json"]
-        command += ["--include-path", folder / "tasks", "--backend", backend, "--dtype", "float32"]
-        results = json.loads(python(*command, HF_HOME=str(folder / "home"), VLLM_CPU_KVCACHE_SPACE="1"))
-        assert results["config"]["model"] == backend
-        scores[backend] = {
-            (task, name): value
-            for task in ("letters", "text")
-            for name, value in results["results"][task].items()
-            if isinstance(value, float)
-        }
-    assert results["vllm_version"]
-    assert scores["vllm"] == pytest.approx(scores["hf"], rel=1e-3)
-
-
-def test_command_writes_the_harnesses_results_with_versions(folder: Path, only_our_tasks: None) -> None:
-    output, model = folder / "results.json", retrofitted(folder, "resformer")
-    options = "--tasks letters,te* --limit 3 --batch-size 2 --num-fewshot 0 --device cpu --dtype float64".split()
-    command = ["eval", str(model), *options, "--include-path", str(folder / "tasks"), "--output", str(output)]
-    done = cli(*command, "--json")
-    assert done.exit_code == 0, done.output
-    results = json.loads(output.read_text())
-    assert json.loads(done.stdout) == results
-    assert results["n-samples"]["letters"] == {"original": 6, "effective": 3}
-    assert set(results["results"]) == {"letters", "text"}
-    assert 0 <= results["results"]["letters"]["acc,none"] <= 1
-    assert results["config"]["model_args"]["pretrained"] == results["model_name"] == command[1]
-    assert results["config"]["model_dtype"] == "torch.float64"
-    for package in ("resformer", "torch", "transformers", "datasets", "lm_eval"):
-        assert results[f"{package}_version"]
-    again = cli(*command)
-    assert again.exit_code == 3
-    assert "exists already" in again.stderr
-    assert json.loads(output.read_text()) == results
-    assert again.stderr.splitlines()[-1].endswith(" --force")
-    refused = cli(*command[:-1], model / "config.json", "--force")
-    assert refused.exit_code == 3
-    assert "holds no results" in refused.stderr
-    done = cli(*command, "--force")
-    *table, _, wrote = done.stdout.splitlines()
-    assert re.search(r"\|letters *\|.*\|acc *\|", "\n".join(table))
-    assert wrote == f"wrote         {output}"
-
-
-def test_a_misspelt_task_is_pointed_out(folder: Path, only_our_tasks: None) -> None:
-    done = cli("eval", folder / "llama", "--include-path", folder / "tasks", "--tasks", "leters")
-    assert (done.exit_code, done.stdout, "Did you mean 'letters'?" in done.stderr) == (2, "", True), done.stderr
-
-
-def test_a_checkpoint_that_cannot_be_loaded_is_named_and_pickles_are_not_read(folder: Path, tmp_path: Path) -> None:
+def test_pickles_are_not_read(folder: Path, only_our_tasks: None, tmp_path: Path) -> None:
     for file in (folder / "llama").iterdir():
         if file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
     torch.save(load_file(folder / "llama" / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=f"{tmp_path}: cannot be loaded: .*safetensors"):
-        evaluate(str(tmp_path), ["letters"], include_path=folder / "tasks", device="cpu")
+    done = cli("eval", tmp_path, "--tasks", "letters", "--include_path", str(folder / "tasks"), "--device", "cpu")
+    assert done.exit_code
+    assert "safetensors" in done.stderr + str(done.exception)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, TrainerControl
 from resformer import ResFormerConfig
 from resformer.errors import CheckpointError
 from resformer.model_cards import model_card
-from resformer.training import pretraining
+from resformer.training import pretraining, recipe
 from resformer.training.log import LossGuard
 from resformer.training.options import FinetuneOptions, PretrainOptions, TokenizeOptions
 from resformer.training.report import FinetuneReport, record_origin
@@ -64,12 +64,11 @@ def test_the_result_is_a_checkpoint_from_scratch(work: Path, invoke: Callable[..
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(("source", "optim"), [("text.txt", "muon"), ("tokens", None)])
-def test_a_stopped_run_ends_with_the_same_weights(source: str, optim: str | None, streaming: bool, work: Path) -> None:
+def test_a_stopped_run_ends_with_the_same_weights(source: str, optim: str | None, work: Path) -> None:
     if source == "tokens":
         tokenize(TokenizeOptions(data=["text.txt"], output=source, tokenizer="bytes", held_out=0.1, sample_by="line"))
-    options = {"data": [source], "streaming": streaming, "optim": optim, **SMALL}
+    options = {"data": [source], "optim": optim, **SMALL}
     pretraining.pretrain(PretrainOptions(output="whole", **options))
     Path("stopped.training/.start.resformer-partial").mkdir(parents=True)  # of a run that was killed as it began
     for step in (1, 5):  # before the first checkpoint, and between two
@@ -160,36 +159,61 @@ def test_a_lost_loss_stops_the_training(losses: list[float], last: Any, said: st
         LossGuard(0.0).on_log(arguments, state, control)  # the way out
 
 
-def test_a_step_is_as_large_on_any_number_of_devices(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = []
-    for devices in (1, 2, 8):
-        monkeypatch.setattr(pretraining, "_devices", lambda devices=devices: devices)
-        options = PretrainOptions(output="a", data=["text.txt"], size="82m", tokenizer="bytes")
-        config, _ = pretraining._model(options)
-        plans.append(pretraining.pretrain_plan(options, config))
+def plan_of(devices: int = 1, **more: Any) -> pretraining.PretrainPlan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretraining, "_devices", lambda: devices)
+        return pretraining.plan_pretraining(PretrainOptions(output="a", data=["text.txt"], tokenizer="bytes", **more))
+
+
+def test_a_step_is_as_large_on_any_number_of_devices(work: Path) -> None:
+    plans = [plan_of(devices, size="82m") for devices in (1, 2, 8)]
     assert len({(plan.steps, plan.tokens, plan.sequences) for plan in plans}) == 1
     assert [plan.sequences // (plan.micro_batch * plan.accumulate) for plan in plans] == [1, 2, 8]
-    assert plans[0].connection_learning_rate == 50 * plans[0].learning_rate
-    assert plans[0].tokens == pytest.approx(20 * plans[0].parameters, rel=0.01)
+    assert plans[0].rates["coefficients"] == 50 * plans[0].learning_rate
+    assert plans[0].tokens == pytest.approx(20 * plans[0].plain_parameters, rel=0.01)
+    step = plans[0].sequences
+    words = rf"A step has {step} sequences of 2,048 tokens, which 3 devices do not divide; use --batch-tokens (\d+) or"
+    words += r" (\d+)"
+    with pytest.raises(ValueError, match=words) as error:
+        plan_of(3, size="82m")
+    for tokens in re.search(words, str(error.value)).groups():
+        assert abs(int(tokens) / 2048 - step) < 3
+        assert plan_of(3, size="82m", batch_tokens=int(tokens)).sequences == int(tokens) // 2048
 
 
-def test_a_dry_run_writes_nothing(work: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretraining, "_TIMED", 0.0)
+def test_the_size_decides_the_budget_whatever_the_method_and_the_idle_experts(work: Path) -> None:
+    methods = ("transformer", "resformer", "svformer", "value-embeddings", "nanochat", "attention-residuals")
+    plans = [plan_of(size="tiny", method=method) for method in methods]
+    assert len({plan.parameters for plan in plans}) > 4
+    assert len({(plan.tokens, plan.sequences, plan.learning_rate, plan.plain_parameters) for plan in plans}) == 1
+    dense, sparse = (plan_of(size="tiny", method="transformer", backbone=name) for name in ("qwen3", "qwen3_moe"))
+    assert sparse.parameters > 1.8 * dense.parameters
+    assert sparse.tokens == pytest.approx(dense.tokens, rel=0.02)
+
+
+def test_a_dry_run_writes_nothing(work: Path, invoke: Callable[..., Any]) -> None:
     narrow = [word for name, value in NARROW.items() for word in ("--set", f"{name}={value}")]
     arguments = ["--data", "text.txt", "--tokenizer", "bytes", "--block", 32, "--batch-tokens", 64, *narrow]
     done = invoke(work, "pretrain", "out", *arguments, "--dry-run", "--json")
     assert done.exit_code == 0, done.output
     plan = json.loads(done.stdout)["plan"]
-    assert plan["hours"] == pytest.approx(plan["tokens"] / plan["tokens_per_second"] / 3600)
-    assert plan["estimated_memory"] < 10 * plan["memory"]
-    monkeypatch.setattr(pretraining, "_measured", lambda *given: pytest.fail("allocated"))
-    monkeypatch.setattr(pretraining, "free_memory", lambda: 20 * 10**9)
-    large = invoke(work, "pretrain", "out", "--size", "468m", *arguments[:4], "--micro-batch", 16, "--dry-run")
-    assert large.exit_code == 0, large.output
-    (gigabytes,) = re.findall(r"memory +about (\S+) GB on a device; here 20.0 GB are free", large.stdout)
-    assert 40 < float(gigabytes) < 200  # without gradient checkpointing
-    assert "not measured: it does not fit." in large.stdout
+    assert plan["sequences"] == 2
+    shown = invoke(work, "pretrain", "out", *arguments, "--dry-run")
+    assert f"coefficients {plan['rates']['coefficients']:.2g}, gates" in shown.stdout
     assert not list(work.glob("out*"))
+
+
+def test_a_run_goes_on_with_another_number_of_processes_and_the_same_batches(work: Path) -> None:
+    begun = {
+        **PretrainOptions(output="a", data=["d"]).reading,
+        "trainer": {},
+        "batch": 4,
+        "accumulate": 2,
+        "processes": 1,
+    }
+    decides = recipe._deciding
+    assert decides(begun) == decides({**begun, "batch": 2, "processes": 4, "accumulate": 1})
+    assert decides(begun) != decides({**begun, "processes": 2})
 
 
 def test_a_card_names_the_licences_and_the_tokens_of_the_data(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +226,7 @@ def test_a_card_names_the_licences_and_the_tokens_of_the_data(work: Path, monkey
 
     monkeypatch.setattr("resformer.training.report.cached_file", cached_file)
     options = FinetuneOptions(model="m", output="out", data=["text.txt"])
-    report = FinetuneReport({}, "svformer", 1, 1, 32, None, 0, 0, 0, {}, tokens=10, steps=1)
+    report = FinetuneReport({}, "svformer", 1, 1, 32, 1, 0, 0, 0, {}, tokens=10, steps=1)
     tokens = {"text.txt": (1, 1.0), "you/one": (2, 1.0), "you/many:subset": (3, 1.0), "you/none": (4000, 1.0)}
     record_origin(options, ResFormerConfig(), report, tokens)
     assert report.datasets == ["you/one", "you/many", "you/none"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils.other import get_free_port as find_free_port
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -25,8 +26,6 @@ OPTIONS = (
 LAUNCHES: dict[str, tuple[int, list[str]]] = {
     "alone": (1, []),
     "ddp": (2, []),
-    "fsdp": (2, ["--shard", "2"]),
-    "hsdp": (4, ["--shard", "2"]),
 }
 
 
@@ -85,17 +84,48 @@ def test_several_processes_have_the_losses_of_one(name: str, trained: Callable[[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_a_killed_run_on_two_processes_resumes_to_the_bit(
-    name: str, work: Path, trained: Callable[[str], Path]
-) -> None:
+def test_a_killed_run_on_two_processes_resumes_to_the_bit(work: Path, trained: Callable[[str], Path]) -> None:
+    name = "ddp"
     processes, options = LAUNCHES[name]
     pretrain(work, f"{name}-killed", processes, *options, KILLED_AT="13")
     checkpoint = last_checkpoint(work / f"{name}-killed.training")
     assert checkpoint is not None
-    assert len([*checkpoint.glob("shards/*.distcp")]) == (2 if name == "fsdp" else 0)
     pretrain(work, f"{name}-killed", processes, *options, "--resume")
     whole, resumed = (load_file(folder / "model.safetensors") for folder in (trained(name), work / f"{name}-killed"))
     assert all(torch.equal(tensor, resumed[key]) for key, tensor in whole.items())
     assert losses(work / f"{name}-killed") == losses(trained(name))
     assert json.loads((work / f"{name}-killed" / "metrics.json").read_text())["resumed_from"] == 10
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_goes_on_in_one_with_the_same_batches(
+    work: Path, trained: Callable[[str], Path]
+) -> None:
+    processes, options = LAUNCHES["ddp"]
+    pretrain(work, "moved", processes, *options, KILLED_AT="13")
+    pretrain(work, "moved", 1, *options, "--resume")
+    assert losses(work / "moved") == pytest.approx(losses(trained("ddp")), abs=1e-4)
+    assert json.loads((work / "moved" / "metrics.json").read_text())["processes"] == 1
+
+
+@pytest.mark.slow
+def test_two_nodes_train_what_one_does(work: Path, trained: Callable[[str], Path]) -> None:
+    """Two agents on this machine."""
+    port = find_free_port()
+    launcher = f"-m torch.distributed.run --nnodes 2 --nproc_per_node 1 --master_addr 127.0.0.1 --master_port {port}"
+    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_HOME": str(work / "home")}
+    command = ["-m", "resformer", "pretrain", "nodes", *OPTIONS]
+    agents = [
+        subprocess.Popen(
+            [sys.executable, *launcher.split(), "--node_rank", str(rank), *command],
+            cwd=work,
+            env={**os.environ, **quiet},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [agent.communicate(timeout=400)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], told[0][-3000:]
+    assert losses(work / "nodes") == pytest.approx(losses(trained("alone")), abs=1e-4)
+    assert json.loads((work / "nodes" / "metrics.json").read_text())["processes"] == 2

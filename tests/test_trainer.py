@@ -19,10 +19,13 @@ import resformer
 from resformer import ResFormerConfig, ResFormerForCausalLM, trl
 from resformer.environment import peak_memory
 from resformer.training.optimizer import (
+    CONNECTIONS,
     ConnectionTrainer,
-    connection_learning_rate,
+    check_muon,
+    connections_by_kind,
     is_connection,
-    set_connection_learning_rate,
+    scratch_rates,
+    set_connection_rates,
 )
 
 #: One of every mechanism, and their combination.
@@ -151,17 +154,68 @@ def test_connections_have_their_rate_with_every_optimizer(name: str, trainer: Bu
 
 
 @pytest.mark.parametrize(
-    ("method", "rates"),
+    ("method", "kinds"),
     {
-        "transformer": [None, None],
-        "denseformer": [5e-2, 0.2],
-        "resformer-gated": [1e-3, 0.5],
-        "nanochat": [1e-3, 0.5],
+        "transformer": set(),
+        "denseformer": {"coefficients"},
+        "resformer-plus": {"coefficients"},
+        "depth-attention": {"gates"},
+        "resformer-gated": {"coefficients", "gates"},
+        "attention-residuals": {"gates"},
+        "value-embeddings": {"gates", "tables"},
+        "nanochat": {"coefficients", "gates", "tables"},
     }.items(),
 )
-def test_from_scratch_only_coefficients_have_a_higher_rate(method: str, rates: list[float | None]) -> None:
-    model = tiny_model(method)
-    assert [connection_learning_rate(model, rate) for rate in (1e-3, 0.5)] == rates
+def test_each_kind_of_a_connections_parameters_has_its_rate(method: str, kinds: set[str], trainer: Build) -> None:
+    rates = scratch_rates(1e-3, method)
+    assert rates == {
+        "coefficients": 5e-2,
+        "gates": 1e-3,
+        "tables": pytest.approx(1.9e-2 if method == "nanochat" else 1e-3),
+    }
+    assert scratch_rates(0.5, None)["coefficients"] == 0.2
+    run = trainer(method, learning_rate=1e-3, connection_learning_rate={**rates, "tables": 7.0})
+    by_kind = connections_by_kind(run.model)
+    assert {kind for kind, parameters in by_kind.items() if parameters} == kinds <= {*CONNECTIONS}
+    groups = {id(p): group for group in run.create_optimizer().param_groups for p in group["params"]}
+    for kind, parameters in by_kind.items():
+        assert {groups[id(p)]["lr"] for p in parameters} <= {{**rates, "tables": 7.0}[kind]}
+    assert sum(map(len, by_kind.values())) == sum(is_connection(name) for name, _ in run.model.named_parameters())
+
+
+def test_each_experts_matrix_is_orthogonalised_by_itself(tmp_path: Path) -> None:
+    model = small_decoder("qwen3_moe")
+    assert check_muon(model).startswith("muon: 100.0% of the matrices but embeddings and head")
+    arguments = training_arguments(tmp_path, learning_rate=1e-2, weight_decay=0.0)
+    run = ConnectionTrainer(model=model, args=arguments, train_dataset=training_rows(4), muon_learning_rate=1e-2)
+    optimizer = run.create_optimizer()
+    experts = next(p for name, p in model.named_parameters() if p.ndim == 3)
+    assert any(experts is p for group in optimizer.param_groups if group["muon"] for p in group["params"])
+    twins = [torch.nn.Parameter(matrix.clone()) for matrix in experts.detach()]
+    alone = torch.optim.Muon(twins, lr=1e-2, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    for step in range(2):
+        experts.grad = torch.randn(experts.shape, generator=torch.Generator().manual_seed(step))
+        for matrix, gradient in zip(twins, experts.grad, strict=True):
+            matrix.grad = gradient.clone()
+        optimizer.step()
+        alone.step()
+    assert all(torch.equal(*pair) for pair in zip(twins, experts, strict=True))
+    assert check_muon(small_decoder("gpt2")).startswith("muon: 100.0%")
+    with pytest.raises(ValueError, match=r"optim is muon, and .* has no matrix in its layers; leave --optim out"):
+        check_muon(HeadAlone())
+
+
+class HeadAlone(torch.nn.Module):
+    """A model whose one matrix is its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(4, 4)
+
+    def get_input_embeddings(self) -> torch.nn.Module | None:
+        return None
+
+    get_output_embeddings = get_input_embeddings
 
 
 def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(trainer: Build) -> None:
@@ -202,7 +256,7 @@ def test_an_optimizer_that_hides_its_parameters_is_warned_of(trainer: Build) -> 
     run = trainer("resformer", connection_learning_rate=1e-2)
     hidden = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     with pytest.warns(UserWarning, match="SGD has one learning rate"):
-        set_connection_learning_rate(hidden, run.model, 1e-2)
+        set_connection_rates(hidden, run.model, dict.fromkeys(CONNECTIONS, 1e-2))
 
 
 def test_an_adapter_that_leaves_connections_frozen_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

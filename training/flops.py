@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from resformer.configuration import ResFormerConfig
 from resformer.convert.connected_families import view
+from resformer.errors import CheckpointError
 from resformer.modeling.any_decoder import text_config
 from resformer.modeling.connection import kinds_in
 from resformer.training.optimizer import is_connection
@@ -27,10 +28,13 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
     Embeddings, norms, rotary embedding, softmax and activations are left out: they are the same for all methods. Of
     another family's decoder it is an estimate: each matrix is taken to be used once by each token.
     """
-    seen, text = view(config), text_config(config)
+    text = text_config(config)
+    try:
+        seen = view(config)
+    except (CheckpointError, ValueError):  # an estimate ends no run; such a decoder has no connections
+        seen = None
     model: Any = meta_model(config)
-    experts = next((n for name in _EXPERTS if (n := getattr(text, name, None))), 1)
-    share = (getattr(text, "num_experts_per_tok", None) or experts) / experts if experts > 1 else 1
+    share = _experts_share(text)
     ends = [each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
     weights = sum(
         parameter.numel() * (share if ".experts" in name else 1)
@@ -40,18 +44,31 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
     if isinstance(config, ResFormerConfig):
         queries = [config.num_attention_heads * seen.head_dim] * config.num_hidden_layers
     else:
-        queries = [each.query_heads * each.values.head_dim if each.values is not None else 0 for each in seen.places]
+        places = [] if seen is None else seen.places
+        queries = [each.query_heads * each.values.head_dim if each.values is not None else 0 for each in places]
     attention = 0.0
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(queries)
-    for kind, width in zip(kinds, queries, strict=True):
+    for kind, width in zip(kinds, queries, strict=seen is not None):
         window = min(tokens, getattr(text, "sliding_window", None) or tokens) if kind == "sliding_attention" else tokens
         attention += 4 * width * (window * (window + 1) / 2 + (tokens - window) * window) / tokens
     return {
         "projections": 2 * weights,
         "attention": attention,
-        "connections": sum(kind.flops(seen) for kind in kinds_in(seen)),
-        "head": 2 * seen.hidden_size * seen.vocab_size,
+        "connections": 0.0 if seen is None else sum(kind.flops(seen) for kind in kinds_in(seen)),
+        "head": 2 * text.hidden_size * text.vocab_size,
     }
+
+
+def active_parameters(config: Any) -> int:
+    """Parameters that a token passes: of experts its share."""
+    share = _experts_share(text_config(config))
+    named = meta_model(config).named_parameters()
+    return round(sum(each.numel() * (share if ".experts" in name else 1) for name, each in named))
+
+
+def _experts_share(text: Any) -> float:
+    experts = next((n for name in _EXPERTS if (n := getattr(text, name, None))), 1)
+    return (getattr(text, "num_experts_per_tok", None) or experts) / experts if experts > 1 else 1.0
 
 
 def meta_model(config: Any) -> PreTrainedModel:

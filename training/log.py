@@ -35,6 +35,10 @@ def last_checkpoint(folder: Path) -> Path | None:
     return None
 
 
+class LossIsLost(CheckpointError):
+    """A training was stopped since its loss is not finite, or has risen for good."""
+
+
 class LossGuard(TrainerCallback):
     """Stops a training whose loss is lost, before a checkpoint is made of it.
 
@@ -43,7 +47,7 @@ class LossGuard(TrainerCallback):
             window has the steps between two logs.
 
     Raises:
-        CheckpointError: from the Trainer: as `spike` says, or the loss, the norm of the gradient or, where they would
+        LossIsLost: from the Trainer: as `spike` says, or the loss, the norm of the gradient or, where they would
             be saved, weights are not finite.
     """
 
@@ -75,7 +79,7 @@ class LossGuard(TrainerCallback):
             what += "" if self.weights else ", and weights are not finite"
             way = "--resume would come to the same step"
         told = f"Step {state.global_step}: {what}. {place}; {way}"
-        raise CheckpointError(f"{told}. Begin again with --force and a lower --learning-rate.")
+        raise LossIsLost(f"{told}. Begin again with --force and a lower --learning-rate.")
 
 
 def _means(history: Sequence[dict[str, Any]], steps: int) -> list[float]:
@@ -98,7 +102,7 @@ class TrainingLog(TrainerCallback):
     of connections. The history is in the checkpoints, so that a run that goes on has it from its beginning.
     """
 
-    def __init__(self, folder: Path, flops: float):
+    def __init__(self, folder: Path, flops: float | None = None):
         self.folder, self.flops = folder, flops  # a token, forward and backward
         self.since: tuple[float, int, int] | None = None
 
@@ -115,7 +119,7 @@ class TrainingLog(TrainerCallback):
             speed = (entry["tokens"] - tokens) / seconds
             entry["tokens_per_second"] = speed
             entry["hours_left"] = seconds / (entry["step"] - step) * (state.max_steps - entry["step"]) / 3600
-            if args.bf16 and (peak := _peak()) is not None:
+            if self.flops is not None and args.bf16 and (peak := _peak()) is not None:
                 entry["flops_utilisation"] = speed * self.flops / (peak * args.world_size)
         if "eval_loss" in entry:
             entry["coefficients"] = coefficients(model)

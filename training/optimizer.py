@@ -1,13 +1,22 @@
-"""A learning rate of their own for the connections, without weight decay."""
+"""Groups of parameters: rates of their own for connections, no decay of what is no matrix, Muon for matrices."""
 
+import re
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from torch.nn.modules.conv import _ConvNd
+from transformers import PreTrainedModel, Trainer
 
 from resformer.modeling.connections import KINDS
+
+#: What the parameters of connections are. Each kind has a rate.
+COEFFICIENTS, GATES, TABLES = CONNECTIONS = ("coefficients", "gates", "tables")
+
+#: Names of parameters that are not decayed and get no Muon, whatever their shape.
+_NO_MATRIX = re.compile(r"norm|sink|lambda|a_log")
 
 
 def is_connection(parameter_name: str) -> bool:
@@ -15,38 +24,97 @@ def is_connection(parameter_name: str) -> bool:
     return not {kind.name for kind in KINDS}.isdisjoint(parameter_name.split("."))
 
 
-def connection_learning_rate(model: nn.Module, learning_rate: float) -> float | None:
-    """The rate of connections in training from scratch, unless it is given; `None` if nothing of them learns.
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Name, owner and parameter, each once."""
+    seen = set[int]()
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{prefix}.{name}" if prefix else name, module, parameter
 
-    50 times that of everything else where they are coefficients alone, the best of 1, 10 and 50 (benchmarks/study.md,
-    question a), and at most 0.2, the highest that was tried. With gates, queries or tables among them, which are
-    matrices, it is that of everything else.
+
+def connections_by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """`CONNECTIONS` -> parameters: tables are embeddings, gates have matrices or the name; others weigh states."""
+    kinds: dict[str, list[nn.Parameter]] = {kind: [] for kind in CONNECTIONS}
+    for name, owner, parameter in _parameters(model):
+        if is_connection(name):
+            is_gate = parameter.ndim > 1 or re.search(r"gate|quer", name.rpartition("layers.")[2])
+            kinds[TABLES if isinstance(owner, nn.Embedding) else GATES if is_gate else COEFFICIENTS].append(parameter)
+    return kinds
+
+
+def scratch_rates(
+    learning_rate: float, method: str | None, connection_learning_rate: float | None = None
+) -> dict[str, float]:
+    """The rates of `CONNECTIONS` in training from scratch.
+
+    Coefficients: 50 times that of everything else, the best of 1, 10 and 50 for two methods (benchmarks/study.md,
+    question a), and at most 0.2, the highest that was tried; or what is given. Gates: as everything else. Tables too,
+    but for nanochat's, whose source has 19 times that of its matrices.
     """
-    connections = [parameter for name, parameter in model.named_parameters() if is_connection(name)]
-    if not connections:
-        return None
-    return min(50 * learning_rate, 0.2) if all(parameter.ndim == 1 for parameter in connections) else learning_rate
+    coefficients = connection_learning_rate or min(50 * learning_rate, 0.2)
+    tables = learning_rate * (19 if method == "nanochat" else 1)
+    return {COEFFICIENTS: coefficients, GATES: learning_rate, TABLES: tables}
 
 
-def set_connection_learning_rate(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float) -> None:
-    """Moves the connections of `model` out of the optimizer's groups into one of their own, without weight decay."""
-    connections = {id(parameter) for name, parameter in model.named_parameters() if is_connection(name)}
-    moved = []
+def set_connection_rates(optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapping[str, float]) -> None:
+    """Moves the connections of `model` out of the optimizer's groups into some of their own, without weight decay."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    by_kind = connections_by_kind(model)
+    connections = {id(parameter) for parameters in by_kind.values() for parameter in parameters}
     for group in optimizer.param_groups:
-        moved += [parameter for parameter in group["params"] if id(parameter) in connections]
         group["params"] = [parameter for parameter in group["params"] if id(parameter) not in connections]
-    trained = any(parameter.requires_grad for parameter in model.parameters() if id(parameter) in connections)
-    if moved:
-        optimizer.add_param_group({"params": moved, "lr": learning_rate, "weight_decay": 0.0})
-    if trained and (not moved or hasattr(optimizer, "fused_backward")):  # LOMO steps in the backward pass
-        told = f"{type(optimizer).__name__} has one learning rate, at which the connections learn: not {learning_rate}."
-        warnings.warn(told, stacklevel=2)
+    for kind, parameters in by_kind.items():
+        moved = [parameter for parameter in parameters if id(parameter) in held]
+        if moved:
+            optimizer.add_param_group({"params": moved, "lr": rates[kind], "weight_decay": 0.0})
+        trained = any(parameter.requires_grad for parameter in parameters)
+        if trained and (not moved or hasattr(optimizer, "fused_backward")):  # LOMO steps in the backward pass
+            name, rate = type(optimizer).__name__, rates[kind]
+            warnings.warn(f"{name} has one learning rate, at which the {kind} learn: not {rate}.", stacklevel=2)
+
+
+def is_decayed(name: str, parameter: nn.Parameter) -> bool:
+    """Matrices are: no vectors, norms, sinks or lambdas, nor connections."""
+    alone = parameter.ndim < 2 or _NO_MATRIX.search(name.lower()) or is_connection(name)
+    return not alone and not getattr(parameter, "_no_weight_decay", False)
+
+
+def muon_matrices(model: PreTrainedModel) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """The matrices of the layers, wherever these are, and all others but the model's ends and connections.
+
+    Of three dimensions, the first is taken for that of experts.
+    """
+    both = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = {id(each.weight) for each in both if each is not None}
+    taken, left = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
+    for name, owner, parameter in _parameters(model):
+        if id(parameter) in ends or not is_decayed(name, parameter):
+            continue
+        in_layer = any(part.isdecimal() for part in name.split("."))
+        is_matrix = parameter.ndim in (2, 3) and min(parameter.shape[-2:]) > 1
+        is_matrix = is_matrix and not isinstance(owner, (nn.Embedding, _ConvNd))
+        (taken if in_layer and is_matrix else left)[name] = parameter
+    return taken, left
+
+
+def check_muon(model: PreTrainedModel) -> str:
+    """A note on the share of the matrices that Muon takes; raises ValueError if it takes none."""
+    taken, left = muon_matrices(model)
+    count, others = (sum(parameter.numel() for parameter in each.values()) for each in (taken, left))
+    if not count:
+        raise ValueError(f"optim is muon, and {type(model).__name__} has no matrix in its layers; leave --optim out.")
+    names = ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", name) for name in left})[:5])
+    note = f"muon: {count / (count + others):.1%} of the matrices but embeddings and head"
+    return f"{note}; AdamW: {names}" if left else note
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
     """`torch.optim.Muon` for groups that say `muon`, `torch.optim.AdamW` for the others; the state is in one place.
 
-    Muon's steps are as large as AdamW's (arXiv 2502.16982), so that the same rates suit both.
+    Muon's steps are as large as AdamW's (arXiv 2502.16982), so that the same rates suit both. Of a parameter of three
+    dimensions, each expert's matrix is orthogonalised by itself.
     """
 
     def __init__(self, groups: Any, **options: Any):
@@ -56,15 +124,34 @@ class MuonAndAdamW(torch.optim.Optimizer):
         super().__init__(groups, {**self.muon.defaults, **self.adamw.defaults, "muon": False, **options})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for part in (self.muon, self.adamw):
-            part.state = self.state
-            part.param_groups = [group for group in self.param_groups if group["muon"] == (part is self.muon)]
-            part.step()
+        self.adamw.state = self.state
+        self.adamw.param_groups = [group for group in self.param_groups if not group["muon"]]
+        self.adamw.step()
+        groups = [group for group in self.param_groups if group["muon"]]
+        self.muon.state = dict(self.state)  # type: ignore[assignment]
+        self.muon.param_groups = [{**group, "params": [*self._matrices(group["params"])]} for group in groups]
+        self.muon.step()
 
-    def set_learning_rate(self, model: nn.Module, learning_rate: float) -> None:
+    def _matrices(self, parameters: Any) -> Iterator[torch.Tensor]:
+        """Each matrix, with its gradient, and its momentum as a view of that of its parameter."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+            momentum = self.state[parameter]["momentum_buffer"]
+            if parameter.ndim == 2:
+                self.muon.state[parameter] = self.state[parameter]
+                yield parameter
+                continue
+            for index, matrix in enumerate(parameter.detach()):
+                matrix.grad = parameter.grad[index]
+                self.muon.state[matrix] = {"momentum_buffer": momentum[index]}
+                yield matrix
+
+    def set_learning_rate(self, model: PreTrainedModel, learning_rate: float) -> None:
         """Gives the matrices of the layers to Muon, those of connections left out."""
-        of_layers = [(name, p) for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2]
-        matrices = {id(parameter) for name, parameter in of_layers if not is_connection(name)}
+        matrices = {id(parameter) for parameter in muon_matrices(model)[0].values()}
         for group in [*self.param_groups]:
             moved = [parameter for parameter in group["params"] if id(parameter) in matrices]
             if moved:
@@ -74,34 +161,41 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 class ConnectionTrainer(Trainer):
-    """The stock `Trainer`, in which the connections have their own learning rate, whatever the optimizer.
+    """The stock `Trainer`, in which the connections have their own learning rates, whatever the optimizer.
+
+    Matrices alone are decayed.
 
     Args:
-        connection_learning_rate: `None`: that of everything else.
+        connection_learning_rate: of all connections, or of each of `CONNECTIONS`; `None`: that of everything else.
         muon_learning_rate: of Muon for the matrices of the layers; `None`: no Muon.
     """
 
     def __init__(
         self,
         *args: Any,
-        connection_learning_rate: float | None = None,
+        connection_learning_rate: float | Mapping[str, float] | None = None,
         muon_learning_rate: float | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         self.optimizer: torch.optim.Optimizer | None
-        self.connection_learning_rate, self.muon_learning_rate = connection_learning_rate, muon_learning_rate
+        rates = connection_learning_rate
+        self.rates = dict.fromkeys(CONNECTIONS, rates) if isinstance(rates, (int, float)) else rates
+        self.muon_learning_rate = muon_learning_rate
         if muon_learning_rate is not None:
             options = {"lr": self.args.learning_rate, "eps": self.args.adam_epsilon}
             options["betas"] = self.args.adam_beta1, self.args.adam_beta2
             self.optimizer_cls_and_kwargs = MuonAndAdamW, options
 
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        return [name for name, parameter in model.named_parameters() if is_decayed(name, parameter)]
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             self.optimizer = super().create_optimizer(model)
             model = self.model if model is None else model
-            if self.connection_learning_rate is not None:
-                set_connection_learning_rate(self.optimizer, model, self.connection_learning_rate)
+            if self.rates is not None:
+                set_connection_rates(self.optimizer, model, self.rates)
             if isinstance(self.optimizer, MuonAndAdamW) and self.muon_learning_rate is not None:
-                self.optimizer.set_learning_rate(model, self.muon_learning_rate)
+                self.optimizer.set_learning_rate(self.accelerator.unwrap_model(model), self.muon_learning_rate)
         return self.optimizer

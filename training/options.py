@@ -106,8 +106,10 @@ class DataOptions(_Checked):
         list[str],
         Option(help="File, folder, Hub id[:configuration], standard-library; repeatable, with weights as in a:0.7."),
     ] = field(default_factory=list)
-    split: Annotated[str, Option(help="Split of a Hub dataset.")] = "train"
-    text_column: Annotated[str, Option(help="Column that holds the text.")] = "text"
+    split: Annotated[str, Option(help="Split of a folder or of a Hub dataset.")] = "train"
+    text_column: Annotated[str | None, Option(help="The column to read, whatever else there is.  [default: text]")] = (
+        None
+    )
     sample_by: Annotated[str, Option(help="What of a text file is one: document (all), paragraph, line.")] = "document"
 
     def __post_init__(self) -> None:
@@ -139,8 +141,11 @@ class RunOptions(DataOptions):
     """What `finetune` and `pretrain` have in common."""
 
     parse_special: ParseSpecial = False
-    streaming: Annotated[bool, Option("--streaming", help="Read as it trains, never all.")] = False
+    streaming: Annotated[bool, Option("--streaming", hidden=True)] = False
     held_out: Annotated[float, Option(help="Share of the documents to evaluate on; 0: none.")] = 0.02
+    held_out_data: Annotated[
+        list[str], Option(help="Evaluate on all of these instead, and on no share of --data; repeatable.")
+    ] = field(default_factory=list)
     held_out_blocks: Annotated[int, Option(help="Evaluate on at most this many blocks.")] = 256
     seed: Annotated[int, Option(help="Of the random numbers: weights, order of the data, dropout.")] = 0
     bf16: Bf16 = None
@@ -154,7 +159,6 @@ class RunOptions(DataOptions):
     muon_learning_rate: Annotated[float | None, Option(help="Of the matrices.  [default: --learning-rate]")] = None
     spike: Annotated[float, Option(help="Stop if the loss stays so far above its lowest; 0: never.")] = 2.0
     keep_optimizer: KeepOptimizer = False
-    shard: Annotated[int, Option(help="FSDP2: so many devices share weights, gradients and moments.")] = 1
     resume: Annotated[bool, Option("--resume", help="Go on with a run that was stopped.")] = False
     force: Annotated[bool, Option("--force", help="Replace an earlier result, and discard an unfinished run.")] = False
 
@@ -162,12 +166,13 @@ class RunOptions(DataOptions):
         super().__post_init__()
         if not self.data:
             raise ValueError("There is nothing to train on: name a file, a folder or a Hub id with --data.")
-        self._positive("held_out_blocks", "shard", "muon_learning_rate")
+        if self.streaming:
+            raise ValueError(
+                "Streams are not trained on: a run could not go on where it was. Write their tokens first: "
+                "resformer tokenize DATA... tokens --tokenizer MODEL, then --data tokens."
+            )
+        self._positive("held_out_blocks", "muon_learning_rate")
         self._expect("0 or more", lambda value: value >= 0, "spike", "seed")
-        alone = {each: getattr(self, each, None) for each in ("compile", "distill")}
-        alone["optim muon, which needs whole matrices"] = self.optim == "muon"
-        if others := [each for each, given in alone.items() if given and self.shard > 1]:
-            raise ValueError(f"shard is {self.shard}, with {others[0]}; leave one of them out.")
         self._expect("a share of the documents, from 0 to below 1", lambda share: 0 <= share < 1, "held_out")
 
 
@@ -184,7 +189,7 @@ class ScheduleOptions(_Checked):
     learning_rate: float | None = None
     connection_learning_rate: Annotated[
         float | None,
-        Option(help="Of the connections.  [default: 50 x --learning-rate, at most 0.2; of compare --from: 3e-4]"),
+        Option(help="Of coefficients.  [default: 50 x --learning-rate, at most 0.2; of compare --from: 3e-4]"),
     ] = None
     warmup: Annotated[float, Option(help="Share of the steps, or how many.")] = 0.05
     schedule: Annotated[str, Option(help="cosine, constant, or wsd: down in the last --decay of the steps.")] = "cosine"
@@ -208,7 +213,7 @@ class FinetuneOptions(RunOptions):
 
     model: Annotated[str, Argument(help="A checkpoint folder or a Hub id.")]
     output: Annotated[str, Argument(help="The folder to write; new or empty.")]
-    steps: Annotated[int | None, Option(help="Optimizer steps; --streaming needs them.")] = None
+    steps: Annotated[int | None, Option(help="Optimizer steps.")] = None
     epochs: Annotated[float | None, Option(help="Passes over the data.  [default: 1]")] = None
     block: Annotated[int | None, Option(help="Tokens per sequence.  [default: 1024, or all positions]")] = None
     separate_documents: Annotated[
@@ -218,9 +223,7 @@ class FinetuneOptions(RunOptions):
     accumulate: Annotated[int, Option(help="Passes per step.")] = 1
     learning_rate: Annotated[float, Option("--learning-rate", "--lr", help="Of the backbone.")] = 5e-5
     connection_learning_rate: Annotated[float, Option(help="Of the cross-layer connections.")] = 3e-4
-    distill: Annotated[str | None, Option(help="Learn from this checkpoint's logits, too: MODEL's source.")] = None
-    distill_weight: Annotated[float, Option(help="Weight of the teacher's loss, 0 to 1.")] = 0.5
-    temperature: Annotated[float, Option(help="Of the teacher's and the model's softmax.")] = 1.0
+    truncate: Annotated[bool, Option("--truncate", help="Cut chats that are longer than --block.")] = False
     train: Annotated[str, Option(help="all parameters, or connections: those that connections add.")] = "all"
     save_dtype: Annotated[str | None, Option(help="Of the weights as saved.  [default: float32]")] = None
     tokenizer: Annotated[str | None, Option(help="Checkpoint with the tokenizer.  [default: MODEL]")] = None
@@ -229,20 +232,16 @@ class FinetuneOptions(RunOptions):
     ] = field(default_factory=dict)
     dry_run: Annotated[bool, Option("--dry-run", help="Pack the data, measure one step; write nothing.")] = False
     branch: str | None = None  # the folder of a run that this one goes on from
+    rates: dict[str, float] | None = None  # of each kind of connections' parameters: see `optimizer.CONNECTIONS`
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._positive("steps", "epochs", "batch", "accumulate", "temperature")
+        self._positive("steps", "epochs", "batch", "accumulate")
         self._expect("0 or more", lambda rate: rate >= 0, "learning_rate", "connection_learning_rate")
         self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
-        self._expect("0 to 1", lambda weight: 0 <= weight <= 1, "distill_weight")
         self._one_of(TRAIN, "train")
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps is {self.steps} and epochs {self.epochs}; give one of them.")
-        if self.streaming and self.steps is None:
-            raise ValueError("streaming needs steps: the length of a stream is not known.")
-        if self.streaming and (workers := self.trainer.get("dataloader_num_workers")):
-            raise ValueError(f"dataloader_num_workers is {workers}; the training process reads a stream: leave it out.")
         if self.separate_documents and self.batch > 1 and "flash" in (self.attn_implementation or ""):
             raise ValueError(
                 f"batch is {self.batch}; with FlashAttention, documents of a block are kept apart in batches of one "
@@ -302,6 +301,9 @@ class PretrainOptions(NewOptions, RunOptions, ScheduleOptions):
     batch_tokens: Annotated[
         int | None, Option(parser=count, metavar="TOKENS", help="A step's.  [default: follows from the size]")
     ] = None
+    separate_documents: Annotated[
+        bool, Option("--separate-documents/--join-documents", help="Documents of a sequence apart, or joined.")
+    ] = True
     start: Annotated[
         str | None, Option("--from", help="Go on from the last step of this OUTPUT, which had a constant rate.")
     ] = None
@@ -340,24 +342,8 @@ class TokenizeOptions(DataOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(ScheduleOptions):
-    """How a study trains a model; the defaults are those of pre-training."""
-
-    steps: int
-    batch: Annotated[int, Option(help="Sequences per step.")] = 8
-    learning_rate: float | None = 6e-4  # None: the size's
-    bf16: Bf16 = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._whole("steps", "batch")
-        if self.batch % (self.micro_batch or self.batch):
-            raise ValueError(f"micro_batch is {self.micro_batch}; expected a divisor of the batch, {self.batch}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StudyOptions(RunSettings, DataOptions):
-    """What `resformer compare` takes."""
+class StudyOptions(ScheduleOptions, DataOptions):
+    """What `resformer compare` takes; what is not said follows from the size, as in `pretrain`."""
 
     output: Annotated[str, Argument(help="The folder of the study; new, empty, or one to go on with.")]
     data: Annotated[list[str], Option(help="As of finetune; repeatable.  [default: standard-library]")] = field(
@@ -374,52 +360,52 @@ class StudyOptions(RunSettings, DataOptions):
     ] = field(default_factory=list)
     seeds: Annotated[int, Option(help="Paired runs of each method.")] = 3
     first_seed: Annotated[int, Option(min=0, help="The first run's; the others count on from it.")] = 0
-    steps: Annotated[int | None, Option(help="Steps of each run; or give --tokens.")] = None  # type: ignore[assignment]
+    steps: Annotated[int | None, Option(help="Of each run.  [default: those of --tokens]")] = None
     tokens: Annotated[
-        int | None, Option(parser=count, metavar="TOKENS", help="Of each run, rounded up to steps: 300k, 1.6B.")
+        int | None, Option(parser=count, metavar="TOKENS", help="Of each run: 300k, 1.6B.  [default: the size's]")
     ] = None
+    batch: Annotated[int | None, Option(help="Sequences per step.  [default: the size's; --from: 8]")] = None
     tokenizer: Annotated[str | None, Option(help="As of pretrain.  [default: bpe:4096, or the checkpoint's]")] = None
     block: Annotated[int, Option(help="Tokens per sequence.")] = 512
     parse_special: ParseSpecial = False
     separate_documents: Annotated[
-        bool, Option("--separate-documents/--join-documents", help="Documents of a sequence apart, as of pretrain.")
-    ] = False
+        bool, Option("--separate-documents/--join-documents", help="Documents of a sequence apart, or joined.")
+    ] = True
     learning_rate: Annotated[
         float | None, Option("--learning-rate", "--lr", help="The highest.  [default: the size's; --from: 5e-5]")
     ] = None
+    bf16: Bf16 = None
     held_out: Annotated[float, Option(help="Share of the documents of --data to evaluate on.")] = 0.02
     held_out_blocks: Annotated[int, Option(help="The most that is evaluated on before a run's end.")] = 128
     save_models: Annotated[bool, Option("--save-models", help="Keep the models of the first seed.")] = False
 
     def __post_init__(self) -> None:
         self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
-        if self.steps is None and self.tokens is None:
-            raise ValueError("The length of the runs is open: give --steps or --tokens.")
         if self.steps is not None and self.tokens is not None:
             raise ValueError(f"--steps is {self.steps} and --tokens {self.tokens}: give one of them.")
-        defaults: dict[str, Any] = {
-            name: [each for text in getattr(self, name) for each in names(text)] for name in ("methods", "sizes")
-        }
-        if self.tokens is not None:
-            defaults["steps"] = math.ceil(self.tokens / max(self.batch * self.block, 1))
-        if self.start is not None:
-            defaults["learning_rate"] = self.learning_rate or 5e-5
-            defaults["connection_learning_rate"] = self.connection_learning_rate or 3e-4
-        for name, value in defaults.items():
-            object.__setattr__(self, name, value)
-        RunSettings.__post_init__(self)
+        if self.start is not None and self.steps is None and self.tokens is None:
+            raise ValueError("The length of the runs is open: give --steps or --tokens.")
+        for name in ("methods", "sizes"):
+            object.__setattr__(self, name, [each for text in getattr(self, name) for each in names(text)])
+        ScheduleOptions.__post_init__(self)
         DataOptions.__post_init__(self)
+        self._whole("batch", "steps")
         self._positive("seeds", "held_out_blocks")
         self._expect("a share of the documents between 0 and 1", lambda share: 0 < share < 1, "held_out")
         self._one_of(self.all_methods, "baseline")
+        if self.batch is not None and self.batch % (self.micro_batch or self.batch):
+            raise ValueError(f"micro_batch is {self.micro_batch}; expected a divisor of the batch, {self.batch}.")
         if self.start is not None and self.backbone is not None:
             raise ValueError(f"backbone is {self.backbone}, but the decoder is that of {self.start}; give one of them.")
         if self.start is not None and self.sizes:
             raise ValueError(f"sizes are {', '.join(self.sizes)}, but {self.start} has its own; give one of them.")
 
     @property
-    def settings(self) -> RunSettings:
-        return RunSettings(**{each.name: getattr(self, each.name) for each in fields(RunSettings)})
+    def of_runs(self) -> dict[str, Any]:
+        """What runs have in common, and a study cannot change."""
+        schedule = {each.name: getattr(self, each.name) for each in fields(ScheduleOptions)}
+        more = ("steps", "tokens", "batch", "block", "separate_documents", "bf16", "held_out", "held_out_blocks")
+        return schedule | {name: getattr(self, name) for name in more}
 
     @property
     def all_seeds(self) -> range:

@@ -1,11 +1,9 @@
-"""Documents to blocks of tokens: packed back to back, from a memory-mapped column or from streams."""
+"""Documents to blocks of tokens: packed back to back, read from a memory-mapped column."""
 
 import hashlib
-import json
-import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -16,20 +14,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from resformer.errors import one_line
-from resformer.training.data import READ_AHEAD, DataError, content, has_chats, is_row_held_out, reading_source
+from resformer.training.data import DataError, content, is_row_held_out, reading_source
 from resformer.version import __version__
 
 #: Passes over the same text that teach about as much as new text would, arXiv 2305.16264.
 MANY_PASSES = 4
-_COUNTS = ("before", "blocks", "shown")  # of a place, which add up to the blocks given
-_SHUFFLED = 4096  # blocks, of all streams, that are shuffled with those near them
 _TOKENS = Features({"input_ids": List(Value("int32"))})
-_LISTS = ("messages", "tools", "chat_template_kwargs")  # of a chat, or their JSON
-_SPELT = "\ufdd0{}\ufdd1"  # stands for a special token in a chat; Unicode keeps these characters out of texts
+_EMPTY = _TOKENS.arrow_schema.empty_table()
 
 
 class PackedBlocks(torch.utils.data.Dataset):
@@ -171,123 +164,6 @@ class RunBlocks(torch.utils.data.Dataset):
         return dict(zip(self._sizes, zip(tokens, passes.round(3).tolist(), strict=True), strict=True))
 
 
-class StreamedBlocks(torch.utils.data.IterableDataset):
-    """Blocks of streams without end, mixed by tokens; items as of `PackedBlocks`.
-
-    The next block is of the stream that has given the fewest for its weight; without weights, of those that have begun
-    again least often the one that has given the fewest since. Of each pass, blocks are shuffled with some thousands
-    near them. (`datasets.interleave_datasets` mixes by documents, be they long or short, and loses the content of its
-    shuffle buffer where a run goes on; the state of a stream that packs in `map` would lose the tail of each batch.)
-    """
-
-    one_pass = None  # is not known
-
-    def __init__(
-        self,
-        streams: Mapping[str, IterableDataset],
-        tokenise: Callable[..., dict[str, list[list[int]]]],
-        block: int,
-        weights: Sequence[float] | None = None,
-        separate: bool = False,
-        seed: int = 0,
-    ):
-        self.streams, self.tokenise, self.block = [*streams.items()], tokenise, block
-        self.weights, self.separate, self.seed = weights, separate, seed
-        # The reader's state and the tokens left over before the documents whose blocks are shuffled together, and the
-        # number of these blocks that were given; the passes begun, and the blocks of this one and of those before.
-        start: dict[str, Any] = {"reader": None, "left": [[], []], "shown": 0, "passes": 1, "blocks": 0, "before": 0}
-        self.resume({"given": 0, "streams": [start] * len(streams)})
-        digest = hashlib.sha256()
-        for number in range(len(streams)):
-            digest.update(next(self._read(number, 1))["input_ids"].numpy().tobytes())
-        self.digest = digest.hexdigest()  # of a block of each
-
-    def resume(self, place: dict[str, Any]) -> None:
-        """Has iteration begin where `place` says."""
-        self.start, self._places = place, [*place["streams"]]
-        self._recent = {place["given"]: place["streams"]}
-
-    def place(self, given: int) -> dict[str, Any]:
-        """Where iteration is after so many blocks since the beginning, for JSON: what `resume` takes.
-
-        As more may have been read ahead, the places after each block are known from that of the last call on. Another
-        process than the first, which reads for all, knows none.
-        """
-        self._recent = {number: places for number, places in self._recent.items() if number >= given}
-        return {"given": given, "streams": self._recent.get(given, self._places)}
-
-    def read(self, given: int) -> dict[str, tuple[int, float]]:
-        """Source -> its tokens in the first `given` blocks, and the passes over it that have begun."""
-        read = {}
-        for (source, _), place in zip(self.streams, self.place(given)["streams"], strict=True):
-            begun = place["blocks"] + place["shown"] > 0
-            read[source] = sum(map(place.get, _COUNTS)) * self.block, place["passes"] - (not begun)
-        return read
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        self.resume(self.start)
-        shares = self.weights or [1 / len(self.streams)] * len(self.streams)
-        readers = [self._read(number, math.ceil(_SHUFFLED * share)) for number, share in enumerate(shares)]
-        given = self.start["given"]
-        while True:
-            if self.weights is None:
-                turns: list[Any] = [(each["passes"], each["blocks"] + each["shown"]) for each in self._places]
-            else:
-                turns = [sum(map(p.get, _COUNTS)) / share for p, share in zip(self._places, shares, strict=True)]
-            number = turns.index(min(turns))
-            block, given = next(readers[number]), given + 1
-            self._recent[given] = [*self._places]
-            yield block
-
-    def _read(self, number: int, together: int) -> Iterator[dict[str, torch.Tensor]]:
-        """The blocks of a stream, about so many `together` shuffled; keeps its place."""
-        windows = self._windows(number, together)
-        place, blocks = next(windows)
-        while True:
-            numbers = np.random.default_rng([self.seed, number, place["before"] + place["blocks"]])
-            order = numbers.permutation(len(blocks))
-            for shown in range(place["shown"], len(order)):
-                packed, index = blocks[order[shown]]
-                self._places[number] = {**place, "shown": shown + 1}
-                if shown + 1 == len(order):  # the next blocks say whether the pass has ended
-                    place, blocks = next(windows)
-                    self._places[number] = place
-                yield packed[index]
-
-    def _windows(self, number: int, together: int) -> Iterator[tuple[dict[str, Any], list[tuple[PackedBlocks, int]]]]:
-        """Blocks of a stream that follow one another in a pass, again and again, and the place where they begin."""
-        (source, documents), place = self.streams[number], self._places[number]
-        while True:
-            with reading_source(source):
-                documents.load_state_dict(place["reader"])
-                blocks, (ids, starts) = [], map(list, place["left"])
-                for batch in documents.iter(batch_size=64):
-                    for document in self.tokenise(batch)["input_ids"]:
-                        starts.append(len(ids))
-                        ids += document
-                    tokens = pa.chunked_array([pa.array(ids, pa.int32())])
-                    packed = PackedBlocks(
-                        tokens, np.array(starts, int), self.block, separate=self.separate, masked=True
-                    )
-                    blocks += [(packed, index) for index in range(len(packed))]
-                    whole = len(ids) // self.block * self.block
-                    ids, starts = ids[whole:], [start - whole for start in starts if start >= whole]
-                    if len(blocks) >= together:
-                        yield place, blocks
-                        place = {**place, "reader": documents.state_dict(), "left": [[*ids], [*starts]], "shown": 0}
-                        place["blocks"] += len(blocks)
-                        blocks = []
-            if blocks:
-                yield place, blocks
-            count, passes = place["blocks"] + len(blocks), place["passes"] + 1
-            if not count:
-                raise _short(source, len(ids), self.block)
-            if passes == MANY_PASSES + 1:
-                warn_of_passes(source, passes)
-            place = {**place, "before": place["before"] + count, "blocks": 0, "shown": 0, "passes": passes}
-            place |= {"reader": None, "left": [ids, starts]}
-
-
 def _short(source: str, tokens: int, block: int) -> DataError:
     told = f"{source}: its training documents have {tokens:,} tokens and do not fill a block of {block:,}"
     return DataError(f"{told}; use more text or a smaller --block.")
@@ -306,19 +182,39 @@ def warn_of_passes(source: str, passes: float) -> None:
 def bytes_per_token(blocks: PackedBlocks, tokenizer: PreTrainedTokenizerBase) -> float:
     """Bytes of text per label, special tokens counted; a loss in nats per token over this and ln 2 is in bits per byte.
 
-    A character that the ends of the blocks cut counts as what a decoder shows for it.
+    Bytes are those of each token, in any script: a token may have a part of a character.
     """
-    rows = (blocks[index] for index in range(len(blocks)))
-    labels = [row["labels"][row["labels"] >= 0] for row in rows]
-    texts = tokenizer.batch_decode(labels, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return sum(len(text.encode("utf-8", "replace")) for text in texts) / sum(map(len, labels))
+    labels = torch.cat([blocks[index]["labels"] for index in range(len(blocks))])
+    ids = labels[labels >= 0].numpy()
+    if (sizes := _bytes_of_tokens(tokenizer)) is not None:
+        return float(sizes[ids].sum() / len(ids))
+    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return len(text.encode("utf-8", "replace")) / len(ids)
+
+
+def _bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:
+    """How many bytes of text each token stands for; `None` if its decoder does not join its tokens' own letters."""
+    decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
+    byte_level = "ByteLevel" in decoder  # a letter is a byte
+    if not byte_level and "ByteFallback" not in decoder and "Metaspace" not in decoder:
+        return None
+    sizes = np.zeros(max(tokenizer.get_vocab().values(), default=0) + 1)
+    added = tokenizer.added_tokens_decoder
+    for piece, number in tokenizer.get_vocab().items():
+        if number in added:
+            sizes[number] = 0 if added[number].special else len(piece.encode())
+        elif byte_level:
+            sizes[number] = len(piece)
+        else:
+            sizes[number] = 1 if re.fullmatch("<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
+    return sizes
 
 
 @dataclass(frozen=True)
 class Blocks:
     """The blocks to train on and the held-out ones, which are none where no share is held out."""
 
-    train: Any  # PackedBlocks; RunBlocks if a length is given; StreamedBlocks of streams
+    train: Any  # PackedBlocks; RunBlocks if a length is given
     held_out: PackedBlocks
     held_out_documents: Mapping[str, int]  # source -> how many of its documents have tokens in the held-out blocks
 
@@ -329,64 +225,98 @@ class Blocks:
 
 
 def pack_documents(
-    documents: Mapping[str, Dataset | IterableDataset],
+    documents: Mapping[str, Dataset],
     tokenizer: PreTrainedTokenizerBase,
     *,
     block: int,
     held_out: float,
     held_out_blocks: int,
+    held_out_data: Mapping[str, Dataset] | None = None,
     separate: bool = False,
     seed: int = 0,
     weights: Sequence[float] | None = None,
     length: Callable[[float], int] | None = None,
     parse_special: bool = False,
+    chats: Callable[[Dataset, str], pa.Table] | None = None,
 ) -> Blocks:
     """Packs documents back to back; of either side the tail alone is lost.
 
     A document begins with the beginning-of-sequence token if the tokenizer itself adds one, and ends with the
-    end-of-sequence token. Tokens of a `Dataset` are cached and read from the disk, those of a stream made as it comes.
+    end-of-sequence token. Tokens are cached, and read from the disk. Chats are packed whole: see `ChatTrainer`.
 
     Args:
-        documents: of `load_documents`; all are datasets, or all are streams.
         held_out: the share of documents that is held out, of all sources; 0: none.
-        held_out_blocks: the most blocks of them, at an even stride over all held-out tokens. Of streams these are in
-            the first 2**25 characters, an equal part of each, or as many more as fill the blocks.
+        held_out_blocks: the most blocks of them, at an even stride over all held-out tokens.
+        held_out_data: documents that are all held out.
         separate, weights: of `PackedBlocks`, `RunBlocks`.
         length: of `RunBlocks`; default: each block once, without weights in the order of the documents.
         parse_special: whether special tokens that the texts spell are tokens, and not their letters.
+        chats: makes whole blocks of a source's chats; the name is that of the source.
 
     Raises:
         DataError: either side does not fill one block, or a source that has a weight does not.
     """
-    options = {"tokenizer": tokenizer, "share": held_out, "parse_special": parse_special, **document_ends(tokenizer)}
-    streams = {source: part for source, part in documents.items() if isinstance(part, IterableDataset)}
-    train: Any
-    if streams:
-        encode = partial(tokenise, **options, wanted=False)
-        train = StreamedBlocks(streams, encode, block, weights, separate, seed)
-    else:
-        tables = [_token_table(part, options, wanted=False) for part in documents.values()]
-        masked = any(has_chats(part) for part in documents.values())
-        train, source_of, sizes = _packed(tables, block, "training", separate=separate, masked=masked)
-        if length is not None or weights is not None:
-            counts = dict(zip(documents, sizes, strict=True))
-            train = RunBlocks(train, counts, source_of, weights, length or round, seed)
-    if not held_out:
-        nothing = PackedBlocks(pa.chunked_array([], pa.int32()), np.arange(0), block)
-        return Blocks(train, nothing, dict.fromkeys(documents, 0))
-    if streams:
-        enough = -(-held_out_blocks * block // len(streams))
-        parts = []
-        for source, part in streams.items():
+    options = {"tokenizer": tokenizer, "parse_special": parse_special, **document_ends(tokenizer)}
+    mixed, labelled = (any(name in part.column_names for part in documents.values()) for name in ("chat", "labels"))
+
+    def tables(parts: Mapping[str, Dataset], share: float, *, wanted: bool) -> list[pa.Table]:
+        found = []
+        for source, part in parts.items():
             with reading_source(source):
-                parts.append(_read_ahead(part, READ_AHEAD // len(streams), enough, options))
-    else:
-        parts = [_token_table(part, options, wanted=True) for part in documents.values()]
-    remedy = "a larger --held-out"
-    held, _, _ = _packed(parts, block, "held-out", remedy, most=held_out_blocks, separate=separate, masked=True)
+                if "chat" in part.column_names:
+                    assert chats is not None
+                    side = part.filter(_is_on_side, fn_kwargs={"share": share, "wanted": wanted})
+                    found.append(chats(side, source) if len(side) else _EMPTY)
+                else:
+                    table = _token_table(part, {**options, "share": share}, wanted=wanted)
+                    found.append(whole_blocks(table, block, tokenizer) if mixed else table)
+        return found
+
+    train, source_of, sizes = _packed(
+        tables(documents, held_out, wanted=False), block, "training", separate=separate, masked=mixed or labelled
+    )
+    blocks: Any = train
+    if length is not None or weights is not None:
+        counts = dict(zip(documents, sizes, strict=True))
+        blocks = RunBlocks(train, counts, source_of, weights, length or round, seed)
+    if not held_out and not held_out_data:
+        nothing = PackedBlocks(pa.chunked_array([], pa.int32()), np.arange(0), block)
+        return Blocks(blocks, nothing, dict.fromkeys(documents, 0))
+    held, share = (documents, held_out) if not held_out_data else (held_out_data, 1.0)
+    parts = tables(held, share, wanted=True)
+    remedy = "a larger --held-out, --sample-by line or a file of its own with --held-out-data"
+    packed, _, _ = _packed(parts, block, "held-out", remedy, most=held_out_blocks, separate=separate, masked=True)
+    learned = np.concatenate([has_labels(part) for part in parts])  # what fills blocks up is no document
     source_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    held_out_counts = np.bincount(source_of[held.documents], minlength=len(parts)).tolist()
-    return Blocks(train, held, dict(zip(documents, held_out_counts, strict=True)))
+    seen = packed.documents[learned[packed.documents]]
+    held_out_counts = np.bincount(source_of[seen], minlength=len(parts)).tolist()
+    return Blocks(blocks, packed, dict(zip(held, held_out_counts, strict=True)))
+
+
+def _is_on_side(row: Mapping[str, Any], share: float, wanted: bool) -> bool:
+    return bool(document := content(row)) and is_row_held_out(row, document, share) == wanted
+
+
+def has_labels(table: pa.Table) -> np.ndarray:
+    """Of each document, whether one of its tokens is learned."""
+    counts = pc.list_value_length(table["input_ids"]).to_numpy()
+    learned = pc.greater_equal(pc.list_flatten(table["input_ids"]), 0).to_numpy().astype(np.int64)
+    ends = counts.cumsum()
+    sums = np.concatenate([[0], learned.cumsum()])
+    return sums[ends] > sums[ends - counts]
+
+
+def whole_blocks(table: pa.Table, block: int, tokenizer: PreTrainedTokenizerBase) -> pa.Table:
+    """The same documents, and one of padding, which is not learned, that fills the last block."""
+    count = pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 0
+    return pa.concat_tables([table, filling([-count % block], tokenizer)]) if count % block else table
+
+
+def filling(sizes: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> pa.Table:
+    """Documents of so many tokens of padding, which are not learned."""
+    known = (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+    padding = -1 - next(known)
+    return pa.table({"input_ids": [[padding] * size for size in sizes]}, schema=_TOKENS.arrow_schema)
 
 
 def _specials(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -399,9 +329,11 @@ def spelt_specials(documents: Mapping[str, Dataset | IterableDataset], tokenizer
     notes = []
     for source, part in documents.items():
         with reading_source(source):
-            text = "\n".join(str(content(row)) for row in islice(part, 16))
-        if spelt := [token for token in _specials(tokenizer) if token in text]:
-            notes.append(f"{source}: {spelt[0]} in its text is read as text; --parse-special makes it a token")
+            rows = [content(row) for row in islice(part, 16)]
+        if spelt := [token for token in _specials(tokenizer) if token in "\n".join(map(str, rows))]:
+            how = "is read as text; --parse-special makes it a token"
+            how = how if isinstance(rows[0], str) else "is read as that token, as chat templates do"
+            notes.append(f"{source}: {spelt[0]} in its text {how}")
     return notes
 
 
@@ -433,19 +365,24 @@ def tokenise(
     rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
     if ids := [*filter(None, batch.get("input_ids", ()))]:
         _check_ids(min(map(min, ids)), max(map(max, ids)), tokenizer)
-    chosen = [each for row in rows if (each := content(row)) and is_row_held_out(row, each, share) == wanted]
+    chosen = [row for row in rows if (each := content(row)) and is_row_held_out(row, each, share) == wanted]
     if "input_ids" in batch:
-        return {"input_ids": chosen}
-    specials = [] if parse_special else _specials(tokenizer)
-    encode = partial(tokenizer, add_special_tokens=False, verbose=False)
-    plain = [text for text in chosen if isinstance(text, str)]
-    encoded = iter(encode(plain, split_special_tokens=not parse_special)["input_ids"] if plain else [])
-    return {
-        "input_ids": [
-            begin + next(encoded) + end if isinstance(each, str) else _answers(each, tokenizer, begin, end, specials)
-            for each in chosen
-        ]
-    }
+        return {"input_ids": [*map(_with_labels, chosen)]}
+    encode = partial(tokenizer, add_special_tokens=False, verbose=False, split_special_tokens=not parse_special)
+    encoded = encode([row["text"] for row in chosen])["input_ids"] if chosen else []
+    return {"input_ids": [begin + each + end for each in encoded]}
+
+
+def _with_labels(row: Mapping[str, Any]) -> list[int]:
+    """The tokens of a row without its padding, those that are no labels as -1 - id."""
+    ids = row["input_ids"]
+    if (labels := row.get("labels")) is not None:
+        if any(label not in (-100, token) for label, token in zip(labels, ids, strict=True)):
+            raise DataError("A row has labels that are neither its own tokens nor -100; drop the column `labels`.")
+        ids = [-1 - token if label == -100 else token for label, token in zip(labels, ids, strict=True)]
+    if (mask := row.get("attention_mask")) is not None:
+        ids = [token for token, seen in zip(ids, mask, strict=True) if seen]
+    return ids
 
 
 def _check_ids(least: int, largest: int, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -454,87 +391,13 @@ def _check_ids(least: int, largest: int, tokenizer: PreTrainedTokenizerBase) -> 
         raise DataError(f"{told}; name the one that made them with --tokenizer.")
 
 
-def _answers(
-    chat: dict[str, Any], tokenizer: PreTrainedTokenizerBase, begin: list[int], end: list[int], specials: Sequence[str]
-) -> list[int]:
-    """Token ids; -1 - id of those not learned: all but a completion, or the assistant's messages of a chat.
-
-    A prompt is tokenised by itself, and so is each part of a chat up to a message, as TRL does. A message of the
-    assistant with a `weight` of 0 is not learned (OpenAI's and Mistral's files).
-
-    Args:
-        specials: tokens that the template alone makes.
-    """
-    encode = partial(tokenizer, add_special_tokens=False, verbose=False)
-    prompt, completion = chat.get("prompt") or "", chat.get("completion") or ""
-    if isinstance(prompt, str) and isinstance(completion, str) and not chat.get("messages"):
-        before, after = encode([prompt, completion], split_special_tokens=bool(specials))["input_ids"]
-        return [-1 - token for token in begin + before] + after + end
-    text = json.dumps(chat, ensure_ascii=False)
-    for number, token in enumerate(specials):
-        text = text.replace(token, _SPELT.format(number))
-
-    def ids_of(text: str) -> list[int]:
-        ids: list[int] = []
-        for number, piece in enumerate(re.split(_SPELT.format(r"(\d+)"), text)):
-            literal = number % 2 == 1
-            piece = specials[int(piece)] if literal else piece
-            ids += encode(piece, split_special_tokens=literal)["input_ids"] if piece else []
-        return ids
-
-    chat = json.loads(text)
-    try:
-        read = {name: json.loads(x or "null") for name, x in chat.items() if name in _LISTS and isinstance(x, str)}
-        chat = {**chat, **read}
-        given = _messages(chat.get("prompt"), "user")
-        messages = [*_messages(chat.get("messages"), ""), *given, *_messages(chat.get("completion"), "assistant")]
-        tools = chat.get("tools") or None
-        options = {"tools": tools, **(chat.get("chat_template_kwargs") or {})}
-        render: Callable[..., str] = partial(tokenizer.apply_chat_template, tokenize=False, **options)
-        ids = ids_of(whole := render(messages))
-        if tools and "tools" not in tokenizer.get_chat_template(None, tools):
-            raise ValueError("it does not render `tools`; use another --tokenizer, or drop the column")
-        marked = [-1 - token for token in ids]
-        for number in range(len(given), len(messages)):
-            if (weight := messages[number].get("weight")) not in (None, 0, 1):
-                raise DataError(f"A message's weight is {weight!r}; expected 0, not learned, or 1.")
-            if messages[number]["role"] != "assistant" or weight == 0:
-                continue
-            until, before = render(messages[: number + 1]), render(messages[: number or 1], add_generation_prompt=True)
-            if not number:  # a chat without messages cannot be rendered: the head of an answer is in this one
-                before = "".join(until.partition(before.removeprefix(until) or until)[:2])
-            if not (whole.startswith(until) and until.startswith(before)):
-                told = "The tokenizer's chat template renders a message differently when others follow"
-                raise DataError(f"{told}; use rows of `prompt` and `completion` with one answer each.")
-            # A token that joins the end of a prompt to the answer is learned.
-            same = ([one == other for one, other in zip(ids_of(part), ids, strict=False)] for part in (before, until))
-            first, last = ([*each, False].index(False) for each in same)
-            marked[first:last] = ids[first:last]
-    except (TemplateError, TypeError, KeyError, ValueError) as error:
-        raise DataError(f"A chat does not fit the tokenizer's chat template: {one_line(error)}") from error
-    return marked
-
-
-def _messages(part: Any, role: str) -> list[dict[str, Any]]:
-    """A list of messages; a text is one of `role`. Parts of a content must be texts, which are joined."""
-    messages = [{"role": role, "content": part}] if isinstance(part, str) and part else part or []
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not message.get("role"):
-            raise DataError(f"A message is {one_line(repr(message), 60)}; expected `role` and `content`.")
-        if isinstance(parts := message.get("content"), list):  # templates may show the list as Python does
-            if not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in parts):
-                raise DataError(f"A message has {one_line(repr(parts), 60)}; expected text, or parts of `text` alone.")
-            messages[number] = {**message, "content": "".join(each["text"] for each in parts)}
-    return messages
-
-
 def _token_table(documents: Dataset, options: dict[str, Any], *, wanted: bool) -> pa.Table:
     """The tokens of one side; no processes, as the tokenizer's own threads use all cores.
 
     Those of `resformer tokenize` are read where they lie: held-out documents come first.
     """
     table = documents.data.table
-    if {"input_ids", "held_out"} <= set(documents.column_names) and not table["held_out"].null_count:
+    if {"input_ids", "held_out"} == set(documents.column_names) and not table["held_out"].null_count:
         held_out = pc.sum(table["held_out"]).as_py() or 0
         if pc.sum(table["held_out"].slice(0, held_out)).as_py() in (held_out, None):
             side = table.slice(0, held_out) if wanted else table.slice(held_out)
@@ -550,20 +413,7 @@ def _token_table(documents: Dataset, options: dict[str, Any], *, wanted: bool) -
         features=_TOKENS,
         desc=f"Tokenising, {'held-out' if wanted else 'training'}",
     )
-    return tokens.data.table if len(tokens) else _TOKENS.arrow_schema.empty_table()
-
-
-def _read_ahead(documents: IterableDataset, characters: int, enough: int, options: dict[str, Any]) -> pa.Table:
-    """Held-out documents of a stream: of its first `characters`, or of more if those have not `enough` tokens."""
-    tables, seen, count = [_TOKENS.arrow_schema.empty_table()], 0, 0
-    for batch in documents.iter(batch_size=64):
-        tokens = tokenise(batch, **options, wanted=True)
-        tables.append(pa.table(tokens, schema=_TOKENS.arrow_schema))
-        seen += sum(len(str(value)) for values in batch.values() for value in values)
-        count += sum(map(len, tokens["input_ids"]))
-        if seen >= characters and count >= enough:
-            break
-    return pa.concat_tables(tables)
+    return tokens.data.table if len(tokens) else _EMPTY
 
 
 def _packed(

@@ -1,37 +1,27 @@
 """Training from scratch: a size decides the budget, `new` makes the model, and the run is that of `finetune`."""
 
 import math
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import compile_regions
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
-from resformer.environment import free_memory, peak_memory, usable_device
+from resformer.configuration.methods import method_of
 from resformer.errors import CheckpointError
-from resformer.training.flops import meta_model, training_flops
+from resformer.training.flops import active_parameters, training_flops
 from resformer.training.log import TrainingLog, last_checkpoint
-from resformer.training.optimizer import MuonAndAdamW, connection_learning_rate
+from resformer.training.optimizer import COEFFICIENTS, scratch_rates
 from resformer.training.options import BEGUN, FinetuneOptions, PretrainOptions, RunOptions, read_begun, unfinished_of
-from resformer.training.recipe import START, finetune_checkpoint, uses_bf16
+from resformer.training.recipe import START, finetune_checkpoint
 from resformer.training.report import FinetuneReport
-from resformer.training.sizes import budget, replicas, schedule_arguments
-from resformer.training.untrained import untrained, write_untrained
+from resformer.training.sizes import budget, plain_config, schedule_arguments
+from resformer.training.trainer import RecipeTrainer
+from resformer.training.untrained import parameter_count, untrained, write_untrained
 
 _PASS = 16_384  # tokens that a device takes at a time, unless more is said
-_TIMED = 20.0  # seconds for the speed of a plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +41,7 @@ class PretrainPlan:
     """What a training from scratch will do."""
 
     parameters: int
+    plain_parameters: int  # of the plain decoder, those that a token passes: what the budget follows from
     tokens: int  # trained on, whole steps
     steps: int
     block: int
@@ -58,18 +49,16 @@ class PretrainPlan:
     micro_batch: int  # sequences a device takes at a time
     accumulate: int  # passes a step
     learning_rate: float
-    connection_learning_rate: float | None
+    rates: dict[str, float]  # of each kind of connections' parameters
     flops: float  # of the whole training
     bytes: int  # of the tokens as int32
-    estimated_memory: int  # bytes on a device
-    free_memory: int  # bytes on this one
-    tokens_per_second: float | None = None  # of all devices, measured on this one
-    hours: float | None = None
-    memory: int | None = None  # bytes, the most on this device, which has the whole model
 
 
 def pretrain(
-    options: PretrainOptions, *, callbacks: Sequence[TrainerCallback] = ()
+    options: PretrainOptions,
+    *,
+    callbacks: Sequence[TrainerCallback] = (),
+    finish: Callable[[RecipeTrainer], None] | None = None,
 ) -> tuple[PretrainPlan, FinetuneReport]:
     """Trains a model from scratch; under torchrun or `accelerate launch` every process calls it."""
     options = _as_begun(options)
@@ -83,19 +72,14 @@ def pretrain(
             write_untrained(start, config, tokenizer)
 
     log = TrainingLog(run.unfinished, plan.flops / plan.tokens)
-    return plan, finetune_checkpoint(run, begin=begin, callbacks=[log, *callbacks], command="pretrain")
+    report = finetune_checkpoint(run, begin=begin, finish=finish, callbacks=[log, *callbacks], command="pretrain")
+    return plan, report
 
 
 def plan_pretraining(options: PretrainOptions) -> PretrainPlan:
-    """The plan, with the speed of a model of this shape if it fits here; reads data for a tokenizer alone."""
+    """The plan; reads data for a tokenizer alone. How fast it is, the log says after ten steps."""
     options = _as_begun(options)
-    config, _ = _model(options)
-    plan = pretrain_plan(options, config)
-    if plan.estimated_memory > plan.free_memory:
-        return plan
-    speed, memory = _measured(options, plan, config)
-    speed *= _devices()
-    return replace(plan, tokens_per_second=speed, hours=plan.tokens / speed / 3600, memory=memory)
+    return pretrain_plan(options, _model(options)[0])
 
 
 def _devices() -> int:
@@ -122,10 +106,10 @@ def _as_begun(options: PretrainOptions) -> PretrainOptions:
     follows = {
         "tokens": step * begun["steps"],
         "batch_tokens": step,
-        "micro_batch": begun["batch"],
+        "micro_batch": begun["batch"] if begun["processes"] == _devices() else None,
         "block": begun["block"],
         "learning_rate": begun["learning_rate"],
-        "connection_learning_rate": begun["connection_learning_rate"],
+        "connection_learning_rate": begun["rates"][COEFFICIENTS],
     }
     given: dict[str, Any] = {name: getattr(options, name) or value for name, value in follows.items()}
     if options.warmup == begun["warmup"]:
@@ -146,53 +130,40 @@ def _model(options: PretrainOptions) -> tuple[Any, PreTrainedTokenizerBase]:
 
 
 def pretrain_plan(options: PretrainOptions, config: Any) -> PretrainPlan:
-    """The plan for a model of this configuration, without its speed and memory."""
-    block = config.max_position_embeddings
-    model, flops = meta_model(config), training_flops(config, block)
-    parameters = int(model.num_parameters())
-    tokens, batch_tokens, rate = budget(parameters, flops, options.tokens)
+    """The plan for a model of this configuration. Tokens, batch and rate are those of the size, for all methods."""
+    block, plain = config.max_position_embeddings, plain_config(config)
+    active, flops = active_parameters(plain), training_flops(config, block)
+    tokens, batch_tokens, rate = budget(active, training_flops(plain, block), options.tokens)
     devices = _devices()
-    replicas(options.shard, devices)  # refused before data is read
-    if options.batch_tokens is None:  # a power of two is divided by most numbers of devices
-        each = max(1, round(2 ** round(math.log2(max(1, batch_tokens / block))) / devices))
-    else:
-        each, rest = divmod(options.batch_tokens, block * devices)
-        if rest or not each:
-            expected = f"{block * devices:,}: {devices} device{'s' * (devices > 1)}, sequences of {block:,} tokens"
-            raise ValueError(f"batch_tokens is {options.batch_tokens:,}; expected a multiple of {expected}.")
-    micro = options.micro_batch or max(
-        n for n in range(1, each + 1) if each % n == 0 and n * block <= max(block, _PASS)
-    )
-    if each % micro:
-        raise ValueError(f"micro_batch is {micro}; expected a divisor of the {each} sequences of a device.")
-    steps = math.ceil(tokens / (each * devices * block))
-    rate = options.learning_rate or rate
-    tokens = steps * each * devices * block
+    # A power of two is divided by most numbers of devices.
+    each, rest = divmod(options.batch_tokens or block * 2 ** max(0, round(math.log2(batch_tokens / block))), block)
+    if rest or not each:
+        raise ValueError(f"batch_tokens is {options.batch_tokens:,}; expected a multiple of {block:,}, a sequence.")
+    if each % devices:
+        near = [block * devices * max(1, each // devices + more) for more in (0, 1)]
+        told = f"A step has {each:,} sequences of {block:,} tokens, which {devices} devices do not divide"
+        raise ValueError(f"{told}; use --batch-tokens {near[0]} or {near[1]}.")
+    of_device = each // devices
+    fitting = [n for n in range(1, of_device + 1) if of_device % n == 0]
+    micro = options.micro_batch or max(n for n in fitting if n == 1 or n * block <= _PASS)
+    if micro not in fitting:
+        raise ValueError(f"micro_batch is {micro}; expected a divisor of the {of_device} sequences of a device.")
+    steps = math.ceil(tokens / (each * block))
+    tokens, rate = steps * each * block, options.learning_rate or rate
     return PretrainPlan(
-        parameters=parameters,
+        parameters=parameter_count(config),
+        plain_parameters=active,
         tokens=tokens,
         steps=steps,
         block=block,
-        sequences=each * devices,
+        sequences=each,
         micro_batch=micro,
-        accumulate=each // micro,
+        accumulate=of_device // micro,
         learning_rate=rate,
-        connection_learning_rate=options.connection_learning_rate or connection_learning_rate(model, rate),
+        rates=scratch_rates(rate, method_of(config), options.connection_learning_rate),
         flops=flops * tokens,
         bytes=4 * tokens,
-        estimated_memory=_estimated_memory(options, config, parameters, micro * block),
-        free_memory=torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else free_memory(),
     )
-
-
-def _estimated_memory(options: PretrainOptions, config: Any, parameters: int, tokens: int) -> int:
-    """Bytes on a device: weights, gradients and moments, and the activations of a pass."""
-    size = 3 if uses_bf16(options.bf16) else 4  # of a number that autocast has in bfloat16, its float32 input beside it
-    layer = tokens * (20 * config.hidden_size + 6 * config.intermediate_size) * size
-    layers = config.num_hidden_layers * layer
-    if options.gradient_checkpointing:
-        layers = layer + config.num_hidden_layers * tokens * config.hidden_size * 4
-    return round(16 * parameters / options.shard + layers + 12 * tokens * config.vocab_size)
 
 
 def _run(options: PretrainOptions, plan: PretrainPlan) -> _Run:
@@ -208,13 +179,15 @@ def _run(options: PretrainOptions, plan: PretrainPlan) -> _Run:
         new_tokenizer=options.tokenizer,
         model=str(Path(f"{options.output}.training", START)),
         output=options.output,
+        separate_documents=options.separate_documents,
         **shared,
         steps=plan.steps,
         block=plan.block,
         batch=plan.micro_batch,
         accumulate=plan.accumulate,
         learning_rate=plan.learning_rate,
-        connection_learning_rate=plan.connection_learning_rate or plan.learning_rate,
+        connection_learning_rate=plan.rates[COEFFICIENTS],
+        rates=plan.rates,
         trainer={
             **schedule_arguments(options.schedule, plan.steps, options.warmup, options.decay),
             "weight_decay": options.weight_decay,
@@ -225,38 +198,3 @@ def _run(options: PretrainOptions, plan: PretrainPlan) -> _Run:
             **options.trainer,
         },
     )
-
-
-def _measured(options: PretrainOptions, plan: PretrainPlan, config: Any) -> tuple[float, int]:
-    """Tokens a second on this device, and the most bytes; the first pass and the first step are not timed."""
-    device = torch.device(usable_device(None))
-    with device:
-        model = AutoModelForCausalLM.from_config(config).train()
-        ids = torch.randint(config.vocab_size, (plan.micro_batch, plan.block))
-        positions = torch.arange(plan.block).remainder(-(-plan.block // 2)).expand_as(ids)  # two documents in each
-    if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    run = compile_regions(model) if options.compile else model
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
-    if options.optim == "muon":
-        optimizer = MuonAndAdamW(model.parameters())
-        optimizer.set_learning_rate(model, plan.learning_rate)
-
-    def one_pass() -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=uses_bf16(options.bf16)):
-            loss = run(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss
-        loss.backward()
-
-    def seconds(work: Callable[[], Any]) -> float:
-        begin = time.perf_counter()
-        work()
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        return time.perf_counter() - begin
-
-    one_pass()
-    optimizer.step()
-    step, times = seconds(optimizer.step), [seconds(one_pass), seconds(one_pass)]
-    while sum(times) < _TIMED and len(times) < 20:
-        times.append(seconds(one_pass))
-    return ids.numel() / (statistics.fmean(times) + step / plan.accumulate), peak_memory()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, fields
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -27,37 +28,33 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
     TrainingArguments,
     default_data_collator,
 )
-from transformers.distributed import DistributedConfig
 
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import method_of
-from resformer.environment import cpu_has_bf16, peak_memory
+from resformer.environment import cpu_has_bf16, peak_memory, require
 from resformer.errors import CheckpointError, OutputError, did_you_mean, one_line
 from resformer.files import check_apart, check_target, locked, replacing, write_text
 from resformer.loading import load_config
 from resformer.model_cards import model_card
 from resformer.record import weight_digests
-from resformer.training.data import load_documents, source_digest
-from resformer.training.distillation import check_teacher_tokens
-from resformer.training.flops import meta_model
+from resformer.training.data import load_documents
 from resformer.training.log import LOG, LossGuard, last_checkpoint
-from resformer.training.optimizer import is_connection
+from resformer.training.optimizer import check_muon, is_connection
 from resformer.training.options import BEGUN, FinetuneOptions, read_begun, refuse_other, weighted_sources
-from resformer.training.packing import Blocks, StreamedBlocks, pack_documents, spelt_specials, warn_of_passes
+from resformer.training.packing import pack_documents, spelt_specials, warn_of_passes
 from resformer.training.report import FinetuneReport, perplexity, record_origin
-from resformer.training.sizes import replicas
 from resformer.training.tokenizers import load_tokenizer, save_tokenizer
-from resformer.training.trainer import Bar, EvaluationLines, Place, RecipeTrainer, set_use_cache
+from resformer.training.trainer import Bar, EvaluationLines, RecipeTrainer, set_use_cache
 
 #: The folder, in that of an unfinished run, of an untrained checkpoint that it has begun with.
 START = "start"
+_OF_A_STEP = ("batch", "accumulate", "processes")
 #: Options and fields of `TrainingArguments` that change no step, and may be others where a run goes on.
 _FREE = {"report_to", "evaluations", "gradient_checkpointing", "keep_optimizer", "spike", "branch", "warmup"}
 _FREE_ARGUMENTS = re.compile(
@@ -69,6 +66,7 @@ def finetune_checkpoint(
     options: FinetuneOptions,
     *,
     begin: Callable[[], None] | None = None,
+    finish: Callable[[RecipeTrainer], None] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
     command: str = "finetune",
 ) -> FinetuneReport:
@@ -78,6 +76,7 @@ def finetune_checkpoint(
 
     Args:
         begin: is called on the first process before the model is read, to write it to `START` in `options.unfinished`.
+        finish: is called with the trainer after the last step, before anything is written.
         callbacks: further ones of the Trainer.
         command: whose results are replaced with `options.force`.
 
@@ -93,19 +92,20 @@ def finetune_checkpoint(
     with locked(target.with_name(f".{target.name}.resformer-lock")) if writes else nullcontext(True) as free:
         if not free:
             raise OutputError(f"{options.output}: another process is training it; wait for it, or choose another.")
-        return _finetune(options, arguments, begin, callbacks, command)
+        return _finetune(options, arguments, begin, finish, callbacks, command)
 
 
 def _finetune(
     options: FinetuneOptions,
     arguments: TrainingArguments,
     begin: Callable[[], None] | None,
+    finish: Callable[[RecipeTrainer], None] | None,
     callbacks: Sequence[TrainerCallback],
     command: str,
 ) -> FinetuneReport:
     first = arguments.process_index == 0
     if first:
-        inputs = [name for name in (options.model, *options.sources, options.distill, options.tokenizer) if name]
+        inputs = [name for name in (options.model, *options.sources, *options.held_out_data, options.tokenizer) if name]
         check_target(Path(options.output), *inputs, made_by=command, force=_replaces(options))
         check_apart(options.unfinished, *inputs[begin is not None :])
         _check_unfinished(options, {**options.run, "processes": arguments.world_size})
@@ -113,60 +113,35 @@ def _finetune(
             begin()
     PartialState().wait_for_everyone()
 
-    config = _loaded(AutoConfig, options.model)
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        raise CheckpointError(f"{options.model}: is an encoder ({config.model_type}); only causal models are trained.")
-    tokenizer = load_tokenizer(
-        options.tokenizer or options.model,
-        config.get_text_config().vocab_size,
-        "name a checkpoint that has the right one with --tokenizer",
-    )
-    if options.distill is not None:
-        both = config, _loaded(AutoConfig, options.distill)
-        size, taught = (each.get_text_config().vocab_size for each in both)
-        if size != taught:
-            raise ValueError(f"The model has {size:,} tokens, the teacher {taught:,}; distil from its source.")
-        remedy = "save the one of its training in its folder, so that they can be compared"
-        check_teacher_tokens(tokenizer, load_tokenizer(options.distill, None, remedy))
-    if first:  # a tokenizer that cannot go along is told before the training
-        with tempfile.TemporaryDirectory(prefix="resformer-") as folder:
-            config.save_pretrained(folder)
-            save_tokenizer(tokenizer, Path(folder))
-    shape = meta_model(config)
-    trained = [name for name, _ in shape.named_parameters() if options.train == "all" or is_connection(name)]
-    if not trained:
-        raise CheckpointError("The connections of the model have no parameters; use --train all, or another method.")
-    with arguments.main_process_first(desc="packing"):
-        blocks, notes = _blocks(options, arguments, config, tokenizer)
+    trainer, config = build_trainer(options, callbacks=callbacks)
+    blocks, model = trainer.blocks, trainer.model
     report = FinetuneReport(
         arguments=options.run,
         method=method_of(config) if isinstance(config, ConnectionFields) else None,
-        parameters=shape.num_parameters(),
-        trained_parameters=sum(shape.get_parameter(name).numel() for name in trained),
+        parameters=model.num_parameters(),
+        trained_parameters=model.num_parameters(only_trainable=True),
         block=blocks.held_out.block,
         training_blocks=blocks.train.one_pass,
         held_out_blocks=len(blocks.held_out),
         held_out_tokens=len(blocks.held_out) * blocks.held_out.block,
         held_out_documents=sum(blocks.held_out_documents.values()),
         held_out_by_source=dict(blocks.held_out_documents),
-        notes=notes,
+        processes=arguments.world_size,
+        notes=trainer.notes,
         versions={"python": platform.python_version()}
         | {name: version(name) for name in ("resformer", "torch", "transformers", "datasets", "accelerate")},
     )
-    if blocks.train.one_pass:
-        report.passes = {source: passes for source, (_, passes) in blocks.train.read(len(blocks.train)).items()}
+    report.passes = {source: passes for source, (_, passes) in blocks.train.read(len(blocks.train)).items()}
     begun = {**options.run, "processes": arguments.world_size, "data_sha256": blocks.digest}
     begun["warmup_steps"] = arguments.get_warmup_steps(arguments.max_steps)
-    if options.streaming:
-        begun |= {f"digest of {source}": source_digest(source) for source in options.sources}
     if first:
+        for note in report.notes:
+            tqdm.write(note, file=sys.stderr)
         for source, passes in report.passes.items():
             tqdm.write(f"data: {passes:.3g} passes over {source}", file=sys.stderr)
             warn_of_passes(source, passes)
-        begun["weights"] = [_weights(name) for name in (options.model, options.distill) if name is not None]
+        begun["weights"] = [_weights(options.model)]
         _check_unfinished(options, begun)
-
-    trainer = _trainer(options, arguments, blocks, tokenizer, trained, callbacks)
     if options.dry_run:
         trainer.train()
         report.peak_memory = peak_memory()
@@ -182,6 +157,8 @@ def _finetune(
         (options.unfinished / BEGUN).write_text(json.dumps(begun, indent=2))
     PartialState().wait_for_everyone()
     _train(trainer, last, report)
+    if finish is not None:
+        finish(trainer)
 
     read = blocks.train.read((report.tokens or 0) // report.block)
     report.passes = {source: passes for source, (_, passes) in read.items()}
@@ -196,78 +173,94 @@ def _finetune(
     return report
 
 
-def _blocks(
-    options: FinetuneOptions, arguments: TrainingArguments, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Blocks, list[str]]:
-    """The packed data, and notes on them."""
+def build_trainer(
+    options: FinetuneOptions, *, callbacks: Sequence[TrainerCallback] = ()
+) -> tuple[RecipeTrainer, PreTrainedConfig]:
+    """The trainer, with its `blocks` and `notes` on them, and the configuration as the checkpoint has it."""
+    arguments = _training_arguments(options)
+    config = _loaded(AutoConfig, options.model)
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        raise CheckpointError(f"{options.model}: is an encoder ({config.model_type}); only causal models are trained.")
+    tokenizer = load_tokenizer(
+        options.tokenizer or options.model,
+        config.get_text_config().vocab_size,
+        "name a checkpoint that has the right one with --tokenizer",
+    )
+    if arguments.process_index == 0:  # a tokenizer that cannot go along is told before the training
+        with tempfile.TemporaryDirectory(prefix="resformer-") as folder:
+            config.save_pretrained(folder)
+            save_tokenizer(tokenizer, Path(folder))
     positions = config.get_text_config().max_position_embeddings
     block = options.block or min(1024, positions)
     if block > positions:
         raise ValueError(f"block is {block:,}, the model has {positions:,} positions; use --block {positions}.")
-    each = arguments.train_batch_size * options.accumulate * arguments.world_size  # sequences a step
-    documents = load_documents(
-        options.sources, **options.reading, streaming=options.streaming, chats=True, held_out=options.held_out
-    )
-    blocks = pack_documents(
+    with arguments.main_process_first(desc="reading"):
+        documents, held_out = (
+            load_documents(sources, **options.reading, chats=True)
+            for sources in (options.sources, options.held_out_data)
+        )
+    sequences = arguments.train_batch_size * options.accumulate * arguments.world_size
+    pack = partial(
+        pack_documents,
         documents,
         tokenizer,
         block=block,
-        held_out=options.held_out,
+        held_out=0.0 if held_out else options.held_out,
         held_out_blocks=options.held_out_blocks,
+        held_out_data=held_out,
         separate=options.separate_documents,
         seed=options.seed,
         weights=weighted_sources(options.data)[1],
-        length=lambda one_pass: each * (options.steps or math.ceil((options.epochs or 1) * one_pass / each)),
+        length=lambda one_pass: sequences * (options.steps or math.ceil((options.epochs or 1) * one_pass / sequences)),
         parse_special=options.parse_special,
     )
-    notes = [] if options.parse_special else spelt_specials(documents, tokenizer)
-    return blocks, [*documents.notes, *notes]
+    chats = [part for part in (*documents.values(), *held_out.values()) if "chat" in part.column_names]
+    if chats:
+        require("trl", "train")
+        if not options.separate_documents:
+            raise ValueError("Chats of a sequence are kept apart from each other: leave --join-documents out.")
+    else:
+        with arguments.main_process_first(desc="packing"):
+            blocks = pack()
 
-
-def _trainer(
-    options: FinetuneOptions,
-    arguments: TrainingArguments,
-    blocks: Blocks,
-    tokenizer: PreTrainedTokenizerBase,
-    trained: Collection[str],
-    callbacks: Sequence[TrainerCallback],
-) -> RecipeTrainer:
-    """The trainer, with the model, of which the parameters `trained` are, and its teacher."""
     torch.manual_seed(options.seed)
-    attention, parts = {"attn_implementation": options.attn_implementation}, {}
-    if options.shard > 1:  # each process loads its part
-        groups = replicas(options.shard, arguments.world_size)
-        parts["distributed_config"] = DistributedConfig(fsdp_size=options.shard, dp_replicate_size=groups)
-    model = _model(options.model, torch.float32, **attention, **parts)
+    model = _model(options.model, torch.float32, attn_implementation=options.attn_implementation)
+    trained = [name for name, _ in model.named_parameters() if options.train == "all" or is_connection(name)]
+    if not trained:
+        raise CheckpointError("The connections of the model have no parameters; use --train all, or another method.")
     for name, parameter in model.named_parameters():
-        if name not in trained:
-            parameter.requires_grad_(False)
-    teacher = None
-    if options.distill is not None:
-        teacher = _model(options.distill, torch.bfloat16 if arguments.bf16 else torch.float32, **attention)
-    callbacks = [*callbacks, EvaluationLines(), LossGuard(options.spike)]
-    if isinstance(blocks.train, StreamedBlocks):  # which goes on where it was
-        arguments.ignore_data_skip = True
-        callbacks.append(Place(blocks.train))
-    trainer = RecipeTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=blocks.train,
-        eval_dataset=blocks.held_out if options.held_out else None,
-        data_collator=default_data_collator,
-        processing_class=tokenizer,  # saved with each checkpoint
-        callbacks=callbacks,
-        teacher=teacher,
-        weight=options.distill_weight,
-        temperature=options.temperature,
-        connection_learning_rate=options.connection_learning_rate,
-        muon_learning_rate=(options.muon_learning_rate or options.learning_rate) if options.optim == "muon" else None,
-    )
+        parameter.requires_grad_(name in trained)
+    notes = [*documents.notes, *held_out.notes]
+    notes += [] if options.parse_special else spelt_specials({**documents, **held_out}, tokenizer)
+    muon = (options.muon_learning_rate or options.learning_rate) if options.optim == "muon" else None
+    notes += [] if muon is None else [check_muon(model)]
+    common: dict[str, Any] = {
+        "model": model,
+        "data_collator": default_data_collator,
+        "processing_class": tokenizer,  # saved with each checkpoint
+        "callbacks": [*callbacks, EvaluationLines(), LossGuard(options.spike)],
+        "connection_learning_rate": options.rates or options.connection_learning_rate,
+        "muon_learning_rate": muon,
+    }
+    trainer: RecipeTrainer
+    if chats:
+        from trl import SFTConfig
+
+        from resformer.training.chats import ChatTrainer
+
+        arguments = _training_arguments(options, SFTConfig)
+        common |= {"pack": pack, "block": block, "truncate": options.truncate, "chats": chats[0]}
+        trainer = ChatTrainer(args=arguments, **common)
+    else:
+        held = blocks.held_out if len(blocks.held_out) else None
+        trainer = RecipeTrainer(args=arguments, train_dataset=blocks.train, eval_dataset=held, **common)
+        trainer.blocks = blocks
+    trainer.notes = [*notes, *trainer.notes]
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     if not arguments.disable_tqdm:
         trainer.add_callback(Bar())
-    return trainer
+    return trainer, config
 
 
 def _write(
@@ -312,9 +305,6 @@ def _train(trainer: RecipeTrainer, last: Path | None, report: FinetuneReport) ->
     if last is not None:
         state = json.loads((last / "trainer_state.json").read_text())
         report.resumed_from, seen_before = state["global_step"], state["num_input_tokens_seen"]
-        if isinstance(trainer.train_dataset, StreamedBlocks):
-            trainer.train_dataset.resume(state["stateful_callbacks"][Place.__name__]["attributes"])
-            trainer.random_states = str(last)
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=None if last is None else str(last))
     report.seconds = time.perf_counter() - start
@@ -341,8 +331,8 @@ def _train(trainer: RecipeTrainer, last: Path | None, report: FinetuneReport) ->
     after = trainer.evaluate() if best else evaluations[-1]
     report.loss_before, report.loss_after = evaluations[0]["eval_loss"], after["eval_loss"]
     report.perplexity_before, report.perplexity_after = perplexity(report.loss_before), perplexity(report.loss_after)
-    report.bits_per_byte = report.loss_after / math.log(2) / trainer.bytes_per_token
-    report.evaluation_tokens = round(trainer.labels_per_block * report.held_out_blocks)
+    report.bits_per_byte = report.loss_after / math.log(2) / (trainer.bytes_per_token or math.nan)
+    report.evaluation_tokens = round(trainer.labels_of_evaluation)
 
 
 def uses_bf16(asked: bool | None) -> bool:
@@ -352,7 +342,9 @@ def uses_bf16(asked: bool | None) -> bool:
     return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else cpu_has_bf16()
 
 
-def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
+def _training_arguments(
+    options: FinetuneOptions, kind: type[TrainingArguments] = TrainingArguments
+) -> TrainingArguments:
     """Options that have a name here are fixed, other fields have defaults that `options.trainer` may override."""
     fixed: dict[str, Any] = {
         "output_dir": str(options.unfinished),
@@ -381,7 +373,7 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
         "warmup_steps": 0.05,  # shares of all steps, as the next two are
         "eval_steps": 0.1,
         "save_steps": 0.1,
-        "eval_strategy": "steps" if options.held_out else "no",
+        "eval_strategy": "steps" if options.held_out or options.held_out_data else "no",
         "save_strategy": "steps",
         "save_total_limit": 2,
         "greater_is_better": False,  # of a loss, and of bits per byte
@@ -400,12 +392,9 @@ def _training_arguments(options: FinetuneOptions) -> TrainingArguments:
         if epochs > 1 and given.get(f"{what}_strategy") == "epoch":  # the Trainer takes the run for one
             given |= {f"{what}_strategy": "steps", f"{what}_steps": 1 / epochs}
     try:
-        arguments = TrainingArguments(**{**defaults, **given, **fixed})
+        arguments = kind(**{**defaults, **given, **fixed})
     except TypeError as error:
         raise ValueError(f"An argument of the Trainer is of the wrong kind: {one_line(error)}") from error
-    replicas(options.shard, arguments.world_size)  # refuses those that do not divide the processes
-    if options.shard > 1 and arguments.load_best_model_at_end:
-        raise ValueError("load_best_model_at_end is set; the weights of sharded checkpoints are not loaded at the end.")
     return arguments
 
 
@@ -435,8 +424,10 @@ def _weights(name: str) -> str:
 
 
 def _deciding(begun: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the result of a run that has begun."""
+    """What decides the result of a run that has begun; of a step, the sequences, on however many processes."""
     free = _FREE_ARGUMENTS.fullmatch
+    step = math.prod(begun[name] for name in _OF_A_STEP)
+    begun = {"sequences a step": step, **{name: value for name, value in begun.items() if name not in _OF_A_STEP}}
     trainer = {name: value for name, value in begun["trainer"].items() if not free(name) and name != "warmup_steps"}
     return {name: value for name, value in begun.items() if name not in _FREE} | {"trainer": trainer}
 
@@ -456,7 +447,10 @@ def _check_unfinished(options: FinetuneOptions, now: dict[str, Any]) -> None:
         before, now = read_begun(folder), _deciding(now)
         if (now["steps"] or 0) > (before["steps"] or 0) and _is_constant(before):
             now.pop("steps")
-        refuse_other(folder, _deciding(before), now, "run", "Go on as it began, or use --force alone.")
+        way_out = "Go on as it began, or use --force alone."
+        if (step := _deciding(before)["sequences a step"]) != now["sequences a step"]:
+            way_out = f"--batch, --accumulate and the number of processes must be {step}, multiplied."
+        refuse_other(folder, _deciding(before), now, "run", way_out)
     elif options.force and (folder / BEGUN).is_file():
         if not options.dry_run:
             shutil.rmtree(folder)

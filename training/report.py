@@ -30,13 +30,14 @@ class FinetuneReport(Training):
     parameters: int
     trained_parameters: int
     block: int
-    training_blocks: int | None  # None: a stream
+    training_blocks: int
     held_out_blocks: int
     held_out_tokens: int
     held_out_documents: int  # that have tokens in these blocks
     held_out_by_source: dict[str, int]  # the same, for each source
-    passes: dict[str, float] = field(default_factory=dict)  # over each source; of a stream, how many have begun
-    notes: list[str] = field(default_factory=list)  # on the data: which documents were cut
+    processes: int = 1
+    passes: dict[str, float] = field(default_factory=dict)  # over each source
+    notes: list[str] = field(default_factory=list)  # on the data, and on what Muon takes
     loss_before: float | None = None
     loss_after: float | None = None
     perplexity_before: float | None = None
@@ -84,14 +85,13 @@ def record_origin(
         name = Path(source).name if dataset is None else source
         report.data.append(Part(name, licence, count, passes))
     report.corpus = ", ".join(part.source for part in report.data)
-    teacher = Path(options.distill) if options.distill is not None else None
     report.recipe = Recipe(
         train=options.train,
         trained=report.trained_parameters,
         parameters=report.parameters,
-        teacher=teacher.resolve().name if teacher is not None and teacher.is_dir() else options.distill,
-        weight=options.distill_weight,
-        temperature=options.temperature,
+        teacher=None,
+        weight=0.0,
+        temperature=1.0,
         hardware=_hardware(),
         seconds=report.seconds,
     )

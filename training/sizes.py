@@ -4,6 +4,7 @@ From 82m on the names are numbers of parameters with the paper's vocabulary of 5
 dimensions. The paper plots 320m but does not give its shape; ours has its other models' MLP of 3.5 widths.
 """
 
+import copy
 import json
 import math
 from collections.abc import Collection, Mapping
@@ -111,16 +112,26 @@ def _family_config(backbone: str, method: str, size: Size, shape: Mapping[str, A
     Experts are 8, of which a token takes 2 of half the width: the work is that of a decoder without.
     """
     config, given = _backbone(backbone), dict(shape)
+    known = {each.name: str(each.type) for each in fields(config)} | dict.fromkeys(config.attribute_map, "")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # the family's own are of another vocabulary
+        if given.get(name) is None and "None" not in known.get(name, "None"):
+            given[name] = given["eos_token_id"]
     if not backbone.endswith(".json"):
-        half, heads = size.intermediate_size // 2, size.num_attention_heads
-        usual = {"num_key_value_heads": heads, "head_dim": size.hidden_size // heads, "num_experts_per_tok": 2}
+        renamed = {value: name for name, value in config.attribute_map.items()}
+        own = {name: given.get(renamed.get(name, name), given.get(name, value)) for name, value in size.shape.items()}
+        half, heads = own["intermediate_size"] // 2, own["num_attention_heads"]
+        usual = {"num_key_value_heads": heads, "head_dim": own["hidden_size"] // heads, "num_experts_per_tok": 2}
         usual |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
         usual |= {"moe_intermediate_size": half, **size.shape}
-        given = {name: value for name, value in usual.items() if hasattr(config, name)} | given
-    fields = {name: given.pop(name) for name in CONNECTION_FIELDS if name in given}
+        given = {name: value for name, value in usual.items() if name in known} | given
+        if "is_decoder" in known:
+            given = {"is_decoder": True} | given
+        if "router_aux_loss_coef" in known and "output_router_logits" in known:  # experts are balanced from scratch
+            given = {"output_router_logits": True} | given
+    connections = {name: given.pop(name) for name in CONNECTION_FIELDS if name in given}
     values = config.to_diff_dict() if backbone.endswith(".json") else {}
     config = type(config).from_dict({**values, **given, "dtype": "float32"})
-    return connected_config(config, method, **fields)
+    return connected_config(config, method, **connections)
 
 
 def scratch_config(
@@ -155,6 +166,7 @@ def scratch_config(
         "max_position_embeddings": block or known.block,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": None,  # the row of a padding token does not learn
         **(known.shape if backbone is None else {}),
         **own,
         **values,
@@ -170,11 +182,23 @@ def scratch_config(
     return _family_config(backbone, method, known, shape)
 
 
+def plain_config(config: Any) -> Any:
+    """The configuration of the plain decoder."""
+    plain = copy.deepcopy(config)
+    for name, value in CONNECTION_FIELDS.items():
+        if hasattr(plain, name):
+            setattr(plain, name, value)
+    return plain
+
+
 def budget(parameters: int, flops_per_token: float, tokens: int | None = None) -> tuple[int, int, float]:
     """(training tokens, tokens a step, learning rate) of a training from scratch.
 
     20 tokens a parameter; the batch and the rate are DeepSeek LLM's fit to the operations of the training, C:
     0.292 C^0.3271 tokens and 0.3118 C^-0.125 (arXiv 2401.02954, section 3.1).
+
+    Args:
+        parameters, flops_per_token: of the plain decoder, those that a token passes.
     """
     tokens = _TOKENS_PER_PARAMETER * parameters if tokens is None else tokens
     operations = flops_per_token * tokens
@@ -197,14 +221,7 @@ def schedule_arguments(name: str, steps: int, warmup: float, decay: float = 0.2)
     return {
         "lr_scheduler_type": scheduler,
         "lr_scheduler_kwargs": options,
-        "warmup_steps": math.ceil(warmup * steps if warmup < 1 else warmup),
+        "warmup_steps": 0 if warmup * steps < 1 else math.ceil(warmup * steps if warmup < 1 else warmup),
         "adam_beta2": 0.95,
         "max_grad_norm": 1.0,
     }
-
-
-def replicas(shard: int, devices: int) -> int:
-    """How many groups of devices hold the model, each of them whole; raises ValueError if they do not divide."""
-    if devices % shard:
-        raise ValueError(f"shard is {shard}; expected a divisor of the number of processes, {devices}.")
-    return devices // shard

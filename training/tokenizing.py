@@ -90,7 +90,7 @@ def _begin(options: TokenizeOptions) -> PreTrainedTokenizerBase:
 
 
 def _documents(options: TokenizeOptions) -> Documents:
-    return load_documents(options.data, **options.reading, streaming=True, held_out=options.held_out)
+    return load_documents(options.data, **options.reading, streaming=True)
 
 
 def _write(options: TokenizeOptions, state: dict[str, Any], record: Path) -> None:

@@ -1,27 +1,20 @@
-"""The Trainer of `finetune` and `pretrain`, and what it prints."""
+"""The Trainer of `finetune`, `pretrain` and `compare`, and what it prints."""
 
 import math
 import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from transformers import PreTrainedConfig, ProgressCallback, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import ExportableState
+from transformers import PreTrainedConfig, ProgressCallback, Trainer, TrainerCallback
 
 from resformer.errors import OutputError, one_line
-from resformer.training.distillation import DistillationTrainer
 from resformer.training.optimizer import ConnectionTrainer
-from resformer.training.packing import PackedBlocks, StreamedBlocks, bytes_per_token
+from resformer.training.packing import PackedBlocks, bytes_per_token
 from resformer.training.report import perplexity
-
-_SHARDS = "shards"  # the folder of a checkpoint that has the processes' parts
 
 
 def set_use_cache(config: PreTrainedConfig, use_cache: bool | None) -> None:
@@ -32,25 +25,19 @@ def set_use_cache(config: PreTrainedConfig, use_cache: bool | None) -> None:
         config.use_cache = use_cache
 
 
-class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
-    """Combines both trainers. The evaluation loss is a mean over all labels, not over batches."""
+class RecipeTrainer(ConnectionTrainer):
+    """The loss of an evaluation is the cross-entropy, a mean over all labels: no balancing loss, no mean of means."""
 
-    def __init__(self, *, model: Any, args: TrainingArguments, eval_dataset: PackedBlocks | None, **kwargs: Any):
-        # The stock Trainer refuses to save the optimizer's state of a sharded model, which this one can.
-        wanted, args.save_only_model = args.save_only_model, bool(model.is_distributed_loading_by_transformers)
-        super().__init__(model=model, args=args, eval_dataset=eval_dataset, **kwargs)
-        args.save_only_model = wanted
-        self.random_states: str | None = None  # the checkpoint that has those of the first step
-        if eval_dataset is not None:
-            rows = [eval_dataset[index]["labels"] for index in range(len(eval_dataset))]
-            self.labels_per_block = _labels_per_row(torch.stack(rows))
-            self.bytes_per_token = bytes_per_token(eval_dataset, self.processing_class)
+    blocks: Any = None  # `Blocks`, where its data are ours
+    bytes_per_token: float | None = None
+    labels_of_evaluation = 0.0
 
-    def _parts(self) -> dict[str, Any]:
-        """What this process has of the model and of the optimizer's state."""
-        optimizer: Any = self.optimizer
-        model_state, optimizer_state = get_state_dict(self.model, optimizer.optimizer)
-        return {"model": model_state, "optimizer": optimizer_state}
+    def __init__(self, **kwargs: Any):
+        self.notes: list[str] = []
+        super().__init__(**kwargs)
+        self.sums: list[torch.Tensor] = []
+        if isinstance(self.eval_dataset, PackedBlocks) and len(self.eval_dataset):
+            self.bytes_per_token = bytes_per_token(self.eval_dataset, self.processing_class)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         try:
@@ -60,52 +47,36 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
             told = f"{self.args.output_dir}: a checkpoint cannot be written, {free:,} bytes are free"
             raise OutputError(f"{told} ({one_line(error)}). Make room, then go on with --resume.") from error
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        # A checkpoint of a sharded model has the weights beside the optimizer's state.
-        if not (_internal_call and self.is_distributed_loading_by_transformers):
-            super().save_model(output_dir, _internal_call)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Of a sharded model each process writes its parts: the stock Trainer would write those of the first."""
-        if not self.is_distributed_loading_by_transformers:
-            return super()._save_optimizer_and_scheduler(output_dir)
-        state_dict_saver.save(self._parts(), checkpoint_id=Path(output_dir) / _SHARDS)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not self.is_distributed_loading_by_transformers:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not self.is_distributed_loading_by_transformers:
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        optimizer: Any = self.optimizer
-        parts = self._parts()
-        state_dict_loader.load(parts, checkpoint_id=Path(checkpoint) / _SHARDS)
-        set_state_dict(
-            self.model, optimizer.optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
-        )
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
-
-    def get_batch_samples(self, *given: Any) -> Any:
-        samples = super().get_batch_samples(*given)
-        if self.random_states is not None:  # the loader of a stream has drawn a number when it began
-            self._load_rng_state(self.random_states)
-            self.random_states = None
-        return samples
-
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        if model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-        loss = loss * _labels_per_row(inputs["labels"]) / self.labels_per_block
+        if self.model.training:  # the model's own forward, whatever is between this class and the stock one
+            return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"}, use_cache=False)
+        nats, labels = losses_by_row(outputs.logits, inputs["labels"])
+        self.sums.append(self.accelerator.gather_for_metrics(torch.stack([nats, labels], dim=1)).cpu().double())
+        loss = nats.sum() / labels.sum().clamp(min=1)
         return (loss, outputs) if return_outputs else loss
 
+    def evaluation_loop(self, *given: Any, **more: Any) -> Any:
+        self.sums = []
+        output = super().evaluation_loop(*given, **more)
+        nats, labels = torch.cat(self.sums).sum(0).tolist() if self.sums else (0.0, 0.0)
+        self.labels_of_evaluation = labels
+        if labels:
+            output.metrics[f"{more.get('metric_key_prefix', 'eval')}_loss"] = nats / labels
+        return output
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        warmup = self.args.warmup_steps
+        if warmup < 1 and warmup * num_training_steps < 1:  # the stock one takes a step, whose rate is 0
+            self.args.warmup_steps = 0
+        elif num_training_steps == 1:
+            raise ValueError(f"warmup is {warmup}, and the run has one step, which would learn nothing; leave it out.")
+        return super().create_scheduler(num_training_steps, optimizer)
+
     def log(self, logs: dict[str, float], *given: Any) -> None:
-        if "eval_loss" in logs:
+        if "eval_loss" in logs and self.bytes_per_token is not None:
             logs["eval_bits_per_byte"] = logs["eval_loss"] / math.log(2) / self.bytes_per_token
         super().log(logs, *given)
 
@@ -120,25 +91,11 @@ class RecipeTrainer(ConnectionTrainer, DistillationTrainer):
             self.control.should_training_stop = True
 
 
-def _labels_per_row(labels: torch.Tensor) -> float:
-    return (labels[:, 1:] != -100).sum().item() / len(labels)
-
-
-class Place(TrainerCallback, ExportableState):
-    """Has the place in a stream saved with each checkpoint, in its trainer_state.json."""
-
-    def __init__(self, stream: StreamedBlocks):
-        self.stream, self.place = stream, stream.start
-
-    def on_train_begin(self, *given: Any, **kwargs: Any) -> None:
-        self.place = self.stream.start  # once more where `auto_find_batch_size` begins again
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        blocks = state.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        self.place = self.stream.place(self.place["given"] + blocks)
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": self.place}
+def losses_by_row(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(batch, length, vocabulary), (batch, length): nats and labels of each row; its first token is no label."""
+    pairs = zip(logits[:, :-1], labels[:, 1:].to(logits.device), strict=True)
+    nats = torch.stack([cross_entropy(row.float(), targets, reduction="sum") for row, targets in pairs])
+    return nats, (labels[:, 1:] != -100).sum(1).to(nats)
 
 
 class EvaluationLines(TrainerCallback):

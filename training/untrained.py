@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from resformer.files import check_target, replacing
 from resformer.training.data import INDEX, DataError, load_documents
 from resformer.training.flops import meta_model
 from resformer.training.options import NewOptions
-from resformer.training.sizes import known_fields, known_size, scratch_config
+from resformer.training.sizes import known_fields, known_size, plain_config, scratch_config
 from resformer.training.tokenizers import load_tokenizer, make_tokenizer, save_tokenizer
 from resformer.training.tokenizing import TOKENIZER
 
@@ -32,9 +32,7 @@ def untrained(options: NewOptions, held_out: float) -> tuple[Any, PreTrainedToke
     tokenised = [Path(source) / TOKENIZER for source in sources if (Path(source) / INDEX).is_file()]
     size, _ = known_size(options.size, known_fields(options.backbone))
     name = options.tokenizer or str(tokenised[0] if tokenised else size.tokenizer)
-    documents = load_documents(
-        sources if name.startswith("bpe:") else (), **options.reading, streaming=True, held_out=held_out
-    )
+    documents = load_documents(sources if name.startswith("bpe:") else (), **options.reading, streaming=True)
     tokenizer = make_tokenizer(name, documents, held_out)
     for folder in tokenised:
         if load_tokenizer(folder, None, "tokenise again").get_vocab() != tokenizer.get_vocab():
@@ -50,12 +48,27 @@ def write_untrained(
     """Writes what `untrained` has made."""
     with replacing(Path(options.output), made_by="new", force=options.force) as folder:
         if weights:
-            torch.manual_seed(options.seed)
-            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            untrained_model(config, options.seed).save_pretrained(folder)
         else:
             config.architectures, config.dtype = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__], torch.float32
             config.save_pretrained(folder)
         save_tokenizer(tokenizer, folder)
+
+
+def untrained_model(config: Any, seed: int) -> PreTrainedModel:
+    """A model with random weights, its connections at their from-scratch start.
+
+    Tensors that the plain decoder also has start equal for all methods; a narrower one takes the leading part.
+    """
+    torch.manual_seed(seed)
+    plain = AutoModelForCausalLM.from_config(plain_config(config)).state_dict()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            source = plain.get(name)
+            if source is not None and all(n <= m for n, m in zip(parameter.shape, source.shape, strict=True)):
+                parameter.copy_(source[tuple(map(slice, parameter.shape))])
+    return model
 
 
 def parameter_count(config: Any) -> int:

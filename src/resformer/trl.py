@@ -1,8 +1,9 @@
 """`resformer trl sft|dpo|grpo|reward|... OPTIONS` runs TRL's training scripts on resformer's checkpoints.
 
-TRL has no option that imports a package. With `--use_peft` the connections are trained beside the adapter, unless
-`--lora_modules_to_save` names what is. Options are those of its scripts. The script runs in this process: for several
-devices, `accelerate launch -m resformer trl sft OPTIONS`.
+TRL has no option that imports a package. `sft` trains with `SupervisedTrainer`, as `resformer finetune` does: the
+model's own forward, our groups of parameters, and the cross-entropy of all labels in evaluations. With `--use_peft` the
+connections are trained beside the adapter, unless `--lora_modules_to_save` names what is. Options are those of TRL's
+scripts. The script runs in this process: for several devices, `accelerate launch -m resformer trl sft OPTIONS`.
 """
 
 import runpy
@@ -50,6 +51,12 @@ def main() -> None:
     parser.add_argument("command", choices=sorted(names - {"env", "utils", "vllm_serve"}))
     command = parser.parse_args(sys.argv[1:2]).command
     trainer.DEFAULT_CALLBACKS.append(FullPrecisionConnections)
+    if command == "sft":
+        import trl
+
+        from resformer.training.chats import SupervisedTrainer
+
+        trl.SFTTrainer = SupervisedTrainer
     sys.argv = [f"resformer trl {command}", *sys.argv[2:]]
     if "--use_peft" in sys.argv and "--lora_modules_to_save" not in sys.argv:
         sys.argv += ["--lora_modules_to_save", *(kind.name for kind in KINDS)]

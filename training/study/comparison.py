@@ -1,43 +1,61 @@
-"""A comparison study: methods trained under one budget, from scratch or from a checkpoint, paired and resumable."""
+"""A comparison study: runs of `pretrain` or `finetune`, one for each size, method and seed, paired by the seed."""
 
 import hashlib
 import json
+import math
 import os
+import platform
 import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedTokenizerBase, default_data_collator
 
 from resformer.configuration import METHODS
 from resformer.convert.connected_families import cache_size
 from resformer.convert.retrofitting import retrofit
 from resformer.convert.source import open_source
 from resformer.environment import describe_environment
-from resformer.errors import CheckpointError
-from resformer.files import fingerprint, locked, replace_text, replacing
+from resformer.errors import CheckpointError, OutputError
+from resformer.files import fingerprint, json_value, locked, replace_text, replacing
+from resformer.training.data import STANDARD_HELD_OUT, STANDARD_LIBRARY, load_documents
 from resformer.training.flops import training_flops
-from resformer.training.options import OF_A_METHOD, PLAIN, RunSettings, StudyOptions, architecture, refuse_other
-from resformer.training.recipe import uses_bf16
-from resformer.training.sizes import budget, known_fields, scratch_config, with_fields
-from resformer.training.study.data import StudyData, study_data
-from resformer.training.study.paired_run import paired_model, paired_run, whole_batches
+from resformer.training.log import LOG, LossIsLost, TrainingLog
+from resformer.training.optimizer import COEFFICIENTS
+from resformer.training.options import (
+    BEGUN,
+    OF_A_METHOD,
+    FinetuneOptions,
+    PretrainOptions,
+    ScheduleOptions,
+    StudyOptions,
+    architecture,
+    refuse_other,
+)
+from resformer.training.packing import PackedBlocks, bytes_per_token, pack_documents
+from resformer.training.pretraining import pretrain, pretrain_plan
+from resformer.training.recipe import finetune_checkpoint, uses_bf16
+from resformer.training.sizes import known_fields, schedule_arguments, scratch_config, with_fields
 from resformer.training.study.plot import check_packages, plot
-from resformer.training.study.record import add_line, read_record
+from resformer.training.study.record import add_line, joined
 from resformer.training.study.report import report_of
+from resformer.training.tokenizers import make_tokenizer
+from resformer.training.trainer import RecipeTrainer
 from resformer.training.untrained import parameter_count
 
 #: In the output of `compare`: what was trained on what, and every run.
 RECORD = "runs.jsonl"
 
-_Method = tuple[str, dict[str, Any], RunSettings]
+_STARTS, _UNFINISHED = "starts", "unfinished"
 
 
 @dataclass(frozen=True)
@@ -46,214 +64,222 @@ class _Run:
 
     size: str
     method: str  # as it is written, with fields and settings of its own
-    settings: RunSettings
-    seed: int
     config: Any
-    backbone: Any
-    start: Path | None  # the converted checkpoint; None: random weights
-
-    def model(self) -> PreTrainedModel:
-        if self.start is None:
-            return paired_model(self.config, self.backbone, self.seed)
-        return AutoModelForCausalLM.from_pretrained(self.start, dtype=torch.float32)
+    steps: int
+    batch: int
+    options: FinetuneOptions | PretrainOptions
 
     @property
     def key(self) -> tuple[str, str, int]:
-        return self.size, self.method, self.seed
+        return self.size, self.method, self.options.seed
 
     @property
     def place(self) -> Path:
         """Where its files are, below `models` and the like."""
         return Path(*map(_file_name, map(str, self.key)))
 
-
-@dataclass
-class _Study:
-    """The data, the tokenizer and the runs of a study."""
-
-    options: StudyOptions
-    data: StudyData
-    start_weights: str | None  # which the checkpoint has: see `_weights`
-    runs: list[_Run] = field(default_factory=list)
-
     @property
-    def output(self) -> Path:
-        return Path(self.options.output)
-
-    @property
-    def record(self) -> Path:
-        return self.output / RECORD
-
-    def finished(self) -> dict[tuple[str, str, int], dict[str, Any]]:
-        """The runs of the record, by size, method and seed."""
-        studies = read_record(self.record) if self.record.is_file() else []
-        return {(run["size"], run["method"], run["seed"]): run for _, runs in studies for run in runs}
-
-    @property
-    def plan(self) -> dict[str, Any]:
-        """Options that must stay the same in a study; methods, sizes and seeds can be added, the baseline changed."""
+    def described(self) -> dict[str, Any]:
         return {
-            "data": {"name": self.data.name, **self.data.fingerprint},
-            "start": self.options.start,
-            "backbone": self.options.backbone,
-            "start_weights": self.start_weights,
-            "tokenizer": self.options.tokenizer,
-            "block": self.options.block,
-            **asdict(self.options.settings),
-            "bf16": uses_bf16(self.options.settings.bf16),
+            "size": self.size,
+            "method": self.method,
+            "architecture": architecture(self.method),
+            "seed": self.options.seed,
+            **{name: getattr(self.options, name) for name in ("learning_rate", "connection_learning_rate")},
+            "steps": self.steps,
+            "batch": self.batch,
+            "cache_bytes_per_token": cache_size(self.config, "bfloat16")[0],
         }
 
 
-def run_study(options: StudyOptions, command: str = "") -> dict[str, Any] | None:
+def run_study(options: StudyOptions, command: str = "") -> dict[str, Any]:
     """Trains what is not trained yet and writes `study.json` and `study.png`; returns what is in the former.
 
     In the output, `runs.jsonl` is the record, `tokenizer` has the tokenizer and `models` the trained models; until
-    the end, `starts` has the converted checkpoints and `unfinished` the checkpoints of a run that was stopped.
-
-    Several processes may call this for one output at the same time: each takes the next run that is in work in no
-    other. Those that end while others have runs in work return `None`.
+    the end, `starts` has the converted checkpoints and `unfinished` a run that was stopped.
     """
     check_packages()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("A launcher shares each step; here processes share runs: start the command several times.")
-    target = Path(os.path.realpath(options.output))
-    lock = target.with_name(f".{target.name}.resformer-lock")  # of the output's beginning, and of the report
-    with locked(lock, wait=True):
-        study = _prepared(options, Path(options.output, "starts"), command)
-    # From the first run on each time: a process that had one in work may have been killed.
-    while any(_work_on(run, study) for run in study.runs):
-        pass
-    finished = study.finished()
-    if in_work := [run for run in study.runs if run.key not in finished]:
-        told = f"In work in other processes: {len(in_work)} runs. The last process to end writes the report."
-        tqdm.write(told, file=sys.stderr)
-        return None
-    with locked(lock, wait=True):
-        unfinished = study.output / "unfinished"
-        for run in study.runs:  # a process may have died after it recorded one
-            shutil.rmtree(unfinished / run.place, ignore_errors=True)
-        if not any(path.is_file() for path in unfinished.rglob("*")):  # else those of other methods or sizes
-            shutil.rmtree(unfinished, ignore_errors=True)
-            shutil.rmtree(study.output / "starts", ignore_errors=True)
-        results = [finished[run.key] for run in study.runs]
-        described, _ = read_record(study.record)[0]
-        report = report_of({**described, "command": command}, results, options.compared_with)
-        replace_text(study.output / "study.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
-        plot(report, results, study.output / "study.png")
-    return report
-
-
-def _work_on(run: _Run, study: _Study) -> bool:
-    """Trains and records a run unless it is done, or in work in another process."""
-    folder = study.output / "unfinished" / run.place
-    with locked(folder.with_name(f"{folder.name}.lock")) as free:
-        if not free or run.key in study.finished():
-            return False
-        saved = study.options.save_models and run.seed == study.options.first_seed
-        save_to = study.output / "models" / run.place if saved else None
-        result = paired_run(run.model(), study.data.blocks, run.settings, run.seed, folder=folder, save_to=save_to)
-        if save_to is not None:
-            study.data.tokenizer.save_pretrained(save_to)
-        environment = {key: value for key, value in describe_environment().items() if key != "variables"}
-        add_line(study.record, {**_described(run), **result, "environment": environment})
-        shutil.rmtree(folder, ignore_errors=True)
-    done = study.finished().keys() & {each.key for each in study.runs}
-    what = f"{len(done)}/{len(study.runs)} {run.size} {run.method} seed {run.seed}"
-    loss = "diverged" if result["loss"] is None else f"held-out loss {result['loss']:.4f}"
-    tqdm.write(f"{what}: {loss}, {result['step_seconds'] * 1e3:,.1f} ms a step", file=sys.stderr)
-    return True
+        raise ValueError("compare trains one run after another, on one device: start it without a launcher.")
+    output, record = Path(options.output), Path(options.output, RECORD)
+    target = Path(os.path.realpath(output))
+    with locked(target.with_name(f".{target.name}.resformer-lock")) as free:
+        if not free:
+            raise OutputError(f"{output}: another process is at work on this study; wait for it.")
+        _, runs = _prepared(options, output / _STARTS, command)
+        for run in runs:
+            study, finished = joined(record)
+            if run.key not in finished:
+                result = _trained(run, options)
+                add_line(record, {**run.described, **result, "environment": _environment()})
+                done = 1 + sum(each.key in finished for each in runs)
+                loss = "diverged" if result["loss"] is None else f"held-out loss {result['loss']:.4f}"
+                tqdm.write(
+                    f"{done}/{len(runs)} {run.size} {run.method} seed {run.options.seed}: {loss}", file=sys.stderr
+                )
+            shutil.rmtree(output / _UNFINISHED / run.place, ignore_errors=True)
+        for folder in (_UNFINISHED, _STARTS):
+            shutil.rmtree(output / folder, ignore_errors=True)
+        study, finished = joined(record)
+        results = [finished[run.key] for run in runs]
+        report = report_of({**study, "command": command}, results, options.compared_with)
+        replace_text(output / "study.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
+        plot(report, results, output / "study.png")
+        return report
 
 
 def plan_study(options: StudyOptions) -> dict[str, Any]:
     """What `run_study` would do. Writes nothing."""
     check_packages()
     with tempfile.TemporaryDirectory() as scratch:
-        study = _prepared(options, Path(scratch, "starts"), None)
-    finished = study.finished()
-    rows = []
-    for run in study.runs:
-        if run.seed == options.first_seed:
-            to_do = sum(replace(run, seed=seed).key not in finished for seed in options.all_seeds)
-            operations = training_flops(run.config, options.block) * run.settings.steps * options.batch
-            facts = {"parameters": parameter_count(run.config), "training_flops": operations * options.block}
-            rows.append({**_described(run), **facts, "to_do": to_do})
-    tokens = options.settings.steps * options.settings.batch * options.block
-    return {
-        "output": options.output,
-        **study.plan,
-        "seeds": options.seeds,
-        "tokens": tokens,
-        "epochs": tokens / study.data.fingerprint["training_tokens"],
-        "runs": rows,
-    }
+        plan, runs = _prepared(options, Path(scratch), None)
+    record, rows = Path(options.output, RECORD), []
+    finished = joined(record)[1] if record.is_file() else {}
+    for run in runs:
+        if run.options.seed == options.first_seed:
+            keys = [(run.size, run.method, seed) for seed in options.all_seeds]
+            tokens = run.steps * run.batch * options.block
+            facts: dict[str, Any] = {"parameters": parameter_count(run.config), "tokens": tokens}
+            facts["training_flops"] = training_flops(run.config, options.block) * tokens
+            facts["epochs"] = tokens / plan["data"]["training_tokens"]
+            rows.append({**run.described, **facts, "to_do": sum(key not in finished for key in keys)})
+    return {"output": options.output, **plan, "seeds": options.seeds, "runs": rows}
 
 
-def _prepared(options: StudyOptions, starts: Path, command: str | None) -> _Study:
-    """Reads the data and, with a `command` for the record, begins the output; converted checkpoints go to `starts`."""
-    output, methods = Path(options.output), {text: _read_method(text, options) for text in options.all_methods}
-    saved, record = output / "tokenizer", output / RECORD
+def _prepared(options: StudyOptions, starts: Path, command: str | None) -> tuple[dict[str, Any], list[_Run]]:
+    """The plan and the runs; with a `command` for the record, begins the output. Checkpoints are converted to `starts`.
+
+    The plan has what must stay the same in a study; methods, sizes and seeds can be added, the baseline changed.
+    """
+    output, saved, record = Path(options.output), Path(options.output, "tokenizer"), Path(options.output, RECORD)
+    methods = {text: _read_method(text, options) for text in options.all_methods}
     beginning = f".{record.name}.*"  # of a process that was killed at its first write
     if output.exists() and not (
         output.is_dir() and (record.is_file() or all(path.match(beginning) for path in output.iterdir()))
     ):
         raise CheckpointError(f"{output}: exists and is not a study folder; give another folder.")
-    tokenizer = options.tokenizer or options.start or "bpe:4096"
-    data = study_data(options, str(saved) if record.is_file() and saved.is_dir() else tokenizer)
-    study = _Study(options, data, None if options.start is None else _weights(options.start))
-    whole_batches(data.blocks, options.settings.batch)  # raises if there are too few, before anything is written
+    name = str(saved) if record.is_file() and saved.is_dir() else options.tokenizer or options.start or "bpe:4096"
+    tokenizer, data, size_of_token = _data(options, name)
+    plan = {
+        "data": data,
+        "start": options.start,
+        "backbone": options.backbone,
+        "start_weights": None if options.start is None else _weights(options.start),
+        "tokenizer": options.tokenizer,
+        **options.of_runs,
+        "bf16": uses_bf16(options.bf16),
+    }
     if record.is_file():
-        for described, _ in read_record(record):
-            refuse_other(output, described, study.plan, "study")
+        refuse_other(output, joined(record)[0], plan, "study")
     new = [path for path in (output, saved, record, starts) if command is not None and not path.exists()]
     try:
         if record in new:
-            size = {"vocabulary": len(data.tokenizer), "bytes_per_token": data.bytes_per_token}
-            add_line(record, {"study": {"command": command, **study.plan, **size}})
+            facts = {"vocabulary": len(tokenizer), "bytes_per_token": size_of_token}
+            add_line(record, {"study": {"command": command, **plan, **facts}})
         if saved in new:
             with replacing(saved, made_by="compare", force=True) as folder:
-                data.tokenizer.save_pretrained(folder)
-        if options.start is None:
-            runs = _runs_from_scratch(options, methods, data)
-        else:
-            runs = _continued_runs(options, methods, data, starts)
-        study.runs = sorted(runs, key=lambda run: run.seed)  # a study that is cut short has whole pairs
-        if len({run.place for run in study.runs}) < len(study.runs):
+                tokenizer.save_pretrained(folder)
+        make = _runs_from_scratch if options.start is None else _continued_runs
+        runs = [run for seed in options.all_seeds for run in make(options, methods, tokenizer, starts, seed)]
+        if len({run.place for run in runs}) < len(runs):
             raise ValueError("Two of the methods, or of the sizes, have the same name but for punctuation.")
     except BaseException:
         for path in new:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         raise
-    return study
+    return plan, runs
 
 
-def _runs_from_scratch(options: StudyOptions, methods: Mapping[str, _Method], data: StudyData) -> list[_Run]:
+def _data(options: StudyOptions, name: str) -> tuple[PreTrainedTokenizerBase, dict[str, Any], float]:
+    """The tokenizer, what tells the data from others, and the bytes of a held-out token."""
+    sources, held_out = _sources(options)
+    documents = load_documents(sources, **options.reading)
+    tokenizer = make_tokenizer(name, documents, held_out)
+    given: dict[str, Any] = {
+        "block": options.block,
+        "separate": options.separate_documents,
+        "parse_special": options.parse_special,
+    }
+    blocks = pack_documents(documents, tokenizer, **given, held_out=held_out, held_out_blocks=options.held_out_blocks)
+    whole = blocks.held_out.whole
+    shown = ", ".join(Path(source).name if Path(source).exists() else source for source in sources)
+    if not options.data:
+        shown = f"the sources of the standard library of Python {platform.python_version()}"
+    facts = {
+        "name": shown + "".join(f" ({note})" for note in documents.notes),
+        "training_tokens": len(blocks.train) * options.block,
+        "held_out_tokens": len(whole) * options.block,
+        "held_out_documents": len(whole.documents),
+        "sha256": blocks.digest,
+    }
+    return tokenizer, facts, bytes_per_token(whole, tokenizer)
+
+
+def _sources(options: StudyOptions) -> tuple[list[str], float]:
+    """Python's standard library where there are none; of this one module in ten is held out."""
+    return (options.data, options.held_out) if options.data else ([STANDARD_LIBRARY], STANDARD_HELD_OUT)
+
+
+def _common(options: StudyOptions, run: Path, seed: int) -> dict[str, Any]:
+    """Options of `pretrain` and of `finetune`."""
+    sources, held_out = _sources(options)
+    output = Path(options.output, _UNFINISHED) / run / str(seed)
+    names = ("block", "separate_documents", "parse_special", "bf16", "held_out_blocks", *options.reading)
+    return {
+        **{name: getattr(options, name) for name in names},
+        "output": str(output),
+        "data": sources,
+        "held_out": held_out,
+        "seed": seed,
+        "spike": 0.0,  # a lost loss is a result
+        "resume": Path(f"{output}.training", BEGUN).is_file(),
+        "force": True,
+    }
+
+
+def _runs_from_scratch(
+    options: StudyOptions, methods: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, starts: Path, seed: int
+) -> list[_Run]:
     runs = []
+    schedule = {each.name: getattr(options, each.name) for each in fields(ScheduleOptions)}
     for size in options.sizes or ("tiny",):
-        backbone = scratch_config(PLAIN, size, data.tokenizer, options.block, options.backbone)
-        _, _, rate = budget(parameter_count(backbone), training_flops(backbone, options.block))
-        for text, (method, values, settings) in methods.items():
-            if settings.learning_rate is None:
-                settings = replace(settings, learning_rate=rate)
-            config = scratch_config(method, size, data.tokenizer, options.block, options.backbone, **values)
-            runs += [_Run(size, text, settings, seed, config, backbone, None) for seed in options.all_seeds]
+        for text, (method, values, own) in methods.items():
+            config = scratch_config(method, size, tokenizer, options.block, options.backbone, **values)
+            given = PretrainOptions(
+                **_common(options, Path(_file_name(size), _file_name(text)), seed),
+                **schedule,
+                size=size,
+                method=method,
+                backbone=options.backbone,
+                fields=values,
+                tokenizer=str(Path(options.output, "tokenizer")),
+                tokens=options.tokens,
+                batch_tokens=None if options.batch is None else options.batch * options.block,
+                keep_optimizer=False,
+            )
+            if options.steps is not None:
+                sequences = pretrain_plan(given, config).sequences
+                given = replace(given, tokens=options.steps * sequences * options.block)
+            plan = pretrain_plan(given, config)  # of the size: the same for all methods
+            tokens = own.get("steps", plan.steps) * plan.sequences * options.block
+            rates = {"learning_rate": plan.learning_rate, **{name: x for name, x in own.items() if name != "steps"}}
+            plan = pretrain_plan(given := replace(given, tokens=tokens, **rates), config)
+            given = replace(given, connection_learning_rate=plan.rates[COEFFICIENTS])
+            runs.append(_Run(size, text, config, plan.steps, plan.sequences, given))
     return runs
 
 
-def _weights(checkpoint: str) -> str:
-    """The commit of a checkpoint on the Hub, or a digest of one on this disk: of the first bytes of each tensor."""
-    source = open_source(checkpoint)
-    files = sorted(source.folder.glob("*.safetensors")) if source.revision is None else ()
-    return source.revision or hashlib.sha256(json.dumps([*map(fingerprint, files)]).encode()).hexdigest()
-
-
-def _continued_runs(options: StudyOptions, methods: Mapping[str, _Method], data: StudyData, starts: Path) -> list[_Run]:
+def _continued_runs(
+    options: StudyOptions, methods: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, starts: Path, seed: int
+) -> list[_Run]:
     """Converts the checkpoint to each architecture, once, into a folder of `starts`."""
     assert options.start is not None
     size = Path(options.start).resolve().name if Path(options.start).exists() else options.start.rpartition("/")[2]
     if size.isdecimal():  # a model of another study: models/SIZE/METHOD/SEED
         size = "-".join(Path(options.start).resolve().parts[-2:])
-    runs = []
-    for text, (method, values, settings) in methods.items():
+    runs, batch = [], options.batch or 8
+    all_steps = options.steps or math.ceil((options.tokens or 0) / (batch * options.block))
+    for text, (method, values, own) in methods.items():
         folder = starts / _file_name(architecture(text))
         if not folder.exists():
             # A lossy conversion is allowed: the first point of its curve shows the loss.
@@ -263,30 +289,132 @@ def _continued_runs(options: StudyOptions, methods: Mapping[str, _Method], data:
         decoder = config.get_text_config()
         if options.block > (most := decoder.max_position_embeddings):
             raise ValueError(f"block is {options.block}, but {options.start} has {most} positions.")
-        if len(data.tokenizer) > decoder.vocab_size:
-            told = f"The tokenizer has {len(data.tokenizer):,} tokens, but {options.start} {decoder.vocab_size:,}"
+        if len(tokenizer) > decoder.vocab_size:
+            told = f"The tokenizer has {len(tokenizer):,} tokens, but {options.start} {decoder.vocab_size:,}"
             raise ValueError(f"{told}; leave --tokenizer out.")
-        runs += [_Run(size, text, settings, seed, config, config, folder) for seed in options.all_seeds]
+        steps, micro = own.get("steps", all_steps), options.micro_batch or batch
+        interval = -(-steps // options.evaluations)
+        given = FinetuneOptions(
+            **_common(options, Path(_file_name(size), _file_name(text)), seed),
+            model=str(folder),
+            tokenizer=str(Path(options.output, "tokenizer")),
+            steps=steps,
+            batch=micro,
+            accumulate=batch // micro,
+            learning_rate=own.get("learning_rate", options.learning_rate or 5e-5),
+            connection_learning_rate=own.get("connection_learning_rate", options.connection_learning_rate or 3e-4),
+            trainer={
+                **schedule_arguments(options.schedule, steps, options.warmup, options.decay),
+                "weight_decay": options.weight_decay,
+                "eval_steps": interval,
+                "save_steps": interval,
+            },
+        )
+        runs.append(_Run(size, text, config, steps, batch, given))
     return runs
+
+
+def _trained(run: _Run, options: StudyOptions) -> dict[str, Any]:
+    """Trains a model, and what the record has of it; a loss that is not finite is `None`."""
+    held_out: dict[str, Any] = {}
+    output = Path(run.options.output)
+
+    def finish(trainer: RecipeTrainer) -> None:
+        batch = trainer.args.per_device_eval_batch_size
+        held_out.update(losses_by_document(trainer.model, trainer.blocks.held_out.whole, batch))
+
+    facts: dict[str, Any] = {"rates": getattr(run.options, "rates", None)}
+    folder = output
+    try:
+        if isinstance(run.options, PretrainOptions):
+            plan, report = pretrain(run.options, finish=finish)
+            facts = {"rates": plan.rates}
+        else:
+            log = TrainingLog(run.options.unfinished)
+            report = finetune_checkpoint(run.options, finish=finish, callbacks=[log])
+        names = ("tokens_per_second", "peak_memory", "resumed_from")
+        facts |= {name: getattr(report, name) for name in names}
+    except LossIsLost:
+        held_out, folder = {"tokens": 0, "loss": None, "documents": None}, Path(f"{output}.training")
+    tokens = run.batch * options.block
+    result = {
+        "loss": held_out["loss"],
+        "held_out": held_out,
+        "curve": _curve(json.loads((folder / LOG).read_text()), tokens),
+        "parameters": parameter_count(run.config),
+        "training_flops": training_flops(run.config, options.block) * tokens * run.steps,
+        "bf16": uses_bf16(options.bf16),
+        **facts,
+    }
+    if options.save_models and run.options.seed == options.first_seed and output.exists():
+        models = Path(options.output, "models") / run.place
+        models.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(models, ignore_errors=True)
+        shutil.move(output, models)
+    shutil.rmtree(f"{output}.training", ignore_errors=True)
+    return result
+
+
+def _curve(log: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+    """A point for each evaluation, with the training loss before it and the connections' coefficients."""
+    points, training_loss = list[dict[str, Any]](), None
+    for entry in log:
+        training_loss = entry.get("loss", training_loss)
+        if "eval_loss" in entry:
+            losses = {"training_loss": training_loss, "validation_loss": entry["eval_loss"]}
+            finite = {name: x if x is not None and math.isfinite(x) else None for name, x in losses.items()}
+            coefficients = json_value(entry.get("coefficients") or {})
+            points.append(
+                {"step": entry["step"], "tokens": entry["step"] * tokens, **finite, "coefficients": coefficients}
+            )
+    return points
+
+
+@torch.no_grad()
+def losses_by_document(model: Any, blocks: PackedBlocks, batch: int) -> dict[str, Any]:
+    """The loss of all blocks, and `[tokens, nats]` of each document in the order in which they are packed.
+
+    A block's first token is not predicted, and not counted.
+    """
+    tokens, nats = np.zeros(len(blocks.starts), np.int64), np.zeros(len(blocks.starts))
+    model.eval()
+    for first in range(0, len(blocks), batch):
+        rows = np.arange(first, min(first + batch, len(blocks)))
+        batch_of = default_data_collator([blocks[int(row)] for row in rows])
+        inputs = {name: each.to(model.device) for name, each in batch_of.items()}
+        labels = inputs.pop("labels")[:, 1:].flatten()
+        logits = model(**inputs, use_cache=False).logits[:, :-1]  # under the autocast of the training
+        losses = cross_entropy(logits.flatten(0, 1).float(), labels, reduction="none")[labels >= 0]
+        places = (rows[:, None] * blocks.block + np.arange(1, blocks.block)).ravel()[(labels >= 0).cpu().numpy()]
+        documents = np.searchsorted(blocks.starts, places, "right") - 1
+        tokens += np.bincount(documents, minlength=len(tokens))
+        nats += np.bincount(documents, losses.double().cpu().numpy(), minlength=len(nats))
+    total = float(nats.sum() / tokens.sum())
+    finite = math.isfinite(total)
+    return {
+        "tokens": int(tokens.sum()),
+        "loss": total if finite else None,
+        "documents": [[int(n), float(x)] for n, x in zip(tokens, nats, strict=True)] if finite else None,
+    }
+
+
+def _weights(checkpoint: str) -> str:
+    """The commit of a checkpoint on the Hub, or a digest of one on this disk: of the first bytes of each tensor."""
+    source = open_source(checkpoint)
+    files = sorted(source.folder.glob("*.safetensors")) if source.revision is None else ()
+    return source.revision or hashlib.sha256(json.dumps([*map(fingerprint, files)]).encode()).hexdigest()
 
 
 def _file_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name)
 
 
-def _read_method(text: str, options: StudyOptions) -> _Method:
+def _read_method(text: str, options: StudyOptions) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """The name of a method, the fields of its configuration, and the settings of its training."""
     name, values = with_fields(text, METHODS, "method", {*known_fields(options.backbone), *OF_A_METHOD})
     own = {key: values.pop(key) for key in OF_A_METHOD if key in values}
-    return name, values, replace(options.settings, **own)
+    return name, values, own
 
 
-def _described(run: _Run) -> dict[str, Any]:
-    return {
-        "size": run.size,
-        "method": run.method,
-        "architecture": architecture(run.method),
-        "seed": run.seed,
-        **{name: getattr(run.settings, name) for name in OF_A_METHOD},
-        "cache_bytes_per_token": cache_size(run.config, "bfloat16")[0],
-    }
+def _environment() -> dict[str, Any]:
+    return {key: value for key, value in describe_environment().items() if key != "variables"}

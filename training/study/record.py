@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from resformer.errors import CheckpointError, one_line
+from resformer.errors import CheckpointError, first_names, one_line
 from resformer.files import locked, replace_text
 
 Study = dict[str, Any]
@@ -33,6 +33,28 @@ def read_record(path: Path) -> list[tuple[Study, list[Run]]]:
             told = f"{path}: line {number} is no run of a study ({one_line(error)})"
             raise CheckpointError(f"{told}; remove it to train that run again.") from error
     return studies
+
+
+def joined(path: Path) -> tuple[Study, dict[tuple[str, str, int], Run]]:
+    """The study of a file, and each run by size, method and seed.
+
+    Raises:
+        CheckpointError: the file cannot be read, joins studies with other plans, or has two results of a run.
+    """
+    studies = read_record(path)
+    if not studies:
+        raise CheckpointError(f"{path}: has no study.")
+    first, _ = studies[0]
+    runs: dict[tuple[str, str, int], Run] = {}
+    for study, of_study in studies:
+        if different := sorted(x for x in {*first, *study} - {"command"} if first.get(x) != study.get(x)):
+            told = f"{path}: joins studies that differ in {first_names(different)}"
+            raise CheckpointError(f"{told}; compare the runs of one plan.")
+        for run in of_study:
+            key = run["size"], run["method"], run["seed"]
+            if runs.setdefault(key, run)["loss"] != run["loss"]:
+                raise CheckpointError(f"{path}: has two results of {' '.join(map(str, key))}; remove the line of one.")
+    return first, runs
 
 
 def add_line(path: Path, value: dict[str, Any]) -> None:

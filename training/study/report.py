@@ -62,9 +62,10 @@ def evidence(difference: Mapping[str, Any] | None) -> list[str]:
 def _notes(
     study: Mapping[str, Any], runs: Sequence[Run], sizes: Mapping[str, Sequence[Mapping[str, Any]]], baseline: str
 ) -> list[str]:
+    base = {"batch": study["batch"], **next(run for run in runs if run["method"] == baseline)}
     notes = [
-        f"Loss: nats per token after {study['steps']:,} steps of {study['batch']} x {study['block']} tokens (or the "
-        f"method's own steps), on {runs[0]['held_out']['tokens']:,} held-out tokens of "
+        f"Loss: nats per token after {base['steps']:,} steps of {base['batch']} x {study['block']} tokens (or the "
+        f"method's or size's own), on {runs[0]['held_out']['tokens']:,} held-out tokens of "
         f"{study['data']['held_out_documents']:,} documents. Δ: loss minus that of {baseline}, the mean of the seeds. "
         f"FLOPs: relative to {baseline}'s."
     ]
@@ -81,8 +82,8 @@ def _notes(
             notes.append(f"{size}: no differences, since a run diverged: {', '.join(diverged)}.")
     rates = {(run["size"], run["learning_rate"]) for run in runs}
     own = {(run["size"], rate) for run in runs if (rate := run["connection_learning_rate"]) is not None}
-    base = {run["size"]: f"{run['learning_rate']:.2g} ({run['size']})" for run in runs if run["method"] == baseline}
-    notes.append(f"The highest learning rate: {', '.join(base.values())}.")
+    highest = {run["size"]: f"{run['learning_rate']:.2g} ({run['size']})" for run in runs if run["method"] == baseline}
+    notes.append(f"The highest learning rate: {', '.join(highest.values())}.")
     if max(len(rates), len(own)) > len(sizes):
         notes.append("The methods have different learning rates: each difference is one of rates, too.")
     return notes

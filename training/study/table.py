@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from resformer.errors import CheckpointError
+
 Run = Mapping[str, Any]
 
 #: Of finding a difference that is there, at a level of 5 %.
@@ -24,6 +26,11 @@ def rows_of(runs: Sequence[Run], baseline: str) -> dict[str, list[dict[str, Any]
             if run["size"] == size:
                 by_method.setdefault(run["method"], []).append(run)
         losses = {method: [run["loss"] for run in of_method] for method, of_method in by_method.items()}
+        seeds = {method: [run["seed"] for run in of_method] for method, of_method in by_method.items()}
+        for method, of_method in seeds.items():
+            if of_method != [*dict.fromkeys(seeds[baseline])]:
+                told = f"{size}: {method} has the seeds {of_method}, {baseline} {seeds[baseline]}"
+                raise CheckpointError(f"{told}; each needs one run of every seed.")
         base = by_method[baseline][0]
         tables[size] = [
             {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from resformer.commands.terminal import (
+    ANYTHING,
     MEASURE,
     AsJson,
     app,
@@ -43,7 +44,7 @@ def analyze(
     ] = None,
     texts: Annotated[int, typer.Option(min=1, help="Read at most this many texts.")] = 32,
     max_tokens: Annotated[int, typer.Option(min=2, help="Cut each text to at most this many tokens.")] = 512,
-    output: Annotated[Path | None, typer.Option(help="Folder for analysis.json, figures and report.html.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for analysis.json and figures.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="The checkpoint whose tokenizer all of them use.")] = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the model.")] = "float32",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... [default: an accelerator if there is one]")] = None,
@@ -86,7 +87,7 @@ def analyze(
                 echo(sentence)
             echo()
         if output is not None:
-            row("report", output / "report.html")
+            row("wrote", output)
 
 
 def _names(checkpoints: list[str]) -> list[str]:
@@ -114,58 +115,21 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _batch_size(text: str | None) -> int | str | None:
-    if text in (None, "auto"):
-        return text
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise ValueError(f"--batch-size {text}: expected auto, or a number from 1 up.")
-
-
-@app.command("eval", **example(MEASURE, "resformer eval finetuned --tasks hellaswag,arc_easy --limit 100"))
+@app.command(
+    "eval",
+    **example(MEASURE, "resformer eval finetuned --tasks hellaswag,arc_easy --limit 100"),
+    context_settings=ANYTHING,
+)
 def evaluate(
-    checkpoint: Annotated[
-        str, typer.Argument(help="A checkpoint folder or Hub id, of a ResFormer or any causal model.")
-    ],
-    tasks: Annotated[str, typer.Option(help="Names of tasks or groups, patterns, task files; separated by commas.")],
-    include_path: Annotated[Path | None, typer.Option(help="A folder with further task files.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Use at most this many documents of each task.", min=1)] = None,
-    batch_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|N",
-            help="Sequences at a time; auto fills an accelerator's memory.  [default: 1, with vLLM auto]",
-        ),
-    ] = None,
-    num_fewshot: Annotated[
-        int | None, typer.Option(help="Examples before each question; default: the task's.", min=0)
-    ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the results file.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda:1; default: the accelerator, if any.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16, float64.")] = "auto",
-    backend: Annotated[str, typer.Option(help="What runs the model: hf (Transformers), or vllm if installed.")] = "hf",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    context: typer.Context,
+    checkpoint: Annotated[str, typer.Argument(help="A folder or Hub id, of a ResFormer or any causal model.")],
 ) -> None:
-    """Run tasks of lm-evaluation-harness on a checkpoint."""
-    given = dict(locals())  # the arguments of `evaluate`, and three
-    for name in ("output", "force", "as_json"):
-        del given[name]
+    """Run tasks of lm-evaluation-harness on a checkpoint.
+
+    Options are those of `lm_eval run`: --tasks, --limit, --num_fewshot,
+    --batch_size, --device, --include_path, --output_path, and others.
+    """
     with reporting_errors("No results were written."):
-        from resformer import evaluation
+        from resformer.evaluation import evaluate as hand_over
 
-        if output is not None:
-            evaluation.check_output(output, force=force)
-        names = [name.strip() for name in tasks.split(",") if name.strip()]
-        results = evaluation.evaluate(**given | {"tasks": names, "batch_size": _batch_size(batch_size)})
-        if results is None:  # not the first of several processes
-            return
-        from lm_eval.utils import make_table
-
-        # Printed before it is written, so that a full disk does not lose the results.
-        echo(evaluation.results_json(results) if as_json else make_table(results))
-        if output is not None:
-            evaluation.write_results(results, output)
-            if not as_json:
-                row("wrote", output)
+        hand_over(checkpoint, context.args)

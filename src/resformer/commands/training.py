@@ -104,7 +104,7 @@ def finetune(options: FinetuneOptions, config: Config = None, as_json: AsJson = 
     if as_json:
         echo(json.dumps(asdict(report), indent=2, sort_keys=True, default=str))
         return
-    training = "a stream" if report.training_blocks is None else f"{report.training_blocks:,} blocks"
+    training = f"{report.training_blocks:,} blocks"
     trained = "" if options.train == "all" else f", {report.trained_parameters:,} of them trained"
     row("model", f"{options.model}, {report.parameters:,} parameters{trained}")
     row("data", f"{training}, {report.held_out_blocks:,} held out, of {report.block:,} tokens")
@@ -179,9 +179,7 @@ def tokenize(options: TokenizeOptions, as_json: AsJson = False) -> None:
 def pretrain(
     options: PretrainOptions,
     config: Config = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan, with a speed that is measured here; write nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; write nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a model from scratch.
@@ -204,18 +202,14 @@ def pretrain(
         return
     backbone = "" if options.backbone is None else f"{options.backbone}, "
     row("model", f"{backbone}{options.size}, {options.method}, {plan.parameters:,} parameters")
-    row("tokens", f"{plan.tokens:,}, {plan.tokens / plan.parameters:,.1f} a parameter, {size(plan.bytes)} of ids")
+    each = plan.tokens / plan.plain_parameters
+    row("tokens", f"{plan.tokens:,}, {each:,.1f} an active parameter without connections, {size(plan.bytes)} of ids")
     passes = f", in {plan.accumulate} passes" if plan.accumulate > 1 else ""
     row("steps", f"{plan.steps:,} of {plan.sequences:,} sequences of {plan.block:,} tokens{passes}")
-    row("rate", f"{plan.learning_rate:.2g}, {options.schedule}")
+    rates = ", ".join(f"{kind} {rate:.2g}" for kind, rate in plan.rates.items())
+    row("rate", f"{plan.learning_rate:.2g}, {options.schedule}; {rates}")
     row("operations", f"{plan.flops:.3g}")
     if report is None:
-        row("memory", f"about {size(plan.estimated_memory)} on a device; here {size(plan.free_memory)} are free")
-        if plan.memory is None:
-            row("speed", "not measured: it does not fit. Try --micro-batch 1, --gradient-checkpointing or --shard")
-        else:
-            row("speed", f"{plan.tokens_per_second:,.0f} tokens/s: {plan.hours:,.1f} hours")
-            row("measured", f"{size(plan.memory)} on this device, with the whole model")
         row("would write", options.output)
         return
     print_result(report, options.output)
@@ -255,7 +249,8 @@ def compare(
 ) -> None:
     """Train methods under one budget and compare their losses.
 
-    Runs are paired by seed. Losses are of the whole held-out text.
+    Runs are those of `pretrain`, or with --from of `finetune`, paired by seed.
+    Losses are of the whole held-out text.
 
     A study that was stopped goes on when the command is given again.
     """
@@ -264,8 +259,7 @@ def compare(
 
     if not dry_run:
         report = run_study(options, own_command())
-        if report is not None:  # else another process writes it
-            echo(json.dumps(report, indent=2) if as_json else markdown(report))
+        echo(json.dumps(report, indent=2) if as_json else markdown(report))
         return
     plan = plan_study(options)
     if as_json:
@@ -273,9 +267,12 @@ def compare(
         return
     for each in plan["runs"]:
         shape = f"{each['method']}, {each['parameters']:,} parameters, rate {each['learning_rate']:.2g}"
-        row(each["size"], f"{shape}, runs to do: {each['to_do']}, of {each['training_flops']:.3g} operations")
+        row(
+            each["size"],
+            f"{shape}, {each['steps']:,} steps of {each['batch']:,} sequences, {each['epochs']:.2f} epochs",
+        )
+        row("", f"runs to do: {each['to_do']}, of {each['training_flops']:.3g} operations")
     data = plan["data"]
     row("data", f"{data['name']}, {data['training_tokens']:,} tokens to train on")
     row("held out", f"{data['held_out_tokens']:,} tokens of {data['held_out_documents']:,} documents")
-    row("budget", f"{plan['steps']:,} steps, {plan['tokens']:,} tokens, {plan['epochs']:.2f} epochs a run")
     row("would write", options.output)
