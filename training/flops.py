@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from resformer.configuration import ResFormerConfig
 from resformer.convert.connected_families import view
 from resformer.errors import CheckpointError
 from resformer.modeling.any_decoder import text_config
@@ -41,11 +40,8 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
         for name, parameter in model.named_parameters()
         if parameter.dim() > 1 and not is_connection(name) and not any(parameter is end for end in ends)
     )
-    if isinstance(config, ResFormerConfig):
-        queries = [config.num_attention_heads * seen.head_dim] * config.num_hidden_layers
-    else:
-        places = [] if seen is None else seen.places
-        queries = [each.query_heads * each.values.head_dim if each.values is not None else 0 for each in places]
+    places = [] if seen is None else seen.places
+    queries = [each.query_heads * each.values.head_dim if each.values is not None else 0 for each in places]
     attention = 0.0
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(queries)
     for kind, width in zip(kinds, queries, strict=seen is not None):
