@@ -28,6 +28,10 @@ _NOT_LLAMAS: dict[str, tuple[tuple[Any, ...], str]] = {
     "final_logit_softcapping": ((None,), "gemma2"),
     "smear": ((False,), "nanochat_2026"),
 }
+_SIZES = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "max_position_embeddings head_dim"
+).split()
 #: Keyword arguments that are no fields of a configuration and are not misspelt ones either.
 _KNOWN_EXTRA_KEYS = frozenset(
     "attn_implementation experts_implementation name_or_path num_labels output_attentions rope_scaling rope_theta "
@@ -71,6 +75,9 @@ class ResFormerConfig(ConnectedConfig, LlamaConfig):
                 "give a model of that family connections, in its own class."
             )
         _refuse_what_llama_lacks(kwargs)
+        for name in _SIZES:  # Llama's configuration divides by some
+            if isinstance(value := getattr(self, name), int) and value < 1:
+                raise ValueError(f"`{name}` is {value}: expected a positive integer.")
         # Copies: Transformers fills the rope dicts in place, and the caller may reuse its lists.
         for f in fields(self):
             if isinstance(value := getattr(self, f.name), (dict, list)):
@@ -78,6 +85,12 @@ class ResFormerConfig(ConnectedConfig, LlamaConfig):
         if kwargs.get("rope_scaling") is not None:
             kwargs["rope_scaling"] = copy.deepcopy(kwargs["rope_scaling"])
         super().__post_init__(**kwargs)
+
+    def validate_rope(self) -> None:
+        try:
+            super().validate_rope()
+        except KeyError as error:  # a missing key that the rope type needs
+            raise ValueError(error.args[0]) from error
 
     @classmethod
     def for_method(cls, method: str, **kwargs: Any) -> "ResFormerConfig":

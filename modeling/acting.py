@@ -75,6 +75,19 @@ class Places:
         return self(place, output)
 
 
+class Around:
+    """A module with a place around it, in one run."""
+
+    def __init__(self, around: Callable[..., Any], owner: Any, places: Places, module: Any):
+        self._around, self._owner, self._places, self._module = around, owner, places, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._around(self._owner, self._places, self._module, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 class Seen:
     """A module in one run: the module, but for attributes that have places around them."""
 
@@ -86,7 +99,7 @@ class Seen:
             vars(self).update(module._modules)
         self._module = module
         for name, around in module.around:
-            setattr(self, name, functools.partial(around, module, places, module._modules.get(name)))
+            setattr(self, name, Around(around, module, places, module._modules.get(name)))
 
     def __getattr__(self, name: str) -> Any:
         module = self._module
@@ -118,7 +131,9 @@ def around_module(
 
 
 def around_nothing(owner: Any, places: Places, module: None, hidden_states: torch.Tensor) -> torch.Tensor:
-    """In the place of a projection that the layer lacks: one head, which is never read and takes no memory."""
+    """In the place of a projection that the layer lacks: a head, or all where it counts them, that nobody reads."""
+    if owner.counts_heads:
+        return hidden_states.new_zeros(1).expand(*hidden_states.shape[:-1], owner.counts_heads)
     return hidden_states.narrow(-1, 0, owner.value_projection.head_dim)
 
 
@@ -232,6 +247,7 @@ class ConnectedAttention(PlacedModule):
 
     value_projection: ValueProjection
     makes: tuple[bool, bool] | None = None  # keys and values of its own, where layers share them
+    counts_heads: int = 0  # the width of keys, if it splits them by their number of heads
 
     def forward(self, *args: Any, places: Places | None = None, **kwargs: Any) -> Any:
         if places is not None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from resformer.configuration.connected_config import ConnectedConfig, plain_view
 from resformer.configuration.connection_fields import check_connections
@@ -46,6 +48,12 @@ _SCALED = (
     "alpha",
     "attn_residual_scale",
 )
+#: Layers that add something else to the stream than what a module of them returns, measured.
+_ADDED_OTHERWISE = (
+    "BloomBlock FalconDecoderLayer MptBlock DbrxBlock MiniCPM3DecoderLayer Block BeamDecoderLayer BeamLayer".split()
+)
+#: Attentions that keep more in their cache than keys and values, or read their projections by name, measured.
+_SHARE_OTHERWISE = ("InklingAttention", "InklingTextAttention", "ModernBertDecoderAttention")
 SUBLAYER_INPUTS = ("attention_input", "mlp_input")
 SUBLAYERS_ADDED = ("attention_added", "mlp_added")
 PROJECTION_INPUTS = ("query_input", "key_input", "value_input")
@@ -304,7 +312,12 @@ def _added(layer: nn.Module, attention: str, config: Any) -> tuple[str, str] | N
     """The modules whose outputs are added to the stream: norms after attention and MLP, or these themselves."""
     names = layer._modules
     scaled = any(hasattr(layer, each) for each in _SCALED) or getattr(config, "residual_multiplier", 1.0) != 1.0
-    if not attention or scaled or _OTHER_MIXERS.search(" ".join(type(each).__name__ for each in layer.children())):
+    if (
+        type(layer).__name__ in _ADDED_OTHERWISE
+        or not attention
+        or scaled
+        or _OTHER_MIXERS.search(" ".join(type(each).__name__ for each in layer.children()))
+    ):
         return None
     first = next((each for each in _ADDED_BY_ATTENTION if each in names), attention.partition(".")[0])
     second = next((each for each in _ADDED_BY_MLP if each in names), None)
@@ -319,6 +332,11 @@ def _why_it_cannot_share(attention: nn.Module, config: Any, values: ValueProject
         return "its queries, keys and values are not made by `q_proj`, `k_proj` and `v_proj`"
     if "widths" in queries_unknown:
         return queries_unknown
+    if type(attention).__name__ in _SHARE_OTHERWISE:
+        return "its attention keeps or reads more than keys and values"
+    on_disk = get_checkpoint_conversion_mapping(config.model_type.removeprefix("resformer_")) or ()
+    if any(re.search(r"[kv]_proj", str(each.target_patterns)) for each in on_disk if isinstance(each, WeightConverter)):
+        return "its projections are one tensor on disk"
     if unlike := next((reason for each, reason in _OUTPUTS_UNLIKE.items() if hasattr(attention, each)), ""):
         return f"its attention {unlike}"
     of_family = any("kv_sharing_modes" in vars(each) for each in type(config).__mro__ if each is not ConnectedConfig)

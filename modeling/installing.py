@@ -1,5 +1,6 @@
 """Gives the layers of a decoder their connections, and takes them away again."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -41,7 +42,9 @@ from resformer.modeling.connection import Connection, Crossing, Reads, Shape, St
 WITHIN_ATTENTION = {*PROJECTION_INPUTS, "raw_queries", "raw_keys", "queries", "keys", "hidden_states"}
 WITHIN_ATTENTION |= {"raw_values", "mixed_values", "attention_output"}
 #: What is set of modules that get another class.
-_SET = "around switch known reads crossings returned connections acting expected makes value_projection".split()
+_SET = (
+    "around switch known reads crossings returned connections acting expected makes counts_heads value_projection"
+).split()
 #: Name of a module -> what is called in its place while its owner runs.
 Around = dict[str, Callable[..., Any]]
 
@@ -176,6 +179,9 @@ def _place_attention(
     if places.output is not None and "attention_output" in needs:
         around[places.output] = around_output
     if sharing:
+        code = inspect.unwrap(type(attention).forward).__code__
+        if {"num_key_value_heads", "num_kv_heads", "num_heads", "_shape"}.intersection(code.co_names):
+            attention.counts_heads = places.heads * values.head_dim
         attention.makes = key_sources(view)[n] == n, value_sources(view)[n] == n
         for letter, makes in zip("kv", attention.makes, strict=True):
             if not makes:

@@ -40,7 +40,7 @@ class Sharing(Connection):
 
     @classmethod
     def needs(cls, config: Any) -> set[str]:
-        return {"shared_keys"}
+        return {"shared_keys"} if cls.layers(config) else set()
 
     @classmethod
     def fixed_effects(cls, config: Any) -> list[str]:
@@ -75,6 +75,9 @@ class SharedCache:
         )
         self.places.tensors.update(attended_keys=keys, attended_values=values)
         return keys, values
+
+    def get_seq_length(self, *args: Any) -> Any:
+        return 0 if self.cache is None else self.cache.get_seq_length(*args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
