@@ -14,9 +14,10 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from transformers.utils import output_capturing
 
 from resformer.modeling.acting import ConnectedLayer
-from resformer.modeling.any_decoder import Decoder
+from resformer.modeling.any_decoder import Decoder, text_config
 from resformer.modeling.connection import Added, StartsAsStated
 from resformer.modeling.growing_cache import GrowingCache
+from resformer.modeling.in_vllm import prepare_for_vllm
 from resformer.modeling.installing import add_connections
 from resformer.modeling.matrices import depth_mixing_matrix, value_mixing_matrix
 from resformer.modeling.versions import CACHE, record_rejected_tokens
@@ -91,7 +92,9 @@ class ConnectedModel(PreTrainedModel):
             become_connected(decoder.module, type(self.config))
         add_connections(self, decoder, view)
         plan: dict[str, str] = getattr(self, "_tp_plan", None) or {}
-        self._tp_plan = plan | decoder.tp_plan(view, plan)
+        own = decoder.tp_plan(view, plan)
+        prepare_for_vllm(text_config(self.config), view, own)
+        self._tp_plan = plan | own
         self.keep_full_precision()
 
     def value_mixing_matrix(self) -> torch.Tensor:
