@@ -6,8 +6,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-#: Model types whose logits are not `lm_head` of the last hidden states, scaled and capped, which is what vLLM computes.
-OTHER_HEADS: frozenset[str] = frozenset()
+#: Model types whose logits are not what vLLM computes: `lm_head` of the last hidden states, times `logit_scale`, and
+#: capped by `final_logit_softcapping`. The first divide by `logits_scaling`. Measured by tests/test_in_vllm.py.
+DIVIDED = frozenset("granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared".split())
+OTHER_HEADS = frozenset(
+    "bert big_bird camembert data2vec-text dory electra ernie falcon_h1 hyperclovax inkling_text megatron-bert "
+    "minicpm3 modernbert-decoder prophetnet recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer "
+    "xlm-roberta xlm-roberta-xl xlstm".split()
+)
 
 
 def prepare_for_vllm(config: Any, view: Any, plan: Mapping[str, str]) -> None:
@@ -43,11 +49,11 @@ def prepare_for_vllm(config: Any, view: Any, plan: Mapping[str, str]) -> None:
     family = config.model_type.removeprefix("resformer_")
     if family in OTHER_HEADS:
         raise ValueError(
-            f"{family}: vLLM computes logits as `lm_head` of the last hidden states, this family does more. "
+            f"{family}: vLLM computes logits as `lm_head` of the last hidden states, and this family does more. "
             "`resformer serve MODEL` serves it with Transformers."
         )
-    if (scaling := getattr(config, "logits_scaling", None)) is not None:
-        config.logit_scale = settings.model_config.hf_text_config.logit_scale = 1 / scaling  # vLLM's name for it
+    if family in DIVIDED:
+        settings.model_config.hf_text_config.logit_scale = 1 / config.logits_scaling
     if settings.device_config.device_type == "cpu":
         # On CPUs vLLM's products write into buffers in place. Inductor loses sight of that and fuses sums over several
         # layers' states into kernels that run before those states are there.
@@ -56,4 +62,4 @@ def prepare_for_vllm(config: Any, view: Any, plan: Mapping[str, str]) -> None:
         torch._inductor.config.max_fusion_size = 1
 
 
-__all__ = ["OTHER_HEADS", "prepare_for_vllm"]
+__all__ = ["DIVIDED", "OTHER_HEADS", "prepare_for_vllm"]
