@@ -54,6 +54,7 @@ def bundle(
     known = {key: value for key, value in opened.raw_config.items() if key not in opened.dropped_config}
     config = config_with_code({"model_type": opened.config.model_type, **known}, opened.config, opened.name)
     code = remote_code(opened.config)
+    bytes_of = {name: len(text.encode()) for name, text in code.items()}
     fetched = opened.fetch(headers_only=settings.dry_run)
     if fetched.config.tie_word_embeddings and not fetched.tied:
         config["tie_word_embeddings"] = False
