@@ -69,9 +69,7 @@ def bundle(
         ),
         target,
         settings,
-        partial(
-            BundleReport, code={name: len(text.encode()) for name, text in code.items()}, auto_map=config["auto_map"]
-        ),
+        partial(BundleReport, code=bytes_of, auto_map=config["auto_map"]),
         lambda report, digests: code,
     )
     # Code of an older version is replaced, not left behind; its auto_map too.
