@@ -63,8 +63,9 @@ def _register(family: type[PreTrainedConfig], made: Any) -> None:
 def model_class(family: type[PreTrainedModel], config: type[PreTrainedConfig]) -> Any:
     """The class of a family's model with connections; `config` is its configuration's."""
     if config is ResFormerConfig:
-        llamas = import_module("resformer.modeling.modeling_resformer")
-        return getattr(llamas, f"ResFormer{family.__name__.removeprefix('Llama')}")
+        from resformer.modeling import modeling_resformer  # which names its classes as this function does
+
+        return getattr(modeling_resformer, f"ResFormer{family.__name__.removeprefix('Llama')}")
     name = f"ResFormer{family.__name__}"
     members = {"config_class": config, "__module__": __name__, "__doc__": family.__doc__}
     heads = (WholeStepLoss,) if issubclass(family, GENERIC_HEADS) else ()

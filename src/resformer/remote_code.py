@@ -4,6 +4,7 @@ It is the package's modules that the model needs, each a file of its own, their 
 Transformers follows those.
 """
 
+import ast
 import inspect
 import re
 from importlib import import_module
@@ -24,7 +25,6 @@ _AUTO_CLASSES = (
 ).split()
 _CONNECTIONS = "resformer.modeling.connections"
 _IMPORT = re.compile(r"^([ \t]*)from (resformer(?:\.\w+)*) import (\([^)]*\)|[^\n]+)", re.MULTILINE)
-_OTHER_IMPORT = re.compile(r"^[ \t]*((?:import resformer|from \.+\w* import)\b.*)$", re.MULTILINE)
 #: The first lines of each file; the module as it is in the package follows.
 _HEAD = """\
 # SPDX-License-Identifier: Apache-2.0
@@ -66,9 +66,10 @@ def remote_code(config: Any) -> dict[str, str]:
         name = _file(module)
         if name in own:
             raise CheckpointError(f"{_source(own[name])}: the package has a module of this name: rename the file.")
-        code[name] = _HEAD.format(version=__version__) + _relative(Path(_source(import_module(module))), modules)
+        text = Path(_source(import_module(module))).read_text(encoding="utf-8")
+        code[name] = _HEAD.format(version=__version__) + _relative(text, modules)
     connections = _file(_CONNECTIONS)
-    code[connections] += "".join(f"from .{name} import __name__ as {name}\n" for name in own)
+    code[connections] += "".join(f"from .{name} import __doc__ as of_{name}\n" for name in own)
     home = classes["AutoModel"].__module__
     for auto_class, made in classes.items():
         name = made.__name__ if hasattr(import_module(home), "__all__") else f'__getattr__("{made.__name__}")'
@@ -102,20 +103,31 @@ def _source(thing: Any) -> str:
 
 
 def _own_text(kind: Any, modules: list[str]) -> str:
+    """The text of a user's module, in which `resformer.NAME` is a name that it imports."""
     path = Path(_source(kind))
-    text = _relative(path, modules)
-    if (
-        left := _OTHER_IMPORT.search(re.sub(r"^[ \t]*from \.\w+ import .*$", "", text, flags=re.MULTILINE))
-    ) is not None:
+    text = path.read_text(encoding="utf-8")
+    used = [
+        each
+        for each in ast.walk(ast.parse(text))
+        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "resformer"
+    ]
+    lines = text.split("\n")
+    for each in sorted(used, key=lambda each: (each.lineno, each.col_offset), reverse=True):
+        line = lines[each.lineno - 1].encode()
+        before, after = line[: each.col_offset].decode(), line[each.end_col_offset :].decode()
+        lines[each.lineno - 1] = f"{before}resformer_{each.attr}{after}"
+    imports = "\n".join(f"from resformer import {each} as resformer_{each}" for each in sorted({e.attr for e in used}))
+    text = re.sub(r"^import resformer$", imports, "\n".join(lines), flags=re.MULTILINE)
+    if (left := re.search(r"^[ \t]*(import resformer|from \.).*$", text, re.MULTILINE)) is not None:
         raise CheckpointError(
-            f"{path}: `{left[1]}` cannot be taken along. Import names, such as `from resformer.modeling import "
-            "Connection`, and keep the class in one file."
+            f"{path}: `{left[0].strip()}` cannot go along. Write `import resformer` or `from resformer import NAME`, "
+            "and keep the class of connections in one file."
         )
-    return text
+    return _relative(text, modules)
 
 
-def _relative(path: Path, modules: list[str]) -> str:
-    """The text of a module whose imports from the package are relative; `modules` gets what it imports."""
+def _relative(text: str, modules: list[str]) -> str:
+    """A module whose imports from the package are relative; `modules` gets what it imports."""
 
     def relative(match: re.Match[str]) -> str:
         indent, package, names = match.groups()
@@ -124,10 +136,11 @@ def _relative(path: Path, modules: list[str]) -> str:
             return f"{indent}from .{_file(package)} import {names}"
         lines = []
         for each in re.findall(r"\w+(?: as \w+)?", names.partition("#")[0]):
-            name, _, known_as = each.partition(" as ")
+            name = each.partition(" as ")[0]
             if find_spec(f"{package}.{name}") is not None:
                 _add(f"{package}.{name}")
-                lines.append(f"{indent}from .{name} import __name__ as {known_as or name}")
+                lines.append(f"{indent}from .{name} import __doc__  # Transformers follows this one")
+                lines.append(f"{indent}from . import {each}")
             else:
                 home = getattr(getattr(import_module(package), name), "__module__", package)
                 _add(home)
@@ -138,4 +151,4 @@ def _relative(path: Path, modules: list[str]) -> str:
         if module not in modules:
             modules.append(module)
 
-    return _IMPORT.sub(relative, path.read_text(encoding="utf-8"))
+    return _IMPORT.sub(relative, text)
