@@ -36,6 +36,7 @@ os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_DISABLE_COMPILE_CACHE": "1",
 }
 COMMON: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 512}
@@ -60,6 +61,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 3.0},
     "gpt_oss": MIXTURE | WINDOWS,
     "smollm3": {},
+    "hyperclovax": {},  # is refused
 }
 #: What all families are tried with; `EACH` with every method.
 SOME = ("resformer", "resformer-denseformer", "svformer", "cla2")
