@@ -52,14 +52,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": WINDOWS,
     "gemma2": WINDOWS,
     "mistral": {"sliding_window": None},
-    "mixtral": MIXTURE,
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2": {},
     "olmo2": {},
     "olmo3": WINDOWS,
     "phi3": {},
     "glm4": {},
     "granite": {"logits_scaling": 3.0},
-    "gpt_oss": MIXTURE | WINDOWS,
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
     "smollm3": {},
     "hyperclovax": {},  # is refused
 }

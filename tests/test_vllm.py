@@ -1,4 +1,4 @@
-"""In a real vLLM families with connections give `generate`'s tokens and log probabilities; shared layers take no room."""
+"""In a real vLLM, connected families give tokens and log probabilities of `generate`; shared layers take no room."""
 
 import json
 from importlib.util import find_spec
