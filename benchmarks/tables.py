@@ -302,6 +302,17 @@ def served(name: str) -> str:
     return f"{table(titles, rows)}\n\n{_made_by(report)}"
 
 
+def engines(name: str) -> str:
+    """Connected families in other engines, and the command."""
+    report = read(name)
+    rows = [
+        [row["family"], row["method"], f"{row['batched']} of {row['of']}", f"{row['export']:.0e}", f"{row['onnx']:.0e}"]
+        for row in report["rows"]
+    ]
+    titles = "family | method | continuous batching: tokens equal | torch.export | ONNX"
+    return f"{table(titles, rows)}\n\n{_made_by(report)}"
+
+
 def serving_speed(name: str) -> str:
     """Throughput of the engines, and the command."""
     report = read(name)
@@ -371,6 +382,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "connection_rates": connection_rates,
     "early": early,
     "frozen": frozen,
+    "engines": engines,
     "served": served,
     "serving_speed": serving_speed,
     "quantised": quantised,

@@ -93,7 +93,7 @@ def serving(command: str, log: Path, **environment: str) -> Iterator[int]:
             marks=TRANSFORMERS,
         ),
         pytest.param(1, "--enforce-eager --dtype float32", id="vllm", marks=VLLM),
-        pytest.param(2, "--enforce-eager --dtype float32", id="vllm, a bundle", marks=VLLM),
+        pytest.param(2, "--dtype float32", id="vllm, a bundle, compiled", marks=VLLM),
     ],
 )
 def test_the_pages_servers_answer_the_pages_client(start: int, options: str, checkpoint: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers import PreTrainedConfig
 
 from resformer.errors import CheckpointError
 from resformer.modeling.connection import KINDS
@@ -61,6 +62,10 @@ def remote_code(config: Any) -> dict[str, str]:
     classes = _classes(config)
     own = {Path(_source(kind)).stem: kind for kind in KINDS if kind.fields_of is None and kind.is_in(config)}
     modules = list(dict.fromkeys([*(made.__module__ for made in classes.values()), _CONNECTIONS]))
+    # A family of this package's: its classes are looked up by their names, as Transformers' are.
+    bases = {each.__module__ for each in type(config).__mro__[1:] if issubclass(each, PreTrainedConfig)}
+    families = [module for module in sorted(bases) if module.startswith("resformer.")]
+    modules += families
     code = {name: _own_text(kind, modules) for name, kind in own.items()}
     for module in modules:  # it grows
         name = _file(module)
@@ -71,6 +76,7 @@ def remote_code(config: Any) -> dict[str, str]:
     connections = _file(_CONNECTIONS)
     code[connections] += "".join(f"from .{name} import __doc__ as of_{name}\n" for name in own)
     home = classes["AutoModel"].__module__
+    code[_file(home)] += "".join(f"\nfrom .{_file(each)} import __doc__ as of_family\n" for each in families)
     for auto_class, made in classes.items():
         name = made.__name__ if hasattr(import_module(home), "__all__") else f'__getattr__("{made.__name__}")'
         special = {"AutoConfig": _CONFIG, "AutoModel": _DECODER}.get(auto_class, "")
