@@ -47,7 +47,8 @@ class ConnectedForCausalLM(TransformersMoEForCausalLM):
 
     def recursive_replace(self) -> None:
         """Splits linear layers. vLLM's own way leaves out those in an `nn.LayerNorm`, which our modules are."""
-        (super() if self.model_config.is_moe else super(MoEMixin, self)).recursive_replace()
+        parent: Any = super() if self.model_config.is_moe else super(MoEMixin, self)
+        parent.recursive_replace()
         for outer, connection in added_modules(self.model).items():
             for inner, module in connection.named_modules():
                 name = f"{outer}.{inner}"
