@@ -37,25 +37,8 @@ FAMILIES: dict[str, Any] = {
     "qwen3_moe": ("qwen3_moe", "resformer-denseformer"),
     "qwen3 damped": ("qwen3", "damped"),
 }
-#: A class of a user's.
-DAMPED = """
-import resformer
-from resformer.modeling.connection import coefficient
-
-
-class Damped(resformer.Connection):
-    name, place = "damped", "attention_added"
-
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
-        self.weight = coefficient(1)
-
-    def forward(self, added):
-        return added * self.weight.to(added.dtype)
-
-    def reset_parameters(self):
-        self.weight.data.fill_(0.5)
-"""
+#: A file of a user's, with a class.
+DAMPED = (Path(__file__).parents[1] / "examples" / "own_connection.py").read_text()
 TRUE = ("base of another", "gradients", "config is remote", "from_config")
 CARD = "---\nlicense: mit\n---\nA card.\n"
 
@@ -78,12 +61,12 @@ def ids() -> torch.Tensor:
 def damped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The file with a user's class, which is imported."""
     folder = tmp_path_factory.mktemp("own")
-    (folder / "damped_connection.py").write_text(DAMPED)
+    (folder / "own_connection.py").write_text(DAMPED)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        yield Path(import_module("damped_connection").__file__ or "")
+        yield Path(import_module("own_connection").__file__ or "")
     KINDS[:] = [kind for kind in KINDS if kind.name != "damped"]
-    del METHODS["damped"], sys.modules["damped_connection"]
+    del METHODS["damped"], sys.modules["own_connection"]
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +140,7 @@ def test_a_class_that_cannot_go_along_is_refused(text: str, damped: Path) -> Non
     source = damped.read_text()
     damped.write_text(f"{text}\n{source}")
     try:
-        with pytest.raises(CheckpointError, match=f"damped_connection.py: `{re.escape(text)}` cannot go along"):
+        with pytest.raises(CheckpointError, match=f"own_connection.py: `{re.escape(text)}` cannot go along"):
             remote_code(config)
     finally:
         damped.write_text(source)
@@ -165,7 +148,7 @@ def test_a_class_that_cannot_go_along_is_refused(text: str, damped: Path) -> Non
 
 def test_a_class_without_a_file_is_refused(damped: Path) -> None:
     before = next(kind for kind in KINDS if kind.name == "damped")
-    exec(DAMPED, {"__name__": "__main__"})  # a notebook's cell
+    exec(DAMPED.partition("\nif ")[0], {"__name__": "__main__"})  # a notebook's cell
     try:
         with pytest.raises(CheckpointError, match=r"^Damped: this class of connections has no file of its own"):
             remote_code(connected_config(small_config("qwen3"), "damped"))

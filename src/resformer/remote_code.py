@@ -109,21 +109,21 @@ def _source(thing: Any) -> str:
 
 
 def _own_text(kind: Any, modules: list[str]) -> str:
-    """The text of a user's module, in which `resformer.NAME` is a name that it imports."""
+    """The text of a user's module, without what it runs as a script; `resformer.NAME` is a name that it imports."""
     path = Path(_source(kind))
-    text = path.read_text(encoding="utf-8")
-    used = [
-        each
-        for each in ast.walk(ast.parse(text))
-        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "resformer"
-    ]
-    lines = text.split("\n")
+    lines = path.read_text(encoding="utf-8").split("\n")
+    tree = ast.parse("\n".join(lines))
+    for each in [each for each in tree.body if isinstance(each, ast.If) and "__main__" in ast.unparse(each.test)]:
+        tree.body.remove(each)
+        lines[each.lineno - 1 : each.end_lineno] = [""] * len(range(each.lineno - 1, each.end_lineno or 0))
+    names = [each for each in ast.walk(tree) if isinstance(each, ast.Attribute)]
+    used = {each for each in names if isinstance(each.value, ast.Name) and each.value.id == "resformer"}
     for each in sorted(used, key=lambda each: (each.lineno, each.col_offset), reverse=True):
-        line = lines[each.lineno - 1].encode()
+        line = lines[each.lineno - 1].encode()  # columns are bytes
         before, after = line[: each.col_offset].decode(), line[each.end_col_offset :].decode()
         lines[each.lineno - 1] = f"{before}resformer_{each.attr}{after}"
     imports = "\n".join(f"from resformer import {each} as resformer_{each}" for each in sorted({e.attr for e in used}))
-    text = re.sub(r"^import resformer$", imports, "\n".join(lines), flags=re.MULTILINE)
+    text = re.sub(r"^import resformer$", imports, "\n".join(lines).rstrip() + "\n", flags=re.MULTILINE)
     if (left := re.search(r"^[ \t]*(import resformer|from \.).*$", text, re.MULTILINE)) is not None:
         raise CheckpointError(
             f"{path}: `{left[0].strip()}` cannot go along. Write `import resformer` or `from resformer import NAME`, "
