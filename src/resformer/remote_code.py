@@ -113,9 +113,10 @@ def _own_text(kind: Any, modules: list[str]) -> str:
     path = Path(_source(kind))
     lines = path.read_text(encoding="utf-8").split("\n")
     tree = ast.parse("\n".join(lines))
-    for each in [each for each in tree.body if isinstance(each, ast.If) and "__main__" in ast.unparse(each.test)]:
-        tree.body.remove(each)
-        lines[each.lineno - 1 : each.end_lineno] = [""] * len(range(each.lineno - 1, each.end_lineno or 0))
+    scripts = [each for each in tree.body if isinstance(each, ast.If) and "__main__" in ast.unparse(each.test)]
+    for script in scripts:
+        tree.body.remove(script)
+        lines[script.lineno - 1 : script.end_lineno] = [""] * len(lines[script.lineno - 1 : script.end_lineno])
     names = [each for each in ast.walk(tree) if isinstance(each, ast.Attribute)]
     used = {each for each in names if isinstance(each.value, ast.Name) and each.value.id == "resformer"}
     for each in sorted(used, key=lambda each: (each.lineno, each.col_offset), reverse=True):
