@@ -13,6 +13,7 @@ from resformer.configuration.connected_config import ConnectedConfig
 from resformer.configuration.methods import method_of
 from resformer.convert.bundling import config_with_code
 from resformer.convert.connected_families import connection_config, view
+from resformer.convert.remote_code import remote_code
 from resformer.convert.source import open_source
 from resformer.errors import CheckpointError, first_names, one_line
 from resformer.files import AsDict
@@ -21,7 +22,6 @@ from resformer.hub import Push
 from resformer.model_cards import card_metadata
 from resformer.modeling.connecting import COEFFICIENTS, SETTINGS
 from resformer.names import CARD, CONFIG, DESCRIPTIONS, INDEX, LISTING, LOADED_INSTEAD, SIDE_FILES, SINGLE
-from resformer.remote_code import remote_code
 from resformer.safetensors_format import read_shard
 from resformer.untrusted import MOST_BYTES, names_in, read_bounded, read_json, regular_file
 
