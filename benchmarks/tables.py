@@ -293,7 +293,8 @@ def served(name: str) -> str:
             runs = [row for row in measured if row["mode"] == mode]
             equal, of = (sum(row[each] for row in runs) for each in ("equal", "of"))
             largest = max((row["largest"] for row in runs), default=0.0)
-            cells.append(f"{len(runs)} methods: {equal:,} of {of:,}, {largest:.0e}" if runs else "")
+            methods = f"{len(runs)} method{'s' * (len(runs) > 1)}"
+            cells.append(f"{methods}: {equal:,} of {of:,}, {largest:.0e}" if runs else "")
         cache = {row["method"]: row["tokens of cache"] for row in measured if row["mode"] == "eager"}
         cells.append(f"{cache['cla2'] / cache['resformer']:.2f}" if "cla2" in cache else "")
         refused = [row["method"] for row in of_family if "error" in row]
@@ -306,7 +307,7 @@ def engines(name: str) -> str:
     """Connected families in other engines, and the command."""
     report = read(name)
     rows = [
-        [row["family"], row["method"], f"{row['batched']} of {row['of']}", f"{row['export']:.0e}", f"{row['onnx']:.0e}"]
+        [row["family"], row["method"], f"{row['batched']} of {row['of']}", f"{row['export']:.1g}", f"{row['onnx']:.1g}"]
         for row in report["rows"]
     ]
     titles = "family | method | continuous batching: tokens equal | torch.export | ONNX"
