@@ -1,10 +1,10 @@
-"""vLLM against Transformers: tokens and log probabilities of every method, the cache's size, and the speed.
+"""vLLM against Transformers: tokens and log probabilities of families with connections, and the speed.
 
-    .venv-vllm/bin/python benchmarks/serve.py methods --output benchmarks/results/vllm_methods.json
+    .venv-vllm/bin/python benchmarks/serve.py families --output benchmarks/results/vllm_families.json
     .venv-vllm/bin/python benchmarks/serve.py speed --output benchmarks/results/vllm_speed.json
 
-`methods`: random models whose coefficients are moved; prompts of 7, 40 and 130 tokens in one batch, 64 tokens computed
-at a time, 16 greedy tokens each, beside `generate` of the same dtype.
+`families`: random models of 6 layers whose coefficients are moved; prompts of 7, 40 and 130 tokens in one batch, then
+one that shares a page with the third; 64 tokens computed at a time, 16 greedy tokens each, beside `generate`.
 
 `speed`: 32 prompts of 256 random tokens, 64 new tokens each. Every arm runs in a process of its own that is kept, one
 at a time, in an order that turns with the rounds. A ratio is the median over the rounds of the ratio within a round,
@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 
 import resformer
-from resformer import METHODS, ResFormerConfig
+from resformer import METHODS, connect
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -37,14 +37,42 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_DISABLE_COMPILE_CACHE": "1",
 }
 COMMON: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 512}
-SMALL = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 6, "head_dim": 64}
-SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, **COMMON}
+SMALL = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 6, "head_dim": 32}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, **COMMON}
+MIXTURE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+WINDOWS = {"sliding_window": 16, "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2}
+#: Family -> what differs in its small model.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "qwen3_moe": MIXTURE,
+    "gemma3_text": WINDOWS,
+    "gemma2": WINDOWS,
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2": {},
+    "olmo2": {},
+    "olmo3": WINDOWS,
+    "phi3": {},
+    "glm4": {},
+    "granite": {"logits_scaling": 3.0},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
+    "smollm3": {},
+    "hyperclovax": {},  # is refused
+}
+#: What all families are tried with; `EACH` with every method.
+SOME = ("resformer", "resformer-denseformer", "svformer", "cla2")
+EACH = ("llama", "qwen3", "qwen3_moe", "gemma3_text")
+COMPILED = [*((family, method) for family in EACH for method in SOME), ("qwen3", "value-embeddings")]
+COMPILED += [("qwen3", "nanochat"), ("qwen3", "attention-residuals"), ("qwen3", "depth-attention")]
 LARGE = {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12}
 LARGE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True, **COMMON}
-IDS = torch.randint(0, 300, (32, 256), generator=torch.Generator().manual_seed(0)).tolist()
-PROMPTS = [IDS[0][:7], IDS[1][:40], IDS[2][:130]]
+IDS = torch.randint(1, 300, (32, 256), generator=torch.Generator().manual_seed(0)).tolist()
+PROMPTS = [IDS[0][:7], IDS[1][:40], IDS[2][:130], IDS[2][:128] + IDS[3][:10]]
+NEW = 16
 ARMS = {  # arm -> (method, or Llama's own class; engine)
     "Transformers' continuous batching, Llama": ("llama", "transformers"),
     "Llama": ("llama", "vllm"),
@@ -52,11 +80,12 @@ ARMS = {  # arm -> (method, or Llama's own class; engine)
 }
 
 
-def save(method: str, shape: dict[str, Any], folder: Path) -> None:
+def save(method: str, config: Any, folder: Path) -> None:
     """A random model with its coefficients moved."""
     torch.manual_seed(0)
-    config = LlamaConfig(**shape) if method == "llama" else ResFormerConfig.for_method(method, **shape)
     model = AutoModelForCausalLM.from_config(config)
+    if method != "llama":
+        connect(model, method, lossy=True)
     for name, parameter in model.named_parameters():
         scale = 0.3 if any(part in name for part in ("value_", "depth_", "residuals")) else 0.15
         parameter.data = torch.randn(parameter.shape) * scale + ("norm" in name or "embedding_residual" in name)
@@ -66,7 +95,7 @@ def save(method: str, shape: dict[str, Any], folder: Path) -> None:
 def vllm_engine(folder: Path, dtype: str, **options: Any) -> Any:
     from vllm import LLM
 
-    return LLM(str(folder), dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, **options)
+    return LLM(str(folder), dtype=dtype, skip_tokenizer_init=True, **{"enforce_eager": True, **options})
 
 
 def vllm_answers(llm: Any, prompts: list[list[int]], tokens: int, **options: Any) -> list[Any]:
@@ -76,47 +105,76 @@ def vllm_answers(llm: Any, prompts: list[list[int]], tokens: int, **options: Any
     return llm.generate([{"prompt_token_ids": each} for each in prompts], asked, use_tqdm=False)
 
 
-def compare_methods(rows: list[dict[str, Any]], write: Any) -> None:
+def generated(folder: Path) -> list[Any]:
+    """What Transformers makes of each prompt."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    asked = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    return [model.generate(torch.tensor([prompt]), **asked) for prompt in PROMPTS]
+
+
+def served(folder: Path, expected: list[Any], **options: Any) -> dict[str, Any]:
+    """What vLLM makes of them, beside that."""
+    llm = vllm_engine(folder, "float32", max_num_batched_tokens=64, max_num_seqs=8, **options)
+    answers = [each for part in (PROMPTS[:3], PROMPTS[3:]) for each in vllm_answers(llm, part, NEW, logprobs=0)]
+    equal, largest = 0, 0.0
+    for output, answer in zip(expected, answers, strict=True):
+        wanted = torch.cat(output.logits).log_softmax(-1)
+        tokens = output.sequences[0, -NEW:].tolist()
+        for step, (token, found) in enumerate(zip(tokens, answer.outputs[0].logprobs, strict=True)):
+            if answer.outputs[0].token_ids[step] != token:  # what follows has another prefix
+                break
+            equal += 1
+            largest = max(largest, abs(found[token].logprob - wanted[step, token].item()))
+    cache = llm.llm_engine.vllm_config.cache_config
+    row = {"equal": equal, "of": NEW * len(PROMPTS), "largest": largest, "of pages": answers[3].num_cached_tokens}
+    row["tokens of cache"] = cache.num_gpu_blocks * cache.block_size
+    llm.llm_engine.engine_core.shutdown()
+    return row
+
+
+def compare_families(cases: list[tuple[str, str, str]], rows: list[dict[str, Any]], write: Any) -> None:
+    """Of each (family, method, "eager", "compiled" or "two ranks")."""
+    options = {"eager": {}, "compiled": {"enforce_eager": False}, "two ranks": {"tensor_parallel_size": 2}}
     with tempfile.TemporaryDirectory() as scratch:
         # vLLM decorates our classes in its process: what Transformers gives comes first.
-        expected = {}
-        for method in METHODS:
-            save(method, SMALL, Path(scratch, method))
-            for dtype in ("float32", "bfloat16"):
-                model = AutoModelForCausalLM.from_pretrained(Path(scratch, method), dtype=dtype).eval()
-                expected[method, dtype] = [
-                    model.generate(
-                        torch.tensor([prompt]),
-                        max_new_tokens=16,
-                        do_sample=False,
-                        output_logits=True,
-                        return_dict_in_generate=True,
-                    )
-                    for prompt in PROMPTS
-                ]
-        for (method, dtype), outputs in expected.items():
-            llm = vllm_engine(Path(scratch, method), dtype, max_num_batched_tokens=64, max_num_seqs=8)
-            equal, largest = 0, 0.0
-            for output, answer in zip(outputs, vllm_answers(llm, PROMPTS, 16, logprobs=0), strict=True):
-                wanted = torch.cat(output.logits).float().log_softmax(-1)
-                tokens = output.sequences[0, -16:].tolist()
-                for step, (token, found) in enumerate(zip(tokens, answer.outputs[0].logprobs, strict=True)):
-                    if token not in found:  # what follows has another prefix
-                        break
-                    equal += 1
-                    largest = max(largest, abs(found[token].logprob - wanted[step, token].item()))
-            blocks = llm.llm_engine.vllm_config.cache_config
-            row = {"method": method, "dtype": dtype, "equal": equal, "of": 48, "largest": largest}
-            rows.append({**row, "tokens of cache": blocks.num_gpu_blocks * blocks.block_size})
-            print(rows[-1], flush=True)
+        expected: dict[Path, Any] = {}
+        for family, method in dict.fromkeys((family, method) for family, method, _ in cases):
+            folder = Path(scratch, family, method)
+            try:
+                save(method, AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family]}), folder)
+                expected[folder] = generated(folder)
+            except ValueError as error:  # `connect` refuses it
+                expected[folder] = error
+        for family, method, mode in cases:
+            folder = Path(scratch, family, method)
+            row = {"family": family, "method": method, "mode": mode}
+            try:
+                if isinstance(expected[folder], ValueError):
+                    raise expected[folder]
+                row |= served(folder, expected[folder], **options[mode])
+            except (RuntimeError, ValueError) as error:
+                row["error"] = str(error).splitlines()[0]
+            rows.append(row)
+            print(row, flush=True)
             write()
-            llm.llm_engine.engine_core.shutdown()
+
+
+def chosen_cases(options: argparse.Namespace) -> list[tuple[str, str, str]]:
+    if options.case:
+        return [tuple(each) for each in options.case]
+    plain = {"transformer", "llama"}
+    eager = [
+        (family, method, "eager")
+        for family in FAMILIES
+        for method in ([each for each in METHODS if each not in plain] if family in EACH else SOME)
+    ]
+    return eager + [(*each, "compiled") for each in COMPILED] + [("qwen3", "resformer-gated", "two ranks")]
 
 
 def arm(model: str, engine: str) -> None:
     """Answers each line of stdin with the seconds of one run, on the clock and on the processor."""
     with tempfile.TemporaryDirectory() as scratch:
-        save(model, LARGE, Path(scratch))
+        save(model, LlamaConfig(**LARGE), Path(scratch))
         if engine == "vllm":
             llm = vllm_engine(Path(scratch), "float32", enable_prefix_caching=False, num_gpu_blocks_override=128)
         else:
@@ -168,8 +226,9 @@ def compare_speed(rows: dict[str, list[list[float]]], rounds: int, write: Any) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("methods", "speed", "arm"))
+    parser.add_argument("part", choices=("families", "speed", "arm"))
     parser.add_argument("--arm", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--case", nargs=3, action="append", metavar=("FAMILY", "METHOD", "MODE"), help="only these")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -193,8 +252,8 @@ def main() -> None:
             }
         options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
-    if options.part == "methods":
-        compare_methods(results.setdefault("rows", []), write)
+    if options.part == "families":
+        compare_families(chosen_cases(options), results.setdefault("rows", []), write)
         return None
     compare_speed(results.setdefault("seconds", {}), options.rounds, write)
     return None

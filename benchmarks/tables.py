@@ -283,15 +283,34 @@ def moved(name: str) -> str:
 
 
 def served(name: str) -> str:
-    """Every method in vLLM, and the command."""
+    """Families in vLLM: in each mode the methods, tokens that are equal, the largest difference; and the command."""
+    report, rows = read(name), []
+    for family in dict.fromkeys(row["family"] for row in report["rows"]):
+        of_family = [row for row in report["rows"] if row["family"] == family]
+        measured = [row for row in of_family if "error" not in row]
+        cells: list[object] = []
+        for mode in ("eager", "compiled", "two ranks"):
+            runs = [row for row in measured if row["mode"] == mode]
+            equal, of = (sum(row[each] for row in runs) for each in ("equal", "of"))
+            largest = max((row["largest"] for row in runs), default=0.0)
+            methods = f"{len(runs)} method{'s' * (len(runs) > 1)}"
+            cells.append(f"{methods}: {equal:,} of {of:,}, {largest:.0e}" if runs else "")
+        cache = {row["method"]: row["tokens of cache"] for row in measured if row["mode"] == "eager"}
+        cells.append(f"{cache['cla2'] / cache['resformer']:.2f}" if "cla2" in cache else "")
+        refused = [row["method"] for row in of_family if "error" in row]
+        rows.append([family, *cells, ", ".join(dict.fromkeys(refused)) if measured else "all"])
+    titles = "family | eager: tokens equal, log probabilities within | compiled | two ranks | room of CLA2 | refused"
+    return f"{table(titles, rows)}\n\n{_made_by(report)}"
+
+
+def engines(name: str) -> str:
+    """Connected families in other engines, and the command."""
     report = read(name)
-    measured, rows = {(row["method"], row["dtype"]): row for row in report["rows"]}, []
-    for method in METHODS:
-        pair = [measured[method, dtype] for dtype in ("float32", "bfloat16")]
-        cells = [cell for row in pair for cell in (f"{row['equal']} of {row['of']}", f"{row['largest']:.1g}")]
-        rows.append([method, *cells, *(f"{row['tokens of cache']:,}" for row in pair)])
-    titles = "method | float32: tokens equal | log probabilities within | bfloat16: tokens equal | within "
-    titles += "| tokens of cache in 1 GiB, float32 | bfloat16"
+    rows = [
+        [row["family"], row["method"], f"{row['batched']} of {row['of']}", f"{row['export']:.1g}", f"{row['onnx']:.1g}"]
+        for row in report["rows"]
+    ]
+    titles = "family | method | continuous batching: tokens equal | torch.export | ONNX"
     return f"{table(titles, rows)}\n\n{_made_by(report)}"
 
 
@@ -364,6 +383,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "connection_rates": connection_rates,
     "early": early,
     "frozen": frozen,
+    "engines": engines,
     "served": served,
     "serving_speed": serving_speed,
     "quantised": quantised,

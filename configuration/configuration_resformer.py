@@ -35,7 +35,7 @@ _SIZES = (
 #: Keyword arguments that are no fields of a configuration and are not misspelt ones either.
 _KNOWN_EXTRA_KEYS = frozenset(
     "attn_implementation experts_implementation name_or_path num_labels output_attentions rope_scaling rope_theta "
-    "torch_dtype auto_map base_model model_type".split()
+    "torch_dtype dtype auto_map base_model model_type".split()
 )
 
 

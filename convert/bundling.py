@@ -1,47 +1,22 @@
 """Bundles: a ResFormer checkpoint with the code that loads it, for those who have Transformers and not this package."""
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from resformer import configuration
-from resformer.configuration import ResFormerConfig
+from resformer.configuration.connected_config import ConnectedConfig
 from resformer.convert.deciding import Decision
 from resformer.convert.reading import side_file
+from resformer.convert.remote_code import auto_map, remote_code
 from resformer.convert.source import open_source
 from resformer.convert.to_folder import Options, Report, carry_out
 from resformer.errors import CheckpointError, quoted
 from resformer.files import check_target
-from resformer.modeling.families import PREFIX
 from resformer.names import DESCRIPTIONS
 from resformer.untrusted import names_in
-from resformer.version import __version__
-
-_CONFIGURATION, _MODELING = "configuration_resformer", "modeling_resformer"
-_CAUSAL_LM = "ResFormerForCausalLM"
-#: What stands in config.json: Auto class -> the class in the files that go along.
-AUTO_MAP = {
-    "AutoConfig": f"{_CONFIGURATION}.ResFormerConfig",
-    "AutoModel": f"{_MODELING}.ResFormerModel",
-    "AutoModelForCausalLM": f"{_MODELING}.{_CAUSAL_LM}",
-    "AutoModelForQuestionAnswering": f"{_MODELING}.ResFormerForQuestionAnswering",
-    "AutoModelForSequenceClassification": f"{_MODELING}.ResFormerForSequenceClassification",
-    "AutoModelForTokenClassification": f"{_MODELING}.ResFormerForTokenClassification",
-}
-_IMPORT = re.compile(r"from resformer\.(configuration|modeling\.connections|modeling)\.(\w+) import")
-_NAMES = re.compile(r"from resformer\.configuration import (.+)")
-#: The first lines of each module in a bundle; the module as it is in the package follows.
-_HEAD = """\
-# SPDX-License-Identifier: Apache-2.0
-# A module of resformer {version}, put here by `resformer bundle`: changes belong in the package.
-"""
-#: Makes Transformers save this code with every model of these classes.
-_REGISTER = '\n{name}.register_for_auto_class("{auto_class}")\n'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +30,7 @@ class BundleReport(Report):
 def bundle(
     source: str | Path, output: str | Path, *, force: bool = False, revision: str | None = None, **options: Any
 ) -> BundleReport:
-    """Writes the ResFormer checkpoint `source` with its code, so that it loads where this package is not installed.
+    """Writes a checkpoint with connections with its code, so that it loads where this package is not installed.
 
     `AutoModelForCausalLM.from_pretrained(output, trust_remote_code=True)` then needs only torch and Transformers, and
     so do the other Auto classes. Weights, tokenizer and model card go along byte for byte; config.json gets an
@@ -68,7 +43,8 @@ def bundle(
         options: `dry_run`, `link`, `verify`, `progress`, as for `resformer.retrofit`.
 
     Raises:
-        CheckpointError: the source is no causal language model of ours, or `output` is in the way.
+        CheckpointError: the source is no language model with connections, a class of connections that it has cannot go
+            along, or `output` is in the way.
         OutputError, VerificationError: as for `resformer.retrofit`.
     """
     settings = Options(made_by="bundle", force=force, **options)
@@ -76,8 +52,9 @@ def bundle(
     check_target(target, source, made_by=settings.made_by, force=force)
     opened = open_source(source, revision, heads=True)
     known = {key: value for key, value in opened.raw_config.items() if key not in opened.dropped_config}
-    config = config_with_code({"model_type": opened.config.model_type, **known}, opened.name)
-    code = remote_code()
+    config = config_with_code({"model_type": opened.config.model_type, **known}, opened.config, opened.name)
+    code = remote_code(opened.config)
+    bytes_of = {name: len(text.encode()) for name, text in code.items()}
     fetched = opened.fetch(headers_only=settings.dry_run)
     if fetched.config.tie_word_embeddings and not fetched.tied:
         config["tie_word_embeddings"] = False
@@ -92,7 +69,7 @@ def bundle(
         ),
         target,
         settings,
-        partial(BundleReport, code={name: len(text.encode()) for name, text in code.items()}, auto_map=AUTO_MAP),
+        partial(BundleReport, code=bytes_of, auto_map=config["auto_map"]),
         lambda report, digests: code,
     )
     # Code of an older version is replaced, not left behind; its auto_map too.
@@ -100,53 +77,27 @@ def bundle(
     return replace(report, left_behind=left_behind)
 
 
-def config_with_code(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The content of config.json that makes Transformers load `remote_code()`."""
-    if (model_type := config.get("model_type")) != ResFormerConfig.model_type:
-        if isinstance(model_type, str) and model_type.startswith(PREFIX):
-            raise CheckpointError(
-                f"{name}: cannot be bundled: its decoder is that of {model_type.removeprefix(PREFIX)} in Transformers, "
-                "which the package changes in place. Readers install resformer and import it. Or share the "
-                "coefficients alone (resformer.save_connections)."
-            )
-        raise CheckpointError(
-            f"{name}: is a checkpoint of {quoted(model_type)}, which Transformers loads by itself. `resformer convert` "
-            "gives it connections."
-        )
-    if (architectures := config.get("architectures", [_CAUSAL_LM])) != [_CAUSAL_LM]:
-        raise CheckpointError(
-            f"{name}: config.json has architectures={quoted(architectures)}; only {_CAUSAL_LM} can be bundled. "
-            "Train the other heads from a bundle, with trust_remote_code=True: what that saves holds the code."
-        )
-    return {**config, "auto_map": AUTO_MAP}
+def config_with_code(raw_config: Mapping[str, Any], config: Any, name: str) -> dict[str, Any]:
+    """The content of config.json that makes Transformers load `remote_code(config)`.
 
-
-def remote_code() -> dict[str, str]:
-    """File name -> text of the code that goes along: always the same for one version of this package.
-
-    These are the package's modules, their imports of each other made relative: Transformers follows those.
+    Args:
+        raw_config: config.json as it stands.
+        config: what it is read as.
     """
-    code = {}
-    modules = [("configuration", _CONFIGURATION), ("modeling", _MODELING)]
-    for package, module in modules:
-        home = files(f"resformer.{package}")
-        if module == "connections":
-            # The package imports whatever is in its folder; Transformers follows import statements alone.
-            kinds = sorted(each.name for each in (home / module).iterdir() if each.name[0] != "_")
-            kinds = [f"from resformer.modeling.connections.{kind[:-3]} import __doc__  # noqa: F401" for kind in kinds]
-            text = "\n".join(["from resformer.modeling.connection import KINDS  # noqa: F401", *kinds, ""])
-        else:
-            text = (home / f"{module}.py").read_text(encoding="utf-8")
-        text = _NAMES.sub(_from_their_homes, text)
-        modules += [name for name in _IMPORT.findall(text) if name not in modules]
-        code[f"{module}.py"] = _HEAD.format(version=__version__) + _IMPORT.sub(r"from .\2 import", text)
-    for auto_class, reference in AUTO_MAP.items():
-        file, name = reference.split(".")
-        code[f"{file}.py"] += _REGISTER.format(name=name, auto_class=auto_class)
-    return dict(sorted(code.items()))
-
-
-def _from_their_homes(match: re.Match[str]) -> str:
-    """An import from the package `resformer.configuration`, which a bundle lacks, from the modules of its names."""
-    names = match[1].split(", ")
-    return "\n".join(f"from {getattr(configuration, name).__module__} import {name}" for name in names)
+    if not isinstance(config, ConnectedConfig):
+        raise CheckpointError(
+            f"{name}: is a checkpoint of {quoted(raw_config.get('model_type'))}, which Transformers loads by itself. "
+            "`resformer convert` gives it connections."
+        )
+    classes = auto_map(config)
+    bundled = [
+        classes[each].partition(".")[2]
+        for each in ("AutoModelForCausalLM", "AutoModelForImageTextToText")
+        if each in classes
+    ]
+    if (architectures := raw_config.get("architectures", bundled[:1])) not in [[each] for each in bundled]:
+        raise CheckpointError(
+            f"{name}: config.json has architectures={quoted(architectures)}; only {' or '.join(bundled)} can be "
+            "bundled. Train the other heads from a bundle, with trust_remote_code=True: what that saves holds the code."
+        )
+    return {**raw_config, "auto_map": classes}

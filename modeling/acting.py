@@ -536,7 +536,6 @@ class Passes:
         plan = self.plan
         for name in self.drops:
             kwargs.pop(name, None)
-        keep_packed_sequences_apart(kwargs)
         input_ids = self.tokens(args, kwargs) if plan.reads_tokens else None
         forward_pass = ForwardPass(plan, input_ids)
         steps = [Step(forward_pass, *each) for each in zip(plan.modules, plan.numbers, strict=True)]

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from resformer.configuration.connected_config import ConnectedConfig, plain_view
+from resformer.configuration.connected_config import plain_view
 from resformer.configuration.connection_fields import check_connections
 from resformer.configuration.sources import key_sources, value_sources
 from resformer.errors import did_you_mean
@@ -339,7 +339,9 @@ def _why_it_cannot_share(attention: nn.Module, config: Any, values: ValueProject
         return "its projections are one tensor on disk"
     if unlike := next((reason for each, reason in _OUTPUTS_UNLIKE.items() if hasattr(attention, each)), ""):
         return f"its attention {unlike}"
-    of_family = any("kv_sharing_modes" in vars(each) for each in type(config).__mro__ if each is not ConnectedConfig)
+    # By name: vLLM copies the configuration's class of a bundle to its processes by value.
+    classes = [each for each in type(config).__mro__ if each.__name__ != "ConnectedConfig"]
+    of_family = any("kv_sharing_modes" in vars(each) for each in classes)
     if of_family or getattr(config, "num_kv_shared_layers", None):
         return "its layers share keys and values by themselves"
     if CACHE not in inspect.signature(inspect.unwrap(type(attention).forward)).parameters:

@@ -13,10 +13,11 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.utils import output_capturing
 
-from resformer.modeling.acting import ConnectedLayer
-from resformer.modeling.any_decoder import Decoder
+from resformer.modeling.acting import ConnectedLayer, keep_packed_sequences_apart
+from resformer.modeling.any_decoder import Decoder, text_config
 from resformer.modeling.connection import Added, StartsAsStated
 from resformer.modeling.growing_cache import GrowingCache
+from resformer.modeling.in_vllm import prepare_for_vllm
 from resformer.modeling.installing import add_connections
 from resformer.modeling.matrices import depth_mixing_matrix, value_mixing_matrix
 from resformer.modeling.versions import CACHE, record_rejected_tokens
@@ -72,6 +73,7 @@ class ConnectedModel(PreTrainedModel):
 
         @functools.wraps(family)  # its signature is read
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            keep_packed_sequences_apart(kwargs)
             passes = self.__dict__.get("passes")  # of the decoder, if this is it
             return family(self, *args, **kwargs) if passes is None else passes.run(family, *args, **kwargs)
 
@@ -91,7 +93,9 @@ class ConnectedModel(PreTrainedModel):
             become_connected(decoder.module, type(self.config))
         add_connections(self, decoder, view)
         plan: dict[str, str] = getattr(self, "_tp_plan", None) or {}
-        self._tp_plan = plan | decoder.tp_plan(view, plan)
+        own = decoder.tp_plan(view, plan)
+        prepare_for_vllm(text_config(self.config), view, own)
+        self._tp_plan = plan | own
         self.keep_full_precision()
 
     def value_mixing_matrix(self) -> torch.Tensor:

@@ -28,7 +28,10 @@ PREFIX = "resformer_"
 
 @functools.cache
 def config_class(family: type[PreTrainedConfig]) -> Any:
-    """The configuration of a family with fields for connections; the Auto classes then know it and its models."""
+    """The configuration of a family with fields for connections; the Auto classes then know it and its models.
+
+    Those of a bundle are named by its `auto_map`. Registered, they would be taken for all checkpoints of the family.
+    """
     if family is LlamaConfig:
         return ResFormerConfig
     name, model_type = f"ResFormer{family.__name__}", PREFIX + family.model_type
@@ -36,27 +39,33 @@ def config_class(family: type[PreTrainedConfig]) -> Any:
     if hasattr(family, "kv_sharing_modes"):  # shares keys and values by itself, and in no other way
         members["kv_sharing_modes"] = family.kv_sharing_modes
     made: Any = told_in_one_line(strict(type(name, (ConnectedConfig, family), members)))
-    AutoConfig.register(model_type, made, exist_ok=True)
+    if __name__ == "resformer.modeling.families":
+        _register(family, made)
+    _convert_weights_alike(family.model_type, model_type)
+    return made
+
+
+def _register(family: type[PreTrainedConfig], made: Any) -> None:
+    AutoConfig.register(made.model_type, made, exist_ok=True)
     # Processors of images and sounds are imported where there are any.
     others = ("processing_auto", "image_processing_auto", "feature_extraction_auto") if family.sub_configs else ()
     for module in (tokenization_auto, *(import_module(f"transformers.models.auto.{name}") for name in others)):
         _as_the_family(module, family, made)
         for table in _own_tables(module):  # some are asked by the model's type
             if isinstance(table, dict) and family.model_type in table:
-                table.setdefault(model_type, table[family.model_type])
-            elif isinstance(table, (set, list)) and family.model_type in table and model_type not in table:
-                getattr(table, "add", getattr(table, "append", None))(model_type)
+                table.setdefault(made.model_type, table[family.model_type])
+            elif isinstance(table, (set, list)) and family.model_type in table and made.model_type not in table:
+                getattr(table, "add", getattr(table, "append", None))(made.model_type)
     _as_the_family(modeling_auto, family, made)
-    _convert_weights_alike(family.model_type, model_type)
-    return made
 
 
 @functools.cache
 def model_class(family: type[PreTrainedModel], config: type[PreTrainedConfig]) -> Any:
     """The class of a family's model with connections; `config` is its configuration's."""
     if config is ResFormerConfig:
-        llamas = import_module("resformer.modeling.modeling_resformer")
-        return getattr(llamas, f"ResFormer{family.__name__.removeprefix('Llama')}")
+        from resformer.modeling import modeling_resformer  # which names its classes as this function does
+
+        return getattr(modeling_resformer, f"ResFormer{family.__name__.removeprefix('Llama')}")
     name = f"ResFormer{family.__name__}"
     members = {"config_class": config, "__module__": __name__, "__doc__": family.__doc__}
     heads = (WholeStepLoss,) if issubclass(family, GENERIC_HEADS) else ()

@@ -37,6 +37,7 @@ from resformer.modeling.any_decoder import (
     LayerPlaces,
 )
 from resformer.modeling.connection import Connection, Crossing, Reads, Shape, StartsAsStated, kinds_in
+from resformer.modeling.connections import KINDS
 
 #: Places within an attention.
 WITHIN_ATTENTION = {*PROJECTION_INPUTS, "raw_queries", "raw_keys", "queries", "keys", "hidden_states"}
@@ -128,8 +129,6 @@ def remove_connections(decoder: Decoder) -> None:
 
 
 def kinds_with_decoder_modules(module: nn.Module) -> list[type[Connection]]:
-    from resformer.modeling.connections import KINDS
-
     return [kind for kind in KINDS if kind.name in module._modules]
 
 

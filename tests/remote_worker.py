@@ -15,8 +15,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-#: The bundle that more is done with than loading it.
-CHOSEN = "resformer-denseformer"
+#: The bundles that more is done with than loading them: Llama's and another family's.
+CHOSEN = ("resformer-denseformer", "gemma3_text")
 NEW_TOKENS = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 
 
@@ -61,25 +61,31 @@ def save_and_load(auto_class: Any, source: Path, target: Path, ids: torch.Tensor
 
 
 def main(bundles: Path, results: Path) -> None:
+    facts: dict[str, Any] = {}
     ids = load_file(bundles / "ids.safetensors")["ids"]
     for folder in sorted(path for path in bundles.iterdir() if path.is_dir()):
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
         assert is_remote(model), type(model).__module__
         save_file(numbers(model, ids), results / f"{folder.name}.safetensors")
 
-    source = bundles / CHOSEN
-    facts: dict[str, Any] = {"heads": {}}
-    for name in json.loads((source / "config.json").read_text())["auto_map"]:
-        if name != "AutoConfig":
-            facts["heads"][name] = save_and_load(getattr(transformers, name), source, results / name, ids)
-    model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
-    model.model.save_pretrained(results / "base")
-    facts["base of another"] = is_remote(AutoModel.from_pretrained(results / "base", trust_remote_code=True))
-
-    config = AutoConfig.from_pretrained(source, trust_remote_code=True)
-    facts["config is remote"] = is_remote(config)
-    facts["from_config"] = is_remote(AutoModelForCausalLM.from_config(config, trust_remote_code=True))
-    facts["named method"] = type(config).for_method("svformer", num_hidden_layers=3).value_sources
+    for chosen in CHOSEN:
+        source = bundles / chosen
+        found = facts[chosen] = {"heads": {}}
+        for name in json.loads((source / "config.json").read_text())["auto_map"]:
+            if name != "AutoConfig":
+                target = results / chosen / name
+                found["heads"][name] = save_and_load(getattr(transformers, name), source, target, ids)
+        model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+        model.model.save_pretrained(results / chosen / "base")
+        base = AutoModel.from_pretrained(results / chosen / "base", trust_remote_code=True)
+        found["base of another"] = is_remote(base)
+        model.train().gradient_checkpointing_enable()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        found["gradients"] = all(each.grad is not None for each in model.parameters())
+        config = AutoConfig.from_pretrained(source, trust_remote_code=True)
+        found["config is remote"] = is_remote(config)
+        found["from_config"] = is_remote(AutoModelForCausalLM.from_config(config, trust_remote_code=True))
+        found["is registered"] = config.model_type in AutoConfig.for_model.__globals__["CONFIG_MAPPING"]
     facts["resformer"] = [name for name in sys.modules if name.partition(".")[0] == "resformer"]
     (results / "facts.json").write_text(json.dumps(facts))
 

@@ -12,10 +12,11 @@ import pytest
 from checkpoints import save_checkpoint
 from conftest import assert_answers, tiny_model
 from hub_server import Commands, Repository
+from transformers import AutoConfig
 
 from resformer import push
 from resformer.convert import CheckpointError, retrofit
-from resformer.convert.bundling import AUTO_MAP, remote_code
+from resformer.convert.remote_code import auto_map, remote_code
 from resformer.names import LISTING
 
 
@@ -234,5 +235,7 @@ def test_bundle_is_pushed_with_the_code_that_loads_it_and_all_that_a_push_takes(
     assert report["files"] == {name: len(repository[name]) for name in sorted(repository) if name[:4] != ".git"}
     assert json.loads(dry.stdout)["files"] == report["files"]
     assert sorted(checkpoint.rglob("*")) == folder
-    assert json.loads(repository["config.json"])["auto_map"] == AUTO_MAP
-    assert {name: repository[name].decode() for name in remote_code()} == remote_code()
+    config = AutoConfig.from_pretrained(checkpoint)
+    assert json.loads(repository["config.json"])["auto_map"] == auto_map(config)
+    code = remote_code(config)
+    assert {name: repository[name].decode() for name in code} == code

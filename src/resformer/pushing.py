@@ -9,9 +9,11 @@ from pathlib import Path
 from huggingface_hub import constants
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+from resformer.configuration.connected_config import ConnectedConfig
 from resformer.configuration.methods import method_of
-from resformer.convert.bundling import config_with_code, remote_code
+from resformer.convert.bundling import config_with_code
 from resformer.convert.connected_families import connection_config, view
+from resformer.convert.remote_code import remote_code
 from resformer.convert.source import open_source
 from resformer.errors import CheckpointError, first_names, one_line
 from resformer.files import AsDict
@@ -95,7 +97,9 @@ def push(
             raise ValueError("--bundle is for checkpoints: connections alone are added by the package, to their model.")
     else:
         opened = open_source(folder, heads=True).fetch(headers_only=True)
-        config, code, notes = dict(opened.raw_config), remote_code(), opened.checkpoint.notes
+        config, notes = dict(opened.raw_config), opened.checkpoint.notes
+        has_code = isinstance(opened.config, ConnectedConfig) and (bundle or "auto_map" in config)
+        code = remote_code(opened.config) if has_code else {}
         kind = f"{method_of(view(connection_config(opened.config))) or opened.config.model_type} checkpoint"
         shards = [shard.name for shard in opened.checkpoint.shards]
         taken = {CONFIG, *shards, *([INDEX] if shards != [SINGLE] else []), *(code if "auto_map" in config else ())}
@@ -116,7 +120,7 @@ def push(
 
     check_unchanged()
     if bundle:
-        code[CONFIG] = json.dumps(config_with_code(config, str(folder)), indent=2, sort_keys=True) + "\n"
+        code[CONFIG] = json.dumps(config_with_code(config, opened.config, str(folder)), indent=2, sort_keys=True) + "\n"
         contents |= {name: text.encode() for name, text in code.items()}
     elif "auto_map" in config and not code.keys() <= contents.keys():
         warnings.append("config.json names code (auto_map) that is not in the folder: push it with --bundle.")
