@@ -560,11 +560,13 @@ class Passes:
             layers.passes = self
         self.plan = Plan([*layers._modules.values()], self.decoder)
 
-    def tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    def tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         """The numbers of the tokens, which the decoder gets, or the model that it is part of has got."""
         given = kwargs.get("input_ids", args[0] if args else None)
         if given is None:
             given, self.of_thread.input_ids = self.of_thread.input_ids, None
+        if given is None and kwargs.get("inputs_embeds") is None:
+            return None  # the family says what it needs
         if given is None:
             readers: Any = (each._modules[name] for each in self.plan.layers.values() for name in each.connections)
             field = next(each.fields[0] if each.fields else each.name for each in readers if "input_ids" in each.takes)

@@ -263,6 +263,7 @@ def attending_as_shared(base: PreTrainedModel, model: PreTrainedModel) -> torch.
 def verdict_on_sharing(base: PreTrainedModel, model: PreTrainedModel) -> str:
     if (expected := attending_as_shared(base, model)) is not None:
         assert torch.allclose(model(input_ids=IDS).logits, expected, atol=1e-5), "it attends to something else"
+        model.set_attn_implementation(base.config._attn_implementation)
     assert not generates(base) or caches_agree(model), "a cache changes logits"
     if generates(base):
         held = [held_bytes(each, use_cache=True) for each in (model, base)]
