@@ -231,23 +231,23 @@ class OwnFields:
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
-class ConnectionFields(
-    ValueResidualFields,
-    ValueEmbeddingFields,
-    SharingFields,
-    NeutrenoFields,
-    DepthAverageFields,
-    AttentionResidualFields,
-    EmbeddingResidualFields,
-    BackoutFields,
+class ConnectionFields(  # a dataclass has the fields of its last base first
     OwnFields,
+    BackoutFields,
+    EmbeddingResidualFields,
+    AttentionResidualFields,
+    DepthAverageFields,
+    NeutrenoFields,
+    SharingFields,
+    ValueEmbeddingFields,
+    ValueResidualFields,
 ):
     """Connections that are added to a decoder. The defaults add none. Layers are counted from 0."""
 
 
 ConnectionFields.__doc__ = f"{ConnectionFields.__doc__}\n\n    Args:\n" + "".join(
     textwrap.indent(cleandoc(each.__doc__ or "").partition("Args:\n")[2], "    ").rstrip() + "\n"
-    for each in ConnectionFields.__bases__
+    for each in reversed(ConnectionFields.__bases__)
 )
 
 

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from transformers import __version__ as transformers_version
 
-from resformer.configuration.methods import CONNECTION_FIELDS, connections_of, method_fields, method_of
+from resformer.configuration.methods import (
+    CONNECTION_FIELDS,
+    connections_of,
+    fields_within_kinds,
+    method_fields,
+    method_of,
+)
 from resformer.convert.connected_families import (
     config_text,
     connection_config,
@@ -28,6 +34,7 @@ from resformer.convert.to_folder import Options, Report, Verify, carry_out, fold
 from resformer.errors import CheckpointError, did_you_mean, first_names
 from resformer.files import check_target
 from resformer.model_cards import base_model_of, carried_metadata, model_card
+from resformer.modeling.any_decoder import text_config
 from resformer.modeling.connecting import connected_config
 from resformer.modeling.connections import KINDS
 from resformer.names import RECORD
@@ -128,7 +135,7 @@ def retrofit(
     before = connection_config(opened.config)
     if family_class(before) is not None:
         connected_config(family_of(before), method, **fields)  # refuses what no family can have
-    connections = {**method_fields(method, view(before).num_hidden_layers), **fields}
+    connections = {**fields_within_kinds(method, text_config(before)), **fields}
     for kind in KINDS:
         if not kind.is_in(before):  # what is added starts as the identity
             connections = kind.plain_start(connections) | connections

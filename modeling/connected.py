@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,9 @@ class ConnectedModel(PreTrainedModel):
     def add_connections(self, decoder: Decoder) -> None:
         names = ("_tp_plan", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
         self._before_connections = {name: vars(self).get(name, _UNSET) for name in names}
+        if names := getattr(self.config, "unused_weights", None):  # in files that were linked, not copied
+            ignored = self._keys_to_ignore_on_load_unexpected or ()
+            self._keys_to_ignore_on_load_unexpected = {*ignored, *(f"{re.escape(name)}$" for name in names)}
         view = decoder.view(self.config)
         if isinstance(decoder.module, PreTrainedModel) and not isinstance(decoder.module, ConnectedModel):
             become_connected(decoder.module, type(self.config))

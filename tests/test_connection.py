@@ -1,0 +1,152 @@
+"""A connection is a class that anyone can write, in any file."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import any_decoder
+import pytest
+import torch
+from small_decoders import small_decoder
+from transformers import AutoModelForCausalLM
+
+import resformer
+from resformer.configuration import METHODS
+from resformer.modeling.connection import KINDS, Reads, Shape, coefficient
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "own_connection.py"
+
+
+@pytest.fixture(autouse=True)
+def _classes_of_a_test_are_forgotten() -> Iterator[None]:
+    kinds, methods = [*KINDS], dict(METHODS)
+    yield
+    KINDS[:] = kinds
+    METHODS.clear()
+    METHODS.update(methods)
+
+
+def make_tuned() -> type[resformer.Connection]:
+    class Tuned(resformer.Connection):
+        """x <- x + g f, and later layers read what the first MLP has added."""
+
+        name, place, plain = "tuned", "mlp_added", {"init": 1.0}
+        init: float = 0.5
+        share: float = 0.0
+
+        def __init__(self, shape: Shape, layer: int):
+            super().__init__(shape, layer)
+            self.gain = coefficient(1)
+
+        def reset_parameters(self) -> None:
+            with torch.no_grad():
+                self.gain.fill_(self.init)  # not by Transformers' own functions
+
+        def forward(self, added: torch.Tensor, first: torch.Tensor | None = None) -> Any:
+            mixed = added * self.gain.to(added.dtype)
+            return (mixed if first is None else mixed + self.share * first), {"unmixed": added}
+
+        @classmethod
+        def reads(cls, shape: Shape, layer: int) -> Reads:
+            return {"first": ("unmixed", 0)} if layer else {}
+
+    return Tuned
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
+def test_a_class_starts_plainly_trains_reloads_and_is_saved_alone(family: str, tmp_path: Path) -> None:
+    make_tuned()
+    base = small_decoder(family)
+    base.save_pretrained(tmp_path / "base")
+    model = resformer.connect(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "tuned")
+    assert torch.equal(any_decoder.logits_of(model), any_decoder.logits_of(base))
+    assert model.config.connections == {"tuned": {"init": 1.0}}
+    model(any_decoder.IDS, labels=any_decoder.IDS).loss.backward()
+    gains = {name: each for name, each in model.named_parameters() if "tuned" in name}
+    assert len(gains) == 4
+    for gain in gains.values():
+        assert gain.grad is not None
+        gain.data -= 0.5 * gain.grad.sign()
+    model.config.connections = {"tuned": {"init": 1.0, "share": 0.0}}
+    trained = any_decoder.logits_of(model)
+    model.save_pretrained(tmp_path / "whole")
+    assert torch.equal(any_decoder.logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "whole")), trained)
+    resformer.save_connections(model, tmp_path / "alone")
+    again = resformer.connect(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), str(tmp_path / "alone"))
+    assert torch.equal(any_decoder.logits_of(again), trained)
+    cached, uncached = (any_decoder.tokens_of(model, use_cache=each) for each in (True, False))
+    assert torch.equal(cached, uncached)
+
+
+def test_fields_are_set_by_name_and_tensors_reach_later_layers() -> None:
+    make_tuned()
+    base = small_decoder("llama")
+    model = resformer.connect(small_decoder("llama"), tuned_init=1.0, tuned_share=0.25, lossy=True)
+    added: list[torch.Tensor] = []
+
+    def take(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        added.append(output)
+        return output if len(added) == 1 else output + 0.25 * added[0]
+
+    for layer in base.model.layers:
+        layer.mlp.register_forward_hook(take)
+    assert torch.allclose(any_decoder.logits_of(model), any_decoder.logits_of(base), atol=1e-6)
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+    kind = make_tuned()
+    model = resformer.connect(small_decoder("llama"), "tuned")
+    model.save_pretrained(tmp_path)
+    for refused, said in (
+        ({"connections": {"tuned": {"start": 1}}}, r"`connections`\['tuned'\] has 'start'"),
+        ({"connections": {"tuned": {"init": "half"}}}, r"is 'half': expected a float"),
+        ({"tuned_inti": 1.0}, r"`tuned_inti` is no connection field\. Did you mean 'tuned_init'\?"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            resformer.connect(small_decoder("llama"), refused)
+
+    class Rotated(resformer.Connection):
+        name, place = "rotated", "raw_queries"
+
+        def forward(self, queries: torch.Tensor) -> torch.Tensor:
+            return queries
+
+    with pytest.raises(ValueError, match=r"gpt2 cannot have `rotated`: in layer 0 its queries"):
+        resformer.connect(small_decoder("gpt2"), "rotated")
+    KINDS.remove(kind)
+    with pytest.raises(ValueError, match="`connections` has 'tuned', of which there is no class: first"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    for attributes, said in (
+        ({"name": "own_mlp"}, "which loading a .* changes"),
+        ({"name": "resformer"}, "which is taken by this package"),
+        ({"name": "value_residual"}, "which is taken by this package"),
+        ({"name": "not a name"}, "expected a name that a module can have"),
+        ({"name": "own", "place": "mlp_outptu"}, "expected one of .*mlp_added"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            type("Own", (resformer.Connection,), attributes)
+
+
+def test_the_order_at_one_place_is_stated_and_not_the_alphabets() -> None:
+    ran: list[str] = []
+
+    def make(name: str, order: float) -> None:
+        def forward(self: Any, states: torch.Tensor) -> torch.Tensor:
+            ran.append(name)
+            return states
+
+        type(name, (resformer.Connection,), {"name": name, "place": "layer_output", "order": order, "forward": forward})
+
+    make("second", 1.0)
+    make("a_third", 2.0)
+    make("z_first", 0.0)
+    any_decoder.logits_of(resformer.connect(small_decoder("llama"), ["a_third", "second", "z_first"]))
+    assert ran[:3] == ["z_first", "second", "a_third"]
+
+
+def test_the_example_is_short_and_prints_what_the_page_says() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) <= 40
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, check=True)
+    assert done.stdout == "logits unchanged: True\nparameters added: 4\n"
