@@ -78,6 +78,11 @@ class ResFormerConfig(ConnectedConfig, LlamaConfig):
         for name in _SIZES:  # Llama's configuration divides by some
             if isinstance(value := getattr(self, name), int) and value < 1:
                 raise ValueError(f"`{name}` is {value}: expected a positive integer.")
+        if self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_attention_heads` ({self.num_attention_heads}) is not a multiple of `num_key_value_heads` "
+                f"({self.num_key_value_heads}): every key/value head must serve the same number of query heads."
+            )
         # Copies: Transformers fills the rope dicts in place, and the caller may reuse its lists.
         for f in fields(self):
             if isinstance(value := getattr(self, f.name), (dict, list)):

@@ -178,7 +178,10 @@ def view(config: Any) -> Any:
     Raises:
         CheckpointError: the family's decoder cannot have them; the message is the reason alone.
     """
-    config = connection_config(config)
+    try:
+        config = connection_config(config)
+    except ValueError as error:
+        raise CheckpointError(one_line(error)) from error
     return _view(SameConfig(config))
 
 

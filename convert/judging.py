@@ -128,7 +128,7 @@ def _problem(loading: Mapping[str, Any]) -> str:
             "or rename them."
         )
         return f"missing keys: config.json asks for {first_names(missing)}.{way if prefix else ''}"
-    for name, stored, expected in loading.get("mismatched_keys") or ():
+    for name, stored, expected in sorted(loading.get("mismatched_keys") or ()):
         return f"mismatched keys: {quoted(name)} has shape {[*stored]}, config.json asks for {[*expected]}."
     return "".join(f"{one_line(each)}." for each in loading.get("error_msgs") or ())
 
@@ -139,6 +139,7 @@ def build(folder: Path, name: object) -> Built:
     tensors = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in model.state_dict().items()}
     settings = model.generation_config.to_dict() if model.can_generate() else None
     tied = set(model.all_tied_weights_keys) if getattr(model.config, "tie_word_embeddings", False) else set()
+    unused = frozenset(map(str, getattr(model.config, UNUSED, None) or ()))  # which our models ignore
     every = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return Built(
         config=model.config,
@@ -148,7 +149,7 @@ def build(folder: Path, name: object) -> Built:
         generation={k: v for k, v in settings.items() if k != "transformers_version" and k[0] != "_"}
         if settings
         else None,
-        ignored=frozenset(map(str, loading.get("unexpected_keys") or ())),
+        ignored=frozenset(map(str, loading.get("unexpected_keys") or ())) | unused,
         parameters=model.num_parameters(),
         memory=sum(tensor.numel() * tensor.itemsize for tensor in every.values()),
     )

@@ -183,9 +183,10 @@ def plain_way(model: str = "AutoModelForCausalLM.from_pretrained(SOURCE)", state
 def gguf_way(folder: object, name: str) -> str:
     """The two lines of Transformers that make a checkpoint of a GGUF file."""
     given = f"{str(folder)!r}, gguf_file={name!r}"
+    plain = f"{given}, quantization_config=GgufConfig(dequantize=True)"
     return (
         "GGUF files are read by Transformers (with `gguf` installed): "
-        f'AutoModelForCausalLM.from_pretrained({given}).save_pretrained("plain"); '
+        f'AutoModelForCausalLM.from_pretrained({plain}).save_pretrained("plain"); '
         f'AutoTokenizer.from_pretrained({given}).save_pretrained("plain"). Then convert that.'
     )
 

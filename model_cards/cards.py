@@ -123,7 +123,8 @@ def model_card(
     active = [mode if (mode := f"{name}.{fields[name]}") in FIELDS else name for name in active]
     papers = papers_of(method, active)
     family = None if isinstance(config, ResFormerConfig) else config.model_type.removeprefix(PREFIX)
-    architecture = ((None if family else config.architectures) or ["ResFormerForCausalLM"])[0]
+    stated = [] if family else config.architectures or []  # at a conversion, the source's
+    architecture = next((each for each in stated if each in HEADS), "ResFormerForCausalLM")
     head = HEADS.get(architecture, HEADS["ResFormerForCausalLM"])
     tags = ["resformer", *([method] if method else []), *(FIELDS[name]["tag"] for name in active)]
     card_data = ModelCardData(

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 import torch
 from checkpoints import byte_tokenizer, save_checkpoint, save_notes
-from conftest import Stop, tiny_config, tiny_model
+from conftest import Stop, tiny_config, tiny_model, windowed_model
 from safetensors.torch import load_file
 from scipy import stats
 from torch.utils.flop_counter import FlopCounterMode
@@ -137,8 +137,9 @@ def test_operations_are_those_that_torch_counts(variant: str) -> None:
     assert counted * tokens <= counter.get_total_flops() <= (counted + 3 * averages) * tokens
     assert training_flops(config, tokens) == 3 * sum(parts.values())
     # Queries of 32 numbers in 6 layers; a token sees up to 4 keys.
-    config.sliding_window, config.layer_types = 4, ["sliding_attention"] * 6
-    assert forward_flops(config, tokens)["attention"] == 4 * 32 * 6 * (1 + 2 + 3 + 13 * 4) / 16
+    assert (
+        forward_flops(windowed_model(variant, 4).config, tokens)["attention"] == 4 * 32 * 6 * (1 + 2 + 3 + 13 * 4) / 16
+    )
 
 
 # Statistics.

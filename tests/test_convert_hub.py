@@ -25,7 +25,6 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any]]] = {
     "field": (["--set", "value_sources=[0]"], {}),
     "quantised": ([], {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
     "other": ([], {"model_type": "bart"}),
-    "partial": ([], {"partial_rotary_factor": 0.5}),
     "layers": ([], {"num_hidden_layers": 10**6}),
     "pickled": ([], {}),
     "gguf": ([], {}),

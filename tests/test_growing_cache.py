@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import family_model
-from conftest import RAGGED, tiny_config, tiny_model
+from conftest import RAGGED, tiny_model
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import Cache, DynamicCache, LlamaConfig
+from transformers import AutoConfig, Cache, DynamicCache, LlamaConfig
 from transformers.exporters.utils import get_leaf_tensors
 
-from resformer import GrowingCache
+from resformer import GrowingCache, connected_config
 from resformer.modeling.growing_cache import GrowingLayer
 from resformer.modeling.versions import CACHE
 
@@ -177,8 +177,10 @@ def test_other_llama_style_models_generate_with_it_as_with_their_own(family: str
 
 
 def test_layers_follow_the_configuration_and_come_as_they_are_needed_without_one() -> None:
-    kinds = [type(layer).__name__ for layer in GrowingCache(tiny_config("kitchen-sink")).layers]
-    assert kinds == ["GrowingLayer", "DynamicSlidingWindowLayer"] * 2 + ["DummyLayer"] * 2
+    windows = AutoConfig.for_model("qwen3", num_hidden_layers=4, use_sliding_window=True, max_window_layers=1)
+    shared = connected_config(windows, {"key_sources": [0, 1, 2, 1], "value_sources": [0, 1, 2, 1]})
+    kinds = [type(layer).__name__ for layer in GrowingCache(shared).layers]
+    assert kinds == ["GrowingLayer", *["DynamicSlidingWindowLayer"] * 2, "DummyLayer"]
     cache = GrowingCache()
     assert len(cache) == 0
     fed(cache, 3, layer=2)

@@ -365,7 +365,7 @@ def test_what_is_no_record_or_training_is_refused_by_the_name_of_the_field(copie
         code, _, said = card(folder)
         assert (code, len(said.splitlines()), f"metrics.json: `{name}`" in said) == (3, 1, True), said
     (folder / "metrics.json").unlink()
-    wrong = {"parameters": "many", "added": [1], "dtype": "int3", "rounding": {}, "files": 5, "logits": {}}
+    wrong = {"parameters": "many", "added": [1], "dtype": "int3", "files": 5, "logits": {}}
     for name, value in wrong.items():
         (folder / "resformer_conversion.json").write_text(json.dumps({**record, name: value}))
         code, _, said = card(folder)

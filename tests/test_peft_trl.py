@@ -39,9 +39,7 @@ IDS = torch.arange(1, 41).view(2, 20)
 def build(method: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model of 6 layers that starts alike each time; connections stay in float32."""
     torch.manual_seed(0)
-    model = ResFormerForCausalLM(
-        ResFormerConfig.for_method(method, **SIZES, initializer_range=0.2, smear=method == "nanochat")
-    )
+    model = ResFormerForCausalLM(ResFormerConfig.for_method(method, **SIZES, initializer_range=0.2))
     for name, parameter in model.named_parameters():
         if not is_connection(name):
             parameter.data = parameter.data.to(dtype)

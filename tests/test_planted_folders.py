@@ -187,7 +187,14 @@ def loading(folder: Path, out: Path) -> dict[str, Callable[[], object]]:
     return {
         "analyze": lambda: analyze(folder, ["text"]),
         "finetune": lambda: finetune_checkpoint(
-            FinetuneOptions(model=str(folder), output=str(out / "tuned"), data=[data], dry_run=True, block=16)
+            FinetuneOptions(
+                model=str(folder),
+                output=str(out / "tuned"),
+                data=[data],
+                sample_by="line",
+                dry_run=True,
+                block=16,
+            )
         ),
         "verify --text": lambda: verify(folder, folder, verify="logits", text=data),
     }
@@ -201,7 +208,7 @@ def test_nothing_outside_a_planted_folder_is_read_or_changed(
     for name in ("ours", "llama"):
         shutil.copytree(good / name, tmp_path / name)
         make(tmp_path / name, outside)
-    (tmp_path / "notes.txt").write_text("text")
+    (tmp_path / "notes.txt").write_text("text of a line\n" * 400)
     before, out = snapshot(outside), tmp_path / "out"
     acts = commands(tmp_path / "ours", tmp_path / "llama", out)
     if named in LOADED and not plant.endswith("folder"):  # each is refused; what is not would take seconds
@@ -269,7 +276,7 @@ def test_no_text_in_a_folder_leads_out_of_it(pointer: str, good: Path, outside: 
     path = tmp_path / "llama" / pointer.partition(",")[0]
     text = json.dumps(POINTERS[pointer]).replace("PATH", str(outside / "secret"))
     path.write_text(json.dumps({**json.loads(path.read_text() if path.exists() else "{}"), **json.loads(text)}))
-    (tmp_path / "notes.txt").write_text("text")
+    (tmp_path / "notes.txt").write_text("text of a line\n" * 400)
     acts = loading(tmp_path / "llama", tmp_path / "out")
     del acts["verify --text"]  # reads the tokenizer elsewhere, and the weights by their own checks
     for act in acts.values():

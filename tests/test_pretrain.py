@@ -242,5 +242,5 @@ def test_compile_compiles_each_layer_by_itself(work: Path, monkeypatch: pytest.M
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "")  # which the run sets
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     pretraining.pretrain(PretrainOptions(output="out", data=["text.txt"], compile=True, **{**SMALL, "tokens": 256}))
-    assert compiled.count("ResFormerDecoderLayer") == 2
+    assert compiled.count("LlamaDecoderLayer") == 2
     assert "ResFormerForCausalLM" not in compiled

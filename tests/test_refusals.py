@@ -70,7 +70,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ResFormerForCausalLM(ResFormerConfig.for_method("svformer", **sizes)).save_pretrained(folder / "shared")
     byte_tokenizer().save_pretrained(folder / "shared")
     save(folder / "narrow", vocab_size=200)
-    ResFormerForCausalLM(ResFormerConfig(**sizes, qk_norm=True, mlp_bias=True)).save_pretrained(folder / "strange")
     ResFormerForSequenceClassification(ResFormerConfig(**sizes, num_labels=3)).save_pretrained(folder / "classifier")
     BertConfig(**sizes).save_pretrained(folder / "bert")
     for name in ("gpt2", "phi3", "internlm2", "iquestcoder"):

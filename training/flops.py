@@ -43,7 +43,8 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
     places = [] if seen is None else seen.places
     queries = [each.query_heads * each.values.head_dim if each.values is not None else 0 for each in places]
     attention = 0.0
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(queries)
+    kind_of_all = "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"  # Mistral
+    kinds = getattr(text, "layer_types", None) or [kind_of_all] * len(queries)
     for kind, width in zip(kinds, queries, strict=seen is not None):
         window = min(tokens, getattr(text, "sliding_window", None) or tokens) if kind == "sliding_attention" else tokens
         attention += 4 * width * (window * (window + 1) / 2 + (tokens - window) * window) / tokens
