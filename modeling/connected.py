@@ -90,7 +90,7 @@ class ConnectedModel(PreTrainedModel):
         names = ("_tp_plan", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
         self._before_connections = {name: vars(self).get(name, _UNSET) for name in names}
         if names := getattr(self.config, "unused_weights", None):  # in files that were linked, not copied
-            ignored = self._keys_to_ignore_on_load_unexpected or ()
+            ignored = getattr(self, "_keys_to_ignore_on_load_unexpected", None) or ()
             self._keys_to_ignore_on_load_unexpected = {*ignored, *(f"{re.escape(name)}$" for name in names)}
         view = decoder.view(self.config)
         if isinstance(decoder.module, PreTrainedModel) and not isinstance(decoder.module, ConnectedModel):
