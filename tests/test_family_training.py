@@ -39,9 +39,6 @@ QUICK = ["bamba", "falcon_h1", "gemma4_text", "gpt2", "llama", "mixtral", "qwen3
 #: Families that need more than a size, or a mending elsewhere -> why.
 OPEN = {
     **dict.fromkeys(
-        "bamba falcon_h1 granitemoehybrid nemotron_h".split(), "connected_config: infinity in time_step_limit"
-    ),
-    **dict.fromkeys(
         "dots1 gpt_neo lfm2_moe mamba2 zamba2 zaya".split(), "its own fields must agree with the size: --set"
     ),
     **dict.fromkeys("cohere_compass_text gemma3n_text qwen4_exp_text".split(), "its own defaults build no model"),
@@ -52,7 +49,7 @@ OPEN = {
         "its layers are not found where the model is built with connections",
     ),
     "mistral4": "connecting: its class is not found by name",
-    "prophetnet": "an encoder beside its decoder",
+    "dots3_note_text": "its layers have other numbers of heads",
     "xlnet": "it has no positions to be limited",
 }
 
