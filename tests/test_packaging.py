@@ -193,6 +193,7 @@ def test_installed_wheel_works_from_any_folder(built: Path, tmp_path: Path) -> N
 
 #: Script -> its arguments, in an order in which each finds what those before it have written.
 EXAMPLES = {
+    "own_connection": [],
     "retrofit": ["llama"],
     "finetune": ["notes.txt"],
     "from_scratch": ["notes.txt", "--block", "64", "--tokens", "4k"],
