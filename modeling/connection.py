@@ -228,7 +228,7 @@ class Connection(Added):
     @classmethod
     def needs(cls, config: Any) -> set[str]:
         """The places that it acts at, adds to or reads: a decoder that lacks one refuses it."""
-        read = {name for read in cls.layers(config) for name, _ in _crossings(cls.reads(config, read))}
+        read = {name for read in cls.layers(config) for name, _ in crossings(cls.reads(config, read))}
         seen = {"hidden_states", "queries", "keys", *PLACES}
         return ({cls.place, *cls.takes, *read} & seen) - {"embeddings", None}
 
@@ -290,7 +290,7 @@ class Connection(Added):
         return {}
 
 
-def _crossings(reads: "Reads") -> list[Crossing]:
+def crossings(reads: "Reads") -> list[Crossing]:
     return [each for read in reads.values() for each in (read if isinstance(read, list) else [read])]
 
 

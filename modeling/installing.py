@@ -36,7 +36,7 @@ from resformer.modeling.any_decoder import (
     Decoder,
     LayerPlaces,
 )
-from resformer.modeling.connection import Connection, Crossing, Reads, Shape, StartsAsStated, kinds_in
+from resformer.modeling.connection import Connection, Reads, Shape, StartsAsStated, crossings, kinds_in
 from resformer.modeling.connections import KINDS
 
 #: Places within an attention.
@@ -130,10 +130,6 @@ def remove_connections(decoder: Decoder) -> None:
 
 def kinds_with_decoder_modules(module: nn.Module) -> list[type[Connection]]:
     return [kind for kind in KINDS if kind.name in module._modules]
-
-
-def crossings(reads: Reads) -> list[Crossing]:
-    return [each for read in reads.values() for each in (read if isinstance(read, list) else [read])]
 
 
 def _around_of_layer(places: LayerPlaces, needs: set[str], within: bool) -> tuple[tuple[str, Callable[..., Any]], ...]:
