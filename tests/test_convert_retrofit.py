@@ -287,19 +287,20 @@ def test_a_gguf_file_is_refused_with_the_two_lines_that_make_a_checkpoint_of_it(
     gguf = pytest.importorskip("gguf")
     monkeypatch.chdir(tmp_path)
     source = family_model("llama", vocab_size=258)
-    write_gguf(gguf, source, tmp_path / "model.gguf")
-    for asked in ("model.gguf", "."):
+    (tmp_path / "given").mkdir()
+    write_gguf(gguf, source, tmp_path / "given/model.gguf")
+    for output, asked in (("of_file", "given/model.gguf"), ("of_folder", "given")):
         with pytest.raises(CheckpointError) as refused:
             retrofit(asked, "out")
         lines = re.search(r"installed\): (.*\))\. Then", str(refused.value))
         exec(lines[1], {name: getattr(transformers, name) for name in re.findall(r"\b(?:Auto|Gguf)\w+", lines[1])})
-        report = retrofit("plain", f"out{asked}", "resformer-denseformer")
+        report = retrofit("plain", output, "resformer-denseformer")
         assert report.logits.identical
         assert report.tokens.identical
     ids = torch.arange(1, 61).view(2, 30)
     with torch.no_grad():
         expected = source(ids).logits
-        torch.testing.assert_close(AutoModelForCausalLM.from_pretrained("out.")(ids).logits, expected)
+        torch.testing.assert_close(AutoModelForCausalLM.from_pretrained("of_folder")(ids).logits, expected)
 
 
 def write_gguf(gguf: Any, model: Any, path: Path, **changes: Any) -> None:
