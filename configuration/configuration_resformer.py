@@ -6,16 +6,12 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.utils import logging
 
 from resformer.configuration.connected_config import ConnectedConfig
 from resformer.configuration.connection_fields import told_in_one_line
 from resformer.configuration.methods import method_fields
-from resformer.errors import did_you_mean
 
 __all__ = ["ResFormerConfig"]
-
-logger = logging.get_logger(__name__)
 
 #: What decoders like Llama's have and Llama lacks -> its values without effect, and a family that has it.
 _NOT_LLAMAS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -32,11 +28,6 @@ _SIZES = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
     "max_position_embeddings head_dim"
 ).split()
-#: Keyword arguments that are no fields of a configuration and are not misspelt ones either.
-_KNOWN_EXTRA_KEYS = frozenset(
-    "attn_implementation experts_implementation name_or_path num_labels output_attentions rope_scaling rope_theta "
-    "torch_dtype dtype auto_map base_model model_type".split()
-)
 
 
 @told_in_one_line
@@ -124,7 +115,3 @@ def _refuse_what_llama_lacks(extra: dict[str, Any]) -> None:
                 f"`{name}`={value!r} is no field of Llama's decoder, which `ResFormerConfig` is. Another family has "
                 f"it, such as {family!r}: `resformer.connected_config(AutoConfig.for_model({family!r}, ...), METHOD)`."
             )
-    names = [f.name for f in fields(ResFormerConfig)]
-    for key in extra:
-        if not key.startswith("_") and key not in _KNOWN_EXTRA_KEYS and (close := did_you_mean(key, names)):
-            logger.warning_once(f"ResFormerConfig has no field {key!r}, and nothing reads it.{close}")

@@ -1,10 +1,18 @@
 """What every configuration with connections does, whatever its family."""
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+from transformers.utils import logging
+
 from resformer.configuration.connection_fields import ConnectionFields, check_connections
 from resformer.configuration.methods import CONNECTION_FIELDS
+from resformer.errors import did_you_mean
+
+logger = logging.get_logger(__name__)
+
+_BEGINNINGS = tuple("_".join(name.split("_")[:2]) for name in CONNECTION_FIELDS)
 
 
 class ConnectedConfig(ConnectionFields):
@@ -14,6 +22,7 @@ class ConnectedConfig(ConnectionFields):
     base_model_pp_plan = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self._warn_of_misspelt(kwargs)
         self.value_residual_init = [float(value) for value in self.value_residual_init]
         for name in ("neutreno_lambda", "depth_attention_init", "attention_residual_init"):
             setattr(self, name, float(getattr(self, name)))
@@ -23,9 +32,18 @@ class ConnectedConfig(ConnectionFields):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As the base class, but connection fields given as keyword arguments replace those of the file before they are
         validated, and fewer layers are the first ones, with their connections."""
+        cls._warn_of_misspelt(kwargs)
         overrides = {name: kwargs.pop(name) for name in {*CONNECTION_FIELDS, "num_hidden_layers"} & kwargs.keys()}
         fewer = _of_first_layers(config_dict, overrides)
         return super().from_dict({**config_dict, **fewer, **overrides}, **kwargs)  # type: ignore[misc]
+
+    @classmethod
+    def _warn_of_misspelt(cls, keys: Iterable[str]) -> None:
+        for key in keys:  # Transformers keeps unknown ones as attributes that nothing reads
+            if key in CONNECTION_FIELDS:
+                continue
+            if close := did_you_mean(key, CONNECTION_FIELDS, 0.6 if key.startswith(_BEGINNINGS) else 0.9):
+                logger.warning_once(f"{cls.__name__} has no field {key!r}, and nothing reads it.{close}")
 
     @property
     def kv_sharing_modes(self) -> list[str | None] | None:

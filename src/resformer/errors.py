@@ -57,6 +57,6 @@ def first_names(names: Collection[str], most: int = 5) -> str:
     return ", ".join(quoted(name) for name in ordered[:most]) + more
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], alike: float = 0.6) -> str:
     """The last sentence of a message: the known name that is most like an unknown one; empty if none is."""
-    return "".join(f" Did you mean {close!r}?" for close in get_close_matches(name, list(known), n=1))
+    return "".join(f" Did you mean {close!r}?" for close in get_close_matches(name, list(known), 1, alike))
