@@ -8,7 +8,7 @@ from transformers.utils import logging
 
 from resformer.configuration.connection_fields import ConnectionFields, check_connections
 from resformer.configuration.methods import CONNECTION_FIELDS
-from resformer.errors import did_you_mean
+from resformer.errors import did_you_mean, had_two_meanings
 
 logger = logging.get_logger(__name__)
 
@@ -22,9 +22,9 @@ class ConnectedConfig(ConnectionFields):
     base_model_pp_plan = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self._warn_of_misspelt(kwargs)
+        self._look_for_misspelt(kwargs)
         self.value_residual_init = [float(value) for value in self.value_residual_init]
-        for name in ("neutreno_lambda", "depth_attention_init", "attention_residual_init"):
+        for name in ("neutreno_lambda", "depth_attention_init", "delta_attention_residual_init"):
             setattr(self, name, float(getattr(self, name)))
         super().__post_init__(**kwargs)  # type: ignore[misc]
 
@@ -32,16 +32,18 @@ class ConnectedConfig(ConnectionFields):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As the base class, but connection fields given as keyword arguments replace those of the file before they are
         validated, and fewer layers are the first ones, with their connections."""
-        cls._warn_of_misspelt(kwargs)
+        cls._look_for_misspelt(kwargs)
         overrides = {name: kwargs.pop(name) for name in {*CONNECTION_FIELDS, "num_hidden_layers"} & kwargs.keys()}
         fewer = _of_first_layers(config_dict, overrides)
         return super().from_dict({**config_dict, **fewer, **overrides}, **kwargs)  # type: ignore[misc]
 
     @classmethod
-    def _warn_of_misspelt(cls, keys: Iterable[str]) -> None:
+    def _look_for_misspelt(cls, keys: Iterable[str]) -> None:
         for key in keys:  # Transformers keeps unknown ones as attributes that nothing reads
             if key in CONNECTION_FIELDS:
                 continue
+            if had_two_meanings(key):
+                raise ValueError(f"`{key}` is no field.{did_you_mean(key, ())}")
             if close := did_you_mean(key, CONNECTION_FIELDS, 0.6 if key.startswith(_BEGINNINGS) else 0.9):
                 logger.warning_once(f"{cls.__name__} has no field {key!r}, and nothing reads it.{close}")
 
@@ -98,15 +100,15 @@ def _of_first_layers(config: dict[str, Any], overrides: dict[str, Any]) -> dict[
             f"{few} `backout` takes the middle of all layers out of the last, so that the first ones are no model by "
             "themselves. Load all layers, or give `backout=False`."
         )
-    if config.get("attention_residuals") and "attention_residual_blocks" not in overrides:
-        blocks = config.get("attention_residual_blocks", 8)
+    if config.get("delta_attention_residuals") and "delta_attention_residual_blocks" not in overrides:
+        blocks = config.get("delta_attention_residual_blocks", 8)
         starts = [start for block in range(blocks) if (start := block * before // blocks) < layers]
         if starts != [block * layers // len(starts) for block in range(len(starts))]:
             raise ValueError(
-                f"{few} blocks of `attention_residuals` begin at layers {starts}, which are no equal parts of {layers} "
-                f"layers. Load as many layers as a block ends with, or give `attention_residual_blocks`."
+                f"{few} blocks of `delta_attention_residuals` begin at layers {starts}, which are no equal parts of "
+                f"{layers} layers. Load as many layers as a block ends with, or give `delta_attention_residual_blocks`."
             )
-        first["attention_residual_blocks"] = len(starts)
+        first["delta_attention_residual_blocks"] = len(starts)
     return first
 
 

@@ -89,7 +89,7 @@ def connect(
                 f"{method} has connections for {settings.get('base_model')}, whose configuration is not this model's "
                 f"({model.config._name_or_path or model.config.model_type}). Allow it with lossy=True."
             )
-        chosen = {**settings.get("fields", {}), **fields}
+        chosen = chosen_fields(model.config, settings.get("fields", {}), fields, plain=False)
         return load_coefficients(_connect(model, chosen), folder / COEFFICIENTS)
     chosen = chosen_fields(model.config, method, fields, plain=True)
     named = method if isinstance(method, str) else ", ".join(method or chosen)
