@@ -102,7 +102,7 @@ CASES = [
         1,
         128,
         16,
-        ("llama", "llama again", "transformer", "resformer", "svformer", "denseformer", "attention-residuals"),
+        ("llama", "llama again", "transformer", "resformer", "svformer", "denseformer", "delta-attention-residuals"),
     ),
     Case(1, 2048, 16, ("llama", "llama again", "resformer", "svformer", "denseformer")),
     Case(1, 4096, 16, ("llama", "resformer", "resformer static", "svformer")),

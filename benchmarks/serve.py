@@ -67,7 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SOME = ("resformer", "resformer-denseformer", "svformer", "cla2")
 EACH = ("llama", "qwen3", "qwen3_moe", "gemma3_text")
 COMPILED = [*((family, method) for family in EACH for method in SOME), ("qwen3", "value-embeddings")]
-COMPILED += [("qwen3", "nanochat"), ("qwen3", "attention-residuals"), ("qwen3", "depth-attention")]
+COMPILED += [("qwen3", "nanochat"), ("qwen3", "delta-attention-residuals"), ("qwen3", "depth-attention")]
 LARGE = {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12}
 LARGE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True, **COMMON}
 IDS = torch.randint(1, 300, (32, 256), generator=torch.Generator().manual_seed(0)).tolist()

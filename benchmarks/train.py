@@ -60,7 +60,7 @@ TIME_TARGETS = {
     "value-embeddings": (1.05, 1.02),
     "denseformer": (1.06, 1.02),
     "denseformer-4x5": (1.02, 1.00),
-    "attention-residuals": (1.08, 1.03),
+    "delta-attention-residuals": (1.08, 1.03),
 }
 #: The same for memory.
 MEMORY_TARGETS = {name: (1.05, 1.03) if name == "resformer-denseformer" else (1.03, 1.01) for name in METHODS}

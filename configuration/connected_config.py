@@ -1,10 +1,12 @@
 """What every configuration with connections does, whatever its family."""
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 from resformer.configuration.connection_fields import ConnectionFields, check_connections
 from resformer.configuration.methods import CONNECTION_FIELDS
+from resformer.errors import did_you_mean, had_two_meanings
 
 
 class ConnectedConfig(ConnectionFields):
@@ -15,7 +17,8 @@ class ConnectedConfig(ConnectionFields):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.value_residual_init = [float(value) for value in self.value_residual_init]
-        for name in ("neutreno_lambda", "depth_attention_init", "attention_residual_init"):
+        _refuse_two_meanings(kwargs)
+        for name in ("neutreno_lambda", "depth_attention_init", "delta_attention_residual_init"):
             setattr(self, name, float(getattr(self, name)))
         super().__post_init__(**kwargs)  # type: ignore[misc]
 
@@ -23,6 +26,7 @@ class ConnectedConfig(ConnectionFields):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As the base class, but connection fields given as keyword arguments replace those of the file before they are
         validated, and fewer layers are the first ones, with their connections."""
+        _refuse_two_meanings(kwargs)
         overrides = {name: kwargs.pop(name) for name in {*CONNECTION_FIELDS, "num_hidden_layers"} & kwargs.keys()}
         fewer = _of_first_layers(config_dict, overrides)
         return super().from_dict({**config_dict, **fewer, **overrides}, **kwargs)  # type: ignore[misc]
@@ -57,6 +61,11 @@ def plain_view(config: Any, text: Any) -> SimpleNamespace:
     )
 
 
+def _refuse_two_meanings(names: Iterable[str]) -> None:
+    for name in filter(had_two_meanings, names):
+        raise ValueError(f"`{name}` is no field.{did_you_mean(name, ())}")
+
+
 def _of_first_layers(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """The fields of `config` that name layers, for its first layers alone, if `overrides` asks for fewer."""
     layers, before = overrides.get("num_hidden_layers"), config.get("num_hidden_layers")
@@ -80,15 +89,15 @@ def _of_first_layers(config: dict[str, Any], overrides: dict[str, Any]) -> dict[
             f"{few} `backout` takes the middle of all layers out of the last, so that the first ones are no model by "
             "themselves. Load all layers, or give `backout=False`."
         )
-    if config.get("attention_residuals") and "attention_residual_blocks" not in overrides:
-        blocks = config.get("attention_residual_blocks", 8)
+    if config.get("delta_attention_residuals") and "delta_attention_residual_blocks" not in overrides:
+        blocks = config.get("delta_attention_residual_blocks", 8)
         starts = [start for block in range(blocks) if (start := block * before // blocks) < layers]
         if starts != [block * layers // len(starts) for block in range(len(starts))]:
             raise ValueError(
-                f"{few} blocks of `attention_residuals` begin at layers {starts}, which are no equal parts of {layers} "
-                f"layers. Load as many layers as a block ends with, or give `attention_residual_blocks`."
+                f"{few} blocks of `delta_attention_residuals` begin at layers {starts}, which are no equal parts of "
+                f"{layers} layers. Load as many layers as a block ends with, or give `delta_attention_residual_blocks`."
             )
-        first["attention_residual_blocks"] = len(starts)
+        first["delta_attention_residual_blocks"] = len(starts)
     return first
 
 

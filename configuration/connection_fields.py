@@ -169,21 +169,21 @@ class DepthAverageFields:
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
-class AttentionResidualFields:
+class DeltaAttentionResidualFields:
     r"""Delta attention residuals (arXiv 2605.18855), for each head (arXiv 2607.27230), times a learned gate.
 
     Args:
-        attention_residuals (`bool`, defaults to `False`):
+        delta_attention_residuals (`bool`, defaults to `False`):
             Sublayers read, beside the residual stream, a softmax over what earlier blocks of layers added to it.
-        attention_residual_blocks (`int`, defaults to 8):
+        delta_attention_residual_blocks (`int`, defaults to 8):
             Number of blocks, from 1 to `num_hidden_layers`.
-        attention_residual_init (`float`, defaults to 1.0):
+        delta_attention_residual_init (`float`, defaults to 1.0):
             The start of the gates. 0 starts as plain Llama.
     """
 
-    attention_residuals: bool = False
-    attention_residual_blocks: int = positive(default=8)
-    attention_residual_init: int | float = finite(default=1.0)
+    delta_attention_residuals: bool = False
+    delta_attention_residual_blocks: int = positive(default=8)
+    delta_attention_residual_init: int | float = finite(default=1.0)
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -235,7 +235,7 @@ class ConnectionFields(  # a dataclass has the fields of its last base first
     OwnFields,
     BackoutFields,
     EmbeddingResidualFields,
-    AttentionResidualFields,
+    DeltaAttentionResidualFields,
     DepthAverageFields,
     NeutrenoFields,
     SharingFields,
@@ -266,9 +266,9 @@ def check_connections(config: Any) -> None:
             f"`value_residual` is 'depth_attention', which mixes the values of all layers, but `value_sources` is "
             f"{config.value_sources}. Share keys alone (`key_sources`), or choose another mode."
         )
-    if config.attention_residuals and config.attention_residual_blocks > config.num_hidden_layers:
+    if config.delta_attention_residuals and config.delta_attention_residual_blocks > config.num_hidden_layers:
         raise ValueError(
-            f"`attention_residual_blocks` is {config.attention_residual_blocks}: expected 1 to "
+            f"`delta_attention_residual_blocks` is {config.delta_attention_residual_blocks}: expected 1 to "
             f"{config.num_hidden_layers} (`num_hidden_layers`), a block has a layer at least."
         )
     _warn_of_settings_without_effect(config)
@@ -333,7 +333,12 @@ def _warn_of_settings_without_effect(config: Any) -> None:
         ("dwa", False, config.dwa_period <= config.num_hidden_layers, period),
         ("dwa_dilation", 1, config.dwa, "`dwa` is False"),
         ("dwa_period", 1, config.dwa, "`dwa` is False"),
-        ("attention_residual_blocks", 8, config.attention_residuals, "`attention_residuals` is False"),
+        (
+            "delta_attention_residual_blocks",
+            8,
+            config.delta_attention_residuals,
+            "`delta_attention_residuals` is False",
+        ),
     ):
         if (value := getattr(config, name)) != default and not used:
             logging.get_logger(__name__).warning_once(f"`{name}`={value!r} changes nothing: {reason}.")

@@ -6,13 +6,10 @@ configuration from a name. A new method is one more line here.
 
 import copy
 from collections.abc import Callable
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from resformer.configuration.connection_fields import ConnectionFields
-
-if TYPE_CHECKING:
-    pass
+from resformer.errors import did_you_mean
 
 #: The fields of connections -> their defaults, which are no connection. All other fields are the backbone's.
 CONNECTION_FIELDS: dict[str, Any] = {
@@ -72,7 +69,10 @@ METHODS: dict[str, Callable[[int], dict[str, Any]]] = {
         "value_sources": _second_half(n, 0),
     },
     "resformer-denseformer": lambda n: {"value_residual": "learnable", "dwa": True},
-    "attention-residuals": lambda n: {"attention_residuals": True, "attention_residual_blocks": min(8, n)},
+    "delta-attention-residuals": lambda n: {
+        "delta_attention_residuals": True,
+        "delta_attention_residual_blocks": min(8, n),
+    },
     "nanochat": lambda n: {"embedding_residual": True, "value_embeddings": _every_second(n), "backout": True},
 }
 
@@ -87,8 +87,9 @@ def method_fields(method: str, num_hidden_layers: int) -> dict[str, Any]:
     if not isinstance(num_hidden_layers, int) or num_hidden_layers < 1:
         raise ValueError(f"`num_hidden_layers` is {num_hidden_layers!r}: expected an integer from 1 up.")
     if method not in METHODS:
-        close = "".join(f" Did you mean {name!r}?" for name in get_close_matches(method, METHODS, n=1))
-        raise ValueError(f"Unknown method {method!r}: expected one of {', '.join(METHODS)}.{close}")
+        raise ValueError(
+            f"Unknown method {method!r}: expected one of {', '.join(METHODS)}.{did_you_mean(method, METHODS)}"
+        )
     return METHODS[method](num_hidden_layers)
 
 

@@ -81,7 +81,8 @@ def connect(
                 f"{method} has connections for {base.get('name')}, whose configuration is not this model's "
                 f"({model.config._name_or_path or model.config.model_type}). Allow it with lossy=True."
             )
-        return load_coefficients(_connect(model, {**saved, **fields}), folder / CONNECTIONS)
+        chosen = chosen_fields(model.config, saved, fields, plain=False)
+        return load_coefficients(_connect(model, chosen), folder / CONNECTIONS)
     chosen = chosen_fields(model.config, method, fields, plain=True)
     named = method if isinstance(method, str) else ", ".join(method or chosen)
     return _connect(model, chosen, None if lossy else f"{named} does not start as {model.config.model_type}")

@@ -70,7 +70,7 @@ def naive_hidden_states(
 
     for n in range(number_of_layers):
         layer = f"model.layers.{n}"
-        depth_blocks = config.attention_residual_blocks
+        depth_blocks = config.delta_attention_residual_blocks
         if n in [block * number_of_layers // depth_blocks for block in range(depth_blocks)]:
             boundaries.append(stream)
         if config.embedding_residual:
@@ -154,9 +154,11 @@ def with_deltas(
     config: ResFormerConfig, weights: Weights, i: int, stream: torch.Tensor, boundaries: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """What sublayer i reads: the stream, and the deltas of the blocks that have ended, one token and head at a time."""
-    if not config.attention_residuals:
+    if not config.delta_attention_residuals:
         return stream
-    query, gate = (weights[f"model.layers.{i // 2}.attention_residuals.{name}"][i % 2] for name in ("query", "gate"))
+    query, gate = (
+        weights[f"model.layers.{i // 2}.delta_attention_residuals.{name}"][i % 2] for name in ("query", "gate")
+    )
     deltas = [boundaries[0], *(boundaries[b] - boundaries[b - 1] for b in range(1, len(boundaries)))]
     number = math.gcd(config.num_key_value_heads, config.hidden_size)
     rows = []

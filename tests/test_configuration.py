@@ -12,12 +12,14 @@ import yaml
 from checkpoints import change_json
 from conftest import COMBINATIONS, assert_answers, tiny_config
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
+import resformer
 from resformer import ResFormerConfig, ResFormerForCausalLM
 from resformer.configuration import key_sources, value_sources
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, without_connections
+from resformer.errors import CheckpointError
 
 #: Small enough to build a model from.
 SMALL: dict[str, Any] = {
@@ -128,6 +130,30 @@ def test_field_misspelt_in_a_file_or_an_override_is_pointed_out(tmp_path: Path, 
     change_json(tmp_path / "config.json", value_source=[0] * 8)
     ResFormerConfig.from_pretrained(tmp_path)
     assert "'value_source', and nothing reads it. Did you mean 'value_sources'?" in warned[-1]
+
+
+def test_the_name_that_delta_attention_residuals_had_is_refused_with_theirs_and_kimis(tmp_path: Path) -> None:
+    model, other = (LlamaForCausalLM(LlamaConfig(**SMALL)) for _ in range(2))
+    resformer.save_connections(resformer.connect(other, "denseformer"), tmp_path / "saved")
+    small().save_pretrained(tmp_path / "model")
+    small().save_pretrained(tmp_path / "plain")
+    old = {"attention_residuals": True}
+    for file, fields_of_file in (("saved/connections.json", {"fields": old}), ("model/config.json", old)):
+        change_json(tmp_path / file, **fields_of_file)
+    for ask in (
+        lambda: ResFormerConfig.for_method("attention-residuals", **SMALL),
+        lambda: small(attention_residual_init=0.5),
+        lambda: ResFormerConfig.from_pretrained(tmp_path / "model"),
+        lambda: ResFormerConfig.from_pretrained(tmp_path / "plain", **old),
+        lambda: resformer.connect(model, "attention-residuals"),
+        lambda: resformer.connect(model, **old),
+        lambda: resformer.connect(model, f"{tmp_path}/saved"),
+        lambda: resformer.retrofit("none", tmp_path / "out", "attention-residuals"),
+        lambda: resformer.retrofit("none", tmp_path / "out", **old),
+        lambda: resformer.inspect(tmp_path / "model"),
+    ):
+        with pytest.raises((ValueError, CheckpointError), match=r"`delta-attention-residuals` now.*`attnres`"):
+            ask()
 
 
 def test_llama_checkpoint_read_as_resformer_is_a_resformer(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ PAIRS = [
     "resformer-gated denseformer-4x5",
     "denseformer resformer-dense",
     "denseformer resformer-gated",
-    "attention-residuals denseformer",
+    "delta-attention-residuals denseformer",
     "depth-attention value-embeddings",
     "value-embeddings resformer bfloat16",
 ]

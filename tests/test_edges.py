@@ -24,7 +24,7 @@ from resformer.modeling.any_decoder import Decoder
 
 METHODS = (
     "resformer resformer-identity resformer-plus resformer-dense resformer-gated neutreno depth-attention svformer "
-    "denseformer attention-residuals nanochat"
+    "denseformer delta-attention-residuals nanochat"
 ).split()
 HOSTS = ("llama", "gemma3_text", "gpt_neox")
 #: Those that a quick run tries, each with one host.
@@ -32,7 +32,7 @@ QUICK = (
     "llama-resformer",
     "llama-svformer",
     "gemma3_text-neutreno",
-    "llama-attention-residuals",
+    "llama-delta-attention-residuals",
     "gpt_neox-denseformer",
 )
 REFUSED = {"svformer": "gpt_neox", "depth-attention": "gpt_neox"}  # whose queries, keys and values are one product
@@ -229,11 +229,11 @@ def test_a_method_is_added_to_a_connected_model_whose_coefficients_stay() -> Non
     model = resformer.connect(small_decoder("llama"), "resformer")
     any_decoder.move(model)
     expected, trained = any_decoder.logits_of(model), model.model.layers[1].value_residual.weight
-    resformer.connect(model, ["denseformer", "attention-residuals"])
+    resformer.connect(model, ["denseformer", "delta-attention-residuals"])
     assert torch.equal(any_decoder.logits_of(model), expected)
     assert model.model.layers[1].value_residual.weight is trained
-    assert (model.config.dwa, model.config.attention_residuals) == (True, True)
-    whole = resformer.connect(small_decoder("llama"), ["resformer", "denseformer", "attention-residuals"])
+    assert (model.config.dwa, model.config.delta_attention_residuals) == (True, True)
+    whole = resformer.connect(small_decoder("llama"), ["resformer", "denseformer", "delta-attention-residuals"])
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
 
 

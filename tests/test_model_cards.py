@@ -334,7 +334,7 @@ def test_a_model_that_is_saved_elsewhere_keeps_its_origin_and_licence(checkpoint
     change_json(folder / "config.json", base_model={"name": "owner/llama", "revision": "0123abcd"})
     assert card(folder)[0] == 0
     assert ModelCard.load(folder / "README.md").data.base_model == "owner/llama"
-    retrofit(folder, tmp_path / "more", "attention-residuals")
+    retrofit(folder, tmp_path / "more", "delta-attention-residuals")
     assert json.loads((tmp_path / "more" / "config.json").read_text())["base_model"]["name"] == "owner/llama"
     for wrong in (5, {}, {"name": 5}, {"name": "a\nb"}):
         change_json(folder / "config.json", base_model=wrong)

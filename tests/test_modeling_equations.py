@@ -17,7 +17,7 @@ from resformer import ResFormerForCausalLM
 from resformer.configuration import mixing_layers, value_sources
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.modeling.connection import Added
-from resformer.modeling.connections import KINDS, attention_residuals, depth_average
+from resformer.modeling.connections import KINDS, delta_attention_residuals, depth_average
 from resformer.training.optimizer import is_connection
 
 
@@ -119,8 +119,8 @@ def random_fields(seed: int) -> dict[str, Any]:
     if owners and draw.random() < 0.4:
         fields["value_residual_layers"] = sorted(draw.sample(owners, draw.randint(1, len(owners))))
     fields["embedding_residual"], fields["backout"] = draw.random() < 0.4, draw.random() < 0.4
-    fields["attention_residuals"] = draw.random() < 0.4
-    fields["attention_residual_blocks"] = draw.randint(1, layers)
+    fields["delta_attention_residuals"] = draw.random() < 0.4
+    fields["delta_attention_residual_blocks"] = draw.randint(1, layers)
     return fields
 
 
@@ -266,14 +266,14 @@ def test_gates_start_as_stated(start: float) -> None:
     model = ResFormerForCausalLM(tiny_config("depth-attention", depth_attention_init=start))
     for layer in model.model.layers[3:]:
         assert torch.equal(layer.value_residual.gate, torch.full((2,), start))
-    model = ResFormerForCausalLM(tiny_config("attention-residuals", attention_residual_init=start))
+    model = ResFormerForCausalLM(tiny_config("delta-attention-residuals", delta_attention_residual_init=start))
     for layer in model.model.layers:
-        assert torch.equal(layer.attention_residuals.gate, torch.full((2,), start))
-        assert not layer.attention_residuals.query.any()
+        assert torch.equal(layer.delta_attention_residuals.gate, torch.full((2,), start))
+        assert not layer.delta_attention_residuals.query.any()
 
 
-def test_attention_residuals_has_no_effect_at_gates_of_zero_unless_its_queries_are_nan() -> None:
-    module = tiny_model("attention-residuals").model.layers[2].attention_residuals
+def test_delta_attention_residuals_has_no_effect_at_gates_of_zero_unless_its_queries_are_nan() -> None:
+    module = tiny_model("delta-attention-residuals").model.layers[2].delta_attention_residuals
     nn.init.zeros_(module.gate)
     assert not any(distance for distance, _ in module.deviations())
     module.query.data[1, 5] = float("nan")
@@ -281,7 +281,7 @@ def test_attention_residuals_has_no_effect_at_gates_of_zero_unless_its_queries_a
 
 
 FORMS = [
-    ("attention-residuals", {}, attention_residuals, "products_pay"),
+    ("delta-attention-residuals", {}, delta_attention_residuals, "products_pay"),
     ("resformer-dense", {}, depth_average, "is_ordinary"),
     ("resformer-dense", {"value_residual_layers": [2, 3, 4]}, depth_average, "is_ordinary"),
     ("resformer-dense", {"value_residual_layers": [1, 2, 4]}, depth_average, "is_ordinary"),

@@ -375,12 +375,16 @@ def test_the_first_layers_of_a_checkpoint_load_alone(method: str, tmp_path: Path
 
 
 def test_blocks_that_the_first_layers_cannot_keep_are_refused(tmp_path: Path) -> None:
-    tiny_model("attention-residuals", attention_residual_blocks=4).save_pretrained(tmp_path)  # they begin at 0, 1, 3, 4
+    tiny_model("delta-attention-residuals", delta_attention_residual_blocks=4).save_pretrained(
+        tmp_path
+    )  # they begin at 0, 1, 3, 4
     with pytest.raises(
-        ValueError, match=r"blocks of `attention_residuals` begin at layers \[0, 1, 3, 4\], which are no"
+        ValueError, match=r"blocks of `delta_attention_residuals` begin at layers \[0, 1, 3, 4\], which are no"
     ):
         AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=5)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=3).config.attention_residual_blocks == 2
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=3).config.delta_attention_residual_blocks == 2
+    )
 
 
 def test_a_layer_or_an_attention_alone_says_why_it_does_not_run() -> None:

@@ -29,8 +29,8 @@ from resformer.training.optimizer import is_connection
 from resformer.trl import FullPrecisionConnections
 
 METHODS = (
-    "transformer resformer resformer-gated resformer-denseformer svformer cla2 attention-residuals depth-attention "
-    "value-embeddings nanochat"
+    "transformer resformer resformer-gated resformer-denseformer svformer cla2 delta-attention-residuals "
+    "depth-attention value-embeddings nanochat"
 ).split()
 CONNECTIONS = [kind.name for kind in KINDS]
 IDS = torch.arange(1, 41).view(2, 20)

@@ -182,7 +182,7 @@ def test_a_step_is_as_large_on_any_number_of_devices(work: Path) -> None:
 
 
 def test_the_size_decides_the_budget_whatever_the_method_and_the_idle_experts(work: Path) -> None:
-    methods = ("transformer", "resformer", "svformer", "value-embeddings", "nanochat", "attention-residuals")
+    methods = ("transformer", "resformer", "svformer", "value-embeddings", "nanochat", "delta-attention-residuals")
     plans = [plan_of(size="tiny", method=method) for method in methods]
     assert len({plan.parameters for plan in plans}) > 4
     assert len({(plan.tokens, plan.sequences, plan.learning_rate, plan.plain_parameters) for plan in plans}) == 1

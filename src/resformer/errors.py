@@ -59,4 +59,14 @@ def first_names(names: Collection[str], most: int = 5) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The last sentence of a message: the known name that is most like an unknown one; empty if none is."""
+    if had_two_meanings(name):
+        return (
+            " What had this name is `delta-attention-residuals` now; Kimi's Attention Residuals (arXiv 2603.15031) are "
+            "`attnres`."
+        )
     return "".join(f" Did you mean {close!r}?" for close in get_close_matches(name, list(known), n=1))
+
+
+def had_two_meanings(name: str) -> bool:
+    """Whether delta attention residuals had this name of a method or field, which is also that of Kimi's."""
+    return name.replace("_", "-").startswith("attention-residual")

@@ -10,7 +10,7 @@ layers form B blocks. D_0 are the embeddings, and D_b, b >= 1, is what block b -
 the D_b of all blocks before their own: at most B. Heads h are contiguous slices of D_b and of w_i; their number is that
 of key/value heads, or its greatest common divisor with `hidden_size`. The 1 is a null source of score 0 and value 0, so
 that a head can read nothing. w_i, `(hidden_size)`, starts at 0, a mean over all sources; g_i, a scalar, starts at
-`attention_residual_init`. At g = 0 this is plain Llama: for finite D, x + 0 D is x.
+`delta_attention_residual_init`. At g = 0 this is plain Llama: for finite D, x + 0 D is x.
 
 It departs from the published code in three points. There D_b is the stream minus D_(b-1) for b >= 2, and the attention
 of a block's first layer does not read the block before it. The null source and the norm's scale are learned; here w_i
@@ -25,23 +25,23 @@ import torch
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
-from resformer.configuration.connection_fields import AttentionResidualFields
+from resformer.configuration.connection_fields import DeltaAttentionResidualFields
 from resformer.modeling.connection import BetweenLayers, Connection, coefficient, is_ordinary, weighted_sum, whole
 
 
-class AttentionResiduals(Connection):
+class DeltaAttentionResiduals(Connection):
     """The w and g of a layer, of its attention and its MLP."""
 
-    name = "attention_residuals"
-    fields_of = AttentionResidualFields
-    plain = {"attention_residual_init": 0.0}
+    name = "delta_attention_residuals"
+    fields_of = DeltaAttentionResidualFields
+    plain = {"delta_attention_residual_init": 0.0}
 
     def __init__(self, config: Any, layer: int):
         super().__init__(config, layer)
         self.begins_block = layer in _starts(config)
         self.heads = math.gcd(config.num_key_value_heads, config.hidden_size)
         self.epsilon = config.rms_norm_eps
-        self.first = config.attention_residual_init
+        self.first = config.delta_attention_residual_init
         self.query = coefficient(2, config.hidden_size)  # w
         self.gate = coefficient(2)  # g
 
@@ -60,7 +60,7 @@ class AttentionResiduals(Connection):
 
     @classmethod
     def layers(cls, config: Any) -> Sequence[int]:
-        return range(config.num_hidden_layers if config.attention_residuals else 0)
+        return range(config.num_hidden_layers if config.delta_attention_residuals else 0)
 
     @classmethod
     def needs(cls, config: Any) -> set[str]:
@@ -79,14 +79,14 @@ class AttentionResiduals(Connection):
 
 def _starts(config: Any) -> list[int]:
     """The first layer of each block; sizes differ by 1 at most."""
-    blocks = config.attention_residual_blocks
+    blocks = config.delta_attention_residual_blocks
     return [block * config.num_hidden_layers // blocks for block in range(blocks)]
 
 
 class BlockDeltas(BetweenLayers):
     """The deltas of one forward pass, and how much of each the sublayers of the current block read."""
 
-    def __init__(self, modules: Mapping[int, AttentionResiduals]):
+    def __init__(self, modules: Mapping[int, DeltaAttentionResiduals]):
         starts = [layer for layer, module in modules.items() if module.begins_block]
         self.blocks = dict(zip(starts, [*starts[1:], len(modules)], strict=False))  # first layer -> end
         first = next(iter(modules.values()))
@@ -107,8 +107,8 @@ class BlockDeltas(BetweenLayers):
         """Hands the layer what its attention and its MLP read beside the stream, sum_b g_i a_ib D_b."""
         if layer != self.next:
             raise ValueError(
-                f"Layer {layer} runs after {self.next} others, but `attention_residuals` reads the outputs of all "
-                "layers in their order: layers cannot be removed, moved or called alone."
+                f"Layer {layer} runs after {self.next} others, but `delta_attention_residuals` reads the outputs of "
+                "all layers in their order: layers cannot be removed, moved or called alone."
             )
         self.next += 1
         if layer in self.blocks:
