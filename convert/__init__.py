@@ -9,11 +9,13 @@ decide  retrofitting, reverting, bundling: from the source and the options to on
 write   carrying: files copied, linked, or written without some tensors
 judge   judging: what Transformers makes of source and result by default; logits; tokens
 
-to_folder runs the last two. comparing and inspection read, and write nothing.
+to_folder runs the last two. comparing and inspection read, and write nothing. connections_alone writes connections
+without the other weights.
 """
 
 from resformer.convert.bundling import BundleReport, bundle
 from resformer.convert.comparing import Comparison, verify
+from resformer.convert.connections_alone import save_connections
 from resformer.convert.inspection import Inspection, inspect
 from resformer.convert.retrofitting import RetrofitReport, retrofit
 from resformer.convert.reverting import RevertReport, revert
@@ -32,5 +34,6 @@ __all__ = [
     "inspect",
     "retrofit",
     "revert",
+    "save_connections",
     "verify",
 ]

@@ -17,6 +17,7 @@ from resformer.convert.judging import SameConfig, head_of
 from resformer.errors import CheckpointError, one_line
 from resformer.modeling.connected import added_modules
 from resformer.modeling.connection import Added, StartsAsStated
+from resformer.modeling.matrices import decoder_of
 from resformer.safetensors_format import Shard
 
 
@@ -59,12 +60,12 @@ def stored_names(config: Any, names: Iterable[str]) -> dict[str, str]:
     return known
 
 
-def added_shapes(config: Any, *, tables: bool = True) -> dict[str, tuple[int, ...]]:
-    """Name in a checkpoint -> shape of every added parameter.
+def added_shapes(config: Any, *, tables: bool = True, alone: bool = False) -> dict[str, tuple[int, ...]]:
+    """Name in a checkpoint, or in a file of connections alone, -> shape of every added parameter.
 
     Tables of value embeddings, which are large and not needed for mixing matrices, are among them with `tables`.
     """
-    parameters = _parameters(config, connection_modules(config), tables=tables)
+    parameters = _parameters(config, connection_modules(config), tables=tables, alone=alone)
     return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
 
 
@@ -84,13 +85,27 @@ def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, torch.Tens
     return {name: parameter.detach() for name, parameter in _parameters(config, modules).items()}
 
 
-def read_connections(config: Any, shards: Iterable[Shard], *, tables: bool = True) -> dict[str, Added]:
+def names_alone(config: Any, names: Iterable[str]) -> dict[str, str]:
+    """Name in the model -> in a file of connections alone: of the decoder that has the layers."""
+    model = meta_model(config)
+    decoder = decoder_of(model)[0]
+    start = next(f"{name}." for name, module in model.named_modules() if module is decoder)
+    return {name: name.removeprefix(start) for name in names}
+
+
+def read_connections(
+    config: Any, shards: Iterable[Shard], *, tables: bool = True, alone: bool = False
+) -> dict[str, Added]:
     """`connection_modules` with the checkpoint's parameters, whose shapes were checked.
 
-    Without `tables`, these stay on the meta device.
+    Without `tables`, these stay on the meta device. `alone`: the file has no others, and its shapes are checked here.
     """
     modules = copy.deepcopy(dict(connection_modules(config)))
-    places = _parameters(config, modules, tables=tables)
+    places = _parameters(config, modules, tables=tables, alone=alone)
+    for tensor in (each for shard in shards if alone for each in shard.tensors):
+        expected = [*places[tensor.name].shape] if tensor.name in places else None
+        if [*tensor.shape] != expected:
+            raise CheckpointError(f"tensor {tensor.name!r} has shape {[*tensor.shape]}, the model asks for {expected}.")
     found: dict[str, torch.Tensor] = {}
     for shard in shards:
         if wanted := shard.names & places.keys():
@@ -107,12 +122,22 @@ def read_connections(config: Any, shards: Iterable[Shard], *, tables: bool = Tru
     return modules
 
 
-def _parameters(config: Any, modules: Mapping[str, Added], *, tables: bool = True) -> dict[str, torch.nn.Parameter]:
+def coefficients_of(config: Any, shards: Iterable[Shard]) -> dict[str, torch.Tensor]:
+    """The parameters of connections in a checkpoint, by the names that a file of connections alone has."""
+    return {
+        name: each.detach() for name, each in _parameters(config, read_connections(config, shards), alone=True).items()
+    }
+
+
+def _parameters(
+    config: Any, modules: Mapping[str, Added], *, tables: bool = True, alone: bool = False
+) -> dict[str, torch.nn.Parameter]:
     parameters = {
         f"{prefix}.{name}": parameter
         for prefix, module in sorted(modules.items())
         for name, parameter in module.named_parameters()
         if tables or name not in module.tables
     }
-    stored = stored_names(config, parameters) if parameters else {}
+    known = names_alone if alone else stored_names
+    stored = known(config, parameters) if parameters else {}
     return {stored[name]: parameter for name, parameter in parameters.items()}

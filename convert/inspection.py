@@ -1,5 +1,6 @@
 """Describes a checkpoint from its configuration, its headers and its added parameters; the model is not loaded."""
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,19 @@ from resformer.configuration.methods import connections_of, method_of
 from resformer.convert.connected_families import cache_size, connection_config, family_name, view
 from resformer.convert.connections import added_shapes, read_connections
 from resformer.convert.judging import head_of
-from resformer.convert.source import open_source
+from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.files import AsDict
+from resformer.model_cards import base_model_of
 from resformer.modeling.connection import mixing_matrix, plain_matrix
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The model whose weights connections alone need."""
+
+    base: str | None  # None: not known
+    revision: str | None
+    changed: bool | None  # whether they were trained with others; None: not known
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,7 @@ class Inspection(AsDict):
     files: int
     bytes: int  # of all weight files
     parameters: int  # tied ones once
+    needs: Needs | None  # of connections alone: the model that they are for; None: the weights are here
     added: dict[str, list[int]]  # parameter of a connection -> shape
     dtypes: dict[str, int]  # code of safetensors -> number of elements
     layers: int
@@ -39,7 +51,7 @@ class Inspection(AsDict):
     key_value_heads: int | None
     head_dim: int | None
     vocab_size: int
-    tied: bool
+    tied: bool | None  # None: that are other weights
     cache_bytes_per_token: int | None  # in the dtype of the model; None: not known, where caches are no rows
     cache_share: float | None  # of a model without sharing
     value_mixing_matrix: list[list[float]] | None  # (N, N); NaN where a gate decides. None if it is the identity
@@ -48,17 +60,18 @@ class Inspection(AsDict):
 
 
 def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
-    """Describes a checkpoint with connections, or one that can get them.
+    """Describes a checkpoint with connections, or one that can get them, or the folder of `save_connections`.
 
     Raises:
         CheckpointError: it cannot be read, or its tensors are not what its configuration asks for.
     """
-    opened = open_source(source, revision, heads=True).fetch(headers_only=True)
+    opened = open_source(source, revision, heads=True)
     config = opened.config
     backbone = connection_config(config)
     shape = view(backbone)
-    built, dtype = opened.built, opened.dtype
-    connections: dict[str, Any] = read_connections(backbone, opened.checkpoint.shards, tables=False)
+    facts = _alone(opened) if opened.alone else _whole(opened.fetch(headers_only=True))
+    shards, dtype = facts.pop("shards"), facts.pop("dtype")
+    connections: dict[str, Any] = read_connections(backbone, shards, tables=False, alone=opened.alone)
     of_layers: dict[str, dict[int, Any]] = {}
     of_decoder: dict[str, Any] = {}
     for name, module in connections.items():
@@ -81,24 +94,37 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         family=family_name(config),
         method=method_of(shape),
         fields=connections_of(backbone),
-        files=len(opened.checkpoint.shards),
-        bytes=sum(shard.size for shard in opened.checkpoint.shards),
-        parameters=built.parameters,
-        added={name: list(shape) for name, shape in sorted(added_shapes(backbone).items())},
-        dtypes=dict(opened.checkpoint.dtypes),
+        files=len(shards),
+        bytes=sum(shard.size for shard in shards),
+        added={name: list(shape) for name, shape in sorted(added_shapes(backbone, alone=opened.alone).items())},
         layers=shape.num_hidden_layers,
         hidden_size=shape.hidden_size,
         attention_heads=shape.num_attention_heads,
         key_value_heads=shape.num_key_value_heads,
         head_dim=shape.head_dim,
         vocab_size=shape.vocab_size,
-        tied=opened.tied,
         cache_bytes_per_token=per_token,
         cache_share=per_token and full and per_token / full,
         value_mixing_matrix=_unless_plain(values),
         depth_mixing_matrix=_unless_plain(depth),
-        warnings=list(opened.checkpoint.notes),
+        **facts,
     )
+
+
+def _whole(opened: OpenedSource) -> dict[str, Any]:
+    checkpoint = opened.checkpoint
+    facts = {"parameters": opened.built.parameters, "dtypes": dict(checkpoint.dtypes), "tied": opened.tied}
+    return facts | {"warnings": [*checkpoint.notes], "shards": checkpoint.shards, "dtype": opened.dtype, "needs": None}
+
+
+def _alone(source: Source) -> dict[str, Any]:
+    shard, dtypes = source.fetch_alone(), Counter[str]()
+    for tensor in shard.tensors:
+        dtypes[tensor.dtype] += tensor.elements
+    base: dict[str, Any] = base_model_of(source.config)
+    needs = Needs(base.get("name"), base.get("revision"), getattr(source.config, "base_model", {}).get("changed"))
+    facts = {"parameters": dtypes.total(), "dtypes": dict(dtypes), "tied": None, "needs": needs, "warnings": []}
+    return facts | {"shards": [shard], "dtype": source.config.dtype or torch.float32}
 
 
 def _unless_plain(matrix: torch.Tensor) -> list[list[float]] | None:

@@ -21,8 +21,8 @@ from resformer.convert.judging import Built, build, head_of
 from resformer.convert.reading import ADAPTER, Checkpoint, gguf_way, hint, read_checkpoint, weight_files
 from resformer.errors import CheckpointError, first_names, one_line
 from resformer.hub import asking_hub, fetch, listing
-from resformer.names import CONFIG, DESCRIPTIONS, INDEX, RECORD, SETTINGS, SIDE_FILES, SINGLE
-from resformer.safetensors_format import LARGEST_HEADER
+from resformer.names import CONFIG, CONNECTIONS, DESCRIPTIONS, INDEX, RECORD, SETTINGS, SIDE_FILES, SINGLE
+from resformer.safetensors_format import LARGEST_HEADER, Shard, read_shard
 from resformer.untrusted import MIB, MOST_BYTES, check_folder, read_json
 
 #: Bytes of a file on the Hub with settings or an index that are fetched.
@@ -42,6 +42,14 @@ class Source:
     revision: str | None = None  # the commit, if it is on the Hub
     repo_id: str | None = None  # if it is on the Hub
     hub_files: Mapping[str, RepoFile] = field(default_factory=dict)  # if it is on the Hub: name -> size and hashes
+    alone: bool = False  # it is what `save_connections` writes, without the other weights
+
+    def fetch_alone(self) -> Shard:
+        """The file of connections without other weights, whose tensors have the names of the decoder."""
+        if self.repo_id is not None:
+            with asking_hub(self.name):
+                fetch(self.repo_id, str(self.revision), self.hub_files, [CONNECTIONS])
+        return read_shard(self.folder / CONNECTIONS)
 
     def fetch(self, *, headers_only: bool = False) -> "OpenedSource":
         """Downloads the weights, if they are on the Hub, reads their headers, and has Transformers build the model.
@@ -49,6 +57,13 @@ class Source:
         With `headers_only`, reads only the headers of weights on the Hub and the coefficients of connections: all other
         tensors are holes.
         """
+        if self.alone:
+            base = (getattr(self.config, "base_model", None) or {}).get("name") or "MODEL"
+            raise CheckpointError(
+                f"{self.name}: holds connections alone, without the weights of {one_line(base)}. Make a checkpoint of "
+                f"both: resformer.connect(AutoModelForCausalLM.from_pretrained({base!r}), {self.name!r})"
+                ".save_pretrained(FOLDER)."
+            )
         if self.repo_id is None:
             checkpoint, on_this_disk = read_checkpoint(self.folder), True
             folder, reason, temporary = _to_load(checkpoint, self.folder)
@@ -219,4 +234,5 @@ def _open_folder(name: str, folder: Path, **hub: Any) -> Source:
         )
     raw = read_json(folder / CONFIG, MIB)
     config, dropped = read_config(folder, raw)
-    return Source(name=name, folder=folder, config=config, raw_config=raw, dropped_config=dropped, **hub)
+    alone = CONNECTIONS in names and not {SINGLE, INDEX} & {*names}
+    return Source(name=name, folder=folder, config=config, raw_config=raw, dropped_config=dropped, alone=alone, **hub)

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import yaml_dump  # type: ignore[attr-defined]
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token
@@ -79,6 +79,14 @@ class Training:
     runs: list[Run] = field(default_factory=list)  # one of each model that was trained
 
 
+@dataclass(frozen=True)
+class Alone:
+    """Connections in a folder without the other weights of their model."""
+
+    numbers: int
+    changed: bool | None  # whether the other weights are others than the source's; None: not known
+
+
 #: The values of a card where they are not known.
 _UNKNOWN = {**asdict(Training()), "parameters": None, "from_scratch": False}
 
@@ -94,6 +102,7 @@ def model_card(
     bundle: bool = False,
     tokenizer: bool = True,
     changed: Sequence[str] | None = (),
+    alone: Alone | None = None,
 ) -> ModelCard:
     """The card of a checkpoint, from its conversion record, or from what is known of its training.
 
@@ -105,6 +114,7 @@ def model_card(
         base_model: Hub id of the source; default: the source, if it came from the Hub.
         bundle: the folder holds its own code (`auto_map` in config.json).
         changed: files that are not those of `report`: what it says of the model is not repeated. `None`: all may be.
+        alone: the folder has the connections and no other weights.
     """
     converted = "added" in report and "runs" not in report
     values = {name: report.get(name, default) for name, default in _UNKNOWN.items()}
@@ -114,6 +124,8 @@ def model_card(
     title = repository.rstrip("/").rpartition("/")[2]
     if source is not None:
         title = f"{PurePath(source).name} with {method or 'cross-layer connections'}" + ", fine-tuned" * bool(corpus)
+        if alone:
+            title = f"{method or 'Cross-layer connections'} for {PurePath(source).name}"
         if base_model is None and revision is not None:  # of a GGUF file, the repository that holds it
             base_model = "/".join(source.split("/")[:2])
     results = list(metrics)
@@ -128,10 +140,10 @@ def model_card(
     head = HEADS.get(architecture, HEADS["ResFormerForCausalLM"])
     tags = ["resformer", *([method] if method else []), *(FIELDS[name]["tag"] for name in active)]
     card_data = ModelCardData(
-        library_name="transformers",
+        library_name="resformer" if alone else "transformers",
         pipeline_tag=head["task"],
         base_model=base_model,
-        base_model_relation="finetune" if base_model is not None else None,
+        base_model_relation=("adapter" if alone else "finetune") if base_model is not None else None,
         **licence,
         language=carried.get("language"),
         datasets=list(dict.fromkeys([*carried.get("datasets", []), *values["datasets"]])) or None,
@@ -157,6 +169,7 @@ def model_card(
         "fields": fields,
         "head": head,
         "auto_class": architecture.replace("ResFormer", "AutoModel"),
+        "alone": alone,
         "connections": list(dict.fromkeys(FIELDS[name]["means"] for name in active)),
         "facts": FACTS.get(method or ""),
         "papers": papers,
@@ -165,14 +178,17 @@ def model_card(
         "notes": notes_of(results),
         "cache": cache,
         "family": family,
-        "added": added_parameters(config),
+        "added": alone.numbers if alone else added_parameters(config),
         "bundle": bundle,
         "tokenizer": tokenizer,
         "changed": changed,
         "runs": () if changed else values["runs"],
     }
     # ModelCard.from_template would leave missing values blank instead of raising an error.
-    text = _template("retrofit.md.jinja" if converted else "trained.md.jinja").render(**values)
+    if alone and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        values["auto_class"] = "AutoModelForImageTextToText"
+    name = "alone.md.jinja" if alone else "retrofit.md.jinja" if converted else "trained.md.jinja"
+    text = _template(name).render(**values)
     card = ModelCard(re.sub(r"\n{3,}", "\n\n", text))
     card.text += f"\n{_MARK}{_digest(f'{card}{chr(10)}')} -->\n"
     return card

@@ -22,15 +22,8 @@ from resformer.modeling.families import config_class
 from resformer.modeling.installing import remove_connections
 from resformer.modeling.matrices import depth_mixing_matrix, value_mixing_matrix
 from resformer.modeling.measured import MEASURED
-from resformer.modeling.saved_connections import (
-    COEFFICIENTS,
-    SETTINGS,
-    checksums,
-    configuration_digest,
-    load_coefficients,
-    read_settings,
-    save_connections,
-)
+from resformer.modeling.saved_connections import checksums, configuration_digest, load_coefficients, saved_settings
+from resformer.names import CONFIG, CONNECTIONS
 
 __all__ = [
     "connect",
@@ -38,7 +31,6 @@ __all__ = [
     "depth_mixing_matrix",
     "disconnect",
     "disconnected",
-    "save_connections",
     "value_mixing_matrix",
 ]
 
@@ -83,14 +75,14 @@ def connect(
         raise ValueError(f"{type(model).__name__} is no model of Transformers: connect the model before it is wrapped.")
     if isinstance(method, str) and method not in METHODS and (Path(method).is_dir() or "/" in method):
         folder = _folder(method, revision)
-        settings = read_settings(folder, method)
-        if settings.get("digest") != configuration_digest(model.config) and not lossy:
+        saved, base = saved_settings(folder, method)
+        if base.get("digest") != configuration_digest(model.config) and not lossy:
             raise ValueError(
-                f"{method} has connections for {settings.get('base_model')}, whose configuration is not this model's "
+                f"{method} has connections for {base.get('name')}, whose configuration is not this model's "
                 f"({model.config._name_or_path or model.config.model_type}). Allow it with lossy=True."
             )
-        chosen = chosen_fields(model.config, settings.get("fields", {}), fields, plain=False)
-        return load_coefficients(_connect(model, chosen), folder / COEFFICIENTS)
+        chosen = chosen_fields(model.config, saved, fields, plain=False)
+        return load_coefficients(_connect(model, chosen), folder / CONNECTIONS)
     chosen = chosen_fields(model.config, method, fields, plain=True)
     named = method if isinstance(method, str) else ", ".join(method or chosen)
     return _connect(model, chosen, None if lossy else f"{named} does not start as {model.config.model_type}")
@@ -101,7 +93,7 @@ def _folder(method: str, revision: str | None) -> Path:
     folder = Path(method)
     if not folder.is_dir():
         try:
-            folder = Path(snapshot_download(method, revision=revision, allow_patterns=[COEFFICIENTS, SETTINGS]))
+            folder = Path(snapshot_download(method, revision=revision, allow_patterns=[CONFIG, CONNECTIONS]))
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{method}: is no local folder, and the Hub did not give it: {one_line(error)}"

@@ -1,4 +1,4 @@
-"""Connections alone in a folder: a few kilobytes that `connect(model, folder)` adds to the model that they are for."""
+"""Connections alone: their coefficients, and whether a model is the one that they are for."""
 
 import hashlib
 import json
@@ -6,23 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
-from transformers.models.auto import modeling_auto
-from transformers.utils import logging
 
-from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
+from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.errors import CheckpointError
 from resformer.modeling.connected import added_modules
 from resformer.modeling.families import PREFIX
 from resformer.modeling.matrices import decoder_of
+from resformer.names import CONFIG, CONNECTIONS
 from resformer.untrusted import read_json
-from resformer.version import __version__
 
-logger = logging.get_logger(__name__)
-
-#: The files of `save_connections`.
-COEFFICIENTS, SETTINGS = "connections.safetensors", "connections.json"
 #: What a configuration says that is not of the model itself.
 _NOT_OF_THE_MODEL = set(
     "_name_or_path base_model transformers_version architectures dtype use_cache model_type quantization_config "
@@ -31,84 +25,21 @@ _NOT_OF_THE_MODEL = set(
 #: Numbers of each weight that are compared.
 _SAMPLE = 1000
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_CARD = """\
----
-library_name: resformer
-base_model: {base}
----
-# Connections for {base}
-
-The coefficients of `{fields}`, and no weights of the model{missing}:
-
-```python
-import resformer
-from transformers import {auto}
-
-model = {auto}.from_pretrained("{base}"{revision})
-resformer.connect(model, "{name}")
-```
-"""
-_MISSING = """. **They were trained with other weights than those of `{base}`, which are missing here**"""
 
 
-def save_connections(model: torch.nn.Module, folder: str | Path, *, lossy: bool = False) -> None:
-    """Writes what `connect` has added to a model: a few kilobytes, which `connect(model, folder)` adds again.
-
-    They are the coefficients, the fields, the name, revision and configuration's digest of the model that they are for,
-    and a card. Other weights are not saved.
-
-    Args:
-        lossy: allow it for a model whose other weights have changed since `connect`, by training or merging; the card
-            then says that they are missing.
+def saved_settings(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the connection fields in a folder of `save_connections`, what its config.json says of the model they are for).
 
     Raises:
-        ValueError: the model has no connections, or its other weights have changed.
+        CheckpointError: the folder is none.
     """
-    folder = Path(folder)
-    config: Any = model.config
-    tensors = {name: value.detach().cpu().contiguous() for name, value in coefficients(model).items()}
-    if not (fields := connections_of(config)):
-        raise ValueError(f"{type(model).__name__} has no connections to save: add them with `connect`.")
-    origin = getattr(config, "base_model", None) or {}
-    base, revision = origin.get("name", ""), origin.get("revision")
-    changed = weights_have_changed(model)
-    if changed and not lossy:
-        raise ValueError(
-            "Weights beside the connections have changed since `connect`, by training or merging, and would be missing "
-            "in the folder. Save the whole model with `save_pretrained`, or leave them out with lossy=True."
-        )
-    if changed is None:
-        logger.warning("Whether weights beside the connections have changed since `connect` is not known.")
-    settings = {"base_model": base, "revision": revision, "digest": configuration_digest(config), "fields": fields}
-    at_revision = "" if revision is None else f', revision="{revision}"'
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / COEFFICIENTS, metadata={"format": "pt", "resformer": __version__})
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    texts_alone = type(config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    auto = "AutoModelForCausalLM" if texts_alone else "AutoModelForImageTextToText"
-    card = _CARD.format(
-        base=base,
-        fields=json.dumps(fields),
-        revision=at_revision,
-        name=folder.name,
-        auto=auto,
-        missing=_MISSING.format(base=base) if changed else "",
-    )
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def read_settings(folder: Path, name: str) -> dict[str, Any]:
-    """What `save_connections` has written of a model and its fields.
-
-    Raises:
-        CheckpointError: the folder has no such file.
-    """
-    if not (folder / SETTINGS).exists():
+    if not (folder / CONNECTIONS).exists():
         raise CheckpointError(
-            f"{name}: has no {SETTINGS}, so it is not what `resformer.save_connections` writes. Load a whole "
+            f"{name}: has no {CONNECTIONS}, so it is not what `resformer.save_connections` writes. Load a whole "
             f"model with AutoModelForCausalLM.from_pretrained({name!r})."
         )
-    return read_json(folder / SETTINGS)
+    config = read_json(folder / CONFIG)
+    return {field: config[field] for field in CONNECTION_FIELDS if field in config}, config.get("base_model") or {}
 
 
 def coefficients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -78,7 +78,7 @@ def test_what_cannot_be_connected_is_told_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(StrictDataclassError, match=r"^Field 'value_residual' expected .*Did you mean 'learnable'"):
         type(model.config)(**bad)
     small_decoder("gemma3_text").save_pretrained(tmp_path / "whole")
-    with pytest.raises(CheckpointError, match=r"whole: has no connections\.json"):
+    with pytest.raises(CheckpointError, match=r"whole: has no connections\.safetensors"):
         resformer.connect(small_decoder("gemma3_text"), str(tmp_path / "whole"))
     assert not (tmp_path / "none").exists()
 
@@ -108,7 +108,7 @@ def test_coefficients_alone_are_saved_and_added_again_by_the_lines_of_their_card
 
     model.save_pretrained("connected")
     resformer.save_connections(AutoModelForCausalLM.from_pretrained("connected"), "again")
-    assert Path("again/connections.json").read_text() == Path("adapter/connections.json").read_text()
+    assert Path("again/config.json").read_text() == Path("adapter/config.json").read_text()
 
     halved = AutoModelForCausalLM.from_pretrained("base", dtype=torch.bfloat16)
     resformer.connect(halved, "adapter")  # for the same model, in another dtype

@@ -183,8 +183,19 @@ def test_connections_alone_are_pushed_and_added_from_the_hub(folder: Path, comma
     model = AutoModelForCausalLM.from_pretrained(folder / "moved")
     resformer.save_connections(model, tmp_path / "connections")
     done = commands("push", tmp_path / "connections", "you/connections", "--json")
-    assert set(json.loads(done.stdout)["files"]) == {"README.md", "connections.json", "connections.safetensors"}
-    assert 'Name it in its line resformer.connect(model, "you/connections")' in done.stderr
+    assert set(json.loads(done.stdout)["files"]) == {"README.md", "config.json", "connections.safetensors"}
+    assert f"resformer card {tmp_path / 'connections'} --repository you/connections" in done.stderr
+    inspected = [
+        json.loads(commands("inspect", name, "--json").stdout) for name in ("you/connections", folder / "moved")
+    ]
+    maps = [
+        {name: each[name] for name in ("value_mixing_matrix", "depth_mixing_matrix", "method")} for each in inspected
+    ]
+    assert maps[0] == maps[1]
+    assert inspected[0]["needs"] == {"base": "source", "revision": None, "changed": None}
+    refused = commands("verify", folder / "source", "you/connections")
+    assert refused.exit_code == 3
+    assert "holds connections alone, without the weights of source. Make a checkpoint of both" in refused.stderr
     plain = AutoModelForCausalLM.from_pretrained(folder / "source").eval()
     with torch.no_grad():
         connected = resformer.connect(plain, "you/connections")(input_ids=IDS).logits
@@ -194,13 +205,25 @@ def test_connections_alone_are_pushed_and_added_from_the_hub(folder: Path, comma
 def test_training_measuring_and_comparing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = ("--data", folder / "notes.txt", "--sample-by", "paragraph")
-    done = cli(
-        "finetune", folder / "out", "tuned", *data, "--steps", 2, "--block", 32, "--train", "connections", "--no-bf16"
-    )
+    retrofit(folder / "source", "copied", "resformer-denseformer", verify="hashes", progress=False)
+    done = cli("finetune", "copied", "tuned", *data, "--steps", 2, "--block", 32, "--train", "connections", "--no-bf16")
     assert done.exit_code == 0, done.stderr
     before, after = stored(folder / "out"), stored(tmp_path / "tuned")
     assert {name for name in after if after[name] != before[name]} == set(filter(is_connection, after))
     assert "fine-tuned" in (tmp_path / "tuned" / "README.md").read_text()
+    trained, alone = AutoModelForCausalLM.from_pretrained("tuned").eval(), Path("tuned/connections")
+    source = resformer.connect(AutoModelForCausalLM.from_pretrained(folder / "source").eval(), str(alone))
+    with torch.no_grad():
+        assert torch.equal(source(IDS).logits, trained(IDS).logits)
+    assert sum(file.stat().st_size for file in alone.iterdir()) < 20_000
+    card = (alone / "README.md").read_text()
+    assert "and **no other weights**. They were trained with the `resformer` package on notes.txt" in card
+    assert cli("card", alone, "--dry-run").stdout.strip() == card.strip()
+    for model in (folder / "moved", "tuned"):  # whose weights the former has is not known
+        again = ("--steps", 1, "--block", 32, "--train", "connections", "--no-bf16", "--held-out", 0, "--force")
+        assert cli("finetune", model, "again", *data, *again).exit_code == 0
+        needs = inspect("again/connections").needs
+        assert (needs.base, needs.changed) == ("source" if model == "tuned" else "moved", False)
     done = cli("analyze", folder / "moved", "--text", folder / "notes.txt", "--texts", 1, "--max-tokens", 16, "--json")
     [analysis] = json.loads(done.stdout)["checkpoints"]
     model = AutoModelForCausalLM.from_pretrained(folder / "moved")

@@ -1,5 +1,6 @@
 """A training: a checkpoint and text in, a trained checkpoint with its metrics and its card out."""
 
+import copy
 import hashlib
 import json
 import math
@@ -37,12 +38,16 @@ from transformers import (
 
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import method_of
+from resformer.convert.connections import coefficients_of
+from resformer.convert.connections_alone import write_connections
+from resformer.convert.reading import read_checkpoint
 from resformer.environment import cpu_has_bf16, peak_memory, require
 from resformer.errors import CheckpointError, OutputError, did_you_mean, one_line
 from resformer.files import check_apart, check_target, locked, replacing, write_text
 from resformer.loading import load_config
 from resformer.model_cards import model_card
-from resformer.record import weight_digests
+from resformer.modeling.saved_connections import checksums, weights_have_changed
+from resformer.record import read_record, weight_digests
 from resformer.training.data import load_documents
 from resformer.training.log import LOG, LossGuard, last_checkpoint
 from resformer.training.optimizer import check_muon, is_connection
@@ -230,6 +235,8 @@ def build_trainer(
         raise CheckpointError("The connections of the model have no parameters; use --train all, or another method.")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
+    if has_weights_of_base := options.train == "connections" and _has_weights_of_base(options, model):
+        model.config.base_model = {**model.config.base_model, "checksums": checksums(model)}
     notes = [*documents.notes, *held_out.notes]
     notes += [] if options.parse_special else spelt_specials({**documents, **held_out}, tokenizer)
     muon = (options.muon_learning_rate or options.learning_rate) if options.optim == "muon" else None
@@ -256,6 +263,7 @@ def build_trainer(
         trainer = RecipeTrainer(args=arguments, train_dataset=blocks.train, eval_dataset=held, **common)
         trainer.blocks = blocks
     trainer.notes = [*notes, *trainer.notes]
+    trainer.has_weights_of_base = has_weights_of_base
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     if not arguments.disable_tqdm:
@@ -294,6 +302,40 @@ def _write(
             facts |= {"dtype": options.save_dtype or "float32", "from_scratch": report.source is None}
             card = model_card(facts, output.name, config=config, source_card=source_card)
             write_text(folder / "README.md", str(card))
+            if options.train == "connections":
+                _write_connections(options, config, trainer, folder, facts, source_card)
+
+
+def _write_connections(
+    options: FinetuneOptions,
+    config: Any,
+    trainer: RecipeTrainer,
+    folder: Path,
+    facts: Mapping[str, Any],
+    source_card: Mapping[str, Any],
+) -> None:
+    """Writes what was trained into a folder of its own, as `save_connections` does.
+
+    They are for the source of the model if its other weights are known to be those, else for the model itself.
+    """
+    saved, alone = copy.copy(config), folder / "connections"
+    if not trainer.has_weights_of_base:
+        local = Path(options.model).is_dir()
+        name = Path(options.model).resolve().name if local else options.model
+        saved.base_model = {"name": name, "revision": getattr(config, "_commit_hash", None)}
+    tensors = coefficients_of(config, read_checkpoint(folder).shards)
+    write_connections(tensors, saved, alone, changed=False, report=facts, source_card=source_card)
+    metrics = {**facts, "source": saved.base_model["name"], "revision": saved.base_model.get("revision")}
+    metrics |= weight_digests(alone)
+    (alone / "metrics.json").write_text(json.dumps(metrics, indent=2, default=str) + "\n")
+
+
+def _has_weights_of_base(options: FinetuneOptions, model: PreTrainedModel) -> bool:
+    """Whether the weights beside connections are known to be those of the model that config.json names."""
+    if (changed := weights_have_changed(model)) is not None:
+        return not changed
+    record = read_record(Path(options.model)) if Path(options.model).is_dir() else None
+    return record is not None and record.get("files") == weight_digests(Path(options.model))["files"]
 
 
 def _train(trainer: RecipeTrainer, last: Path | None, report: FinetuneReport) -> None:

@@ -29,6 +29,7 @@ class RecipeTrainer(ConnectionTrainer):
     """The loss of an evaluation is the cross-entropy, a mean over all labels: no balancing loss, no mean of means."""
 
     blocks: Any = None  # `Blocks`, where its data are ours
+    has_weights_of_base = False  # if connections alone are trained, whether the others are those of its source
     bytes_per_token: float | None = None
     labels_of_evaluation = 0.0
 

@@ -13,14 +13,14 @@ from resformer.version import __version__
 #: Module -> its public names.
 _HOMES = {
     "resformer.configuration": "METHODS ResFormerConfig",
-    "resformer.convert": "bundle inspect retrofit revert verify",
+    "resformer.convert": "bundle inspect retrofit revert save_connections verify",
     "resformer.errors": "ResFormerError",
     "resformer.modeling": (
         "Connection GrowingCache ResFormerForCausalLM ResFormerForQuestionAnswering ResFormerForSequenceClassification "
         "ResFormerForTokenClassification ResFormerModel ResFormerPreTrainedModel"
     ),
     "resformer.modeling.connecting": (
-        "connect connected_config depth_mixing_matrix disconnect disconnected save_connections value_mixing_matrix"
+        "connect connected_config depth_mixing_matrix disconnect disconnected value_mixing_matrix"
     ),
     "resformer.pushing": "push",
 }

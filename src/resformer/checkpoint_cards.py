@@ -1,7 +1,7 @@
 """The model card of a checkpoint folder, from its conversion record and from files of results."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -11,10 +11,11 @@ from huggingface_hub.dataclasses import type_validator
 
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.convert.retrofitting import UNRECORDED, RetrofitReport
-from resformer.convert.source import OpenedSource, open_source
+from resformer.convert.source import Source, open_source
 from resformer.errors import CheckpointError, one_line
 from resformer.files import fingerprint, listed, replace_listed
 from resformer.model_cards import (
+    Alone,
     Metric,
     Training,
     base_model_of,
@@ -27,6 +28,7 @@ from resformer.model_cards import (
 )
 from resformer.names import RECORD
 from resformer.record import config_digest, file_digest, read_record
+from resformer.safetensors_format import Shard
 from resformer.untrusted import MOST_BYTES, read_bounded, read_json
 
 #: What a card needs of a record: name -> type.
@@ -93,7 +95,7 @@ def checkpoint_card(
     measured: list[Metric] = []  # by the training itself
     if not training and os.path.lexists(checkpoint / "metrics.json"):  # written by `resformer finetune`
         training, measured = _read_results([checkpoint / "metrics.json"], [])
-    opened = open_source(str(checkpoint), heads=True).fetch()
+    opened = open_source(str(checkpoint), heads=True)
     config, record = opened.config, read_record(checkpoint)
     if not isinstance(config, ConnectionFields):
         raise CheckpointError(
@@ -112,24 +114,32 @@ def checkpoint_card(
         "config": config,
         "source_card": source_card,
         "metrics": results,
-        "bundle": "auto_map" in opened.raw_config and (checkpoint / "modeling_resformer.py").is_file(),
-        "tokenizer": bool(opened.checkpoint.tokenizer_files),
         "base_model": base_model,
     }
+    if opened.alone:
+        shard = opened.fetch_alone()
+        shards, facts = [shard], dict[str, Any](parameters=None)
+        changed_base = (getattr(config, "base_model", None) or {}).get("changed")
+        arguments["alone"] = Alone(sum(each.elements for each in shard.tensors), changed_base)
+    else:
+        fetched = opened.fetch()
+        shards = [*fetched.checkpoint.shards]
+        facts = {
+            "parameters": sum(tensor.elements for tensor in fetched.checkpoint.tensors.values()),
+            "dtype": str(fetched.dtype).removeprefix("torch."),
+        }
+        arguments["bundle"] = "auto_map" in opened.raw_config and (checkpoint / "modeling_resformer.py").is_file()
+        arguments["tokenizer"] = bool(fetched.checkpoint.tokenizer_files)
     if record is not None and not training:
-        card = model_card(record, name, changed=_changed(opened, record), **arguments)
+        card = model_card(record, name, changed=_changed(opened, shards, record), **arguments)
         return CheckpointCard(card, "retrofitted")
-    changed = _changed(opened, training) if training else []
+    changed = _changed(opened, shards, training) if training else []
     results += [] if changed else measured
     from_scratch = "source" in training and training["source"] is None and not base and record is None
     if training.get("source") is None:
         known = base if record is None else {"name": record["source"], "revision": record["revision"]}
         training |= {"source": known.get("name"), "revision": known.get("revision")}
-    training |= {
-        "parameters": sum(tensor.elements for tensor in opened.checkpoint.tensors.values()),
-        "dtype": str(opened.dtype).removeprefix("torch."),
-        "from_scratch": from_scratch,
-    }
+    training |= {**facts, "from_scratch": from_scratch}
     origin = "from scratch" if from_scratch else "unknown"
     if training["source"]:
         origin = "fine-tuned" if "runs" in training else "derived"
@@ -179,12 +189,12 @@ def _check(value: Mapping[str, Any], form: Mapping[str, Any], where: str) -> Non
                 _check(each, get_type_hints(inner), f"{where}: `{name}`")
 
 
-def _changed(opened: OpenedSource, described: Mapping[str, Any]) -> list[str] | None:
+def _changed(opened: Source, found: Sequence[Shard], described: Mapping[str, Any]) -> list[str] | None:
     """The files that are not those that a record or a metrics.json describes; `None` if it does not say which.
 
     Weight files are compared by SHA-256 where it is described, else by the listing of the conversion that wrote them.
     """
-    files, shards = described.get("files"), {shard.name: shard for shard in opened.checkpoint.shards}
+    files, shards = described.get("files"), {shard.name: shard for shard in found}
     if not isinstance(files, dict) or not isinstance(described.get("config_sha256"), str):
         return None
     changed = ["config.json"] if described["config_sha256"] != config_digest(opened.raw_config) else []

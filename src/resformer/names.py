@@ -3,6 +3,8 @@
 import re
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+#: Connections alone, as `save_connections` writes them.
+CONNECTIONS = "connections.safetensors"
 #: The model card.
 CARD = "README.md"
 #: The conversion record, in a converted checkpoint.

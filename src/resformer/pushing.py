@@ -20,8 +20,7 @@ from resformer.files import AsDict
 from resformer.hub import HubError as HubError
 from resformer.hub import Push
 from resformer.model_cards import card_metadata
-from resformer.modeling.saved_connections import COEFFICIENTS, SETTINGS
-from resformer.names import CARD, CONFIG, DESCRIPTIONS, INDEX, LISTING, LOADED_INSTEAD, SIDE_FILES, SINGLE
+from resformer.names import CARD, CONFIG, CONNECTIONS, DESCRIPTIONS, INDEX, LISTING, LOADED_INSTEAD, SIDE_FILES, SINGLE
 from resformer.safetensors_format import read_shard
 from resformer.untrusted import MOST_BYTES, names_in, read_bounded, read_json, regular_file
 
@@ -89,10 +88,11 @@ def push(
         raise CheckpointError(f"{folder}: expected a checkpoint folder.")
     names = [name for name in names_in(folder) if name != LISTING]
     before, notes = _states(folder, names), tuple[str, ...]()
-    if {COEFFICIENTS, SETTINGS} <= set(names) and CONFIG not in names:  # of `save_connections`
-        read_shard(regular_file(folder / COEFFICIENTS, folder, within=True))
-        kind = f"connections for {read_json(folder / SETTINGS).get('base_model')}"
-        shards, taken, config, code = [COEFFICIENTS], {COEFFICIENTS, SETTINGS}, {}, {}
+    if CONNECTIONS in names and not {SINGLE, INDEX} & {*names}:  # of `save_connections`
+        read_shard(regular_file(folder / CONNECTIONS, folder, within=True))
+        config, code = read_json(folder / CONFIG), {}
+        kind = f"connections for {(config.get('base_model') or {}).get('name')}"
+        shards, taken = [CONNECTIONS], {CONNECTIONS, CONFIG}
         if bundle:
             raise ValueError("--bundle is for checkpoints: connections alone are added by the package, to their model.")
     else:
@@ -177,10 +177,10 @@ def _check_card(folder: Path, card: Path | bytes | None, repo_id: str, *, bundle
         raise CheckpointError(f"{path}: has no metadata; begin it with `---`, `library_name: transformers`, `---`.")
     warnings, option = [], f"--repository {repo_id}"
     if repo_id not in text:
-        way = f"One that does: resformer card {folder} {option}."
-        if not (folder / CONFIG).exists():
-            way = f'Name it in its line resformer.connect(model, "{repo_id}").'
-        warnings.append(f"README.md does not name {repo_id}: its code may load something else. {way}")
+        warnings.append(
+            f"README.md does not name {repo_id}: its code may load something else. One that does: resformer card "
+            f"{folder} {option}."
+        )
     if bundle and "trust_remote_code=True" not in text:
         warnings.append(
             "README.md loads the checkpoint without trust_remote_code=True, which readers of a bundle need. One that "

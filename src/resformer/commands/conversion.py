@@ -249,6 +249,11 @@ def inspect(
         head = "" if report.head is None else f", {report.head} of {report.labels} labels"
         row("model", f"{report.model_type}, of the family {report.family}{head}")
         row("method", f"{report.method or 'without a name'} {json.dumps(report.fields)}")
+        if report.needs:
+            at = f" at {report.needs.revision}" if report.needs.revision else ""
+            row("needs", f"the weights of {report.needs.base or 'a model without a name'}{at}: they are not here")
+            if report.needs.changed:
+                row("", "and those that they were trained with are others, which are lost")
         row("files", f"{report.files}, {size(report.bytes)}")
         dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in report.dtypes.items())
         row("parameters", f"{report.parameters:,} ({dtypes})")
