@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -60,32 +60,25 @@ class Checkpoint:
         return [file.name for file in self.side_files if TOKENIZERS.fullmatch(file.name)]
 
 
-def read_checkpoint(folder: Path, sizes: Mapping[str, int] | None = None, *, weights: Path | None = None) -> Checkpoint:
+def read_checkpoint(folder: Path, names: Iterable[str] = (), *, weights: Path | None = None) -> Checkpoint:
     """Reads every header, and lists the files that go along (`SIDE_FILES`) and those that do not.
 
     Args:
-        sizes: name -> bytes of all files, if `folder` has only some of a repository's.
+        names: of all files, if `folder` has only some of a repository's.
         weights: the folder that has the weights; default: `folder`.
     """
     shards, notes = _shards(weights or folder)
     read = {CONFIG, INDEX, LISTING, *(shard.name for shard in shards)}
     side_files, left_behind = [], []
-    for name in sorted(sizes or names_in(folder)):
+    for name in sorted(names or names_in(folder)):
         if not SIDE_FILES.fullmatch(name):
             left_behind += [] if name in read else [name]
             continue
         try:
-            if sizes and sizes[name] > MOST_BYTES:  # it was not fetched
-                raise CheckpointError(_too_large(folder / name, sizes[name]))
             side_files.append(_plain_settings(side_file(folder, name), notes))
         except CheckpointError as error:
-            if name in SETTINGS and name != "generation_config.json":  # Transformers ignores one that it cannot read
-                try:
-                    side_file(folder, name)
-                except CheckpointError:
-                    pass
-                else:
-                    raise
+            if name != "generation_config.json":  # Transformers ignores one that it cannot read
+                raise
             notes.append(f"{error} It does not go along.")
             left_behind.append(name)
     return Checkpoint(folder, tuple(shards), tuple(side_files), tuple(left_behind), tuple(notes))
@@ -110,12 +103,8 @@ def side_file(folder: Path, name: str) -> SideFile:
     path = regular_file(folder / name, folder)
     size = path.stat().st_size
     if size > MOST_BYTES:
-        raise CheckpointError(_too_large(folder / name, size))
+        raise CheckpointError(f"{folder / name}: has {size:,} bytes; at most {MOST_BYTES:,} are copied.")
     return SideFile(name, path, size)
-
-
-def _too_large(path: Path, size: int) -> str:
-    return f"{path}: has {size:,} bytes; at most {MOST_BYTES:,} are copied."
 
 
 def _shards(folder: Path) -> tuple[list[Shard], list[str]]:

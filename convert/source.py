@@ -64,31 +64,30 @@ class Source:
                 f"both: resformer.connect(AutoModelForCausalLM.from_pretrained({base!r}), {self.name!r})"
                 ".save_pretrained(FOLDER)."
             )
+        folder, temporary = self.folder, None
         if self.repo_id is None:
-            checkpoint, on_this_disk = read_checkpoint(self.folder), True
-            folder, reason, temporary = _to_load(checkpoint, self.folder)
+            check_folder(folder)
         else:
-            names = [name for name in self.hub_files if SIDE_FILES.fullmatch(name) or DESCRIPTIONS.fullmatch(name)]
-            small = [name for name in names if self.hub_files[name].size <= MOST_BYTES]
-            if len(small) > _MOST_FILES:
+            along = [name for name in self.hub_files if SIDE_FILES.fullmatch(name)]
+            about = [name for name, file in self.hub_files.items() if DESCRIPTIONS.fullmatch(name)]
+            about = [name for name in about if self.hub_files[name].size <= MOST_BYTES]
+            if (count := len(along + about)) > _MOST_FILES:
                 raise CheckpointError(
-                    f"{self.name}: has {len(small):,} files beside its weights; at most {_MOST_FILES:,} are read."
+                    f"{self.name}: has {count:,} files beside its weights; at most {_MOST_FILES:,} are read."
                 )
             with asking_hub(self.name):
-                fetch(self.repo_id, str(self.revision), self.hub_files, [CONFIG, INDEX, *SETTINGS], _LARGEST_SETTINGS)
-                fetch(self.repo_id, str(self.revision), self.hub_files, small)
-                weights = weight_files(self.folder, self.hub_files or [path.name for path in self.folder.iterdir()])
-                absent = [name for name in weights if not (self.folder / name).exists()]
-                on_this_disk = not (headers_only and absent)
-                if on_this_disk:
-                    fetch(self.repo_id, str(self.revision), self.hub_files, weights)
-                    folder, reason, temporary = self.folder, "", None
-                else:
+                fetch(self.repo_id, str(self.revision), self.hub_files, [INDEX, *SETTINGS], _LARGEST_SETTINGS)
+                fetch(self.repo_id, str(self.revision), self.hub_files, along + about, MOST_BYTES)
+                check_folder(folder)
+                weights = weight_files(folder, self.hub_files or [path.name for path in folder.iterdir()])
+                absent = [name for name in weights if not (folder / name).exists()]
+                if headers_only and absent:
                     temporary = tempfile.TemporaryDirectory(prefix="resformer-")
-                    folder, reason = Path(temporary.name), ""
+                    folder = Path(temporary.name)
                     self._write_headers(absent, folder)
-                sizes = {name: file.size for name, file in self.hub_files.items()}
-                checkpoint = read_checkpoint(self.folder, sizes, weights=folder)
+                else:
+                    fetch(self.repo_id, str(self.revision), self.hub_files, weights)
+        checkpoint = read_checkpoint(self.folder, self.hub_files, weights=folder)
         built = build(folder, self.name)
         strange = built.ignored - unused_weights(self.raw_config)
         notes = list(checkpoint.notes)
@@ -97,8 +96,6 @@ class Source:
                 f"{self.name}: Transformers ignores {first_names(strange)}, which its model has no place for: they go "
                 "along as they are."
             )
-        if reason:
-            notes.append(f"{reason} What Transformers makes of the source was compared without that file.")
         if quantised := [name for name, each in checkpoint.tensors.items() if each.dtype[:2] in ("F8", "F6", "F4")]:
             raise CheckpointError(
                 f"{self.name}: {first_names(quantised)} are of {checkpoint.tensors[min(quantised)].dtype}: quantised "
@@ -109,10 +106,10 @@ class Source:
             checkpoint=replace(checkpoint, notes=tuple(notes)),
             built=built,
             to_load=folder,
-            on_this_disk=on_this_disk,
+            on_this_disk=temporary is None,
             temporary=temporary,
         )
-        if not on_this_disk:
+        if temporary is not None:
             with asking_hub(self.name):
                 wanted = added_shapes(connection_config(self.config), tables=False)
                 self._hub().write_tensors(checkpoint.shards, wanted.keys())
@@ -138,7 +135,7 @@ class OpenedSource(Source):
 
     checkpoint: Checkpoint
     built: Built
-    to_load: Path  # the folder that Transformers loads: the source's own where no path leads out of it
+    to_load: Path  # the folder that Transformers loads: the source's own where the weights are on this disk
     on_this_disk: bool  # False: of the weights, only headers and coefficients are
     temporary: Any = None  # keeps `to_load` until this object goes
 
@@ -155,35 +152,6 @@ class OpenedSource(Source):
     def sha256_on_hub(self) -> dict[str, str]:
         """File -> SHA-256, as the Hub states it: of the files that it stores by LFS, if the source is there."""
         return {name: file.lfs.sha256 for name, file in self.hub_files.items() if file.lfs is not None}
-
-
-def _to_load(checkpoint: Checkpoint, folder: Path) -> tuple[Path, str, Any]:
-    """(what Transformers is to load in place of the folder, why it is not the folder itself, what keeps it).
-
-    Where some path in the folder leads out of it, to no file or to no end, it is a folder of links to what goes along.
-    """
-    try:
-        check_folder(folder)
-    except CheckpointError as error:
-        # An index beside a single file is ignored, by Transformers too; the notes say so.
-        ignored = [shard.name for shard in checkpoint.shards] == [SINGLE] and str(folder / INDEX) in str(error)
-        reason = "" if ignored else str(error)
-    else:
-        return folder, "", None
-    temporary = tempfile.TemporaryDirectory(prefix="resformer-")
-    view = Path(temporary.name)
-    for file in checkpoint.side_files:
-        (view / file.name).parent.mkdir(exist_ok=True)
-        if file.content is None:
-            (view / file.name).symlink_to(file.path.resolve())
-        else:
-            (view / file.name).write_bytes(file.content)
-    for name in (CONFIG, INDEX):
-        if (folder / name).exists() and not (name == INDEX and (folder / SINGLE).exists()):
-            (view / name).symlink_to((folder / name).resolve())
-    for shard in checkpoint.shards:
-        (view / shard.name).symlink_to(shard.path)
-    return view, reason, temporary
 
 
 def open_source(source: str | Path, revision: str | None = None, *, heads: bool = False) -> Source:

@@ -88,7 +88,9 @@ def check_folder(folder: str | Path) -> None:
                 size, name = regular_file(path, folder).stat().st_size, path.relative_to(folder).as_posix()
                 if size > MOST_BYTES and (SIDE_FILES.fullmatch(name) or name in (CONFIG, INDEX)):
                     raise CheckpointError(f"{path}: has {size:,} bytes; at most {MOST_BYTES:,} are read.")
-        named: dict[Path, Any] = {path: read_json(path).get("weight_map") for path in folder.glob("*.index.json")}
+        named: dict[Path, Any] = {}
+        if not (folder / SINGLE).exists():  # beside it, Transformers ignores an index
+            named = {path: read_json(path).get("weight_map") for path in folder.glob("*.index.json")}
     if (folder / TOKENIZER_CONFIG).exists():
         check_settings(folder / TOKENIZER_CONFIG)
     if (folder / CONFIG).exists():
