@@ -138,8 +138,8 @@ def test_the_name_that_delta_attention_residuals_had_is_refused_with_theirs_and_
     small().save_pretrained(tmp_path / "model")
     small().save_pretrained(tmp_path / "plain")
     old = {"attention_residuals": True}
-    for file, fields_of_file in (("saved/connections.json", {"fields": old}), ("model/config.json", old)):
-        change_json(tmp_path / file, **fields_of_file)
+    for file in ("saved/config.json", "model/config.json"):
+        change_json(tmp_path / file, **old)
     for ask in (
         lambda: ResFormerConfig.for_method("attention-residuals", **SMALL),
         lambda: small(attention_residual_init=0.5),

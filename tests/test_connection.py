@@ -9,11 +9,12 @@ from typing import Any
 import any_decoder
 import pytest
 import torch
+from conftest import cli
 from small_decoders import small_decoder
 from transformers import AutoModelForCausalLM
 
 import resformer
-from resformer.configuration import METHODS
+from resformer.configuration import METHODS, Paper
 from resformer.modeling.connection import KINDS, Reads, Shape, coefficient
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_connection.py"
@@ -78,6 +79,35 @@ def test_a_class_starts_plainly_trains_reloads_and_is_saved_alone(family: str, t
     assert torch.equal(any_decoder.logits_of(again), trained)
     cached, uncached = (any_decoder.tokens_of(model, use_cache=each) for each in (True, False))
     assert torch.equal(cached, uncached)
+
+
+def test_cards_lists_and_inspection_say_of_a_class_what_it_says_of_itself(tmp_path: Path) -> None:
+    make_tuned()
+
+    class Cited(resformer.Connection):
+        name, place, title, equation = "cited", "mlp_added", "A title", "it says $x + f$"
+        paper = Paper("2000.00001", "Of the title", "One, Some", 2020)
+
+        def forward(self, added: torch.Tensor) -> torch.Tensor:
+            return added
+
+    assert "tuned: x <- x + g f, and later layers read what the first MLP has added.\n" in cli("methods").stdout
+    base = tmp_path / "base"
+    small_decoder("llama").save_pretrained(base)
+    model = resformer.connect(AutoModelForCausalLM.from_pretrained(base), "cited")
+    resformer.save_connections(model, tmp_path / "alone")
+    card = (tmp_path / "alone" / "README.md").read_text()
+    for said in (
+        "- cited\n- arxiv:2000.00001\n",
+        "A title\n\n* it says $x + f$\n",
+        "title = {Of the title}",
+        "year = {2020}",
+    ):
+        assert said in card, said
+    assert resformer.inspect(tmp_path / "alone").method == "cited"
+    resformer.save_connections(resformer.connect(model, "tuned"), tmp_path / "both")
+    both = resformer.inspect(tmp_path / "both")
+    assert (both.method, {*both.fields["connections"]}) == (None, {"tuned", "cited"})
 
 
 def test_fields_are_set_by_name_and_tensors_reach_later_layers() -> None:
