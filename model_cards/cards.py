@@ -25,6 +25,7 @@ from resformer.errors import plain
 from resformer.model_cards.heads import HEADS
 from resformer.model_cards.metrics import Metric, notes_of
 from resformer.model_cards.source_card import well_formed
+from resformer.modeling.connections import KINDS
 from resformer.modeling.families import PREFIX
 
 #: Ends a card: `is_as_made` compares the digest to find edits by hand.
@@ -170,6 +171,7 @@ def model_card(
         "head": head,
         "auto_class": architecture.replace("ResFormer", "AutoModel"),
         "alone": alone,
+        "own": {kind.name: kind.__module__ for kind in KINDS if kind.fields_of is None and kind.is_in(config)},
         "connections": [*filter(None, dict.fromkeys(each.equation for each in about.values()))],
         "named": METHODS.get(method or ""),
         "papers": papers,
