@@ -1,4 +1,4 @@
-"""The fields of connections in the configuration of any family, a small dataclass for each connection."""
+"""The connections, a small dataclass each: fields of a configuration, methods that set them, papers, what cards say."""
 
 import difflib
 import functools
@@ -13,6 +13,7 @@ from typing import Any, Literal
 from huggingface_hub.dataclasses import as_validated_field
 from huggingface_hub.errors import StrictDataclassError
 
+from resformer.configuration.about import About, Method, Paper
 from resformer.configuration.sources import mixing_layers, value_sources
 
 
@@ -66,6 +67,48 @@ positive_number = _field(lambda value: 0 < value < math.inf, "a finite number ab
 not_negative = _field(lambda value: 0 <= value < math.inf, "a finite number from 0 up")
 
 
+# What is said of a method was compared with the paper's own text or its authors' code, but for sentences marked "from
+# secondary sources". Of arXiv 2410.17897 a first version, as it was submitted to a conference, could be read: it has
+# Identity-ResFormer, the 2 and 1 of Constant-ResFormer, SVFormer and both numbers of NeuTRENO. The other variants came
+# later; of learned coefficients its author writes in issue 2 of his code. Read were also 2402.02622, 2405.12981,
+# 2512.03870, 2606.02780 and 2607.27230; of 2312.00751, 2605.18855 and 2606.05014 the abstract and the authors' code.
+# Layers are counted n = 0..N-1. V_n are the raw values of layer n, X_0 the embeddings, X_{n+1} the output of block n.
+
+
+def _last_third(num_layers: int) -> list[int]:
+    """The layers that Sparse-ResFormer mixes: the last three of eight, generalised to the last third, never layer 0.
+
+    Bank of Values has its tables in the last third too.
+    """
+    return list(range(max(1, num_layers - -(-num_layers // 3)), num_layers))
+
+
+def _pairs(num_layers: int) -> list[int]:
+    """CLA2: layers 2i and 2i + 1 use the keys or values of layer 2i."""
+    return [layer - layer % 2 for layer in range(num_layers)]
+
+
+def _second_half(num_layers: int, source: int) -> list[int]:
+    """FusedKV-Lite: layers from N // 2 on use the keys or values of layer `source`."""
+    half = max(1, num_layers // 2)
+    return [*range(half), *[min(source, half - 1)] * (num_layers - half)]
+
+
+RESFORMER = Paper(
+    "2410.17897",
+    "Value Residual Learning",
+    "Zhou, Zhanchao and Wu, Tianyi and Jiang, Zhiyun and Obeid, Fares and Lan, Zhenzhong",
+    2025,
+)
+DEPTH_ATTENTION = Paper(
+    "2606.05014",
+    "{Depth-Attention}: Cross-Layer Value Mixing for Language Models",
+    "Zeng, Boyi and Hao, Yiqin and Wang, Zitong and Song, Shixiang and Li, He and Song, Feichen and Liu, Yifan "
+    "and He, Ziwei and Wang, Xinbing and Lin, Zhouhan",
+    2026,
+)
+
+
 @dataclass(kw_only=True, repr=False, eq=False)
 class ValueResidualFields:
     r"""Values of a layer and of earlier ones (ResFormer, arXiv 2410.17897; Depth-Attention, arXiv 2606.05014).
@@ -96,6 +139,85 @@ class ValueResidualFields:
     depth_attention_stride: int = positive(default=1)
     depth_attention_init: int | float = finite(default=1.0)
 
+    about = {
+        "value_residual": About(
+            "value-residual", r"values are mixed over layers, $V'_n = \sum_{m \le n} M_{n,m} V_m$", RESFORMER
+        ),
+        "value_residual.depth_attention": About(
+            "value-residual",
+            r"values are mixed over layers, $V'_n = V_n + g_n (\tilde V_n - V_n)$, by a softmax over the keys "
+            r"of earlier layers at the same token",
+            DEPTH_ATTENTION,
+        ),
+    }
+    methods = {
+        "resformer": Method(
+            "ResFormer (learnable value residual)",
+            "Each layer after the first attends to a learned mix of its own values and those of layer 0.",
+            lambda n: {"value_residual": "learnable"},
+            (RESFORMER,),
+        ),
+        "resformer-identity": Method(
+            "Identity-ResFormer",
+            "Each layer after the first attends to the mean of its own values and those of layer 0; nothing to learn.",
+            lambda n: {"value_residual": "identity"},
+            (RESFORMER,),
+        ),
+        "resformer-constant": Method(
+            "Constant-ResFormer",
+            "Identity-ResFormer with other fixed coefficients: twice the values of layer 0 on top of the layer's own.",
+            lambda n: {"value_residual": "constant", "value_residual_init": [2.0, 1.0]},
+            (RESFORMER,),
+        ),
+        "resformer-plus": Method(
+            "ResFormer-Plus",
+            "A softmax over the layers distributes one learned scale among the coefficients on layer 0's values "
+            "(from secondary sources).",
+            lambda n: {"value_residual": "learnable_plus"},
+            (RESFORMER,),
+        ),
+        "resformer-sparse": Method(
+            "Sparse-ResFormer",
+            "A constant value residual in the last third of the layers only, with a coefficient of 5 on layer 0 "
+            "(from secondary sources).",
+            lambda n: {
+                "value_residual": "constant",
+                "value_residual_init": [5.0, 1.0],
+                "value_residual_layers": _last_third(n),
+            },
+            (RESFORMER,),
+        ),
+        "resformer-dense": Method(
+            "Dense-ResFormer",
+            "Each layer attends to a learned mix of the values of all layers up to it (from secondary sources).",
+            lambda n: {"value_residual": "dense"},
+            (RESFORMER,),
+        ),
+        "resformer-gated": Method(
+            "Gated ResFormer",
+            "The coefficient on layer 0's values depends on the token and on the key/value head. Designed for "
+            "this package after RWKV-7 and x-transformers; SATFormer (arXiv 2605.03953) is near it, with a relu "
+            "where this has a tanh.",
+            lambda n: {"value_residual": "gated"},
+            (RESFORMER,),
+        ),
+        "depth-attention": Method(
+            "Depth-Attention",
+            "Each layer mixes the values of layer 0, and above the middle those of the middle layer, into its "
+            "own, by a softmax of its query over their keys at the same token.",
+            lambda n: {"value_residual": "depth_attention", "depth_attention_stride": max(1, n // 2)},
+            (DEPTH_ATTENTION,),
+        ),
+    }
+
+
+BANK_OF_VALUES = Paper(
+    "2606.02780",
+    "Do Value Vectors in Deep Layers Need Context from the Residual Stream?",
+    "He, Muyu and Liu, Yuchen and Huang, Qingya and Zhang, Li",
+    2026,
+)
+
 
 @dataclass(kw_only=True, repr=False, eq=False)
 class ValueEmbeddingFields:
@@ -120,6 +242,39 @@ class ValueEmbeddingFields:
     value_embeddings_gate_channels: int = positive(default=12)
     value_embeddings_gate_limit: int | float = finite(default=3.0)
 
+    about = {
+        "value_embeddings": About(
+            "value-embedding",
+            "a row of a table, picked by the token, is added to the values of some layers",
+            BANK_OF_VALUES,
+        ),
+    }
+    methods = {
+        "value-embeddings": Method(
+            "Value embeddings",
+            "The last third of the layers add to their values a row of a table, picked by the token, through a "
+            "gate that depends on the token and on the key/value head. In Bank of Values the row, times a "
+            "learned number, is the value.",
+            lambda n: {"value_embeddings": _last_third(n)},
+            (BANK_OF_VALUES,),
+        ),
+    }
+
+
+CLA = Paper(
+    "2405.12981",
+    "Reducing Transformer Key-Value Cache Size with Cross-Layer Attention",
+    "Brandon, William and Mishra, Mayank and Nrusimha, Aniruddha and Panda, Rameswar and Ragan-Kelley, Jonathan",
+    2024,
+)
+FUSEDKV = Paper(
+    "2512.03870",
+    "Reconstructing {KV} Caches with Cross-Layer Fusion for Enhanced Transformers",
+    "Lin, Hongzhan and Bai, Zhiqi and Zhang, Xinmiao and Yang, Sen and Li, Xiang and Yang, Siran and Xu, "
+    "Yunlong and Liu, Jiaheng and Zhao, Yongchi and Wang, Jiamang and Xu, Yuchi and Su, Wenbo and Zheng, Bo",
+    2026,
+)
+
 
 @dataclass(kw_only=True, repr=False, eq=False)
 class SharingFields:
@@ -138,6 +293,52 @@ class SharingFields:
     value_sources: list[int] | None = None
     key_sources: list[int] | None = None
 
+    about = {
+        "value_sources": About(
+            "kv-sharing",
+            "layer n attends with the keys of layer `key_sources[n]` to the values of layer `value_sources[n]`, "
+            "and stores none that it reads from another",
+            RESFORMER,
+        ),
+        "key_sources": About(
+            "kv-sharing",
+            "layer n attends with the keys of layer `key_sources[n]` to the values of layer `value_sources[n]`, "
+            "and stores none that it reads from another",
+            CLA,
+        ),
+    }
+    methods = {
+        "svformer": Method(
+            "SVFormer",
+            "Every layer attends to the values of layer 0; there is one value projection and one value cache.",
+            lambda n: {"value_sources": [0] * n},
+            (RESFORMER,),
+        ),
+        "cla2": Method(
+            "CLA2 (cross-layer attention)",
+            "Pairs of layers share the keys and values of the first of the two.",
+            lambda n: {"key_sources": _pairs(n), "value_sources": _pairs(n)},
+            (CLA,),
+        ),
+        "fusedkv-lite": Method(
+            "FusedKV-Lite",
+            "The upper half of the layers reads the values of layer 0 and the keys of the lower half's last layer.",
+            lambda n: {
+                "key_sources": _second_half(n, max(1, n // 2) - 1),
+                "value_sources": _second_half(n, 0),
+            },
+            (FUSEDKV,),
+        ),
+    }
+
+
+NEUTRENO = Paper(
+    "2312.00751",
+    "Mitigating Over-smoothing in Transformers via Regularized Nonlocal Functionals",
+    "Nguyen, Tam and Nguyen, Tan M. and Baraniuk, Richard G.",
+    2023,
+)
+
 
 @dataclass(kw_only=True, repr=False, eq=False)
 class NeutrenoFields:
@@ -150,6 +351,31 @@ class NeutrenoFields:
     """
 
     neutreno_lambda: int | float = not_negative(default=0.0)
+
+    about = {
+        "neutreno_lambda": About(
+            "neutreno",
+            r"a multiple of the difference from V_0 is added to the attention output, $U_n = A_n V'_n + \lambda "
+            r"(V_0 - V'_n)$, with V'_n the values that layer n attends to",
+            NEUTRENO,
+        ),
+    }
+    methods = {
+        "neutreno": Method(
+            "NeuTRENO",
+            "Adds a multiple of V_0 - V_n to the attention output of layer n, against over-smoothing.",
+            lambda n: {"neutreno_lambda": 0.4},
+            (NEUTRENO,),
+        ),
+    }
+
+
+DENSEFORMER = Paper(
+    "2402.02622",
+    "{DenseFormer}: Enhancing Information Flow in Transformers via Depth Weighted Averaging",
+    r"Pagliardini, Matteo and Mohtashami, Amirkeivan and Fleuret, Fran{\c{c}}ois and Jaggi, Martin",
+    2024,
+)
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -166,6 +392,43 @@ class DepthAverageFields:
     dwa: bool = False
     dwa_dilation: int = positive(default=1)
     dwa_period: int = positive(default=1)
+
+    about = {
+        "dwa": About(
+            "depth-weighted-averaging",
+            r"hidden states are averaged over depth, $Y_n = \sum_{j \le n+1} D_{n,j} X_j$",
+            DENSEFORMER,
+        ),
+    }
+    methods = {
+        "denseformer": Method(
+            "DenseFormer (1x1)",
+            "After each block the hidden state is a learned average of the embeddings and of all blocks' "
+            "outputs so far.",
+            lambda n: {"dwa": True},
+            (DENSEFORMER,),
+        ),
+        "denseformer-4x5": Method(
+            "DenseFormer 4x5",
+            "DenseFormer after every fifth block, over every fourth output: most of the gain, little of the cost.",
+            lambda n: {"dwa": True, "dwa_dilation": 4, "dwa_period": 5},
+            (DENSEFORMER,),
+        ),
+    }
+
+
+DELTA = Paper(
+    "2605.18855",
+    "Delta Attention Residuals",
+    "Luo, Cheng and Cai, Zefan and Hu, Junjie",
+    2026,
+)
+MHAR = Paper(
+    "2607.27230",
+    "Multi-Head Attention Residuals",
+    "Luo, Cheng and Cai, Zefan and Hu, Junjie",
+    2026,
+)
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -185,6 +448,27 @@ class DeltaAttentionResidualFields:
     delta_attention_residual_blocks: int = positive(default=8)
     delta_attention_residual_init: int | float = finite(default=1.0)
 
+    about = {
+        "delta_attention_residuals": About(
+            "delta-attention-residuals",
+            r"attention and MLP also read what earlier blocks of layers added, $h_i = x_i + g_i \sum_b a_{i,b} "
+            r"D_b$",
+            MHAR,
+        ),
+    }
+    methods = {
+        "delta-attention-residuals": Method(
+            "Multi-head delta attention residuals, gated",
+            "Attention and MLP also read a softmax over what earlier blocks of layers added to the residual "
+            "stream, for each slice of the width, times a learned gate.",
+            lambda n: {
+                "delta_attention_residuals": True,
+                "delta_attention_residual_blocks": min(8, n),
+            },
+            (DELTA, MHAR),
+        ),
+    }
+
 
 @dataclass(kw_only=True, repr=False, eq=False)
 class EmbeddingResidualFields:
@@ -199,6 +483,12 @@ class EmbeddingResidualFields:
 
     embedding_residual: bool = False
     embedding_residual_init: int | float = finite(default=0.1)
+
+    about = {
+        "embedding_residual": About(
+            "embedding-residual", "each layer reads $r_n x + s_n X_0$ in place of the residual stream x"
+        ),
+    }
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -215,6 +505,12 @@ class BackoutFields:
 
     backout: bool = False
     backout_init: int | float = finite(default=0.2)
+
+    about = {
+        "backout": About(
+            "backout", "a multiple of the output of the middle layer is taken out of what the final norm reads"
+        ),
+    }
 
 
 @dataclass(kw_only=True, repr=False, eq=False)

@@ -1,14 +1,15 @@
-"""The named methods: one line each, from a method's name to the `ResFormerConfig` fields it sets.
+"""The named methods, from a name to the `ResFormerConfig` fields that it sets, and what is said of connections.
 
-Equations, values and published results of each are in the model cards; `ResFormerConfig.for_method` builds a
-configuration from a name. A new method is one more line here.
+Those of one connection stand with its fields, in connection_fields.py. `ResFormerConfig.for_method` builds a
+configuration from a name.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
-from resformer.configuration.connection_fields import ConnectionFields
+from resformer.configuration.about import About, Method, Paper
+from resformer.configuration.connection_fields import DENSEFORMER, NEUTRENO, RESFORMER, ConnectionFields
 from resformer.errors import did_you_mean
 
 #: The fields of connections -> their defaults, which are no connection. All other fields are the backbone's.
@@ -18,12 +19,10 @@ CONNECTION_FIELDS: dict[str, Any] = {
 }
 
 
-def _last_third(num_layers: int) -> list[int]:
-    """The layers that Sparse-ResFormer mixes: the last three of eight, generalised to the last third, never layer 0.
-
-    Bank of Values has its tables in the last third too.
-    """
-    return list(range(max(1, num_layers - -(-num_layers // 3)), num_layers))
+def _of_all_connections(name: str) -> dict[str, Any]:
+    """What the dataclasses of fields, one for each connection, say under a name."""
+    kinds = reversed(ConnectionFields.__bases__)
+    return {key: value for kind in kinds for key, value in vars(kind).get(name, {}).items()}
 
 
 def _every_second(num_layers: int) -> list[int]:
@@ -31,50 +30,47 @@ def _every_second(num_layers: int) -> list[int]:
     return list(range((num_layers - 1) % 2, num_layers, 2))
 
 
-def _pairs(num_layers: int) -> list[int]:
-    """CLA2: layers 2i and 2i + 1 use the keys or values of layer 2i."""
-    return [layer - layer % 2 for layer in range(num_layers)]
+_LLAMA = Paper(
+    "2302.13971",
+    "{LLaMA}: Open and Efficient Foundation Language Models",
+    "Touvron, Hugo and others",
+    2023,
+)
 
-
-def _second_half(num_layers: int, source: int) -> list[int]:
-    """FusedKV-Lite: layers from N // 2 on use the keys or values of layer `source`."""
-    half = max(1, num_layers // 2)
-    return [*range(half), *[min(source, half - 1)] * (num_layers - half)]
-
-
-#: Method name -> the configuration fields it sets for a given number of layers.
-METHODS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "transformer": lambda n: {},
-    "resformer": lambda n: {"value_residual": "learnable"},
-    "resformer-identity": lambda n: {"value_residual": "identity"},
-    "resformer-constant": lambda n: {"value_residual": "constant", "value_residual_init": [2.0, 1.0]},
-    "resformer-plus": lambda n: {"value_residual": "learnable_plus"},
-    "resformer-sparse": lambda n: {
-        "value_residual": "constant",
-        "value_residual_init": [5.0, 1.0],
-        "value_residual_layers": _last_third(n),
-    },
-    "resformer-dense": lambda n: {"value_residual": "dense"},
-    "resformer-gated": lambda n: {"value_residual": "gated"},
-    "depth-attention": lambda n: {"value_residual": "depth_attention", "depth_attention_stride": max(1, n // 2)},
-    "value-embeddings": lambda n: {"value_embeddings": _last_third(n)},
-    "neutreno": lambda n: {"neutreno_lambda": 0.4},
-    "resformer-neutreno": lambda n: {"value_residual": "identity", "neutreno_lambda": 0.2},
-    "svformer": lambda n: {"value_sources": [0] * n},
-    "denseformer": lambda n: {"dwa": True},
-    "denseformer-4x5": lambda n: {"dwa": True, "dwa_dilation": 4, "dwa_period": 5},
-    "cla2": lambda n: {"key_sources": _pairs(n), "value_sources": _pairs(n)},
-    "fusedkv-lite": lambda n: {
-        "key_sources": _second_half(n, max(1, n // 2) - 1),
-        "value_sources": _second_half(n, 0),
-    },
-    "resformer-denseformer": lambda n: {"value_residual": "learnable", "dwa": True},
-    "delta-attention-residuals": lambda n: {
-        "delta_attention_residuals": True,
-        "delta_attention_residual_blocks": min(8, n),
-    },
-    "nanochat": lambda n: {"embedding_residual": True, "value_embeddings": _every_second(n), "backout": True},
+#: Name -> the method: plain Llama, those of each connection, those of several.
+METHODS: dict[str, Method] = {
+    "transformer": Method(
+        "Transformer (plain Llama)",
+        "The baseline: a Llama decoder without any cross-layer connection, bit for bit.",
+        lambda n: {},
+        (_LLAMA,),
+    ),
+    **_of_all_connections("methods"),
+    "resformer-neutreno": Method(
+        "ResFormer with NeuTRENO",
+        "Identity-ResFormer, with NeuTRENO's term on the mixed values.",
+        lambda n: {"value_residual": "identity", "neutreno_lambda": 0.2},
+        (RESFORMER, NEUTRENO),
+    ),
+    "resformer-denseformer": Method(
+        "ResFormer with DenseFormer",
+        "Learned value residuals and depth-weighted averaging together.",
+        lambda n: {"value_residual": "learnable", "dwa": True},
+        (RESFORMER, DENSEFORMER),
+    ),
+    "nanochat": Method(
+        "The connections of nanochat, but for its smear",
+        "Each layer reads a learned sum of the residual stream and the embeddings, every second one has value "
+        "embeddings, and the final norm reads the last output less a multiple of the middle one. From "
+        "nanochat's code (github.com/karpathy/nanochat), as it is since March 2026; no paper describes it.",
+        lambda n: {"embedding_residual": True, "value_embeddings": _every_second(n), "backout": True},
+    ),
 }
+
+
+#: Connection field -> what is said of the connection where it is set; `FIELD.VALUE` of one value alone, and
+#: `connections.NAME` of a class that is no part of this package.
+ABOUT: dict[str, About] = _of_all_connections("about")
 
 
 def method_fields(method: str, num_hidden_layers: int) -> dict[str, Any]:
@@ -127,12 +123,26 @@ def method_of(config: Any) -> str | None:
     for name in METHODS:
         chosen = fields_within_kinds(name, decoder)
         if all(
-            connections.get(field, CONNECTION_FIELDS[field]) == chosen.get(field, CONNECTION_FIELDS[field])
+            _compared(connections, field) == _compared(chosen, field)
             for field in CONNECTION_FIELDS
             if not field.endswith("_init") or field in chosen
         ):
             return name
     return None
+
+
+def _compared(fields: Mapping[str, Any], name: str) -> Any:
+    """A field's value, and of classes that are no part of this package the names."""
+    value = fields.get(name, CONNECTION_FIELDS[name])
+    return {*(value or ())} if name == "connections" else value
+
+
+def about_of(fields: Mapping[str, Any]) -> dict[str, About]:
+    """Key of `ABOUT` -> what is said, of those fields that turn a connection on."""
+    names = [name for name in ABOUT if fields.get(name) not in (None, False, 0, "none")]
+    modes = [mode if (mode := f"{name}.{fields[name]}") in ABOUT else name for name in names]
+    own = [f"connections.{name}" for name in fields.get("connections") or ()]
+    return {name: ABOUT[name] for name in (*modes, *own) if name in ABOUT}
 
 
 def connections_of(config: Any) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class Inspection(AsDict):
     cache_share: float | None  # of a model without sharing
     value_mixing_matrix: list[list[float]] | None  # (N, N); NaN where a gate decides. None if it is the identity
     depth_mixing_matrix: list[list[float]] | None  # (N, N + 1). None if it is plain Llama's
+    learned: dict[str, float]  # kind of connection -> how far a parameter is from no effect, at most; without tables
     warnings: list[str]
 
 
@@ -74,8 +75,11 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     connections: dict[str, Any] = read_connections(backbone, shards, tables=False, alone=opened.alone)
     of_layers: dict[str, dict[int, Any]] = {}
     of_decoder: dict[str, Any] = {}
+    learned: dict[str, float] = {}
     for name, module in connections.items():
         *_, layer, kind = name.split(".")
+        if not module.tables:
+            learned[kind] = max([learned.get(kind, 0.0), *(distance for distance, _ in module.deviations())])
         if layer.isdecimal():
             of_layers.setdefault(kind, {})[int(layer)] = module
         else:
@@ -107,6 +111,7 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         cache_share=per_token and full and per_token / full,
         value_mixing_matrix=_unless_plain(values),
         depth_mixing_matrix=_unless_plain(depth),
+        learned=learned,
         **facts,
     )
 

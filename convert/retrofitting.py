@@ -14,7 +14,6 @@ from transformers import __version__ as transformers_version
 from resformer.configuration.methods import (
     CONNECTION_FIELDS,
     connections_of,
-    fields_within_kinds,
     method_fields,
     method_of,
 )
@@ -34,8 +33,7 @@ from resformer.convert.to_folder import Options, Report, Verify, carry_out, fold
 from resformer.errors import CheckpointError, did_you_mean, first_names
 from resformer.files import check_target
 from resformer.model_cards import base_model_of, carried_metadata, model_card
-from resformer.modeling.any_decoder import text_config
-from resformer.modeling.connecting import connected_config
+from resformer.modeling.connecting import chosen_fields, connected_config, connection_field_names, starting_plainly
 from resformer.modeling.connections import KINDS
 from resformer.names import RECORD
 from resformer.record import config_digest
@@ -119,15 +117,15 @@ def retrofit(
         ValueError: `method`, `fields` or `verify` are wrong.
     """
     options = Options(force=force, dry_run=dry_run, link=link, verify=verify, progress=progress)
-    for field in sorted(fields.keys() - set(CONNECTION_FIELDS)):
+    known = connection_field_names()
+    for field in sorted(fields.keys() - {*known}):
         if field in _GONE:
             raise ValueError(
                 f"`{field}` is not of a conversion, whose weights are the source's. Afterwards: {_GONE[field]}; "
                 "AutoTokenizer.from_pretrained(OUTPUT).save_pretrained(FOLDER)."
             )
-        known = ", ".join(CONNECTION_FIELDS)
-        hint = did_you_mean(field, CONNECTION_FIELDS)
-        raise ValueError(f"`{field}` is not a field that a retrofit sets: expected one of {known}.{hint}")
+        hint = did_you_mean(field, known)
+        raise ValueError(f"`{field}` is not a field that a retrofit sets: expected one of {', '.join(known)}.{hint}")
     method_fields(method, 1)  # an unknown method is refused before anything is read or fetched
     target = Path(output).expanduser()
     check_target(target, source, made_by="convert", force=force)  # before anything is read or fetched
@@ -135,11 +133,12 @@ def retrofit(
     before = connection_config(opened.config)
     if family_class(before) is not None:
         connected_config(family_of(before), method, **fields)  # refuses what no family can have
-    connections = {**fields_within_kinds(method, text_config(before)), **fields}
-    for kind in KINDS:
-        if not kind.is_in(before):  # what is added starts as the identity
-            connections = kind.plain_start(connections) | connections
-    connections = {**connections_of(before), **connections}
+    connections = chosen_fields(before, method, fields, plain=False)
+    connections = starting_plainly(connections, [kind for kind in KINDS if not kind.is_in(before)])
+    had = connections_of(before)
+    if "connections" in connections:
+        connections["connections"] = had.get("connections", {}) | connections["connections"]
+    connections = {**had, **connections}
     config = with_connections(before, connections)
     view(config)  # refuses connections that a family's decoder cannot have
     added = added_kinds(config, before)

@@ -19,11 +19,13 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from resformer.configuration import ResFormerConfig, cache_bytes_by_method, cache_bytes_per_token
-from resformer.configuration.methods import connections_of, method_of, without_connections
+from resformer.configuration.about import About, Paper
+from resformer.configuration.methods import METHODS, about_of, connections_of, method_of, without_connections
 from resformer.errors import plain
-from resformer.model_cards.facts import FACTS, FIELDS, HEADS, papers_of
+from resformer.model_cards.heads import HEADS
 from resformer.model_cards.metrics import Metric, notes_of
 from resformer.model_cards.source_card import well_formed
+from resformer.modeling.connections import KINDS
 from resformer.modeling.families import PREFIX
 
 #: Ends a card: `is_as_made` compares the digest to find edits by hand.
@@ -131,14 +133,13 @@ def model_card(
     results = list(metrics)
     carried = well_formed(source_card or report.get("source_card") or {})
     licence: dict[str, Any] = {name: carried.get(name) for name in ("license", "license_name", "license_link")}
-    active = [name for name in FIELDS if fields.get(name) not in (None, False, 0, "none")]
-    active = [mode if (mode := f"{name}.{fields[name]}") in FIELDS else name for name in active]
-    papers = papers_of(method, active)
+    about = about_of(fields)
+    papers = _papers(method, about)
     family = None if isinstance(config, ResFormerConfig) else config.model_type.removeprefix(PREFIX)
     stated = [] if family else config.architectures or []  # at a conversion, the source's
     architecture = next((each for each in stated if each in HEADS), "ResFormerForCausalLM")
     head = HEADS.get(architecture, HEADS["ResFormerForCausalLM"])
-    tags = ["resformer", *([method] if method else []), *(FIELDS[name]["tag"] for name in active)]
+    tags = ["resformer", *([method] if method else []), *(each.tag for each in about.values())]
     card_data = ModelCardData(
         library_name="resformer" if alone else "transformers",
         pipeline_tag=head["task"],
@@ -147,7 +148,7 @@ def model_card(
         **licence,
         language=carried.get("language"),
         datasets=list(dict.fromkeys([*carried.get("datasets", []), *values["datasets"]])) or None,
-        tags=[*tags, *(f"arxiv:{paper.arxiv}" for paper in papers)],
+        tags=[*dict.fromkeys(tags), *(f"arxiv:{paper.arxiv}" for paper in papers)],
         model_name=title if results else None,
         eval_results=[metric.as_eval_result(head["task"]) for metric in results] or None,
     )
@@ -170,8 +171,9 @@ def model_card(
         "head": head,
         "auto_class": architecture.replace("ResFormer", "AutoModel"),
         "alone": alone,
-        "connections": list(dict.fromkeys(FIELDS[name]["means"] for name in active)),
-        "facts": FACTS.get(method or ""),
+        "own": {kind.name: kind.__module__ for kind in KINDS if kind.fields_of is None and kind.is_in(config)},
+        "connections": [*filter(None, dict.fromkeys(each.equation for each in about.values()))],
+        "named": METHODS.get(method or ""),
         "papers": papers,
         "licence": licence,
         "results": results,
@@ -192,6 +194,14 @@ def model_card(
     card = ModelCard(re.sub(r"\n{3,}", "\n\n", text))
     card.text += f"\n{_MARK}{_digest(f'{card}{chr(10)}')} -->\n"
     return card
+
+
+def _papers(method: str | None, about: Mapping[str, About]) -> list[Paper]:
+    """The papers of a method, then those of the connection fields that are set beside it."""
+    named = METHODS.get(method or "")
+    covered = named(2) if named else {}
+    beside = [each.paper for field, each in about.items() if field not in covered and each.paper]
+    return [*dict.fromkeys([*(named.papers if named else ()), *beside])]
 
 
 def is_as_made(text: str) -> bool:

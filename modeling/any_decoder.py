@@ -394,7 +394,8 @@ def check_own(config: Any) -> None:
         if kind is None:
             raise ValueError(
                 f"`connections` has {name!r}, of which there is no class: first import the file that defines a "
-                f"`resformer.Connection` with name = {name!r}.{did_you_mean(name, others)}"
+                f"`resformer.Connection` with name = {name!r} (`resformer --import FILE.py COMMAND`)."
+                f"{did_you_mean(name, others)}"
             )
         known = own_fields(kind)
         for field, value in (values or {}).items():

@@ -131,11 +131,21 @@ def chosen_fields(
         elif name in METHODS and isinstance(value, Mapping):  # {"damped": {"init": 0.5}}
             chosen["connections"] = {**(chosen.get("connections") or {}), name: dict(value)}
         else:
-            known = [*CONNECTION_FIELDS, *(f"{kind.name}_{each}" for kind in KINDS for each in _own(kind))]
-            raise ValueError(f"`{name}` is no connection field.{did_you_mean(name, known)}")
-    for kind in KINDS if plain else ():
+            raise ValueError(f"`{name}` is no connection field.{did_you_mean(name, connection_field_names())}")
+    return starting_plainly(chosen, KINDS) if plain else chosen
+
+
+def starting_plainly(fields: Mapping[str, Any], kinds: Sequence[type[Connection]]) -> dict[str, Any]:
+    """Connection fields with those with which these kinds start as the plain family, where they say nothing else."""
+    chosen = dict(fields)
+    for kind in kinds:
         chosen = kind.plain_start(chosen) | chosen if kind.fields_of else chosen | kind.plain_start(chosen)
     return chosen
+
+
+def connection_field_names() -> list[str]:
+    """The fields of connections, and `NAME_FIELD` of classes that are no part of this package."""
+    return [*CONNECTION_FIELDS, *(f"{kind.name}_{each}" for kind in KINDS for each in _own(kind))]
 
 
 def _own(kind: type[Connection]) -> dict[str, Any]:

@@ -40,7 +40,8 @@ from transformers import conversion_mapping
 from transformers import initialization as init
 from transformers.models.auto import modeling_auto
 
-from resformer.configuration.methods import METHODS, connections_of
+from resformer.configuration.about import About, Method, Paper
+from resformer.configuration.methods import ABOUT, METHODS, connections_of
 
 if TYPE_CHECKING:
     Undecayed = nn.Module
@@ -171,10 +172,12 @@ class Connection(Added):
     #: The arguments of `forward` beside the tensor of its place, and those that have no default.
     takes: ClassVar[tuple[str, ...]] = ()
     required: ClassVar[tuple[str, ...]] = ()
-    #: For its card: title, one sentence, the arXiv number of its paper.
+    #: For cards and `resformer methods`, of a class that is no part of this package: title, one sentence (default: the
+    #: docstring's first line), one with the equation, and its paper, or the arXiv number of that.
     title: ClassVar[str] = ""
     summary: ClassVar[str] = ""
-    paper: ClassVar[str] = ""
+    equation: ClassVar[str] = ""
+    paper: ClassVar[Paper | str | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -322,7 +325,13 @@ def _add_kind(kind: type[Connection]) -> None:
             )
         for field in own_fields(kind).keys() & {"training", "forward"}:
             raise TypeError(f"{kind.__qualname__}.{field}: a module has an attribute of this name: choose another.")
-        METHODS[name] = lambda layers: {"connections": {name: {}}}
+        said = (vars(kind).get("__doc__") or "").strip().partition("\n")[0]
+        paper = Paper(kind.paper) if isinstance(kind.paper, str) else kind.paper
+        papers = () if paper is None else (paper,)
+        METHODS[name] = Method(
+            kind.title or name, kind.summary or said, lambda layers: {"connections": {name: {}}}, papers
+        )
+        ABOUT[f"connections.{name}"] = About(name, kind.equation, paper)
     if older is not None:
         KINDS.remove(older)
     KINDS.append(kind)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from resformer.configuration.methods import CONNECTION_FIELDS
-from resformer.errors import CheckpointError, did_you_mean, had_two_meanings
+from resformer.errors import CheckpointError, had_two_meanings
 from resformer.modeling.connected import added_modules
 from resformer.modeling.families import PREFIX
 from resformer.modeling.matrices import decoder_of
@@ -39,9 +39,8 @@ def saved_settings(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, A
             f"model with AutoModelForCausalLM.from_pretrained({name!r})."
         )
     config = read_json(folder / CONFIG)
-    for field in filter(had_two_meanings, config):
-        raise CheckpointError(f"{name}: `{field}` is no field.{did_you_mean(field, ())}")
-    return {field: config[field] for field in CONNECTION_FIELDS if field in config}, config.get("base_model") or {}
+    fields = {field: config[field] for field in config if field in CONNECTION_FIELDS or had_two_meanings(field)}
+    return fields, config.get("base_model") or {}
 
 
 def coefficients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

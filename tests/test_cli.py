@@ -18,7 +18,6 @@ from conftest import assert_answers, cli
 from resformer import METHODS
 from resformer.cli import _expanded, app
 from resformer.commands.terminal import PANELS
-from resformer.model_cards.facts import FACTS
 from resformer.version import __version__
 
 COMMANDS = typer.main.get_group(app)
@@ -141,7 +140,7 @@ def test_methods_lists_every_method() -> None:
     in_json = json.loads(cli("methods", "--layers", "6", "--json").stdout)
     assert in_json == {name: of(6) for name, of in METHODS.items()}
     listed = cli("methods").stdout
-    assert [name for name in METHODS if f"{name}: {FACTS[name].summary}\n" not in listed] == []
+    assert [name for name in METHODS if f"{name}: {METHODS[name].summary}\n" not in listed] == []
 
 
 def test_commands_name_both_versions_where_transformers_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ refused = partial(pytest.raises, (StrictDataclassError, ValueError))
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The configurations' warnings."""
     messages: list[str] = []
-    monkeypatch.setattr("resformer.configuration.connected_config.logger.warning_once", messages.append)
+    monkeypatch.setattr(f"{ResFormerConfig.__module__}.logger.warning_once", messages.append)
     return messages
 
 
@@ -138,8 +138,8 @@ def test_the_name_that_delta_attention_residuals_had_is_refused_with_theirs_and_
     small().save_pretrained(tmp_path / "model")
     small().save_pretrained(tmp_path / "plain")
     old = {"attention_residuals": True}
-    for folder in ("saved", "model"):
-        change_json(tmp_path / folder / "config.json", **old)
+    for file in ("saved/config.json", "model/config.json"):
+        change_json(tmp_path / file, **old)
     for ask in (
         lambda: ResFormerConfig.for_method("attention-residuals", **SMALL),
         lambda: small(attention_residual_init=0.5),

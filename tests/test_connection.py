@@ -1,5 +1,6 @@
 """A connection is a class that anyone can write, in any file."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,11 +10,14 @@ from typing import Any
 import any_decoder
 import pytest
 import torch
+from checkpoints import save_notes
+from conftest import cli
 from small_decoders import small_decoder
+from test_connected_commands import save_family
 from transformers import AutoModelForCausalLM
 
 import resformer
-from resformer.configuration import METHODS
+from resformer.configuration import METHODS, Paper
 from resformer.modeling.connection import KINDS, Reads, Shape, coefficient
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_connection.py"
@@ -22,7 +26,11 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "own_connection.py"
 @pytest.fixture(autouse=True)
 def _classes_of_a_test_are_forgotten() -> Iterator[None]:
     kinds, methods = [*KINDS], dict(METHODS)
+    modules, path = {*sys.modules}, [*sys.path]
     yield
+    for name in {"damping", "two"} & (sys.modules.keys() - modules):
+        del sys.modules[name]
+    sys.path[:] = path
     KINDS[:] = kinds
     METHODS.clear()
     METHODS.update(methods)
@@ -80,6 +88,35 @@ def test_a_class_starts_plainly_trains_reloads_and_is_saved_alone(family: str, t
     assert torch.equal(cached, uncached)
 
 
+def test_cards_lists_and_inspection_say_of_a_class_what_it_says_of_itself(tmp_path: Path) -> None:
+    make_tuned()
+
+    class Cited(resformer.Connection):
+        name, place, title, equation = "cited", "mlp_added", "A title", "it says $x + f$"
+        paper = Paper("2000.00001", "Of the title", "One, Some", 2020)
+
+        def forward(self, added: torch.Tensor) -> torch.Tensor:
+            return added
+
+    assert "tuned: x <- x + g f, and later layers read what the first MLP has added.\n" in cli("methods").stdout
+    base = tmp_path / "base"
+    small_decoder("llama").save_pretrained(base)
+    model = resformer.connect(AutoModelForCausalLM.from_pretrained(base), "cited")
+    resformer.save_connections(model, tmp_path / "alone")
+    card = (tmp_path / "alone" / "README.md").read_text()
+    for said in (
+        "- cited\n- arxiv:2000.00001\n",
+        "A title\n\n* it says $x + f$\n",
+        "title = {Of the title}",
+        "year = {2020}",
+    ):
+        assert said in card, said
+    assert resformer.inspect(tmp_path / "alone").method == "cited"
+    resformer.save_connections(resformer.connect(model, "tuned"), tmp_path / "both")
+    both = resformer.inspect(tmp_path / "both")
+    assert (both.method, {*both.fields["connections"]}) == (None, {"tuned", "cited"})
+
+
 def test_fields_are_set_by_name_and_tensors_reach_later_layers() -> None:
     make_tuned()
     base = small_decoder("llama")
@@ -116,7 +153,9 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gpt2 cannot have `rotated`: in layer 0 its queries"):
         resformer.connect(small_decoder("gpt2"), "rotated")
     KINDS.remove(kind)
-    with pytest.raises(ValueError, match="`connections` has 'tuned', of which there is no class: first"):
+    with pytest.raises(
+        ValueError, match=r"`connections` has 'tuned', of which there is no class: first.*`resformer --import FILE"
+    ):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     for attributes, said in (
         ({"name": "own_mlp"}, "which loading a .* changes"),
@@ -144,6 +183,41 @@ def test_the_order_at_one_place_is_stated_and_not_the_alphabets() -> None:
     make("z_first", 0.0)
     any_decoder.logits_of(resformer.connect(small_decoder("llama"), ["a_third", "second", "z_first"]))
     assert ran[:3] == ["z_first", "second", "a_third"]
+
+
+def test_commands_take_methods_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, notes = tmp_path / "damping.py", ("--data", "notes.txt", "--sample-by", "paragraph", "--held-out", 0.1)
+    file.write_text(EXAMPLE.read_text())
+    (tmp_path / "two.py").write_text(f"{EXAMPLE.read_text()}\nclass Other(Damped):\n    name = 'other'\n")
+    save_notes(tmp_path)
+    save_family(tmp_path / "source", "qwen3_moe")
+    done = cli("convert", "source", "out", "--method", "damping.py:damped", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["fields"] == {"connections": {"damped": {"init": 1.0}}}
+    inspected = json.loads(cli("--import", file, "inspect", "out", "--json").stdout)
+    assert (inspected["method"], inspected["learned"]) == ("damped", {"damped": 0.0})
+    assert "import damping  # a file that defines the connection damped" in Path("out/README.md").read_text()
+    tuned = ("--steps", 1, "--block", 32, "--no-bf16", "--train", "connections", *notes)
+    assert cli("--import", file, "finetune", "out", "tuned", *tuned).exit_code == 0
+    inspected = json.loads(cli("--import", file, "inspect", "tuned/connections", "--json").stdout)
+    assert inspected["learned"]["damped"] > 0
+    study = ("--methods", "damping.py,damping.py:damped:damped_init=0.9", "--steps", 1, "--block", 32, "--batch", 2)
+    done = cli("compare", "study", "--from", "source", *study, "--seeds", 1, "--no-bf16", *notes, "--json")
+    assert done.exit_code == 0, done.stderr
+    [rows] = json.loads(done.stdout)["sizes"].values()
+    assert [row["method"] for row in rows] == ["transformer", "damped", "damped:damped_init=0.9"]
+    done = cli("new", "new", "--method", "damping.py", "--tokenizer", "bytes", "--set", "damped_init=0.7", "--json")
+    assert json.loads(done.stdout)["connections"] == {"damped": {"init": 0.7}}
+    for named, said in (
+        ("damping.py:dmped", "damping.py: has no connection 'dmped'; expected damping.py:NAME, with one of damped."),
+        ("two.py", "two.py: has several connections; expected two.py:NAME, with one of damped, other."),
+        ("absent.py:damped", "absent.py: there is no such file."),
+        ("json.py", "json.py: its name is not free for a module of its own: rename it."),
+    ):
+        Path("json.py").write_text("")
+        refused = cli("convert", "source", "none", "--method", named)
+        assert (refused.exit_code, said in refused.stderr) == (2, True), refused.stderr
 
 
 def test_the_example_is_short_and_prints_what_the_page_says() -> None:

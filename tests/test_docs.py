@@ -15,7 +15,6 @@ from resformer.configuration import cache_bytes_by_method
 from resformer.configuration.methods import without_connections
 from resformer.convert.deciding import added_kinds, inexact_because
 from resformer.model_cards.cards import added_parameters
-from resformer.model_cards.facts import FACTS, PAPERS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob(".github/**/*.md")])
@@ -40,7 +39,7 @@ def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
     assert not re.findall(r"``|\[`|\.\. code", text), "markup that was not understood"
 
 
-def test_table_of_methods_is_made_of_the_code_and_the_facts() -> None:
+def test_table_of_methods_is_made_of_the_methods() -> None:
     """SNAPSHOTS=write writes it."""
     rows, header = "", "| method | exact | added parameters | cache | what it does |\n|---|---|---|---|---|\n"
     for method in METHODS:
@@ -48,7 +47,7 @@ def test_table_of_methods_is_made_of_the_code_and_the_facts() -> None:
         cache = cache_bytes_by_method(config)
         exact = "no" if inexact_because(config, added_kinds(config, without_connections(config))) else "yes"
         share = f"{100 * cache[method] / cache['transformer']:.1f} %"
-        rows += f"| `{method}` | {exact} | {added_parameters(config):,} | {share} | {FACTS[method].summary} |\n"
+        rows += f"| `{method}` | {exact} | {added_parameters(config):,} | {share} | {METHODS[method].summary} |\n"
     path = ROOT / "docs" / "methods.md"
     page = path.read_text(encoding="utf-8")
     if WRITE_SNAPSHOTS:
@@ -116,7 +115,10 @@ def test_citation_names_the_papers_and_the_version() -> None:
     assert {"message", "title", "authors", "type", "license"} <= set(citation)
     cited = {reference["identifiers"][0]["value"] for reference in citation["references"]}
     pages = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/methods.md"))
-    named = {*re.findall(r"arxiv\.org/abs/([\d.]+\d)", pages), *(paper.arxiv for paper in PAPERS.values())}
+    named = {
+        *re.findall(r"arxiv\.org/abs/([\d.]+\d)", pages),
+        *(paper.arxiv for each in METHODS.values() for paper in each.papers),
+    }
     assert {f"arXiv:{number}" for number in named} <= cited
 
 

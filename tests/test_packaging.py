@@ -188,7 +188,7 @@ def test_installed_wheel_works_from_any_folder(built: Path, tmp_path: Path) -> N
     for name in ("resformer", "hf-resformer"):
         command = str(target / "bin" / name)
         assert run(command, "--version", cwd=tmp_path, PYTHONPATH=str(target)).strip() == resformer.__version__
-    assert "svformer: " in run(command, "methods", cwd=tmp_path, PYTHONPATH=str(target))  # of facts.yaml
+    assert "svformer: " in run(command, "methods", cwd=tmp_path, PYTHONPATH=str(target))
 
 
 #: Script -> its arguments, in an order in which each finds what those before it have written.

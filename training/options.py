@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from resformer.errors import CheckpointError, first_names, one_line
+from resformer.own_files import method_named
 
 #: What a document of a plain text file may be.
 SAMPLE_BY = ("document", "paragraph", "line")
@@ -272,7 +273,7 @@ class NewOptions(DataOptions):
 
     output: Annotated[str, Argument(help="The folder to write; new or empty.")]
     size: Annotated[str, Option(help="tiny, 10m, 82m, 180m, 320m or 468m, with :FIELD=VALUE... or without.")] = "tiny"
-    method: Annotated[str, Option(help="A named method: see `resformer methods`.")] = "resformer"
+    method: Annotated[str, Option(help="A named method: see `resformer methods`. Or FILE.py:NAME.")] = "resformer"
     backbone: Backbone = None
     tokenizer: Annotated[
         str | None,
@@ -288,6 +289,7 @@ class NewOptions(DataOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "method", method_named(self.method))
         self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
 
 
@@ -350,7 +352,8 @@ class StudyOptions(ScheduleOptions, DataOptions):
         default_factory=list
     )
     methods: Annotated[
-        list[str], Option(help="NAME[:FIELD=VALUE...], separated by commas; transformer is always one of them.")
+        list[str],
+        Option(help="NAME or FILE.py:NAME, [:FIELD=VALUE...], separated by commas; transformer is always one."),
     ] = field(default_factory=lambda: ["resformer,denseformer,svformer"])
     baseline: Annotated[str | None, Option(help="What is compared with.  [default: the first transformer]")] = None
     start: Annotated[str | None, Option("--from", help="Continue this checkpoint, converted to each method.")] = None
@@ -387,6 +390,8 @@ class StudyOptions(ScheduleOptions, DataOptions):
             raise ValueError("The length of the runs is open: give --steps or --tokens.")
         for name in ("methods", "sizes"):
             object.__setattr__(self, name, [each for text in getattr(self, name) for each in names(text)])
+        object.__setattr__(self, "methods", [*map(method_named, self.methods)])
+        object.__setattr__(self, "baseline", self.baseline and method_named(self.baseline))
         ScheduleOptions.__post_init__(self)
         DataOptions.__post_init__(self)
         self._whole("batch", "steps")

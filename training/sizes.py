@@ -18,7 +18,7 @@ from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.errors import did_you_mean
 from resformer.modeling.any_decoder import text_config
-from resformer.modeling.connecting import connected_config
+from resformer.modeling.connecting import chosen_fields, connected_config, connection_field_names
 from resformer.modeling.measured import MEASURED
 from resformer.untrusted import read_json
 
@@ -84,9 +84,9 @@ def known_size(text: str, allowed: Collection[str] = CONFIG_FIELDS) -> tuple[Siz
 def known_fields(backbone: str | None) -> set[str]:
     """The fields that a configuration takes: ours, or those of a backbone and of its connections."""
     if backbone is None:
-        return CONFIG_FIELDS
+        return CONFIG_FIELDS | {*connection_field_names()}
     family = type(_backbone(backbone))
-    return {each.name for each in fields(family)} | {*family.attribute_map, *CONNECTION_FIELDS}
+    return {each.name for each in fields(family)} | {*family.attribute_map, *connection_field_names()}
 
 
 def _backbone(name: str) -> PreTrainedConfig:
@@ -128,7 +128,7 @@ def _family_config(backbone: str, method: str, size: Size, shape: Mapping[str, A
             given = {"is_decoder": True} | given
         if "router_aux_loss_coef" in known and "output_router_logits" in known:  # experts are balanced from scratch
             given = {"output_router_logits": True} | given
-    connections = {name: given.pop(name) for name in CONNECTION_FIELDS if name in given}
+    connections = {name: given.pop(name) for name in connection_field_names() if name in given}
     values = config.to_diff_dict() if backbone.endswith(".json") else {}
     config = type(config).from_dict({**values, **given, "dtype": "float32"})
     return connected_config(config, method, **connections)
@@ -178,7 +178,8 @@ def scratch_config(
         deviation = 0.02 if width >= _WIDE else round(math.sqrt(2 / (5 * width)), 3)
         shape = {"initializer_range": deviation, **shape}
     if backbone is None:
-        return ResFormerConfig.for_method(method, **shape)
+        connections = {name: shape.pop(name) for name in connection_field_names() if name in shape}
+        return ResFormerConfig(**shape, **chosen_fields(ResFormerConfig(**shape), method, connections, plain=False))
     return _family_config(backbone, method, known, shape)
 
 

@@ -27,6 +27,7 @@ from resformer.commands.terminal import (
     size,
     takes,
 )
+from resformer.own_files import method_named
 
 Source = Annotated[str, typer.Argument(help="A checkpoint folder or a Hub id.")]
 Output = Annotated[Path, typer.Argument(help="The folder to write; new or empty.")]
@@ -66,7 +67,9 @@ def convert(
     writing: Writing,
     source: Source,
     output: Output,
-    method: Annotated[str, typer.Option(help="Name of a method; `resformer methods` lists them.")] = "resformer",
+    method: Annotated[
+        str, typer.Option(help="Name of a method; `resformer methods` lists them. Or FILE.py:NAME.")
+    ] = "resformer",
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -100,7 +103,7 @@ def convert(
         return
     gone = {"dtype": dtype, "max_shard_size": max_shard_size}  # `retrofit` says how Transformers does that
     fields = assignments(set_ or []) | {name: value for name, value in gone.items() if value is not None}
-    report = retrofit(source, output, method, lossy=lossy, **vars(writing), **fields)
+    report = retrofit(source, output, method_named(method), lossy=lossy, **vars(writing), **fields)
     if print_json(report, as_json):
         return
     added = sum(report.added.values())
@@ -264,6 +267,9 @@ def inspect(
         row("shape", f"{report.layers} layers, {report.hidden_size} wide, {heads}, {report.vocab_size:,} tokens{tied}")
         if report.cache_bytes_per_token is not None:
             row("cache", f"{report.cache_bytes_per_token:,} bytes a token, {report.cache_share:.0%} of the full one")
+        for kind, distance in report.learned.items():
+            if kind not in ("value_residual", "depth_average"):  # which the matrices show
+                row("learned", f"{kind}, up to {distance:.4g} from no effect" if distance else f"{kind}, nothing yet")
         _print_matrix("M, values", report.value_mixing_matrix, 0, full)
         _print_matrix("D, depth", report.depth_mixing_matrix, 1, full)
 

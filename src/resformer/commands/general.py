@@ -17,15 +17,12 @@ def methods(
     with reporting_errors(any_transformers=True):
         from resformer.configuration import METHODS
 
-        fields = {name: method(layers) for name, method in METHODS.items()}
         if as_json:
-            echo(json.dumps(fields, indent=2))
+            echo(json.dumps({name: method(layers) for name, method in METHODS.items()}, indent=2))
             return
-        from resformer.model_cards.facts import FACTS
-
-        for name, values in fields.items():
-            echo(f"{name}: {FACTS[name].summary}")
-            row("", json.dumps(values))
+        for name, method in METHODS.items():
+            echo(f"{name}: {method.summary}")
+            row("", json.dumps(method(layers)))
         echo(f"Fields for {layers} layers; --layers shows those of another depth.")
 
 

@@ -15,6 +15,7 @@ from dataclasses import MISSING, fields
 from functools import wraps
 from importlib import metadata
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, get_origin, get_type_hints
 
@@ -23,6 +24,7 @@ from typer.core import TyperGroup
 from typer.models import ArgumentInfo
 
 from resformer.errors import CheckpointError, OutputError, ResFormerError, VerificationError, one_line, plain
+from resformer.own_files import import_connections
 from resformer.version import __version__
 
 FAILED, USAGE, INVALID_INPUT, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 4, 130
@@ -82,8 +84,16 @@ def _common(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     traceback: Annotated[bool, typer.Option(help="Show Python's traceback of an error.")] = False,
+    import_: Annotated[
+        list[Path] | None,
+        typer.Option("--import", metavar="FILE.py", help="Import connections of your own first; repeatable."),
+    ] = None,
 ) -> None:
     _options["traceback"] = traceback
+    if import_:
+        with reporting_errors():
+            for file in import_:
+                import_connections(file.expanduser())
 
 
 def check_transformers() -> None:
