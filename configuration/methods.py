@@ -73,6 +73,7 @@ METHODS: dict[str, Callable[[int], dict[str, Any]]] = {
         "delta_attention_residuals": True,
         "delta_attention_residual_blocks": min(8, n),
     },
+    "attnres": lambda n: {"attnres": True, "attnres_blocks": min(8, n)},
     "nanochat": lambda n: {"embedding_residual": True, "value_embeddings": _every_second(n), "backout": True},
 }
 

@@ -58,6 +58,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "head_dim": 12,
         "tie_word_embeddings": True,
     },
+    "attnres-in-full": {"attnres": True, "attnres_init": 0.5},
     "gated-sink": {
         "value_residual": "gated",
         "neutreno_lambda": 0.3,
@@ -79,6 +80,9 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "key_sources": [0, 1, 0, 1, 4, 1],
         "dwa": True,
         "value_embeddings": [0, 4],
+        "attnres": True,
+        "attnres_blocks": 4,
+        "attnres_init": 0.5,
     },
 }
 

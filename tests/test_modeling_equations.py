@@ -121,6 +121,9 @@ def random_fields(seed: int) -> dict[str, Any]:
     fields["embedding_residual"], fields["backout"] = draw.random() < 0.4, draw.random() < 0.4
     fields["delta_attention_residuals"] = draw.random() < 0.4
     fields["delta_attention_residual_blocks"] = draw.randint(1, layers)
+    fields["attnres"] = draw.random() < 0.4
+    fields["attnres_blocks"] = draw.choice([None, draw.randint(1, layers)]) if fields["attnres"] else None
+    fields["attnres_init"] = draw.choice([None, 0.5])
     return fields
 
 
@@ -319,4 +322,4 @@ def test_added_parameters_lie_in_their_modules_and_are_no_scalars(variant: str) 
     for name, parameter in model.named_parameters():
         assert parameter.dim() >= 1, name
         assert is_connection(name) == (name not in backbone) == name.startswith(connections), name
-    assert sorted(name for kind in KINDS for name in kind.fields) == sorted({*CONNECTION_FIELDS} - {"connections"})
+    assert {name for kind in KINDS for name in kind.fields} == {*CONNECTION_FIELDS} - {"connections"}
