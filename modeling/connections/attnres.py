@@ -25,13 +25,11 @@ from transformers import initialization as init
 
 from resformer.configuration.connection_fields import AttnResFields
 from resformer.configuration.sources import block_starts
-from resformer.modeling.connection import Connection, Reads, coefficient, weighted_sum
-
-Sources = tuple[torch.Tensor, ...]
+from resformer.modeling.connection import Connection, Reads, coefficient
 
 
 class AttnRes(Connection):
-    """The w and g of a sublayer. Those of a layer hand each other `attnres_sources`, the b_j that the last one read."""
+    """The w and g of a sublayer."""
 
     fields_of = AttnResFields
     plain = {"attnres_init": 0.0}
@@ -46,20 +44,29 @@ class AttnRes(Connection):
             self.gate = coefficient(1)  # g
         self.opens = _opens_block(config, 2 * layer + self.sublayer - 1)
 
-    def mix(self, states: torch.Tensor, earlier: Sources, added: torch.Tensor) -> tuple[torch.Tensor, Sources]:
-        """Returns what the sublayer reads, and the b_j.
+    def mix(
+        self, states: torch.Tensor, ended: torch.Tensor | None, last: torch.Tensor, added: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns what the sublayer reads, and its `ended` and `last`, by name.
 
         Args:
             states: x_i. Some families flatten batch and tokens.
-            earlier: the b_j that the sublayer before has read.
+            ended: the b_j but for the last that the sublayer before has read, `(blocks, batch, tokens, hidden_size)`.
+            last: the last of them.
             added: the output of that sublayer.
         """
-        added = added.reshape(earlier[0].shape).to(earlier[0].dtype)
-        sources = (*earlier, added) if self.opens else (*earlier[:-1], earlier[-1] + added)
-        full = torch.stack(sources).to(torch.promote_types(states.dtype, torch.float32))
-        scores = nn.functional.rms_norm(full, full.shape[-1:], self.query.to(full.dtype), self.epsilon).sum(-1)
-        mixed = weighted_sum(sources, scores.softmax(0).unsqueeze(-1)).to(states.dtype).view_as(states)
-        return mixed if self.first is None else torch.lerp(states, mixed, self.gate.to(states.dtype)), sources
+        added = added.reshape(last.shape).to(last.dtype)
+        if self.opens:
+            ended, last = last[None] if ended is None else torch.cat((ended, last[None])), added
+        else:
+            last = last + added
+        sources = torch.cat((ended, last[None])).to(torch.promote_types(last.dtype, torch.float32))
+        query = self.query.to(sources.dtype)
+        scores = nn.functional.rms_norm(sources, query.shape, query, self.epsilon).sum(-1, keepdim=True)
+        read = (scores.softmax(0) * sources).sum(0).view_as(states)
+        if self.first is not None:
+            read = torch.lerp(states.to(read.dtype), read, self.gate.to(read.dtype))
+        return read.to(states.dtype), {"attnres_ended": ended, "attnres_last": last}
 
     def reset_parameters(self) -> None:
         init.zeros_(self.query)
@@ -81,16 +88,12 @@ class AttnRes(Connection):
         """What the attention reads; the rest of the layer goes on from there."""
         if layer == 0:
             return {}
-        reads = [("layer_input", 0)]
-        for n in range(layer) if config.attnres_blocks is None else ():
-            reads += [("attention_added", n), ("mlp_added", n)]
-        if config.attnres_blocks is None:
-            last = reads.pop()
-        else:
-            starts = block_starts(config.num_hidden_layers, config.attnres_blocks)
-            reads += [("attnres_block", start) for start in starts if 0 < start < layer]
-            reads, last = [*reads, ("attnres_partial", layer - 1)], ("mlp_added", layer - 1)
-        return {"attnres_earlier": reads, "attnres_added": last}
+        opened = max(n for n in range(layer) if _opens_block(config, 2 * n))
+        return {
+            "attnres_ended": ("attnres_ended", opened),
+            "attnres_last": ("attnres_last", layer - 1),
+            "attnres_added": ("mlp_added", layer - 1),
+        }
 
     @classmethod
     def flops(cls, config: Any) -> int:
@@ -111,9 +114,14 @@ class AttnResAttention(AttnRes):
 
     name, place = "attnres_attention", "attention_input"
 
-    def forward(self, states: torch.Tensor, attnres_earlier: Sources, attnres_added: torch.Tensor) -> Any:
-        mixed, sources = self.mix(states, attnres_earlier, attnres_added)
-        return mixed, {"attnres_sources": sources, "attnres_block": sources[-1]}
+    def forward(
+        self,
+        states: torch.Tensor,
+        attnres_ended: torch.Tensor,
+        attnres_last: torch.Tensor,
+        attnres_added: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return self.mix(states, attnres_ended, attnres_last, attnres_added)
 
     @classmethod
     def layers(cls, config: Any) -> Sequence[int]:
@@ -128,12 +136,13 @@ class AttnResFeedForward(AttnRes):
     def forward(
         self,
         states: torch.Tensor,
+        layer_input: torch.Tensor,
         attention_added: torch.Tensor,
-        layer_input: torch.Tensor | None = None,
-        attnres_sources: Sources | None = None,
-    ) -> Any:
-        mixed, sources = self.mix(states, attnres_sources or (layer_input,), attention_added)
-        return mixed, {"attnres_sources": sources, "attnres_partial": sources[-1]}
+        attnres_ended: torch.Tensor | None = None,
+        attnres_last: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        last = layer_input if attnres_last is None else attnres_last
+        return self.mix(states, attnres_ended, last, attention_added)
 
 
 class AttnResOutput(AttnRes):
@@ -141,8 +150,10 @@ class AttnResOutput(AttnRes):
 
     name, place, sublayer = "attnres_output", "layer_output", 2
 
-    def forward(self, states: torch.Tensor, mlp_added: torch.Tensor, attnres_sources: Sources) -> torch.Tensor:
-        return self.mix(states, attnres_sources, mlp_added)[0]
+    def forward(
+        self, states: torch.Tensor, mlp_added: torch.Tensor, attnres_ended: torch.Tensor, attnres_last: torch.Tensor
+    ) -> torch.Tensor:
+        return self.mix(states, attnres_ended, attnres_last, mlp_added)[0]
 
     @classmethod
     def layers(cls, config: Any) -> Sequence[int]:
