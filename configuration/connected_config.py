@@ -8,6 +8,7 @@ from transformers.utils import logging
 
 from resformer.configuration.connection_fields import ConnectionFields, check_connections
 from resformer.configuration.methods import CONNECTION_FIELDS
+from resformer.configuration.sources import block_starts
 from resformer.errors import did_you_mean, had_two_meanings
 
 logger = logging.get_logger(__name__)
@@ -100,10 +101,15 @@ def _of_first_layers(config: dict[str, Any], overrides: dict[str, Any]) -> dict[
             f"{few} `backout` takes the middle of all layers out of the last, so that the first ones are no model by "
             "themselves. Load all layers, or give `backout=False`."
         )
+    if config.get("attnres") and "attnres" not in overrides:
+        raise ValueError(
+            f"{few} with `attnres` the final norm reads a softmax over all layers, so that the first ones are no model "
+            "by themselves. Load all layers, or give `attnres=False`."
+        )
     if config.get("delta_attention_residuals") and "delta_attention_residual_blocks" not in overrides:
         blocks = config.get("delta_attention_residual_blocks", 8)
-        starts = [start for block in range(blocks) if (start := block * before // blocks) < layers]
-        if starts != [block * layers // len(starts) for block in range(len(starts))]:
+        starts = [start for start in block_starts(before, blocks) if start < layers]
+        if starts != block_starts(layers, len(starts)):
             raise ValueError(
                 f"{few} blocks of `delta_attention_residuals` begin at layers {starts}, which are no equal parts of "
                 f"{layers} layers. Load as many layers as a block ends with, or give `delta_attention_residual_blocks`."

@@ -423,6 +423,7 @@ DELTA = Paper(
     "Luo, Cheng and Cai, Zefan and Hu, Junjie",
     2026,
 )
+ATTNRES = Paper("2603.15031", "Attention Residuals", "{Kimi Team}", 2026)
 MHAR = Paper(
     "2607.27230",
     "Multi-Head Attention Residuals",
@@ -466,6 +467,46 @@ class DeltaAttentionResidualFields:
                 "delta_attention_residual_blocks": min(8, n),
             },
             (DELTA, MHAR),
+        ),
+    }
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
+class AttnResFields:
+    r"""Attention Residuals (arXiv 2603.15031).
+
+    Args:
+        attnres (`bool`, defaults to `False`):
+            Sublayers and the final norm read, in place of the residual stream, a softmax over the embeddings and what
+            sublayers have added to it.
+        attnres_blocks (`int`, *optional*):
+            Number of blocks of layers whose sums are read, from 1 to `num_hidden_layers`; 8 in the paper's large
+            models. Default: each sublayer's output is read by itself.
+        attnres_init (`float`, *optional*):
+            The start of gates between the stream and the softmax. 0 starts as plain Llama. Default: no gates, as in the
+            paper.
+    """
+
+    attnres: bool = False
+    attnres_blocks: int | None = positive(default=None)
+    attnres_init: int | float | None = finite(default=None)
+
+    about = {
+        "attnres": About(
+            "attention-residuals",
+            r"attention, MLP and the final norm read a softmax over the embeddings and what sublayers have added, "
+            r"$\sum_j a_{i,j} b_j$, in place of the residual stream",
+            ATTNRES,
+        ),
+    }
+    methods = {
+        "attnres": Method(
+            "Attention Residuals (AttnRes)",
+            "Attention, MLP and the final norm read, in place of the residual stream, a softmax over the embeddings "
+            "and the sums of what up to eight blocks of layers have added; a retrofit has gates between the two. From "
+            "the published pseudo-code.",
+            lambda n: {"attnres": True, "attnres_blocks": min(8, n)},
+            (ATTNRES,),
         ),
     }
 
@@ -531,6 +572,7 @@ class ConnectionFields(  # a dataclass has the fields of its last base first
     OwnFields,
     BackoutFields,
     EmbeddingResidualFields,
+    AttnResFields,
     DeltaAttentionResidualFields,
     DepthAverageFields,
     NeutrenoFields,
@@ -562,11 +604,18 @@ def check_connections(config: Any) -> None:
             f"`value_residual` is 'depth_attention', which mixes the values of all layers, but `value_sources` is "
             f"{config.value_sources}. Share keys alone (`key_sources`), or choose another mode."
         )
-    if config.delta_attention_residuals and config.delta_attention_residual_blocks > config.num_hidden_layers:
-        raise ValueError(
-            f"`delta_attention_residual_blocks` is {config.delta_attention_residual_blocks}: expected 1 to "
-            f"{config.num_hidden_layers} (`num_hidden_layers`), a block has a layer at least."
-        )
+    for name, blocks in (
+        (
+            "delta_attention_residual_blocks",
+            config.delta_attention_residuals and config.delta_attention_residual_blocks,
+        ),
+        ("attnres_blocks", config.attnres and config.attnres_blocks),
+    ):
+        if blocks and blocks > config.num_hidden_layers:
+            raise ValueError(
+                f"`{name}` is {blocks}: expected 1 to {config.num_hidden_layers} (`num_hidden_layers`), a block has a "
+                "layer at least."
+            )
     _warn_of_settings_without_effect(config)
 
 
@@ -618,6 +667,7 @@ def _warn_of_settings_without_effect(config: Any) -> None:
     depth_attention = config.value_residual == "depth_attention"
     embeddings = config.value_embeddings, f"`value_embeddings` is {config.value_embeddings}"
     period = f"`dwa_period` ({config.dwa_period}) is above `num_hidden_layers` ({config.num_hidden_layers})"
+    delta = "`delta_attention_residuals`"
     for name, default, used, reason in (
         ("value_residual", "none", mixing_layers(config), "no layer has earlier values, and its own, to mix"),
         ("value_residual_layers", None, config.value_residual != "none", mode),
@@ -629,12 +679,8 @@ def _warn_of_settings_without_effect(config: Any) -> None:
         ("dwa", False, config.dwa_period <= config.num_hidden_layers, period),
         ("dwa_dilation", 1, config.dwa, "`dwa` is False"),
         ("dwa_period", 1, config.dwa, "`dwa` is False"),
-        (
-            "delta_attention_residual_blocks",
-            8,
-            config.delta_attention_residuals,
-            "`delta_attention_residuals` is False",
-        ),
+        ("attnres_blocks", None, config.attnres, "`attnres` is False"),
+        ("delta_attention_residual_blocks", 8, config.delta_attention_residuals, f"{delta} is False"),
     ):
         if (value := getattr(config, name)) != default and not used:
             logging.get_logger(__name__).warning_once(f"`{name}`={value!r} changes nothing: {reason}.")

@@ -35,6 +35,11 @@ def value_layers(config: Any, layer: int) -> list[int]:
     return [] if groups[layer] is None else [n for n in range(layer + 1) if groups[n] == groups[layer]]
 
 
+def block_starts(layers: int, blocks: int) -> list[int]:
+    """The first layer of each block of layers; sizes differ by 1 at most."""
+    return [block * layers // blocks for block in range(blocks)]
+
+
 def mixing_layers(config: Any) -> list[int]:
     """The layers whose values are mixed with earlier layers' (`value_residual`), ascending."""
     if config.value_residual == "none":

@@ -65,4 +65,4 @@ def added_kinds(config: Any, before: Any) -> list[type[Connection]]:
 
 def inexact_because(config: Any, added: Iterable[type[Connection]]) -> list[str]:
     """Why a model of `config` does not start as its source, which lacks the `added_kinds`; empty if it does."""
-    return [reason for kind in added for reason in kind.inexact_because(view(config))]
+    return [*dict.fromkeys(reason for kind in added for reason in kind.inexact_because(view(config)))]

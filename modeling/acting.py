@@ -312,7 +312,7 @@ def run_layer(
     """Returns a layer's output and the tensors that later layers read. Checkpointing runs it again."""
     layer = runner._module
     places = Places(layer, *earlier)
-    if "layer_input" in layer.acting or "layer_input" in places.added:
+    if "layer_input" in layer.expected or "layer_input" in places.added:
         hidden_states = places("layer_input", hidden_states)
     seen = Seen(layer, places) if layer.around else layer
     output = layer.family.forward(seen, hidden_states, *args, **kwargs)

@@ -178,7 +178,7 @@ def _connect(model: Any, fields: Mapping[str, Any], unless_exact: str | None = N
             "docs/methods.md: compare logits before and after, and tokens with and without a cache."
         )
     added = [kind for kind in kinds_in(view) if not before or not kind.is_in(model.config)]
-    reasons = [reason for kind in added for reason in kind.inexact_because(view)]
+    reasons = dict.fromkeys(reason for kind in added for reason in kind.inexact_because(view))
     if reasons and unless_exact:
         raise ValueError(f"{unless_exact}: {'; '.join(reasons)}. Allow it with lossy=True.")
     functions = ((each, getattr(each, "_gradient_checkpointing_func", None)) for each in model.modules())

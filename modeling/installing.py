@@ -89,7 +89,8 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: Shape) -> No
             start(module, connected)
             if kind.place not in (None, "embeddings"):
                 connected.acting.setdefault(kind.place, []).append((kind.name, kind.takes, kind.required))
-        connected.expected = tuple(dict.fromkeys((*connected.acting, *connected.returned)))
+        taken = [place for kind in with_modules for place in kind.takes if place == "layer_input"]
+        connected.expected = tuple(dict.fromkeys((*taken, *connected.acting, *connected.returned)))
     for kind in kinds:
         if (of_decoder := kind.of_decoder(view)) is not None:
             decoder.module.add_module(kind.name, of_decoder)

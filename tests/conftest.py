@@ -58,6 +58,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "head_dim": 12,
         "tie_word_embeddings": True,
     },
+    "attnres-in-full": {"attnres": True, "attnres_init": 0.5},
     "gated-sink": {
         "value_residual": "gated",
         "neutreno_lambda": 0.3,
@@ -79,6 +80,9 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "key_sources": [0, 1, 0, 1, 4, 1],
         "dwa": True,
         "value_embeddings": [0, 4],
+        "attnres": True,
+        "attnres_blocks": 4,
+        "attnres_init": 0.5,
     },
 }
 
@@ -166,7 +170,9 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         mixing = any(part in name for part in ("value_residual", "value_embedding", "depth_average"))
-        noise = torch.randn(parameter.shape, generator=generator) * (0.5 if mixing else 0.3)
+        # Larger queries over depth choose one source by a hair, and rounding chooses another.
+        deviation = 0.5 if mixing else 0.1 if "attnres" in name else 0.3
+        noise = torch.randn(parameter.shape, generator=generator) * deviation
         around_one = "norm" in name or "embedding_residual" in name  # a layer forgets the stream at 0
         parameter.data.copy_(noise + 1.0 if around_one else noise)
     return model

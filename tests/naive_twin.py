@@ -4,6 +4,7 @@
     Y_n  = sum_{j<=n+1} D[n, j] X_j
     U_n  = A_n V'_{s(n)} + l (V_0 - V'_{s(n)})
     h_i  = x_i + g_i concat_h sum_b a_ib^h D_b^h
+    h_i  = sum_j softmax_j(w_i . RMSNorm(b_j)) b_j
 
 V'_n = V_n + g (V~_n - V_n) for Depth-Attention. It reads a state dict by Llama's names and the two matrices, and shares
 no code with `resformer.modeling`. Gradients go through it, to the weights and to both matrices.
@@ -76,7 +77,11 @@ def naive_hidden_states(
         if config.embedding_residual:
             r, s = weights[f"{layer}.embedding_residual.weight"]
             stream = r * stream + s * blocks[0]
+        if n == 0:
+            sources = [stream]  # b_j of Attention Residuals
         seen = with_deltas(config, weights, 2 * n, stream, boundaries)
+        if n:
+            seen = over_sources(config, weights, f"{layer}.attnres_attention", seen, sources)
         normed = rms_norm(seen, weights[f"{layer}.input_layernorm.weight"], epsilon)  # H_n
 
         queries = heads(linear(normed, weights, f"{layer}.self_attn.q_proj"), query_heads)
@@ -132,14 +137,25 @@ def naive_hidden_states(
             if n >= 1:
                 output = output + config.neutreno_lambda * (raw[0][group] - value)
             outputs.append(output)
-        stream = stream + linear(torch.cat(outputs, dim=-1), weights, f"{layer}.self_attn.o_proj")
+        added = linear(torch.cat(outputs, dim=-1), weights, f"{layer}.self_attn.o_proj")
+        stream = stream + added
 
+        parts = config.attnres_blocks
+        if parts is None or n in [part * number_of_layers // parts for part in range(parts)]:
+            sources = [*sources, added]
+        else:
+            sources = [*sources[:-1], sources[-1] + added]
         seen = with_deltas(config, weights, 2 * n + 1, stream, boundaries)
+        seen = over_sources(config, weights, f"{layer}.attnres_feedforward", seen, sources)
         normed = rms_norm(seen, weights[f"{layer}.post_attention_layernorm.weight"], epsilon)
         gate = linear(normed, weights, f"{layer}.mlp.gate_proj")
         inner = gate * torch.sigmoid(gate) * linear(normed, weights, f"{layer}.mlp.up_proj")
-        blocks.append(stream + linear(inner, weights, f"{layer}.mlp.down_proj"))
+        added = linear(inner, weights, f"{layer}.mlp.down_proj")
+        blocks.append(stream + added)
 
+        sources = [*sources, added] if parts is None else [*sources[:-1], sources[-1] + added]
+        if n == number_of_layers - 1:
+            blocks[-1] = over_sources(config, weights, f"{layer}.attnres_output", blocks[-1], sources)
         if config.backout and n == number_of_layers - 1:
             taken = weights[f"{layer}.backout.weight"] * blocks[number_of_layers // 2 + 1]
             blocks[-1] = blocks[-1] - taken
@@ -174,6 +190,23 @@ def with_deltas(
                 read = read + exponential * delta[t].chunk(number)[head]
             slices.append(read / total)
         rows.append(stream[t] + gate * torch.cat(slices))
+    return torch.stack(rows)
+
+
+def over_sources(
+    config: ResFormerConfig, weights: Weights, module: str, stream: torch.Tensor, sources: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """What a sublayer reads with Attention Residuals, one token at a time."""
+    if not config.attnres:
+        return stream
+    query, gate = weights[f"{module}.query"], weights.get(f"{module}.gate", torch.ones((), dtype=torch.float64))
+    rows = []
+    for t in range(len(stream)):
+        tokens = [source[t] for source in sources]
+        scores = [query @ rms_norm(each, torch.ones_like(each), config.rms_norm_eps) for each in tokens]
+        whole = sum(torch.exp(score) for score in scores)
+        mean = sum(torch.exp(score) / whole * each for score, each in zip(scores, tokens, strict=True))
+        rows.append((1 - gate) * stream[t] + gate * mean)
     return torch.stack(rows)
 
 

@@ -17,7 +17,7 @@ from resformer import ResFormerForCausalLM
 from resformer.configuration import mixing_layers, value_sources
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.modeling.connection import Added
-from resformer.modeling.connections import KINDS, delta_attention_residuals, depth_average
+from resformer.modeling.connections import KINDS, attnres, delta_attention_residuals, depth_average
 from resformer.training.optimizer import is_connection
 
 
@@ -121,6 +121,9 @@ def random_fields(seed: int) -> dict[str, Any]:
     fields["embedding_residual"], fields["backout"] = draw.random() < 0.4, draw.random() < 0.4
     fields["delta_attention_residuals"] = draw.random() < 0.4
     fields["delta_attention_residual_blocks"] = draw.randint(1, layers)
+    fields["attnres"] = draw.random() < 0.4
+    fields["attnres_blocks"] = draw.choice([None, draw.randint(1, layers)]) if fields["attnres"] else None
+    fields["attnres_init"] = draw.choice([None, 0.5])
     return fields
 
 
@@ -270,6 +273,19 @@ def test_gates_start_as_stated(start: float) -> None:
     for layer in model.model.layers:
         assert torch.equal(layer.delta_attention_residuals.gate, torch.full((2,), start))
         assert not layer.delta_attention_residuals.query.any()
+    model = ResFormerForCausalLM(tiny_config("attnres", attnres_init=start))
+    modules = [module for module in model.modules() if isinstance(module, attnres.AttnRes)]
+    assert len(modules) == 6 + 5 + 1
+    assert all(float(module.gate) == start and not module.query.any() for module in modules)
+    assert all("gate" not in name for name, _ in tiny_model("attnres").named_parameters() if "attnres" in name)
+
+
+def test_attention_residuals_at_gates_of_one_are_those_without_gates() -> None:
+    plain, gated = (tiny_model("attnres", attnres_init=start, dtype=torch.float64) for start in (None, 1.0))
+    gated.load_state_dict(plain.state_dict(), strict=False)
+    for module in (each for each in gated.modules() if isinstance(each, attnres.AttnRes)):
+        nn.init.ones_(module.gate)
+    torch.testing.assert_close(gated(**RAGGED).logits, plain(**RAGGED).logits, rtol=1e-12, atol=1e-12)
 
 
 def test_delta_attention_residuals_has_no_effect_at_gates_of_zero_unless_its_queries_are_nan() -> None:
@@ -319,4 +335,4 @@ def test_added_parameters_lie_in_their_modules_and_are_no_scalars(variant: str) 
     for name, parameter in model.named_parameters():
         assert parameter.dim() >= 1, name
         assert is_connection(name) == (name not in backbone) == name.startswith(connections), name
-    assert sorted(name for kind in KINDS for name in kind.fields) == sorted({*CONNECTION_FIELDS} - {"connections"})
+    assert {name for kind in KINDS for name in kind.fields} == {*CONNECTION_FIELDS} - {"connections"}

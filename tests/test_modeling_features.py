@@ -363,6 +363,7 @@ def test_the_first_layers_of_a_checkpoint_load_alone(method: str, tmp_path: Path
     model = tiny_model(method)
     model.save_pretrained(tmp_path)
     refused = {"resformer-plus": "in mode 'learnable_plus' all layers", "nanochat": "`backout` takes the middle"}
+    refused["attnres"] = "with `attnres` the final norm"
     if method in refused:
         with pytest.raises(ValueError, match=f"`num_hidden_layers`=4 of 6 layers: {refused[method]}"):
             AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=4)

@@ -7,6 +7,7 @@ Those that act between the same layers do so in this order, which is part of wha
 from resformer.modeling.connection import KINDS as KINDS
 from resformer.modeling.connection import Connection as Connection
 from resformer.modeling.connections import delta_attention_residuals as delta_attention_residuals
+from resformer.modeling.connections import attnres as attnres
 from resformer.modeling.connections import backout as backout
 from resformer.modeling.connections import depth_average as depth_average
 from resformer.modeling.connections import value_residual as value_residual

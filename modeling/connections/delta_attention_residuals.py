@@ -26,6 +26,7 @@ from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
 from resformer.configuration.connection_fields import DeltaAttentionResidualFields
+from resformer.configuration.sources import block_starts
 from resformer.modeling.connection import BetweenLayers, Connection, coefficient, is_ordinary, weighted_sum, whole
 
 
@@ -78,9 +79,7 @@ class DeltaAttentionResiduals(Connection):
 
 
 def _starts(config: Any) -> list[int]:
-    """The first layer of each block; sizes differ by 1 at most."""
-    blocks = config.delta_attention_residual_blocks
-    return [block * config.num_hidden_layers // blocks for block in range(blocks)]
+    return block_starts(config.num_hidden_layers, config.delta_attention_residual_blocks)
 
 
 class BlockDeltas(BetweenLayers):

@@ -1,0 +1,160 @@
+r"""Attention Residuals (AttnRes), of Kimi: arXiv 2603.15031.
+
+Sublayer i, the attention of layer n for i = 2n and its MLP for i = 2n + 1, reads before its norm, and the final norm
+for i = 2N reads
+
+    z_i = sum_j a_ij b_j        a_ij = exp(s_ij) / sum_k exp(s_ik)        s_ij = w_i . RMSNorm(b_j)
+
+in place of the residual stream x_i, `(batch, tokens, hidden_size)`, the sum of all b_j. b_0 are the embeddings. In
+full, b_j is the output of sublayer j - 1. In blocks of layers, it is the sum of the outputs in block j, the last as far
+as it has come. w_i, `(hidden_size)`, starts at 0: a mean over all. The attention of layer 0 has b_0 alone to read.
+
+That is the paper's. With `attnres_init`, the sublayer reads x_i + g_i (z_i - x_i), where the gate g_i, a number, starts
+there. At g = 0 this is the plain family, to the bit for finite b; at g = 1 the paper's.
+
+The norm's scale, which the published code learns, is left out: w_i has its effect. Outputs are taken where they are
+added to the stream; differences of the stream would have its rounding errors.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from resformer.configuration.connection_fields import AttnResFields
+from resformer.configuration.sources import block_starts
+from resformer.modeling.connection import Connection, Reads, coefficient
+
+
+class AttnRes(Connection):
+    """The w and g of a sublayer."""
+
+    fields_of = AttnResFields
+    plain = {"attnres_init": 0.0}
+    #: The i of the sublayer, of that of its layer's attention.
+    sublayer = 0
+
+    def __init__(self, config: Any, layer: int):
+        super().__init__(config, layer)
+        self.epsilon, self.first = config.rms_norm_eps, config.attnres_init
+        self.query = coefficient(config.hidden_size)  # w
+        if self.first is not None:
+            self.gate = coefficient(1)  # g
+        self.opens = _opens_block(config, 2 * layer + self.sublayer - 1)
+
+    def mix(
+        self, states: torch.Tensor, ended: torch.Tensor | None, last: torch.Tensor, added: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns what the sublayer reads, and its `ended` and `last`, by name.
+
+        Args:
+            states: x_i. Some families flatten batch and tokens.
+            ended: the b_j but for the last that the sublayer before has read, `(blocks, batch, tokens, hidden_size)`.
+            last: the last of them.
+            added: the output of that sublayer.
+        """
+        added = added.reshape(last.shape).to(last.dtype)
+        if self.opens:
+            ended, last = last[None] if ended is None else torch.cat((ended, last[None])), added
+        else:
+            last = last + added
+        sources = torch.cat((ended, last[None])).to(torch.promote_types(last.dtype, torch.float32))
+        query = self.query.to(sources.dtype)
+        scores = nn.functional.rms_norm(sources, query.shape, query, self.epsilon).sum(-1, keepdim=True)
+        read = (scores.softmax(0) * sources).sum(0).view_as(states)
+        if self.first is not None:
+            read = torch.lerp(states.to(read.dtype), read, self.gate.to(read.dtype))
+        return read.to(states.dtype), {"attnres_ended": ended, "attnres_last": last}
+
+    def reset_parameters(self) -> None:
+        init.zeros_(self.query)
+        if self.first is not None:
+            init.constant_(self.gate, self.first)
+
+    @torch.no_grad()
+    def deviations(self) -> list[tuple[float, str]]:
+        if self.first is None:
+            return [(1.0, "")]
+        return [(abs(float(self.gate)), ".gate"), (float((0 * self.query).sum()), ".query")]  # NaN at a gate of 0
+
+    @classmethod
+    def layers(cls, config: Any) -> Sequence[int]:
+        return range(config.num_hidden_layers if config.attnres else 0)
+
+    @classmethod
+    def reads(cls, config: Any, layer: int) -> Reads:
+        """What the attention reads; the rest of the layer goes on from there."""
+        if layer == 0:
+            return {}
+        opened = max(n for n in range(layer) if _opens_block(config, 2 * n))
+        return {
+            "attnres_ended": ("attnres_ended", opened),
+            "attnres_last": ("attnres_last", layer - 1),
+            "attnres_added": ("mlp_added", layer - 1),
+        }
+
+    @classmethod
+    def flops(cls, config: Any) -> int:
+        """4 x hidden_size for each b that a sublayer reads: its score, and its term of the sum."""
+        ends = [2 * layer + cls.sublayer for layer in cls.layers(config)]
+        return 4 * config.hidden_size * sum(1 + sum(_opens_block(config, i) for i in range(end)) for end in ends)
+
+
+def _opens_block(config: Any, i: int) -> bool:
+    """Whether the output of sublayer i is the first of its block."""
+    if config.attnres_blocks is None:
+        return True
+    return i % 2 == 0 and i // 2 in block_starts(config.num_hidden_layers, config.attnres_blocks)
+
+
+class AttnResAttention(AttnRes):
+    """Before the attention."""
+
+    name, place = "attnres_attention", "attention_input"
+
+    def forward(
+        self,
+        states: torch.Tensor,
+        attnres_ended: torch.Tensor,
+        attnres_last: torch.Tensor,
+        attnres_added: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return self.mix(states, attnres_ended, attnres_last, attnres_added)
+
+    @classmethod
+    def layers(cls, config: Any) -> Sequence[int]:
+        return super().layers(config)[1:]
+
+
+class AttnResFeedForward(AttnRes):
+    """Before the MLP."""
+
+    name, place, sublayer = "attnres_feedforward", "mlp_input", 1
+
+    def forward(
+        self,
+        states: torch.Tensor,
+        layer_input: torch.Tensor,
+        attention_added: torch.Tensor,
+        attnres_ended: torch.Tensor | None = None,
+        attnres_last: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        last = layer_input if attnres_last is None else attnres_last
+        return self.mix(states, attnres_ended, last, attention_added)
+
+
+class AttnResOutput(AttnRes):
+    """After the last layer."""
+
+    name, place, sublayer = "attnres_output", "layer_output", 2
+
+    def forward(
+        self, states: torch.Tensor, mlp_added: torch.Tensor, attnres_ended: torch.Tensor, attnres_last: torch.Tensor
+    ) -> torch.Tensor:
+        return self.mix(states, attnres_ended, attnres_last, mlp_added)[0]
+
+    @classmethod
+    def layers(cls, config: Any) -> Sequence[int]:
+        return super().layers(config)[-1:]
