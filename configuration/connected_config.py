@@ -80,6 +80,11 @@ def _of_first_layers(config: dict[str, Any], overrides: dict[str, Any]) -> dict[
             f"{few} `backout` takes the middle of all layers out of the last, so that the first ones are no model by "
             "themselves. Load all layers, or give `backout=False`."
         )
+    if config.get("mudd") and config.get("mudd_channels") != "r" and "mudd" not in overrides:
+        raise ValueError(
+            f"{few} `mudd` has other channels after the last layer than after others, so that the first ones are no "
+            "model by themselves. Load all layers, or give `mudd=False`."
+        )
     if config.get("attention_residuals") and "attention_residual_blocks" not in overrides:
         blocks = config.get("attention_residual_blocks", 8)
         starts = [start for block in range(blocks) if (start := block * before // blocks) < layers]

@@ -63,6 +63,7 @@ def _field(is_allowed: Callable[[Any], bool], expected: str) -> Any:
 positive = _field(lambda value: value >= 1, "a positive integer")
 finite = _field(math.isfinite, "a finite number")
 positive_number = _field(lambda value: 0 < value < math.inf, "a finite number above 0")
+mudd_letters = _field(lambda value: 0 < len(value) == len({*value} & {*"qkvr"}), "letters of 'qkvr', each once at most")
 not_negative = _field(lambda value: 0 <= value < math.inf, "a finite number from 0 up")
 
 
@@ -187,6 +188,26 @@ class AttentionResidualFields:
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
+class MuddFields:
+    r"""Multiway dynamic dense connections (MUDDFormer, arXiv 2502.12170).
+
+    Args:
+        mudd (`bool`, defaults to `False`):
+            Layers and the final norm read sums of the embeddings and all earlier outputs, with weights that depend on
+            the token. It starts as plain Llama.
+        mudd_channels (`str`, defaults to `"qkvr"`):
+            What has sums of its own: queries, keys, values, and the residual stream (`"r"`), which the others read else.
+        mudd_norm (`bool`, defaults to `False`):
+            Outputs are normed before they are summed, and the stream's sum afterwards: PrePostDANorm, section 2.5, for
+            models that are deep for their width.
+    """
+
+    mudd: bool = False
+    mudd_channels: str = mudd_letters(default="qkvr")
+    mudd_norm: bool = False
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
 class EmbeddingResidualFields:
     r"""The embeddings beside the stream (modded-nanogpt, nanochat).
 
@@ -235,6 +256,7 @@ class ConnectionFields(  # a dataclass has the fields of its last base first
     OwnFields,
     BackoutFields,
     EmbeddingResidualFields,
+    MuddFields,
     AttentionResidualFields,
     DepthAverageFields,
     NeutrenoFields,
@@ -334,6 +356,8 @@ def _warn_of_settings_without_effect(config: Any) -> None:
         ("dwa_dilation", 1, config.dwa, "`dwa` is False"),
         ("dwa_period", 1, config.dwa, "`dwa` is False"),
         ("attention_residual_blocks", 8, config.attention_residuals, "`attention_residuals` is False"),
+        ("mudd_channels", "qkvr", config.mudd, "`mudd` is False"),
+        ("mudd_norm", False, config.mudd, "`mudd` is False"),
     ):
         if (value := getattr(config, name)) != default and not used:
             logging.get_logger(__name__).warning_once(f"`{name}`={value!r} changes nothing: {reason}.")

@@ -73,6 +73,7 @@ METHODS: dict[str, Callable[[int], dict[str, Any]]] = {
     },
     "resformer-denseformer": lambda n: {"value_residual": "learnable", "dwa": True},
     "attention-residuals": lambda n: {"attention_residuals": True, "attention_residual_blocks": min(8, n)},
+    "mudd": lambda n: {"mudd": True},
     "nanochat": lambda n: {"embedding_residual": True, "value_embeddings": _every_second(n), "backout": True},
 }
 

@@ -420,7 +420,7 @@ def why_not(decoder: Decoder, view: Shape) -> str | None:
     """Why the decoder cannot have the connections of `view`; `None` if it can."""
     for kind in kinds_in(view):
         if reason := _why_not(kind, decoder, view):
-            return f"{decoder.model_type} cannot have `{kind.name}`: {reason}."
+            return f"{decoder.model_type} cannot have `{kind.name}`: {reason}.{kind.way_out}"
     return None
 
 

@@ -53,6 +53,8 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "dwa_period": 2,
         "attention_residuals": True,
         "attention_residual_blocks": 4,
+        "mudd": True,
+        "mudd_norm": True,
         "attention_bias": True,
         "mlp_bias": True,
         "head_dim": 12,
@@ -166,8 +168,9 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         mixing = any(part in name for part in ("value_residual", "value_embedding", "depth_average"))
-        noise = torch.randn(parameter.shape, generator=generator) * (0.5 if mixing else 0.3)
-        around_one = "norm" in name or "embedding_residual" in name  # a layer forgets the stream at 0
+        size = 0.1 if ".mudd." in name else 0.5 if mixing else 0.3  # sums of sums would grow with depth
+        noise = torch.randn(parameter.shape, generator=generator) * size
+        around_one = re.search("norm|embedding_residual|mudd.pre", name)  # a layer forgets the stream at 0
         parameter.data.copy_(noise + 1.0 if around_one else noise)
     return model
 

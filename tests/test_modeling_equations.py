@@ -17,7 +17,7 @@ from resformer import ResFormerForCausalLM
 from resformer.configuration import mixing_layers, value_sources
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.modeling.connection import Added
-from resformer.modeling.connections import KINDS, attention_residuals, depth_average
+from resformer.modeling.connections import KINDS, attention_residuals, depth_average, mudd
 from resformer.training.optimizer import is_connection
 
 
@@ -121,6 +121,8 @@ def random_fields(seed: int) -> dict[str, Any]:
     fields["embedding_residual"], fields["backout"] = draw.random() < 0.4, draw.random() < 0.4
     fields["attention_residuals"] = draw.random() < 0.4
     fields["attention_residual_blocks"] = draw.randint(1, layers)
+    fields["mudd"], fields["mudd_norm"] = draw.random() < 0.4, draw.random() < 0.5
+    fields["mudd_channels"] = "".join(draw.sample("qkvr", draw.choice([1, 2, 4, 4])))
     return fields
 
 
@@ -282,6 +284,7 @@ def test_attention_residuals_has_no_effect_at_gates_of_zero_unless_its_queries_a
 
 FORMS = [
     ("attention-residuals", {}, attention_residuals, "products_pay"),
+    ("mudd", {}, mudd, "products_pay"),
     ("resformer-dense", {}, depth_average, "is_ordinary"),
     ("resformer-dense", {"value_residual_layers": [2, 3, 4]}, depth_average, "is_ordinary"),
     ("resformer-dense", {"value_residual_layers": [1, 2, 4]}, depth_average, "is_ordinary"),
@@ -319,4 +322,4 @@ def test_added_parameters_lie_in_their_modules_and_are_no_scalars(variant: str) 
     for name, parameter in model.named_parameters():
         assert parameter.dim() >= 1, name
         assert is_connection(name) == (name not in backbone) == name.startswith(connections), name
-    assert sorted(name for kind in KINDS for name in kind.fields) == sorted({*CONNECTION_FIELDS} - {"connections"})
+    assert {name for kind in KINDS for name in kind.fields} == {*CONNECTION_FIELDS} - {"connections"}

@@ -162,6 +162,7 @@ def test_connections_have_their_rate_with_every_optimizer(name: str, trainer: Bu
         "depth-attention": {"gates"},
         "resformer-gated": {"coefficients", "gates"},
         "attention-residuals": {"gates"},
+        "mudd": {"gates"},
         "value-embeddings": {"gates", "tables"},
         "nanochat": {"coefficients", "gates", "tables"},
     }.items(),
