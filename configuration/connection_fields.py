@@ -196,7 +196,7 @@ class MuddFields:
             Layers and the final norm read sums of the embeddings and all earlier outputs, with weights that depend on
             the token. It starts as plain Llama.
         mudd_channels (`str`, defaults to `"qkvr"`):
-            What has sums of its own: queries, keys, values, and the residual stream (`"r"`), which the others read else.
+            What has sums of its own: queries, keys, values, and the residual stream (`"r"`), which others else read.
         mudd_norm (`bool`, defaults to `False`):
             Outputs are normed before they are summed, and the stream's sum afterwards: PrePostDANorm, section 2.5, for
             models that are deep for their width.

@@ -307,9 +307,9 @@ class ConnectedLayer(Surgery):
 
     def attention_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What attention reads of a tensor: its norm, where the layer has one before attention."""
-        name = (self.known.norms or ("",))[0]
-        is_norm = name and name != self.known.attention
-        return self._modules[name](hidden_states) if is_norm else hidden_states
+        name = self.known.norms[0] if self.known.norms else self.known.attention
+        normed: torch.Tensor = hidden_states if name == self.known.attention else getattr(self, name)(hidden_states)
+        return normed
 
 
 def run_layer(

@@ -36,11 +36,8 @@ QUICK = (
     "gemma3_text-mudd",
     "gpt_neox-denseformer",
 )
-REFUSED = {
-    "svformer": "gpt_neox",
-    "depth-attention": "gpt_neox",
-    "mudd": "gpt_neox",
-}  # whose queries, keys and values are one product
+#: Its queries, keys and values are one product.
+REFUSED = dict.fromkeys(("svformer", "depth-attention", "mudd"), "gpt_neox")
 CASES = [f"{host}-{method}" for host in HOSTS for method in METHODS if REFUSED.get(method) != host]
 
 

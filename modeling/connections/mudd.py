@@ -4,22 +4,23 @@ r"""Multiway dynamic dense connections (MUDD): MUDDFormer, arXiv 2502.12170.
     A_i = W2 GELU(W1 RMSNorm(X_i)) + a_i        of each token, (channels, i + 1)
 
 X_0 are the embeddings, X_i what block i - 1 has made. Block i adds to the stream X^R_i; its queries are made of
-norm(X^Q_i), keys and values alike, with the norm that it has before attention. The final norm reads X^R_N. All channels
-share W1, `(channels (i + 1), hidden_size)`, as in the paper's appendix B. W1 starts with a variance of 1 / hidden_size, W2
-and a at 0: the paper's start, and plain Llama to the bit. Its a_ii, which starts at 1, is here 1 + a_ii, so that a model
-in bfloat16 can learn it.
+norm(X^Q_i), keys and values alike, with the norm that it has before attention. The final norm reads X^R_N. Channels
+share W1, `(channels (i + 1), hidden_size)`, as in the paper's appendix B. W1 starts with a variance of 1 / hidden_size,
+W2 and a at 0: the paper's start, and plain Llama to the bit. The paper's a_ii, which starts at 1, is 1 + a_ii here, so
+that a model in bfloat16 can learn it.
 
 With `mudd_norm`, the paper's PrePostDANorm for deep models,
 
     X^c_i = X_i + sum_{j <= i} A^c_ij Norm_j(X_j)       c = Q, K, V
     X^R_i = X_i + Norm'_i(sum_{j <= i} A^R_ij Norm_j(X_j))
 
-with learned scales, of 1 in Norm_j and 0.001 in Norm'_i at the start. Norm' is in R alone, as in the authors' training code;
+with learned scales, which start at 1 in Norm_j and at 0.001 in Norm'_i. Norm' is in R alone, as in the authors' code;
 the paper's equation 10 has it in every channel.
 
-It departs from their code in three points: queries, keys and values share the scale of the layer's norm; W1 of X_N is
-not four times as wide, nor are others rounded up to 64; and MLPs keep their width (section 2.4 has them grow with depth).
-Layers without attention have R alone, and layers that read another's keys or values no channel of these.
+It departs from their code in three points: queries, keys and values share the scale of the layer's norm; W1 has the
+paper's width, where theirs is rounded up to a multiple of 64 and is four times as wide for X_N; and MLPs keep theirs
+(section 2.4 has them grow with depth). Layers without attention have R alone, and layers that read another's keys or
+values have no channel of these.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -93,6 +94,10 @@ class Mudd(Connection):
         return range(max((block for block in blocks if channels_of(config, block)), default=0))
 
     @classmethod
+    def needs(cls, config: Any) -> set[str]:
+        return {"layer_input"}
+
+    @classmethod
     def between(cls, modules: Mapping[int, Any], of_decoder: Any) -> BetweenLayers:
         return Aggregates(modules)
 
@@ -131,7 +136,7 @@ class MuddAttention(Connection):
 
     @classmethod
     def needs(cls, config: Any) -> set[str]:
-        return {"attention_input", *(place for layer in cls.layers(config) for place in cls.inputs(config, layer))}
+        return {place for layer in cls.layers(config) for place in (str(cls.place), *cls.inputs(config, layer))}
 
 
 class Aggregates(BetweenLayers):
