@@ -174,13 +174,16 @@ class Aggregates(BetweenLayers):
         device, epsilon = hidden_states.device, module.epsilon
         full = torch.promote_types(hidden_states.dtype, torch.float32)
         own = {name: each.to(device) for name, each in self.parameters[max(0, number - 1)].items()}
-        normed = scaled_norm(hidden_states, epsilon)
-        state = normed * own["pre"][-1 if number else 0].to(normed) if "pre" in own else hidden_states
+        size = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True, dtype=full)
+        scale = torch.rsqrt(size**2 / hidden_states.shape[-1] + epsilon)  # of RMSNorm, without a copy in float32
+        state = hidden_states
+        if "pre" in own:
+            state = hidden_states * scale.to(hidden_states) * own["pre"][-1 if number else 0].to(hidden_states)
         self.states = [*(each.to(hidden_states) for each in self.states), state]
         if number == 0 or not module.channels:
             return hidden_states, {}
         with maybe_autocast(device_type=device.type, enabled=False):
-            hidden = nn.functional.linear(normed, own["first"].to(normed)).to(full)
+            hidden = scale * nn.functional.linear(hidden_states, own["first"].to(hidden_states))
             weights = nn.functional.linear(nn.functional.gelu(hidden), own["second"].to(full))
         weights = weights.unflatten(-1, own["static"].shape) + own["static"]
         if "r" in module.channels and "post" not in own:
@@ -189,15 +192,11 @@ class Aggregates(BetweenLayers):
         if "r" in module.channels:
             *terms, stream = terms
             if "post" in own:
-                stream = scaled_norm(stream, epsilon, own["post"][0])
+                post = own["post"][0].to(stream)
+                stream = nn.functional.rms_norm(stream, stream.shape[-1:], post, epsilon)
                 terms = [each - stream for each in terms]
             hidden_states = hidden_states + stream
         return hidden_states, dict(zip(module.channels, terms, strict=False))
-
-
-def scaled_norm(states: torch.Tensor, epsilon: float, scale: torch.Tensor | None = None) -> torch.Tensor:
-    weight = None if scale is None else scale.to(states)
-    return nn.functional.rms_norm(states, states.shape[-1:], weight, epsilon)
 
 
 def sums(states: Sequence[torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:
