@@ -54,6 +54,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "attention_residuals": True,
         "attention_residual_blocks": 4,
         "mudd": True,
+        "mudd_channels": "vkr",
         "mudd_norm": True,
         "attention_bias": True,
         "mlp_bias": True,
