@@ -106,6 +106,11 @@ def _of_first_layers(config: dict[str, Any], overrides: dict[str, Any]) -> dict[
             f"{few} with `attnres` the final norm reads a softmax over all layers, so that the first ones are no model "
             "by themselves. Load all layers, or give `attnres=False`."
         )
+    if config.get("mudd") and config.get("mudd_channels") != "r" and "mudd" not in overrides:
+        raise ValueError(
+            f"{few} `mudd` has other channels after the last layer than after others, so that the first ones are no "
+            "model by themselves. Load all layers, or give `mudd=False`."
+        )
     if config.get("delta_attention_residuals") and "delta_attention_residual_blocks" not in overrides:
         blocks = config.get("delta_attention_residual_blocks", 8)
         starts = [start for start in block_starts(before, blocks) if start < layers]

@@ -64,6 +64,7 @@ def _field(is_allowed: Callable[[Any], bool], expected: str) -> Any:
 positive = _field(lambda value: value >= 1, "a positive integer")
 finite = _field(math.isfinite, "a finite number")
 positive_number = _field(lambda value: 0 < value < math.inf, "a finite number above 0")
+mudd_letters = _field(lambda value: 0 < len(value) == len({*value} & {*"qkvr"}), "letters of 'qkvr', each once at most")
 not_negative = _field(lambda value: 0 <= value < math.inf, "a finite number from 0 up")
 
 
@@ -71,7 +72,8 @@ not_negative = _field(lambda value: 0 <= value < math.inf, "a finite number from
 # secondary sources". Of arXiv 2410.17897 a first version, as it was submitted to a conference, could be read: it has
 # Identity-ResFormer, the 2 and 1 of Constant-ResFormer, SVFormer and both numbers of NeuTRENO. The other variants came
 # later; of learned coefficients its author writes in issue 2 of his code. Read were also 2402.02622, 2405.12981,
-# 2512.03870, 2606.02780 and 2607.27230; of 2312.00751, 2605.18855 and 2606.05014 the abstract and the authors' code.
+# 2502.12170, 2512.03870, 2606.02780 and 2607.27230; of 2312.00751, 2605.18855 and 2606.05014 the abstract and the
+# authors' code, of 2603.15031 the published pseudo-code.
 # Layers are counted n = 0..N-1. V_n are the raw values of layer n, X_0 the embeddings, X_{n+1} the output of block n.
 
 
@@ -423,6 +425,12 @@ DELTA = Paper(
     "Luo, Cheng and Cai, Zefan and Hu, Junjie",
     2026,
 )
+MUDD = Paper(
+    "2502.12170",
+    "{MUDDFormer}: Breaking Residual Bottlenecks in Transformers via Multiway Dynamic Dense Connections",
+    "Xiao, Da and Meng, Qingye and Li, Shengping and Yuan, Xingyuan",
+    2025,
+)
 ATTNRES = Paper("2603.15031", "Attention Residuals", "{Kimi Team}", 2026)
 MHAR = Paper(
     "2607.27230",
@@ -512,6 +520,44 @@ class AttnResFields:
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
+class MuddFields:
+    r"""Multiway dynamic dense connections (MUDDFormer, arXiv 2502.12170).
+
+    Args:
+        mudd (`bool`, defaults to `False`):
+            Layers and the final norm read sums of the embeddings and all earlier outputs, with weights that depend on
+            the token. It starts as plain Llama.
+        mudd_channels (`str`, defaults to `"qkvr"`):
+            What has sums of its own: queries, keys, values, and the residual stream (`"r"`), which others else read.
+        mudd_norm (`bool`, defaults to `False`):
+            Outputs are normed before they are summed, and the stream's sum afterwards: PrePostDANorm, section 2.5, for
+            models that are deep for their width.
+    """
+
+    mudd: bool = False
+    mudd_channels: str = mudd_letters(default="qkvr")
+    mudd_norm: bool = False
+
+    about = {
+        "mudd": About(
+            "muddformer",
+            r"queries, keys, values and the residual stream each read a sum of all earlier outputs, $X^c_i = X_i + "
+            r"\sum_{j \le i} A^c_{i,j} X_j$, whose weights depend on the token",
+            MUDD,
+        ),
+    }
+    methods = {
+        "mudd": Method(
+            "MUDDFormer (multiway dynamic dense connections)",
+            "Queries, keys, values and the residual stream of each layer read sums of the embeddings and all earlier "
+            "outputs, each with its own weights, which depend on the token.",
+            lambda n: {"mudd": True},
+            (MUDD,),
+        ),
+    }
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
 class EmbeddingResidualFields:
     r"""The embeddings beside the stream (modded-nanogpt, nanochat).
 
@@ -572,6 +618,7 @@ class ConnectionFields(  # a dataclass has the fields of its last base first
     OwnFields,
     BackoutFields,
     EmbeddingResidualFields,
+    MuddFields,
     AttnResFields,
     DeltaAttentionResidualFields,
     DepthAverageFields,
@@ -681,6 +728,8 @@ def _warn_of_settings_without_effect(config: Any) -> None:
         ("dwa_period", 1, config.dwa, "`dwa` is False"),
         ("attnres_blocks", None, config.attnres, "`attnres` is False"),
         ("delta_attention_residual_blocks", 8, config.delta_attention_residuals, f"{delta} is False"),
+        ("mudd_channels", "qkvr", config.mudd, "`mudd` is False"),
+        ("mudd_norm", False, config.mudd, "`mudd` is False"),
     ):
         if (value := getattr(config, name)) != default and not used:
             logging.get_logger(__name__).warning_once(f"`{name}`={value!r} changes nothing: {reason}.")

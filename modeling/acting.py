@@ -22,7 +22,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from resformer.modeling.any_decoder import LayerPlaces, ValueProjection
-from resformer.modeling.connection import KINDS, TOKENS, BetweenLayers, Crossing, Reads
+from resformer.modeling.connection import KINDS, PLACES, TOKENS, BetweenLayers, Crossing, Reads
 from resformer.modeling.connections.sharing import SharedCache
 from resformer.modeling.versions import CACHE
 
@@ -37,10 +37,13 @@ class Places:
 
     def __init__(self, layer: Any, earlier: Mapping[str, Any], added: Mapping[str, torch.Tensor]):
         self.layer, self.earlier, self.added = layer, earlier, added
-        self.tensors: dict[str, Any] = {}
+        self.tensors: dict[str, Any] = {"attention_norm": layer.attention_norm}
+        self.given: dict[str, torch.Tensor] = {}  # by connections before, for places to come
 
     def __call__(self, place: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns what the connections make of the tensor of a place."""
+        if place in self.given:
+            tensor = self.given[place].view_as(tensor)
         if place in self.added:
             term = self.added[place]  # some families flatten batch and tokens
             tensor = (tensor.reshape(term.shape) + term).view_as(tensor)
@@ -56,7 +59,8 @@ class Places:
             made: Any = self.layer._modules[name](tensor, **arguments)
             if isinstance(made, tuple):
                 made, others = made
-                self.tensors.update(others)
+                for each, other in others.items():
+                    (self.given if each in PLACES else self.tensors)[each] = other
             tensor = made
         self.tensors[place] = tensor
         return tensor
@@ -301,6 +305,12 @@ class ConnectedLayer(Surgery):
             later.tensors = tensors
         return output
 
+    def attention_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What attention reads of a tensor: its norm, where the layer has one before attention."""
+        name = self.known.norms[0] if self.known.norms else self.known.attention
+        normed: torch.Tensor = hidden_states if name == self.known.attention else getattr(self, name)(hidden_states)
+        return normed
+
 
 def run_layer(
     runner: Any,
@@ -318,7 +328,7 @@ def run_layer(
     output = layer.family.forward(seen, hidden_states, *args, **kwargs)
     if "layer_output" in layer.expected:
         output = places.at_output("layer_output", output)
-    for name in layer.expected:
+    for name in (*layer.expected, *places.given):
         if name not in places.tensors:
             raise ValueError(f"Layer {layer.layer_idx} has not used its {name}: its connections cannot act.")
     return output, {name: places.tensors[name] for name in layer.returned}

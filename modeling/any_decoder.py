@@ -421,7 +421,7 @@ def why_not(decoder: Decoder, view: Shape) -> str | None:
     """Why the decoder cannot have the connections of `view`; `None` if it can."""
     for kind in kinds_in(view):
         if reason := _why_not(kind, decoder, view):
-            return f"{decoder.model_type} cannot have `{kind.name}`: {reason}."
+            return f"{decoder.model_type} cannot have `{kind.name}`: {reason}.{kind.way_out}"
     return None
 
 
@@ -445,7 +445,7 @@ def _why_not(kind: type[Connection], decoder: Decoder, view: Shape) -> str | Non
             return "its cache holds latents, of which past tokens' values are made again, but not what they read"
         if kind.place is not None and "values" in kind.place and decoder.caches_differ:
             return "its cache holds latents of all tokens in some layers, and of a window in others"
-    if needs & {*SUBLAYER_INPUTS, *SUBLAYERS_ADDED} and decoder.lanes:
+    if needs & {*SUBLAYER_INPUTS, *SUBLAYERS_ADDED, "layer_input", "layer_output"} and decoder.lanes:
         return "its residual stream has several lanes"
     if needs & {*SUBLAYER_INPUTS}:
         without = next((n for n, each in enumerate(places) if each.norms is None), None)

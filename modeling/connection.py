@@ -18,9 +18,10 @@ it costs. An instance is a module of the layer that has it, under its `name`. It
 Where no connection of a model is `by_heads`, the last two dimensions of values may be one.
 
 Its `forward` takes the tensor of its place and gives it back, alone or as `(tensor, {name: another})`, whose others are
-then known by their names. Its other arguments are tensors by their names: those of places before, `hidden_states` (the
-input of the projections), `queries` and `keys` (before the rotary embedding, normed as the layer norms them), and what
-`reads` says of earlier layers.
+then known by their names; one with the name of a place to come is read there. Its other arguments are tensors by their
+names: those of places before, `hidden_states` (the input of the projections), `queries` and `keys` (before the rotary
+embedding, normed as the layer norms them), and what `reads` says of earlier layers. `attention_norm` is a function, the
+norm that the layer has before attention.
 """
 
 import copy
@@ -169,6 +170,8 @@ class Connection(Added):
     order: ClassVar[float] = 0.0
     #: Whether it has modules in layers; else the decoder itself does what it says.
     has_modules: ClassVar[bool] = True
+    #: What is said where a decoder cannot have it: a sentence after a space.
+    way_out: ClassVar[str] = ""
     #: The arguments of `forward` beside the tensor of its place, and those that have no default.
     takes: ClassVar[tuple[str, ...]] = ()
     required: ClassVar[tuple[str, ...]] = ()

@@ -44,6 +44,8 @@ CONNECTIONS: dict[str, dict[str, Any]] = {
     "backout": {"backout": True, "backout_init": 0.0},
     "delta attention residuals": {"delta_attention_residuals": True, "delta_attention_residual_blocks": 2},
     "attention residuals": {"attnres": True, "attnres_blocks": 2, "attnres_init": 0.0},
+    "MUDD": {"mudd": True},
+    "MUDD of the stream": {"mudd": True, "mudd_channels": "r"},
     "shared keys and values": {},  # of `sharing`
     "sublayers' outputs": {"connections": {"seen_gain": {"init": 1.0}}},
 }
@@ -318,7 +320,7 @@ def verdict(base: PreTrainedModel, name: str) -> str:
     move(model)
     moved = logits_of(model)
     assert not torch.equal(moved, logits_of(base)), "it has no effect"
-    if name in ("delta attention residuals", "attention residuals"):
+    if name in ("delta attention residuals", "attention residuals", "MUDD"):
         assert_the_first_norm_comes_before_attention(base)
     if "value" in name:
         assert_values_are_those_that_are_attended_to(base, CONNECTIONS[name])

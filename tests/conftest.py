@@ -53,6 +53,9 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "dwa_period": 2,
         "delta_attention_residuals": True,
         "delta_attention_residual_blocks": 4,
+        "mudd": True,
+        "mudd_channels": "vkr",
+        "mudd_norm": True,
         "attention_bias": True,
         "mlp_bias": True,
         "head_dim": 12,
@@ -170,10 +173,10 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         mixing = any(part in name for part in ("value_residual", "value_embedding", "depth_average"))
-        # Larger queries over depth choose one source by a hair, and rounding chooses another.
-        deviation = 0.5 if mixing else 0.1 if "attnres" in name else 0.3
-        noise = torch.randn(parameter.shape, generator=generator) * deviation
-        around_one = "norm" in name or "embedding_residual" in name  # a layer forgets the stream at 0
+        # Larger queries over depth choose one source by a hair, and rounding chooses another; sums of sums would grow.
+        small = "attnres" in name or ".mudd." in name
+        noise = torch.randn(parameter.shape, generator=generator) * (0.5 if mixing else 0.1 if small else 0.3)
+        around_one = re.search("norm|embedding_residual|mudd.pre", name)  # a layer forgets the stream at 0
         parameter.data.copy_(noise + 1.0 if around_one else noise)
     return model
 

@@ -5,6 +5,7 @@
     U_n  = A_n V'_{s(n)} + l (V_0 - V'_{s(n)})
     h_i  = x_i + g_i concat_h sum_b a_ib^h D_b^h
     h_i  = sum_j softmax_j(w_i . RMSNorm(b_j)) b_j
+    X^c_i = sum_{j<=i} A^c_ij X_j,  c = Q, K, V, R
 
 V'_n = V_n + g (V~_n - V_n) for Depth-Attention. It reads a state dict by Llama's names and the two matrices, and shares
 no code with `resformer.modeling`. Gradients go through it, to the weights and to both matrices.
@@ -67,6 +68,7 @@ def naive_hidden_states(
     unrotated: dict[int, list[torch.Tensor]] = {}  # the same keys before the rotary embedding
     raw: dict[int, list[torch.Tensor]] = {}  # V_m, likewise
     mixed: dict[int, list[torch.Tensor]] = {}  # V'_m, likewise
+    made: list[torch.Tensor] = []  # X_i of dense connections: the stream that other connections hand on
     boundaries = []  # the stream at the start of each block of depth attention
 
     for n in range(number_of_layers):
@@ -77,24 +79,29 @@ def naive_hidden_states(
         if config.embedding_residual:
             r, s = weights[f"{layer}.embedding_residual.weight"]
             stream = r * stream + s * blocks[0]
+        made.append(stream)
+        of_channel = {channel: dense_sum(config, weights, made, channel) for channel in "qkvr"}
+        stream = of_channel["r"]
         if n == 0:
             sources = [stream]  # b_j of Attention Residuals
         seen = with_deltas(config, weights, 2 * n, stream, boundaries)
         if n:
             seen = over_sources(config, weights, f"{layer}.attnres_attention", seen, sources)
-        normed = rms_norm(seen, weights[f"{layer}.input_layernorm.weight"], epsilon)  # H_n
+        scale = weights[f"{layer}.input_layernorm.weight"]
+        normed_of = {c: rms_norm(seen + each - stream, scale, epsilon) for c, each in of_channel.items()}  # H_n
+        normed = normed_of["r"]
 
-        queries = heads(linear(normed, weights, f"{layer}.self_attn.q_proj"), query_heads)
+        queries = heads(linear(normed_of["q"], weights, f"{layer}.self_attn.q_proj"), query_heads)
         plain_queries = queries
         queries = [rotate(query, config.rope_parameters["rope_theta"]) for query in queries]
 
         if key_source[n] == n:
-            own = heads(linear(normed, weights, f"{layer}.self_attn.k_proj"), groups)
+            own = heads(linear(normed_of["k"], weights, f"{layer}.self_attn.k_proj"), groups)
             unrotated[n] = own
             keys[n] = [rotate(key, config.rope_parameters["rope_theta"]) for key in own]
 
         if value_source[n] == n:
-            raw[n] = heads(linear(normed, weights, f"{layer}.self_attn.v_proj"), groups)
+            raw[n] = heads(linear(normed_of["v"], weights, f"{layer}.self_attn.v_proj"), groups)
             if n in (config.value_embeddings or ()):
                 table = weights[f"{layer}.value_embedding.table.weight"]
                 gates = weights[f"{layer}.value_embedding.gate.weight"]
@@ -163,7 +170,43 @@ def naive_hidden_states(
         for j in range(n + 2):
             stream = stream + depth_mixing[n, j] * blocks[j]
 
-    return rms_norm(stream, weights["model.norm.weight"], epsilon)
+    made.append(stream)
+    return rms_norm(dense_sum(config, weights, made, "r"), weights["model.norm.weight"], epsilon)
+
+
+def dense_sum(config: ResFormerConfig, weights: Weights, made: Sequence[torch.Tensor], channel: str) -> torch.Tensor:
+    """X^c_i of MUDDFormer, one token, source and number of the generator at a time. Without a channel it is R's."""
+    i, newest = len(made) - 1, made[-1]
+    channels = "".join(each for each in "qkvr" if each in config.mudd_channels)
+    if i == config.num_hidden_layers:
+        channels = "r" if "r" in channels else ""
+    elif config.key_sources and config.key_sources[i] != i:
+        channels = channels.replace("k", "")
+    if i < config.num_hidden_layers and config.value_sources and config.value_sources[i] != i:
+        channels = channels.replace("v", "")
+    if channel not in channels and channel != "r":
+        return dense_sum(config, weights, made, "r")
+    if not config.mudd or i == 0 or channel not in channels:
+        return newest
+    own = {name: weights.get(f"model.layers.{i - 1}.mudd.{name}") for name in ("first", "second", "static", "post")}
+    scales = [weights.get(f"model.layers.{max(j - 1, 0)}.mudd.pre") for j in range(i + 1)]
+    place, ones = channels.index(channel), torch.ones_like(newest[0])
+    rows = []
+    for t in range(len(newest)):
+        hidden = own["first"] @ rms_norm(newest[t], ones, config.rms_norm_eps)
+        hidden = hidden / 2 * (1 + torch.erf(hidden / math.sqrt(2)))
+        total = torch.zeros_like(newest[t])
+        for j in range(i + 1):
+            weight = own["second"][place * (i + 1) + j] @ hidden + own["static"][place, j]
+            if config.mudd_norm:
+                scale = scales[j][0 if j == 0 else len(scales[j]) - 1]
+                total = total + weight * rms_norm(made[j][t], scale, config.rms_norm_eps)
+            else:
+                total = total + (weight + (j == i)) * made[j][t]  # the paper's a_ii is 1 more
+        if config.mudd_norm and channel == "r":
+            total = rms_norm(total, own["post"][0], config.rms_norm_eps)
+        rows.append(newest[t] + total if config.mudd_norm else total)
+    return torch.stack(rows)
 
 
 def with_deltas(

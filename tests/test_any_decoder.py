@@ -144,7 +144,7 @@ def test_tokens_of_a_pass_that_failed_are_not_read_by_the_next() -> None:
         model(inputs_embeds=embeddings.flip(1))
 
 
-@pytest.mark.parametrize("name", ["averages over depth", "embeddings", "backout", "delta attention residuals"])
+@pytest.mark.parametrize("name", ["averages over depth", "embeddings", "backout", "delta attention residuals", "MUDD"])
 def test_layers_without_keys_and_values_read_states_of_the_tokens_that_others_read(name: str) -> None:
     config = small_config("gemma4_text")
     config.num_kv_shared_layers = 2  # as in the small ones of Gemma 4
@@ -165,7 +165,7 @@ def test_queries_that_are_clipped_are_not_attended_to_over_depth() -> None:
     assert said == "in layer 1 its queries and keys are clipped after their projection."
 
 
-@pytest.mark.parametrize("method", ["resformer-denseformer", "value-embeddings", "delta-attention-residuals"])
+@pytest.mark.parametrize("method", ["resformer-denseformer", "value-embeddings", "delta-attention-residuals", "mudd"])
 def test_threads_that_call_a_model_at_once_get_what_each_gets_alone(method: str) -> None:
     model = resformer.connect(small_decoder("llama"), method)
     any_decoder.move(model)

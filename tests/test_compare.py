@@ -128,7 +128,7 @@ def test_operations_are_those_that_torch_counts(variant: str) -> None:
     parts = forward_flops(config, tokens)
     # Eager attention computes the masked half too; torch counts matrix products and not other sums of the connections.
     attention = parts["attention"] * 2 * tokens / (tokens + 1)
-    gates = parts["connections"] if config.delta_attention_residuals else 0
+    gates = parts["connections"] if config.delta_attention_residuals or config.mudd else 0
     if config.value_residual == "gated":
         gates = 2 * config.hidden_size * config.num_key_value_heads * len(mixing_layers(config))
     gates += 2 * 12 * config.num_key_value_heads * len(config.value_embeddings or ())

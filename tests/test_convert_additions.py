@@ -43,6 +43,7 @@ PAIRS = [
     "denseformer resformer-dense",
     "denseformer resformer-gated",
     "delta-attention-residuals denseformer",
+    "mudd resformer-denseformer",
     "depth-attention value-embeddings",
     "value-embeddings resformer bfloat16",
 ]

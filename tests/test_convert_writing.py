@@ -305,7 +305,9 @@ def test_verify_compares_what_the_configurations_build(field: str, value: Any, f
     assert field in found.configuration or not family
 
 
-@pytest.mark.parametrize("method", ["neutreno", "resformer-constant", "resformer-gated", "delta-attention-residuals"])
+@pytest.mark.parametrize(
+    "method", ["neutreno", "resformer-constant", "resformer-gated", "delta-attention-residuals", "mudd"]
+)
 def test_verify_tells_connections_without_effect(method: str, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "one", num_hidden_layers=3)
     retrofit(tmp_path / "one", tmp_path / "two", method, lossy=True)

@@ -24,7 +24,7 @@ from resformer.modeling.any_decoder import Decoder
 
 METHODS = (
     "resformer resformer-identity resformer-plus resformer-dense resformer-gated neutreno depth-attention svformer "
-    "denseformer delta-attention-residuals attnres nanochat"
+    "denseformer delta-attention-residuals attnres mudd nanochat"
 ).split()
 HOSTS = ("llama", "gemma3_text", "gpt_neox")
 #: Those that a quick run tries, each with one host.
@@ -33,9 +33,11 @@ QUICK = (
     "llama-svformer",
     "gemma3_text-neutreno",
     "llama-delta-attention-residuals",
+    "gemma3_text-mudd",
     "gpt_neox-denseformer",
 )
-REFUSED = {"svformer": "gpt_neox", "depth-attention": "gpt_neox"}  # whose queries, keys and values are one product
+#: Its queries, keys and values are one product.
+REFUSED = dict.fromkeys(("svformer", "depth-attention", "mudd"), "gpt_neox")
 CASES = [f"{host}-{method}" for host in HOSTS for method in METHODS if REFUSED.get(method) != host]
 
 

@@ -17,7 +17,7 @@ from resformer import ResFormerForCausalLM
 from resformer.configuration import mixing_layers, value_sources
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.modeling.connection import Added
-from resformer.modeling.connections import KINDS, attnres, delta_attention_residuals, depth_average
+from resformer.modeling.connections import KINDS, attnres, delta_attention_residuals, depth_average, mudd
 from resformer.training.optimizer import is_connection
 
 
@@ -124,6 +124,8 @@ def random_fields(seed: int) -> dict[str, Any]:
     fields["attnres"] = draw.random() < 0.4
     fields["attnres_blocks"] = draw.choice([None, draw.randint(1, layers)]) if fields["attnres"] else None
     fields["attnres_init"] = draw.choice([None, 0.5])
+    fields["mudd"], fields["mudd_norm"] = draw.random() < 0.4, draw.random() < 0.5
+    fields["mudd_channels"] = "".join(draw.sample("qkvr", draw.choice([1, 2, 4, 4])))
     return fields
 
 
@@ -298,6 +300,7 @@ def test_delta_attention_residuals_has_no_effect_at_gates_of_zero_unless_its_que
 
 FORMS = [
     ("delta-attention-residuals", {}, delta_attention_residuals, "products_pay"),
+    ("mudd", {}, mudd, "products_pay"),
     ("resformer-dense", {}, depth_average, "is_ordinary"),
     ("resformer-dense", {"value_residual_layers": [2, 3, 4]}, depth_average, "is_ordinary"),
     ("resformer-dense", {"value_residual_layers": [1, 2, 4]}, depth_average, "is_ordinary"),

@@ -362,7 +362,11 @@ def test_a_pruned_layer_takes_its_coefficients_along_or_is_missed(variant: str) 
 def test_the_first_layers_of_a_checkpoint_load_alone(method: str, tmp_path: Path) -> None:
     model = tiny_model(method)
     model.save_pretrained(tmp_path)
-    refused = {"resformer-plus": "in mode 'learnable_plus' all layers", "nanochat": "`backout` takes the middle"}
+    refused = {
+        "resformer-plus": "in mode 'learnable_plus' all layers",
+        "nanochat": "`backout` takes the middle",
+        "mudd": "`mudd` has other channels after the last layer",
+    }
     refused["attnres"] = "with `attnres` the final norm"
     if method in refused:
         with pytest.raises(ValueError, match=f"`num_hidden_layers`=4 of 6 layers: {refused[method]}"):

@@ -135,6 +135,7 @@ def test_the_tensor_parallel_plan_names_what_the_model_has(variant: str) -> None
         "depth_average",
         "delta_attention_residuals",
         "attnres",
+        "mudd",
         "embedding_residual",
         "backout",
         "smear",

@@ -163,6 +163,7 @@ def test_connections_have_their_rate_with_every_optimizer(name: str, trainer: Bu
         "resformer-gated": {"coefficients", "gates"},
         "delta-attention-residuals": {"gates"},
         "attnres": {"gates"},
+        "mudd": {"gates"},
         "value-embeddings": {"gates", "tables"},
         "nanochat": {"coefficients", "gates", "tables"},
     }.items(),

@@ -16,3 +16,4 @@ from resformer.modeling.connections import embedding_residual as embedding_resid
 from resformer.modeling.connections import neutreno as neutreno
 from resformer.modeling.connections import sharing as sharing
 from resformer.modeling.connections import value_embedding as value_embedding
+from resformer.modeling.connections import mudd as mudd
