@@ -61,6 +61,7 @@ def _field(is_allowed: Callable[[Any], bool], expected: str) -> Any:
 
 
 positive = _field(lambda value: value >= 1, "a positive integer")
+several = _field(lambda value: value >= 2, "an integer from 2 up")
 finite = _field(math.isfinite, "a finite number")
 positive_number = _field(lambda value: 0 < value < math.inf, "a finite number above 0")
 not_negative = _field(lambda value: 0 <= value < math.inf, "a finite number from 0 up")
@@ -218,6 +219,23 @@ class BackoutFields:
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
+class HyperConnectionFields:
+    r"""Several residual streams (hyper-connections, arXiv 2409.19606; mHC, arXiv 2512.24880).
+
+    Args:
+        hyper_connections (`str`, defaults to `"none"`):
+            How sublayers read and write the streams: `"static"` or `"dynamic"` (2409.19606), `"mhc"` (2512.24880), or
+            `"ihc"`, which is mHC with streams that are not mixed; equations in
+            `modeling/connections/hyper_connections.py`.
+        hyper_streams (`int`, defaults to 4):
+            Number of streams, from 2 up.
+    """
+
+    hyper_connections: Literal["none", "static", "dynamic", "mhc", "ihc"] = "none"
+    hyper_streams: int = several(default=4)
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
 class OwnFields:
     r"""Connections of classes that are no part of this package.
 
@@ -233,6 +251,7 @@ class OwnFields:
 @dataclass(kw_only=True, repr=False, eq=False)
 class ConnectionFields(  # a dataclass has the fields of its last base first
     OwnFields,
+    HyperConnectionFields,
     BackoutFields,
     EmbeddingResidualFields,
     DeltaAttentionResidualFields,
@@ -339,6 +358,7 @@ def _warn_of_settings_without_effect(config: Any) -> None:
             config.delta_attention_residuals,
             "`delta_attention_residuals` is False",
         ),
+        ("hyper_streams", 4, config.hyper_connections != "none", "`hyper_connections` is 'none'"),
     ):
         if (value := getattr(config, name)) != default and not used:
             logging.get_logger(__name__).warning_once(f"`{name}`={value!r} changes nothing: {reason}.")

@@ -73,6 +73,8 @@ METHODS: dict[str, Callable[[int], dict[str, Any]]] = {
         "delta_attention_residuals": True,
         "delta_attention_residual_blocks": min(8, n),
     },
+    "hyper-connections": lambda n: {"hyper_connections": "dynamic"},
+    "mhc": lambda n: {"hyper_connections": "mhc"},
     "nanochat": lambda n: {"embedding_residual": True, "value_embeddings": _every_second(n), "backout": True},
 }
 

@@ -43,6 +43,7 @@ CONNECTIONS: dict[str, dict[str, Any]] = {
     "embeddings": {"embedding_residual": True},
     "backout": {"backout": True, "backout_init": 0.0},
     "delta attention residuals": {"delta_attention_residuals": True, "delta_attention_residual_blocks": 2},
+    "hyper-connections": {"hyper_connections": "mhc"},
     "shared keys and values": {},  # of `sharing`
     "sublayers' outputs": {"connections": {"seen_gain": {"init": 1.0}}},
 }

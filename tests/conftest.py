@@ -80,6 +80,8 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "dwa": True,
         "value_embeddings": [0, 4],
     },
+    "static-streams": {"hyper_connections": "static", "value_sources": [0] * 6, "dwa": True},
+    "unmixed-streams": {"hyper_connections": "ihc", "hyper_streams": 3, "value_residual": "learnable"},
 }
 
 VARIANTS = [*METHODS, *COMBINATIONS]
@@ -168,7 +170,8 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
         mixing = any(part in name for part in ("value_residual", "value_embedding", "depth_average"))
         noise = torch.randn(parameter.shape, generator=generator) * (0.5 if mixing else 0.3)
         around_one = "norm" in name or "embedding_residual" in name  # a layer forgets the stream at 0
-        parameter.data.copy_(noise + 1.0 if around_one else noise)
+        around_start = 0.3 * noise + parameter.data if "hyper" in name else noise  # streams grow with depth elsewhere
+        parameter.data.copy_(noise + 1.0 if around_one else around_start)
     return model
 
 

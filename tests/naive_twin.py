@@ -4,6 +4,7 @@
     Y_n  = sum_{j<=n+1} D[n, j] X_j
     U_n  = A_n V'_{s(n)} + l (V_0 - V'_{s(n)})
     h_i  = x_i + g_i concat_h sum_b a_ib^h D_b^h
+    H'   = R H + b f(p H)
 
 V'_n = V_n + g (V~_n - V_n) for Depth-Attention. It reads a state dict by Llama's names and the two matrices, and shares
 no code with `resformer.modeling`. Gradients go through it, to the weights and to both matrices.
@@ -67,6 +68,7 @@ def naive_hidden_states(
     raw: dict[int, list[torch.Tensor]] = {}  # V_m, likewise
     mixed: dict[int, list[torch.Tensor]] = {}  # V'_m, likewise
     boundaries = []  # the stream at the start of each block of depth attention
+    lanes, alone = [stream] * config.hyper_streams, stream  # H, and its mean
 
     for n in range(number_of_layers):
         layer = f"model.layers.{n}"
@@ -76,7 +78,9 @@ def naive_hidden_states(
         if config.embedding_residual:
             r, s = weights[f"{layer}.embedding_residual.weight"]
             stream = r * stream + s * blocks[0]
+        lanes = [lane + stream - alone for lane in lanes]
         seen = with_deltas(config, weights, 2 * n, stream, boundaries)
+        seen, lanes, gains = read_of_lanes(config, weights, 2 * n, lanes, seen, stream)
         normed = rms_norm(seen, weights[f"{layer}.input_layernorm.weight"], epsilon)  # H_n
 
         queries = heads(linear(normed, weights, f"{layer}.self_attn.q_proj"), query_heads)
@@ -132,13 +136,18 @@ def naive_hidden_states(
             if n >= 1:
                 output = output + config.neutreno_lambda * (raw[0][group] - value)
             outputs.append(output)
-        stream = stream + linear(torch.cat(outputs, dim=-1), weights, f"{layer}.self_attn.o_proj")
+        output = linear(torch.cat(outputs, dim=-1), weights, f"{layer}.self_attn.o_proj")
+        stream, lanes = stream + output, [lane + gain * output for lane, gain in zip(lanes, gains, strict=True)]
 
         seen = with_deltas(config, weights, 2 * n + 1, stream, boundaries)
+        seen, lanes, gains = read_of_lanes(config, weights, 2 * n + 1, lanes, seen, stream)
         normed = rms_norm(seen, weights[f"{layer}.post_attention_layernorm.weight"], epsilon)
         gate = linear(normed, weights, f"{layer}.mlp.gate_proj")
         inner = gate * torch.sigmoid(gate) * linear(normed, weights, f"{layer}.mlp.up_proj")
-        blocks.append(stream + linear(inner, weights, f"{layer}.mlp.down_proj"))
+        output = linear(inner, weights, f"{layer}.mlp.down_proj")
+        lanes = [lane + gain * output for lane, gain in zip(lanes, gains, strict=True)]
+        alone = sum(lanes) / len(lanes)
+        blocks.append(alone)
 
         if config.backout and n == number_of_layers - 1:
             taken = weights[f"{layer}.backout.weight"] * blocks[number_of_layers // 2 + 1]
@@ -175,6 +184,55 @@ def with_deltas(
             slices.append(read / total)
         rows.append(stream[t] + gate * torch.cat(slices))
     return torch.stack(rows)
+
+
+def read_of_lanes(
+    config: ResFormerConfig,
+    weights: Weights,
+    i: int,
+    lanes: Sequence[torch.Tensor],
+    seen: torch.Tensor,
+    stream: torch.Tensor,
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """(what sublayer i reads, R H, b), one token at a time; what others add to the stream there, each lane has."""
+    form, n = config.hyper_connections, len(lanes)
+    if form == "none":
+        return seen, list(lanes), [torch.ones(())] * n
+    name = f"model.layers.{i // 2}.hyper_connections"
+    static = weights[f"{name}.static"][i % 2]
+    if form != "static":
+        weight, scale = weights[f"{name}.weight"][i % 2], weights[f"{name}.scale"][i % 2]
+    read, mixed, gains = [], [[] for _ in lanes], [[] for _ in lanes]
+    for t in range(len(seen)):
+        beside = seen[t] - stream[t]
+        h = torch.stack([lane[t] + beside for lane in lanes])  # (n, hidden_size)
+        whole = h if form == "dynamic" else h.flatten()
+        if form != "static":
+            whole = whole / (whole.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+        m, c, a = static[:n], static[n : 2 * n], static[2 * n :]
+        if form in ("static", "dynamic"):
+            p, b, transposed = m, c, a.view(n, n).T  # A_m, B and A_r of the paper
+            if form == "dynamic":
+                p = p + scale[0] * torch.tanh(whole @ weight[0])
+                b = b + scale[1] * torch.tanh(whole @ weight[1])
+                transposed = transposed + scale[0] * torch.tanh(whole @ weight[2:].T)
+            r = transposed.T
+        else:
+            own = torch.full((n,), 0.3 / (n - 1), dtype=torch.float64)
+            own[i % n] = 0.7
+            p = torch.sigmoid(torch.logit(own) + m + scale[0] * (weight[:n] @ whole))
+            b = 2 * torch.sigmoid(c + scale[1] * (weight[n : 2 * n] @ whole))
+            r = torch.eye(n, dtype=torch.float64)
+            if form == "mhc":
+                r = torch.exp((a + scale[2] * (weight[2 * n :] @ whole)).view(n, n))
+                for _ in range(20):
+                    r = r / r.sum(0, keepdim=True)
+                    r = r / r.sum(1, keepdim=True)
+        read.append(p @ h)
+        for k in range(n):
+            mixed[k].append(r[k] @ h - beside)
+            gains[k].append(b[k])
+    return torch.stack(read), [torch.stack(each) for each in mixed], [torch.stack(each)[:, None] for each in gains]
 
 
 def depth_gate(config: ResFormerConfig, weights: Weights, n: int, head: int) -> torch.Tensor:

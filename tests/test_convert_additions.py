@@ -44,6 +44,7 @@ PAIRS = [
     "denseformer resformer-gated",
     "delta-attention-residuals denseformer",
     "depth-attention value-embeddings",
+    "mhc resformer-denseformer bfloat16",
     "value-embeddings resformer bfloat16",
 ]
 
