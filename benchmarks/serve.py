@@ -88,7 +88,8 @@ def save(method: str, config: Any, folder: Path) -> None:
         connect(model, method, lossy=True)
     for name, parameter in model.named_parameters():
         scale = 0.3 if any(part in name for part in ("value_", "depth_", "residuals")) else 0.15
-        parameter.data = torch.randn(parameter.shape) * scale + ("norm" in name or "embedding_residual" in name)
+        around = parameter.data if "hyper" in name else ("norm" in name or "embedding_residual" in name)
+        parameter.data = torch.randn(parameter.shape) * scale + around
     model.save_pretrained(folder)
 
 

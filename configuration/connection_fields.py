@@ -62,6 +62,7 @@ def _field(is_allowed: Callable[[Any], bool], expected: str) -> Any:
 
 
 positive = _field(lambda value: value >= 1, "a positive integer")
+several = _field(lambda value: value >= 2, "an integer from 2 up")
 finite = _field(math.isfinite, "a finite number")
 positive_number = _field(lambda value: 0 < value < math.inf, "a finite number above 0")
 mudd_letters = _field(lambda value: 0 < len(value) == len({*value} & {*"qkvr"}), "letters of 'qkvr', each once at most")
@@ -72,8 +73,8 @@ not_negative = _field(lambda value: 0 <= value < math.inf, "a finite number from
 # secondary sources". Of arXiv 2410.17897 a first version, as it was submitted to a conference, could be read: it has
 # Identity-ResFormer, the 2 and 1 of Constant-ResFormer, SVFormer and both numbers of NeuTRENO. The other variants came
 # later; of learned coefficients its author writes in issue 2 of his code. Read were also 2402.02622, 2405.12981,
-# 2502.12170, 2512.03870, 2606.02780 and 2607.27230; of 2312.00751, 2605.18855 and 2606.05014 the abstract and the
-# authors' code, of 2603.15031 the published pseudo-code.
+# 2409.19606, 2502.12170, 2512.03870, 2512.24880, 2606.02780 and 2607.27230; of 2312.00751, 2605.18855 and 2606.05014
+# the abstract and the authors' code, of 2603.15031 the published pseudo-code.
 # Layers are counted n = 0..N-1. V_n are the raw values of layer n, X_0 the embeddings, X_{n+1} the output of block n.
 
 
@@ -431,6 +432,19 @@ MUDD = Paper(
     "Xiao, Da and Meng, Qingye and Li, Shengping and Yuan, Xingyuan",
     2025,
 )
+HYPER = Paper(
+    "2409.19606",
+    "Hyper-Connections",
+    "Zhu, Defa and Huang, Hongzhi and Huang, Zihao and Zeng, Yutao and Mao, Yunyao and Wu, Banggu and Min, Qiyang and "
+    "Zhou, Xun",
+    2025,
+)
+MHC = Paper(
+    "2512.24880",
+    "{mHC}: Manifold-Constrained Hyper-Connections",
+    "Xie, Zhenda and Wei, Yixuan and Cao, Huanqi and others",
+    2025,
+)
 ATTNRES = Paper("2603.15031", "Attention Residuals", "{Kimi Team}", 2026)
 MHAR = Paper(
     "2607.27230",
@@ -600,6 +614,48 @@ class BackoutFields:
     }
 
 
+_STREAMS = r"there are several residual streams, $h_i \leftarrow \sum_j R_{ij} h_j + b_i f(\sum_j p_j h_j)$ for each sublayer f"
+
+
+@dataclass(kw_only=True, repr=False, eq=False)
+class HyperConnectionFields:
+    r"""Several residual streams (hyper-connections, arXiv 2409.19606; mHC, arXiv 2512.24880).
+
+    Args:
+        hyper_connections (`str`, defaults to `"none"`):
+            How sublayers read and write the streams: `"static"` or `"dynamic"` (2409.19606), `"mhc"` (2512.24880), or
+            `"ihc"`, which is mHC with streams that are not mixed; equations in
+            `modeling/connections/hyper_connections.py`.
+        hyper_streams (`int`, defaults to 4):
+            Number of streams, from 2 up.
+    """
+
+    hyper_connections: Literal["none", "static", "dynamic", "mhc", "ihc"] = "none"
+    hyper_streams: int = several(default=4)
+
+    about = {
+        "hyper_connections": About("hyper-connections", _STREAMS, HYPER),
+        "hyper_connections.mhc": About("mhc", _STREAMS, MHC),
+        "hyper_connections.ihc": About("mhc", _STREAMS, MHC),
+    }
+    methods = {
+        "hyper-connections": Method(
+            "Dynamic hyper-connections",
+            "There are four residual streams. Attention and MLP read a sum of them, what they return is added to each, "
+            "and the streams are mixed, by weights that depend on the token.",
+            lambda n: {"hyper_connections": "dynamic"},
+            (HYPER,),
+        ),
+        "mhc": Method(
+            "Manifold-constrained hyper-connections (mHC)",
+            "Hyper-connections whose weights are not negative, and whose mix of the streams is doubly stochastic, by "
+            "20 of Sinkhorn's iterations.",
+            lambda n: {"hyper_connections": "mhc"},
+            (MHC, HYPER),
+        ),
+    }
+
+
 @dataclass(kw_only=True, repr=False, eq=False)
 class OwnFields:
     r"""Connections of classes that are no part of this package.
@@ -616,6 +672,7 @@ class OwnFields:
 @dataclass(kw_only=True, repr=False, eq=False)
 class ConnectionFields(  # a dataclass has the fields of its last base first
     OwnFields,
+    HyperConnectionFields,
     BackoutFields,
     EmbeddingResidualFields,
     MuddFields,
@@ -730,6 +787,7 @@ def _warn_of_settings_without_effect(config: Any) -> None:
         ("delta_attention_residual_blocks", 8, config.delta_attention_residuals, f"{delta} is False"),
         ("mudd_channels", "qkvr", config.mudd, "`mudd` is False"),
         ("mudd_norm", False, config.mudd, "`mudd` is False"),
+        ("hyper_streams", 4, config.hyper_connections != "none", "`hyper_connections` is 'none'"),
     ):
         if (value := getattr(config, name)) != default and not used:
             logging.get_logger(__name__).warning_once(f"`{name}`={value!r} changes nothing: {reason}.")

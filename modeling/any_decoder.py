@@ -441,9 +441,9 @@ def _why_not(kind: type[Connection], decoder: Decoder, view: Shape) -> str | Non
             return "no two layers have values of one shape"
     reads_tokens = not {"hidden_states", "input_ids", "queries"}.isdisjoint(kind.takes)
     if any(each.values.module == "kv_b_proj" for each in with_values if each.values):
-        if reads_tokens or kind.place == "attention_output":
+        if reads_tokens or "attention_output" in kind.places:
             return "its cache holds latents, of which past tokens' values are made again, but not what they read"
-        if kind.place is not None and "values" in kind.place and decoder.caches_differ:
+        if any("values" in place for place in kind.places) and decoder.caches_differ:
             return "its cache holds latents of all tokens in some layers, and of a window in others"
     if needs & {*SUBLAYER_INPUTS, *SUBLAYERS_ADDED, "layer_input", "layer_output"} and decoder.lanes:
         return "its residual stream has several lanes"

@@ -17,11 +17,11 @@ it costs. An instance is a module of the layer that has it, under its `name`. It
 
 Where no connection of a model is `by_heads`, the last two dimensions of values may be one.
 
-Its `forward` takes the tensor of its place and gives it back, alone or as `(tensor, {name: another})`, whose others are
-then known by their names; one with the name of a place to come is read there. Its other arguments are tensors by their
-names: those of places before, `hidden_states` (the input of the projections), `queries` and `keys` (before the rotary
-embedding, normed as the layer norms them), and what `reads` says of earlier layers. `attention_norm` is a function, the
-norm that the layer has before attention.
+Its `forward` takes the tensor of its place, or of each of several, and gives it back, alone or as `(tensor, {name:
+another})`, whose others are then known by their names; one with the name of a place to come is read there. Its other
+arguments are tensors by their names: those of places before, `hidden_states` (the input of the projections), `queries`
+and `keys` (before the rotary embedding, normed as the layer norms them), and what `reads` says of earlier layers.
+`attention_norm` is a function, the norm that the layer has before attention.
 """
 
 import copy
@@ -162,8 +162,9 @@ class Connection(Added):
     fields: ClassVar[tuple[str, ...]] = ()
     #: The initial values with which what is learned starts as the plain family; empty if none do.
     plain: ClassVar[dict[str, Any]] = {}
-    #: Where its `forward` is called; `None`: not in the layer.
-    place: ClassVar[str | None] = None
+    #: Where its `forward` is called, one place or several; `None`: not in the layer.
+    place: ClassVar[str | tuple[str, ...] | None] = None
+    places: ClassVar[tuple[str, ...]] = ()
     #: Whether it tells the heads of values apart; else the last two dimensions of values may be one.
     by_heads: ClassVar[bool] = False
     #: Where it stands among the connections of others that act at its place: smaller ones act first.
@@ -184,6 +185,7 @@ class Connection(Added):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.places = cls.place if isinstance(cls.place, tuple) else (cls.place,) if cls.place else ()
         cls.takes = tuple(inspect.signature(cls.forward).parameters)[2:]
         cls.required = tuple(
             name
@@ -236,7 +238,7 @@ class Connection(Added):
         """The places that it acts at, adds to or reads: a decoder that lacks one refuses it."""
         read = {name for read in cls.layers(config) for name, _ in crossings(cls.reads(config, read))}
         seen = {"hidden_states", "queries", "keys", *PLACES}
-        return ({cls.place, *cls.takes, *read} & seen) - {"embeddings", None}
+        return ({*cls.places, *cls.takes, *read} & seen) - {"embeddings"}
 
     @classmethod
     def layers(cls, config: Any) -> Sequence[int]:
@@ -315,7 +317,7 @@ def _add_kind(kind: type[Connection]) -> None:
     name = kind.name
     if not name.isidentifier() or name in ("connections", "layers"):
         raise TypeError(f"{kind.__qualname__}.name is {name!r}: expected a name that a module can have.")
-    if kind.place is not None and kind.place not in PLACES:
+    if not {*kind.places} <= {*PLACES}:
         raise TypeError(f"{kind.__qualname__}.place is {kind.place!r}: expected one of {', '.join(PLACES)}.")
     older = next((each for each in KINDS if each.name == name), None)
     if kind.fields_of is None:

@@ -87,8 +87,9 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: Shape) -> No
             module = kind(view.of_layer(n), n)
             connected.add_module(kind.name, module)
             start(module, connected)
-            if kind.place not in (None, "embeddings"):
-                connected.acting.setdefault(kind.place, []).append((kind.name, kind.takes, kind.required))
+            for place in kind.places:
+                if place != "embeddings":
+                    connected.acting.setdefault(place, []).append((kind.name, kind.takes, kind.required))
         taken = [place for kind in with_modules for place in kind.takes if place == "layer_input"]
         connected.expected = tuple(dict.fromkeys((*taken, *connected.acting, *connected.returned)))
     for kind in kinds:

@@ -46,6 +46,7 @@ CONNECTIONS: dict[str, dict[str, Any]] = {
     "attention residuals": {"attnres": True, "attnres_blocks": 2, "attnres_init": 0.0},
     "MUDD": {"mudd": True},
     "MUDD of the stream": {"mudd": True, "mudd_channels": "r"},
+    "hyper-connections": {"hyper_connections": "mhc"},
     "shared keys and values": {},  # of `sharing`
     "sublayers' outputs": {"connections": {"seen_gain": {"init": 1.0}}},
 }

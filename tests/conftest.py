@@ -87,6 +87,8 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "attnres_blocks": 4,
         "attnres_init": 0.5,
     },
+    "static-streams": {"hyper_connections": "static", "value_sources": [0] * 6, "dwa": True},
+    "unmixed-streams": {"hyper_connections": "ihc", "hyper_streams": 3, "value_residual": "learnable"},
 }
 
 VARIANTS = [*METHODS, *COMBINATIONS]
@@ -177,7 +179,8 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
         small = "attnres" in name or ".mudd." in name
         noise = torch.randn(parameter.shape, generator=generator) * (0.5 if mixing else 0.1 if small else 0.3)
         around_one = re.search("norm|embedding_residual|mudd.pre", name)  # a layer forgets the stream at 0
-        parameter.data.copy_(noise + 1.0 if around_one else noise)
+        around_start = 0.3 * noise + parameter.data if "hyper" in name else noise  # streams grow with depth elsewhere
+        parameter.data.copy_(noise + 1.0 if around_one else around_start)
     return model
 
 

@@ -6,6 +6,7 @@
     h_i  = x_i + g_i concat_h sum_b a_ib^h D_b^h
     h_i  = sum_j softmax_j(w_i . RMSNorm(b_j)) b_j
     X^c_i = sum_{j<=i} A^c_ij X_j,  c = Q, K, V, R
+    H'   = R H + b f(p H)
 
 V'_n = V_n + g (V~_n - V_n) for Depth-Attention. It reads a state dict by Llama's names and the two matrices, and shares
 no code with `resformer.modeling`. Gradients go through it, to the weights and to both matrices.
@@ -70,6 +71,7 @@ def naive_hidden_states(
     mixed: dict[int, list[torch.Tensor]] = {}  # V'_m, likewise
     made: list[torch.Tensor] = []  # X_i of dense connections: the stream that other connections hand on
     boundaries = []  # the stream at the start of each block of depth attention
+    lanes, alone = [stream] * config.hyper_streams, stream  # H, and its mean
 
     for n in range(number_of_layers):
         layer = f"model.layers.{n}"
@@ -82,11 +84,13 @@ def naive_hidden_states(
         made.append(stream)
         of_channel = {channel: dense_sum(config, weights, made, channel) for channel in "qkvr"}
         stream = of_channel["r"]
+        lanes = [lane + stream - alone for lane in lanes]
         if n == 0:
             sources = [stream]  # b_j of Attention Residuals
         seen = with_deltas(config, weights, 2 * n, stream, boundaries)
         if n:
             seen = over_sources(config, weights, f"{layer}.attnres_attention", seen, sources)
+        seen, lanes, gains = read_of_lanes(config, weights, 2 * n, lanes, seen, stream)
         scale = weights[f"{layer}.input_layernorm.weight"]
         normed_of = {c: rms_norm(seen + each - stream, scale, epsilon) for c, each in of_channel.items()}  # H_n
         normed = normed_of["r"]
@@ -145,7 +149,7 @@ def naive_hidden_states(
                 output = output + config.neutreno_lambda * (raw[0][group] - value)
             outputs.append(output)
         added = linear(torch.cat(outputs, dim=-1), weights, f"{layer}.self_attn.o_proj")
-        stream = stream + added
+        stream, lanes = stream + added, [lane + gain * added for lane, gain in zip(lanes, gains, strict=True)]
 
         parts = config.attnres_blocks
         if parts is None or n in [part * number_of_layers // parts for part in range(parts)]:
@@ -154,15 +158,19 @@ def naive_hidden_states(
             sources = [*sources[:-1], sources[-1] + added]
         seen = with_deltas(config, weights, 2 * n + 1, stream, boundaries)
         seen = over_sources(config, weights, f"{layer}.attnres_feedforward", seen, sources)
+        seen, lanes, gains = read_of_lanes(config, weights, 2 * n + 1, lanes, seen, stream)
         normed = rms_norm(seen, weights[f"{layer}.post_attention_layernorm.weight"], epsilon)
         gate = linear(normed, weights, f"{layer}.mlp.gate_proj")
         inner = gate * torch.sigmoid(gate) * linear(normed, weights, f"{layer}.mlp.up_proj")
         added = linear(inner, weights, f"{layer}.mlp.down_proj")
-        blocks.append(stream + added)
+        lanes = [lane + gain * added for lane, gain in zip(lanes, gains, strict=True)]
+        alone = sum(lanes) / len(lanes)
+        blocks.append(alone)
 
         sources = [*sources, added] if parts is None else [*sources[:-1], sources[-1] + added]
         if n == number_of_layers - 1:
-            blocks[-1] = over_sources(config, weights, f"{layer}.attnres_output", blocks[-1], sources)
+            mixed_over = over_sources(config, weights, f"{layer}.attnres_output", stream + added, sources)
+            blocks[-1] = alone + mixed_over - (stream + added)
         if config.backout and n == number_of_layers - 1:
             taken = weights[f"{layer}.backout.weight"] * blocks[number_of_layers // 2 + 1]
             blocks[-1] = blocks[-1] - taken
@@ -234,6 +242,55 @@ def with_deltas(
             slices.append(read / total)
         rows.append(stream[t] + gate * torch.cat(slices))
     return torch.stack(rows)
+
+
+def read_of_lanes(
+    config: ResFormerConfig,
+    weights: Weights,
+    i: int,
+    lanes: Sequence[torch.Tensor],
+    seen: torch.Tensor,
+    stream: torch.Tensor,
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """(what sublayer i reads, R H, b), one token at a time; what others add to the stream there, each lane has."""
+    form, n = config.hyper_connections, len(lanes)
+    if form == "none":
+        return seen, list(lanes), [torch.ones(())] * n
+    name = f"model.layers.{i // 2}.hyper_connections"
+    static = weights[f"{name}.static"][i % 2]
+    if form != "static":
+        weight, scale = weights[f"{name}.weight"][i % 2], weights[f"{name}.scale"][i % 2]
+    read, mixed, gains = [], [[] for _ in lanes], [[] for _ in lanes]
+    for t in range(len(seen)):
+        beside = seen[t] - stream[t]
+        h = torch.stack([lane[t] + beside for lane in lanes])  # (n, hidden_size)
+        whole = h if form == "dynamic" else h.flatten()
+        if form != "static":
+            whole = whole / (whole.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+        m, c, a = static[:n], static[n : 2 * n], static[2 * n :]
+        if form in ("static", "dynamic"):
+            p, b, transposed = m, c, a.view(n, n).T  # A_m, B and A_r of the paper
+            if form == "dynamic":
+                p = p + scale[0] * torch.tanh(whole @ weight[0])
+                b = b + scale[1] * torch.tanh(whole @ weight[1])
+                transposed = transposed + scale[0] * torch.tanh(whole @ weight[2:].T)
+            r = transposed.T
+        else:
+            own = torch.full((n,), 0.3 / (n - 1), dtype=torch.float64)
+            own[i % n] = 0.7
+            p = torch.sigmoid(torch.logit(own) + m + scale[0] * (weight[:n] @ whole))
+            b = 2 * torch.sigmoid(c + scale[1] * (weight[n : 2 * n] @ whole))
+            r = torch.eye(n, dtype=torch.float64)
+            if form == "mhc":
+                r = torch.exp((a + scale[2] * (weight[2 * n :] @ whole)).view(n, n))
+                for _ in range(20):
+                    r = r / r.sum(0, keepdim=True)
+                    r = r / r.sum(1, keepdim=True)
+        read.append(p @ h)
+        for k in range(n):
+            mixed[k].append(r[k] @ h - beside)
+            gains[k].append(b[k])
+    return torch.stack(read), [torch.stack(each) for each in mixed], [torch.stack(each)[:, None] for each in gains]
 
 
 def over_sources(

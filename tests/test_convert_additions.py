@@ -45,6 +45,7 @@ PAIRS = [
     "delta-attention-residuals denseformer",
     "mudd resformer-denseformer",
     "depth-attention value-embeddings",
+    "mhc resformer-denseformer bfloat16",
     "value-embeddings resformer bfloat16",
 ]
 

@@ -32,7 +32,7 @@ def connected(model_type: str) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("fsdp", [*QUICK, "mudd", "gemma3_text"]),
+        ("fsdp", [*QUICK, "mudd", "mhc", "gemma3_text"]),
         *(pytest.param(kind, [*VARIANTS, *FAMILIES], marks=pytest.mark.slow) for kind in ("ddp", "fsdp", "accelerate")),
         pytest.param("tp", [*VARIANTS, *FAMILIES], marks=pytest.mark.slow),
     ],

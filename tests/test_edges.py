@@ -24,7 +24,7 @@ from resformer.modeling.any_decoder import Decoder
 
 METHODS = (
     "resformer resformer-identity resformer-plus resformer-dense resformer-gated neutreno depth-attention svformer "
-    "denseformer delta-attention-residuals attnres mudd nanochat"
+    "denseformer delta-attention-residuals attnres mudd nanochat mhc"
 ).split()
 HOSTS = ("llama", "gemma3_text", "gpt_neox")
 #: Those that a quick run tries, each with one host.

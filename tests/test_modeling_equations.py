@@ -10,7 +10,9 @@ import torch
 from conftest import RAGGED, moved, tiny_config, tiny_model
 from naive_twin import naive_logits
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DeepseekV4Config, HYV4Config, PreTrainedModel
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
+from transformers.models.hy_v4.modeling_hy_v4 import HYV4HyperConnection
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from resformer import ResFormerForCausalLM
@@ -126,6 +128,9 @@ def random_fields(seed: int) -> dict[str, Any]:
     fields["attnres_init"] = draw.choice([None, 0.5])
     fields["mudd"], fields["mudd_norm"] = draw.random() < 0.4, draw.random() < 0.5
     fields["mudd_channels"] = "".join(draw.sample("qkvr", draw.choice([1, 2, 4, 4])))
+    if draw.random() < 0.4:
+        fields["hyper_connections"] = draw.choice(["static", "dynamic", "mhc", "ihc"])
+        fields["hyper_streams"] = draw.choice([2, 3, 4])
     return fields
 
 
@@ -339,3 +344,32 @@ def test_added_parameters_lie_in_their_modules_and_are_no_scalars(variant: str) 
         assert parameter.dim() >= 1, name
         assert is_connection(name) == (name not in backbone) == name.startswith(connections), name
     assert {name for kind in KINDS for name in kind.fields} == {*CONNECTION_FIELDS} - {"connections"}
+
+
+@pytest.mark.parametrize("form", ["mhc", "ihc"])
+def test_constrained_hyper_connections_are_those_of_transformers(form: str) -> None:
+    """Of DeepSeek V4 and of HunYuan 4, whose streams are not mixed: float32 throughout."""
+    module = tiny_model(hyper_connections=form).model.layers[1].hyper_connections
+    n, width = 4, 32
+    sizes = {"hidden_size": width, "hc_mult": n, "hc_eps": 0.0, "rms_norm_eps": module.epsilon}
+    stream, apart, added = torch.randn(2, 5, width), torch.randn(2, 5, n, width), torch.randn(2, 5, width)
+    for sublayer in (0, 1):
+        reference = DeepseekV4HyperConnection(DeepseekV4Config(**sizes)) if form == "mhc" else None
+        reference = reference or HYV4HyperConnection(HYV4Config(**sizes, hc_magnitude=2.0))
+        start = torch.full((n,), 0.1)
+        start[module.own[sublayer]] = 0.7
+        # theirs is used transposed: its entry (j, i) is R_ij
+        order = [*range(2 * n), *(2 * n + i * n + j for j in range(n) for i in range(n))][: module.static.shape[1]]
+        with torch.no_grad():
+            reference.fn.copy_(module.weight[sublayer][order])
+            reference.base.copy_(module.static[sublayer][order])
+            reference.base[:n] += torch.logit(start)
+            reference.scale.copy_(module.scale[sublayer])
+            lanes = stream.unsqueeze(-2) + apart
+            post, *mix, read = reference(lanes)
+            lanes = mix[0].transpose(-1, -2) @ lanes if mix else lanes
+            lanes = lanes + post.unsqueeze(-1) * added.unsqueeze(-2)
+            got, mixed, gain = module.connect(stream, apart, sublayer)
+        torch.testing.assert_close(got, read, rtol=1e-4, atol=1e-5)
+        ours = (stream + added).unsqueeze(-2) + mixed + gain.unsqueeze(-1) * added.unsqueeze(-2)
+        torch.testing.assert_close(ours, lanes, rtol=1e-4, atol=1e-5)

@@ -30,7 +30,7 @@ from resformer.trl import FullPrecisionConnections
 
 METHODS = (
     "transformer resformer resformer-gated resformer-denseformer svformer cla2 delta-attention-residuals "
-    "depth-attention value-embeddings mudd nanochat"
+    "depth-attention value-embeddings mudd nanochat mhc"
 ).split()
 CONNECTIONS = [kind.name for kind in KINDS]
 IDS = torch.arange(1, 41).view(2, 20)

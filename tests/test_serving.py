@@ -139,5 +139,6 @@ def test_the_tensor_parallel_plan_names_what_the_model_has(variant: str) -> None
         "embedding_residual",
         "backout",
         "smear",
+        "hyper_connections",
     )
     assert {name for name in names if not any(part in name for part in replicated)} <= model.tp_plan.keys()

@@ -31,7 +31,7 @@ from resformer.training.optimizer import (
 #: One of every mechanism, and their combination.
 TRAINED = others_slow(
     "transformer resformer resformer-plus resformer-dense resformer-gated depth-attention value-embeddings svformer "
-    "cla2 denseformer resformer-denseformer neutreno delta-attention-residuals nanochat".split(),
+    "cla2 denseformer resformer-denseformer neutreno delta-attention-residuals nanochat mhc".split(),
     ["resformer-gated", "resformer-denseformer", "svformer"],
 )
 
@@ -164,6 +164,7 @@ def test_connections_have_their_rate_with_every_optimizer(name: str, trainer: Bu
         "delta-attention-residuals": {"gates"},
         "attnres": {"gates"},
         "mudd": {"gates"},
+        "mhc": {"gates"},
         "value-embeddings": {"gates", "tables"},
         "nanochat": {"coefficients", "gates", "tables"},
     }.items(),

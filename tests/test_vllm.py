@@ -18,7 +18,7 @@ pytestmark = [
 
 SERVE = Path(__file__).parents[1] / "benchmarks" / "serve.py"
 FAMILIES = ("llama", "gemma3_text", "qwen3_moe")
-METHODS = ("resformer-denseformer", "value-embeddings", "cla2")
+METHODS = ("resformer-denseformer", "value-embeddings", "cla2", "mhc")
 
 
 def served(cases: list[tuple[str, str, str]], folder: Path) -> dict[tuple[str, str], dict[str, Any]]:

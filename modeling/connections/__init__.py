@@ -9,6 +9,7 @@ from resformer.modeling.connection import Connection as Connection
 from resformer.modeling.connections import delta_attention_residuals as delta_attention_residuals
 from resformer.modeling.connections import attnres as attnres
 from resformer.modeling.connections import backout as backout
+from resformer.modeling.connections import hyper_connections as hyper_connections
 from resformer.modeling.connections import depth_average as depth_average
 from resformer.modeling.connections import value_residual as value_residual
 from resformer.modeling.connections import depth_attention as depth_attention

@@ -1,0 +1,170 @@
+r"""Hyper-connections, arXiv 2409.19606, and manifold-constrained ones (mHC), arXiv 2512.24880: n residual streams.
+
+    r = sum_i p_i h_i                       what a sublayer f, attention or MLP, reads before its norm
+    h_i <- sum_j R_ij h_j + b_i f(r)        i < n; all h_i are the embeddings before layer 0
+    mean_i h_i                              what a layer returns, and the final norm reads
+
+p, b and R of each sublayer are made of the streams of a token and of what is static; W are learned, n^ is RMSNorm:
+
+    `static`    p_i = m_i, b_i = c_i, R_ij = a_ji
+    `dynamic`   p_i = m_i + s tanh(n^(h_i) w_m), b_i = c_i + s' tanh(n^(h_i) w_b), R_ij = a_ji + s tanh(n^(h_j) w_i)
+    `mhc`       p, b, R = sigmoid(z_p), 2 sigmoid(z_b), Sinkhorn(z_R); each z = s n^(h_0, .., h_(n-1)) W + static
+    `ihc`       the same with R = I
+
+Sinkhorn makes columns, then rows, of exp(z_R) add to 1, 20 times. The streams are kept as differences from the family's
+own residual stream x, to which f(r) is added as ever, h_i = x + E_i; layers begin with x the mean:
+
+    r = x + (sum_i p_i - 1) x + sum_i p_i E_i
+    E_i <- sum_j R_ij E_j + (sum_j R_ij - 1) x + (b_i - 1) f(r)
+
+which is the same for any x, and starts as the plain family to the bit: W = 0, and sum p, sum_j R_ij and b are 1. In
+`static` and `dynamic` that is the paper's start: m is 1 for stream l mod n of sublayer l and 0 for others, a = I, c =
+1, s = 0.01. Of `mhc` the paper gives s = 0.01 alone. Here sigmoid(z_p) starts at `OWN` for stream l mod n, at equal
+parts of 1 - OWN for others, and z_R at `DIAGONAL` I. For sums that are 1 to the bit, sigmoid is written as a
+difference from its start, and of z_p the difference from its start is stored. Rows of R add to 1 by the last step, so
+that x cancels.
+
+The papers differ in this: `dynamic` norms with a LayerNorm, sums the streams at the end, which the final norm does
+not see but for its epsilon, and a new model's output projections start sqrt(n) larger; n^ has a scale, which W
+absorbs. What other connections make of x is made of every h_i. No cache is needed beyond the family's.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.utils.generic import maybe_autocast
+
+from resformer.configuration.connection_fields import HyperConnectionFields
+from resformer.modeling.connection import Connection, Reads, coefficient
+
+OWN, DIAGONAL, ITERATIONS = 0.7, 4.0, 20
+
+
+class HyperConnections(Connection):
+    """W, the scales s and what is static of the attention and the MLP of a layer, for p, b and R in this order."""
+
+    name = "hyper_connections"
+    fields_of = HyperConnectionFields
+    place = ("attention_input", "mlp_input", "layer_output")
+
+    def __init__(self, config: Any, layer: int):
+        super().__init__(config, layer)
+        self.form, self.epsilon = config.hyper_connections, config.rms_norm_eps
+        self.streams = n = config.hyper_streams
+        self.own = [2 * layer % n, (2 * layer + 1) % n]
+        self.sizes = [n, n] if self.form == "ihc" else [n, n, n * n]
+        self.static = coefficient(2, sum(self.sizes))
+        if self.form != "static":
+            each_stream = self.form == "dynamic"
+            inputs = config.hidden_size if each_stream else n * config.hidden_size
+            self.weight = coefficient(2, n + 2 if each_stream else sum(self.sizes), inputs)
+            self.scale = coefficient(2, 2 if each_stream else len(self.sizes))
+
+    def reset_parameters(self) -> None:
+        n, constrained = self.streams, self.form in ("mhc", "ihc")
+        start = torch.zeros(self.static.shape, dtype=self.static.dtype)
+        if not constrained:
+            start[[0, 1], self.own] = 1.0
+            start[:, n : 2 * n] = 1.0
+        if self.form != "ihc":
+            start[:, 2 * n :] = (DIAGONAL if constrained else 1.0) * torch.eye(n).flatten()
+        init.copy_(self.static, start)
+        if self.form != "static":
+            init.zeros_(self.weight)
+            init.constant_(self.scale, 0.01)
+
+    def forward(
+        self,
+        states: torch.Tensor,
+        hyper_states: torch.Tensor | None = None,
+        hyper_gain: torch.Tensor | None = None,
+        attention_added: torch.Tensor | None = None,
+        mlp_added: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns r, or what the layer returns; and E, `(batch, tokens, n, hidden_size)`, and b - 1 of the sublayer."""
+        if hyper_states is None:
+            shape = (*states.shape[:-1], self.streams, states.shape[-1])
+            hyper_states = states.new_zeros(()).expand(shape)
+        stream = states.reshape(hyper_states[..., 0, :].shape)  # some families flatten batch and tokens
+        with maybe_autocast(device_type=states.device.type, enabled=False):
+            added = attention_added if mlp_added is None else mlp_added
+            if added is not None and hyper_gain is not None:
+                added = added.reshape(stream.shape).to(stream.dtype)
+                hyper_states = torch.addcmul(hyper_states, hyper_gain.unsqueeze(-1), added.unsqueeze(-2))
+            if mlp_added is None:
+                sublayer = 0 if attention_added is None else 1
+                stream, hyper_states, hyper_gain = self.connect(stream, hyper_states, sublayer)
+                return stream.view_as(states), {"hyper_states": hyper_states, "hyper_gain": hyper_gain}
+            mean = hyper_states.mean(-2, keepdim=True)
+            return states + mean.squeeze(-2), {"hyper_states": hyper_states - mean}
+
+    def connect(
+        self, stream: torch.Tensor, states: torch.Tensor, sublayer: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns r, E but for the term of f, and b - 1, of the stream x and E."""
+        n, logits = self.streams, self.static[sublayer]
+        if self.form != "static":
+            logits = logits + self.of_token(stream, states, sublayer)
+        read, gain, *mix = logits.split(self.sizes, dim=-1)
+        mix = [each.unflatten(-1, (n, n)) for each in mix]
+        rows = None  # sum_j R_ij - 1
+        if self.form in ("static", "dynamic"):
+            excess, gain, rows = read.sum(-1, keepdim=True) - 1, gain - 1, mix[0].sum(-1, keepdim=True) - 1
+        else:
+            own = torch.arange(n, device=read.device) == self.own[sublayer]
+            start = own.to(read.dtype) * (OWN - (1 - OWN) / (n - 1)) + (1 - OWN) / (n - 1)
+            half = torch.tanh(read / 2)  # sigmoid(logit(start) + read) - start:
+            change = 2 * start * (1 - start) * half / (1 - (1 - 2 * start) * half)
+            read, excess, gain = start + change, change.sum(-1, keepdim=True), torch.tanh(gain / 2)
+            mix = [sinkhorn(each) for each in mix]
+        weights = torch.cat((read.unsqueeze(-2), *mix), dim=-2).to(states.dtype)
+        mixed = weights @ states
+        result = stream + torch.addcmul(mixed[..., 0, :], excess.to(stream.dtype), stream)
+        if mix:
+            states = mixed[..., 1:, :]
+        if rows is not None:
+            states = torch.addcmul(states, rows.to(states.dtype), stream.unsqueeze(-2))
+        return result, states, gain.to(states.dtype)
+
+    def of_token(self, stream: torch.Tensor, states: torch.Tensor, sublayer: int) -> torch.Tensor:
+        """What is added to the static of p, b and R, `(batch, tokens, n + n + n n)`."""
+        weight, scale = self.weight[sublayer], self.scale[sublayer]
+        streams = stream.unsqueeze(-2) + states  # what is kept of it for the backward pass has the model's dtype
+        if self.form != "dynamic":
+            streams = streams.flatten(-2)
+        dtype = torch.promote_types(streams.dtype, torch.float32)
+        square = torch.linalg.vector_norm(streams, dim=-1, keepdim=True, dtype=dtype).square() / streams.shape[-1]
+        made = torch.rsqrt(square + self.epsilon) * nn.functional.linear(streams, weight.to(streams.dtype))
+        scales = [*scale]
+        if self.form == "dynamic":
+            made, scales = torch.tanh(made).mT.flatten(-2), [scales[0], scales[1], scales[0]]
+        return made * torch.cat([each.expand(size) for each, size in zip(scales, self.sizes, strict=True)])
+
+    @classmethod
+    def layers(cls, config: Any) -> range:
+        return range(config.num_hidden_layers if config.hyper_connections != "none" else 0)
+
+    @classmethod
+    def reads(cls, config: Any, layer: int) -> Reads:
+        return {"hyper_states": ("hyper_states", layer - 1)} if layer else {}
+
+    @classmethod
+    def flops(cls, config: Any) -> int:
+        """Of each sublayer W, p and R, and E's term of f; of each layer the mean."""
+        n, form = config.hyper_streams, config.hyper_connections
+        made = {"static": 0, "dynamic": n * (n + 2), "mhc": n * n * (n + 2), "ihc": 2 * n * n}.get(form, 0)
+        read_and_mix = {"mhc": n * (n + 1) + 1, "ihc": n + 1}.get(form, (n + 1) * (n + 1))
+        layers = len(cls.layers(config))
+        return 4 * layers * config.hidden_size * (made + read_and_mix + n) + 2 * layers * n * config.hidden_size
+
+
+def sinkhorn(logits: torch.Tensor) -> torch.Tensor:
+    """Returns exp(logits), `(.., n, n)`, with rows that add to 1, and columns nearly."""
+    matrix = logits.softmax(-2)
+    for iteration in range(ITERATIONS):
+        if iteration:
+            matrix = matrix / matrix.sum(-2, keepdim=True)
+        matrix = matrix / matrix.sum(-1, keepdim=True)
+    return matrix
