@@ -148,6 +148,7 @@ def about_of(fields: Mapping[str, Any]) -> dict[str, About]:
 def connections_of(config: Any) -> dict[str, Any]:
     """The connection fields of `config` that are not plain Llama's."""
     values = {name: getattr(config, name, default) for name, default in CONNECTION_FIELDS.items()}
+    values["value_residual_init"] = [*values["value_residual_init"]]
     return {name: value for name, value in values.items() if value != CONNECTION_FIELDS[name]}
 
 

@@ -157,6 +157,19 @@ def test_a_wrapped_layer_gives_the_gradients_of_the_plain_one(case: str, wrap: C
         torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize(
+    "model_type",
+    "llama qwen2 qwen3 qwen3_moe mistral gemma2 gemma3_text glm4 olmo2 gpt_oss phi3 granite".split(),
+)
+def test_a_model_compiles_around_breaks_within_its_layers(model_type: str) -> None:
+    model = resformer.connect(small_decoder(model_type), "resformer-denseformer")
+    any_decoder.move(model)
+    expected = any_decoder.logits_of(model)
+    torch.compiler.reset()
+    compiled = compiled_with_breaks(model)
+    torch.testing.assert_close(any_decoder.logits_of(compiled), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("case", others_slow(CASES, QUICK))
 def test_compiled_generation_is_one_graph_and_gives_the_same_tokens(case: str) -> None:
     model = connected(case).eval()

@@ -267,11 +267,12 @@ def inspect(
         row("shape", f"{report.layers} layers, {report.hidden_size} wide, {heads}, {report.vocab_size:,} tokens{tied}")
         if report.cache_bytes_per_token is not None:
             row("cache", f"{report.cache_bytes_per_token:,} bytes a token, {report.cache_share:.0%} of the full one")
-        for kind, distance in report.learned.items():
-            if kind not in ("value_residual", "depth_average"):  # which the matrices show
-                row("learned", f"{kind}, up to {distance:.4g} from no effect" if distance else f"{kind}, nothing yet")
-        _print_matrix("M, values", report.value_mixing_matrix, 0, full)
-        _print_matrix("D, depth", report.depth_mixing_matrix, 1, full)
+        others = {kind: far for kind, far in report.learned.items() if kind not in ("value_residual", "depth_average")}
+        for kind, distance in others.items():
+            row("learned", f"{kind}, up to {distance:.4g} from no effect" if distance else f"{kind}, nothing yet")
+        for name, matrix in (("M, values", report.value_mixing_matrix), ("D, depth", report.depth_mixing_matrix)):
+            if matrix or not others:
+                _print_matrix(name, matrix, int(name[0] == "D"), full)
 
 
 def _of_all_layers(names: Iterable[str]) -> list[str]:
