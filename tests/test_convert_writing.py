@@ -199,10 +199,10 @@ def test_what_transformers_ignores_or_does_not_save_again_is_a_warning(
 @pytest.fixture
 def tampered(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], object]], None]:
     """`tampered(act)`: `act(folder)` runs after the result was written."""
-    read = to_folder.read_checkpoint
+    write = to_folder.write_settings
 
     def patch(act: Callable[[Path], object]) -> None:
-        monkeypatch.setattr(to_folder, "read_checkpoint", lambda folder: (act(folder), read(folder))[1])
+        monkeypatch.setattr(to_folder, "write_settings", lambda folder, *rest: (write(folder, *rest), act(folder)))
 
     return patch
 
@@ -237,7 +237,7 @@ def test_a_tensor_of_another_shape_is_found_by_the_headers(tmp_path: Path, tampe
     save_checkpoint(tmp_path / "source")
     name = "model.layers.1.value_residual.weight"
     tampered(lambda folder: save_file({name: torch.zeros(3)}, folder / "model-00002-of-00002.safetensors"))
-    with pytest.raises(VerificationError, match=r"is F32 \[3\], expected F32 \[2\]"):
+    with pytest.raises(CheckpointError, match=r"has shape \[3\], config.json asks for \[2\]"):
         retrofit(tmp_path / "source", tmp_path / "out", verify="headers", value_residual_layers=[1])
 
 
