@@ -76,10 +76,6 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         raise CheckpointError(f"{where}: {error}") from error
     check_plain(where, raw)
     _check_sizes(where, raw, config_class)
-    if issubclass(config_class, ConnectionFields):
-        for name, default in CONNECTION_FIELDS.items():
-            if raw.get(name, default) != default and not hasattr(config_class, name):
-                raise CheckpointError(f"{where}: {name} is of no connection that {raw['model_type']} can have.")
     try:
         with without_a_word():
             config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
