@@ -8,15 +8,16 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
 from resformer.errors import CheckpointError, OutputError, VerificationError
 from resformer.files import folder_above, write_text, writing
-from resformer.names import INDEX
+from resformer.names import CONFIG, INDEX
 from resformer.safetensors_format import Shard, Tensor, header_bytes
 from resformer.untrusted import MIB, open_regular, reading, regular_file
 
@@ -63,14 +64,6 @@ class Transfer:
         return self.copied + self.written
 
 
-@dataclass
-class Written:
-    """The result of `write_files`."""
-
-    linked: set[str] = field(default_factory=set)  # files that are hard links to the source's
-    notes: list[str] = field(default_factory=list)
-
-
 def whole(shard: Shard, name: str) -> File:
     """A source's weight file as it is."""
     return File(name, (Range(shard.path, 0, shard.size),), shard.tensors, shard.name)
@@ -83,36 +76,13 @@ def without(shard: Shard, dropped: Iterable[str], name: str) -> File:
     return File(name, (header_bytes(kept), *ranges), tuple(kept))
 
 
-def index_text(files: Sequence[File]) -> str | None:
-    """The text of the index; `None` where one file is all there is, and Transformers would ignore an index."""
-    if len(files) == 1:
-        return None
-    tensors = {tensor.name: (tensor, file.name) for file in files for tensor in file.tensors}
-    metadata = {
-        "total_parameters": sum(tensor.elements for tensor, _ in tensors.values()),
-        "total_size": sum(tensor.nbytes for tensor, _ in tensors.values()),
-    }
-    index = {"metadata": metadata, "weight_map": {name: file for name, (_, file) in tensors.items()}}
-    return json.dumps(index, indent=2, sort_keys=True) + "\n"
-
-
-def transfer_of(weights: Iterable[File], side_files: Iterable[File], linked: Iterable[str]) -> Transfer:
-    """The bytes of `write_files`, where it hard-links the files `linked`."""
-    transfer, linked = Transfer(copied=sum(file.size for file in side_files)), {*linked}
+def transfer_of(weights: Iterable[File], side_files: Iterable[File], *, link: bool) -> Transfer:
+    """The bytes of `write_files`."""
+    transfer = Transfer(copied=sum(file.size for file in side_files))
     for file in weights:
-        how = "linked" if file.name in linked else "written" if file.origin is None else "copied"
+        how = "written" if file.origin is None else "linked" if link else "copied"
         setattr(transfer, how, getattr(transfer, how) + file.size)
     return transfer
-
-
-def can_be_linked(weights: Iterable[File], target: Path) -> set[str]:
-    """The files that `write_files` can hard-link: those on the disk of `target`."""
-    disk = folder_above(target).stat().st_dev
-    paths = {
-        file.name: piece.path for file in weights if file.origin for piece in file.pieces if isinstance(piece, Range)
-    }
-    places = {name: path if path.exists() else path.parent for name, path in paths.items()}
-    return {name for name, place in places.items() if place.stat().st_dev == disk}
 
 
 def check_space(needed: int, target: Path) -> None:
@@ -126,41 +96,40 @@ def check_space(needed: int, target: Path) -> None:
         )
 
 
-def write_files(files: Iterable[File], folder: Path, *, link: bool = False, progress: Progress) -> Written:
-    """Writes the files into `folder`; `progress` gets numbers of bytes."""
-    done = Written()
+def write_files(files: Iterable[File], folder: Path, *, link: bool = False, progress: Progress) -> None:
+    """Writes the files into `folder`, with `link` the source's as hard links; `progress` gets numbers of bytes."""
     for file in files:
-        with writing(folder / file.name):
-            (folder / file.name).parent.mkdir(exist_ok=True)
-            if not (link and file.origin and _linked(file, folder / file.name, done)):
-                _write(file, folder / file.name, progress)
-                continue
-            progress(file.size)
-    return done
+        target = folder / file.name
+        with writing(target):
+            target.parent.mkdir(exist_ok=True)
+            if link and file.origin:
+                _link(file, target)
+                progress(file.size)
+            else:
+                _write(file, target, progress)
 
 
-def _linked(file: File, target: Path, done: Written) -> bool:
+def _link(file: File, target: Path) -> None:
     (piece,) = file.pieces
     assert isinstance(piece, Range)
     source = regular_file(piece.path)
     try:
         os.link(source, target)
     except OSError as error:
-        note = f"--link: hard links are not possible here ({error.strerror}); whole shards are copied."
-        done.notes += [note] if note not in done.notes else []
-        return False
+        raise OutputError(
+            f"{source}: cannot be hard-linked to this output ({error.strerror}). Give one on the same disk, or copy "
+            "it, without --link (link=True)."
+        ) from error
     linked = target.lstat()
     if not stat.S_ISREG(linked.st_mode) or linked.st_size != file.size:
         raise CheckpointError(f"{source}: changed since it was read; run the conversion again.")
-    done.linked.add(target.name)
-    return True
 
 
 def _write(file: File, target: Path, progress: Progress) -> None:
     with target.open("xb", buffering=0) as output:
         for piece in file.pieces:
             if isinstance(piece, bytes):
-                _write_all(output, memoryview(piece))
+                _write_all(output, piece)
                 progress(len(piece))
                 continue
             with open_regular(regular_file(piece.path)) as source:
@@ -174,30 +143,23 @@ def _write(file: File, target: Path, progress: Progress) -> None:
 
 def _copy_range(source: BinaryIO, piece: Range, output: BinaryIO, progress: Progress) -> None:
     """Appends a range of `source`, its file, to `output`, in the kernel if it can."""
-    start, length = piece.start, piece.length
-    in_kernel = hasattr(os, "copy_file_range")
-    while length:
-        moved = 0
-        if in_kernel:
-            with suppress(OSError):  # not possible between these files, or an error that reading or writing shows again
-                moved = os.copy_file_range(source.fileno(), output.fileno(), min(length, _COPY_PIECE), start)
-        if moved == 0:  # where some file systems cannot, they raise no error
-            in_kernel = False
-            with reading(piece.path):
-                source.seek(start)
-                content = source.read(min(length, 8 * MIB))
-            _write_all(output, memoryview(content))
-            moved = len(content)
-        if moved == 0:
-            raise CheckpointError(f"{piece.path}: ended {length:,} bytes early: it changed while it was read.")
-        start += moved
-        length -= moved
-        progress(moved)
+    start, stop = piece.start, piece.start + piece.length
+    with suppress(OSError):  # not possible between these files, or an error that reading or writing shows again
+        while hasattr(os, "copy_file_range") and start < stop:
+            moved = os.copy_file_range(source.fileno(), output.fileno(), min(stop - start, _COPY_PIECE), start)
+            if not moved:  # where some file systems cannot, they raise no error
+                break
+            start += moved
+            progress(moved)
+    for content in _read(source, Range(piece.path, start, stop - start)):
+        _write_all(output, content)
+        progress(len(content))
 
 
-def _write_all(output: BinaryIO, piece: memoryview) -> None:
-    while piece:
-        piece = piece[output.write(piece) :]
+def _write_all(output: BinaryIO, content: bytes) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[output.write(left) :]
 
 
 def check_bytes(files: Iterable[File], folder: Path, progress: Progress) -> dict[str, str]:
@@ -206,26 +168,29 @@ def check_bytes(files: Iterable[File], folder: Path, progress: Progress) -> dict
     for file in files:
         digest = hashlib.sha256()
         with open_regular(regular_file(folder / file.name)) as stored, reading(folder / file.name):
-            for piece in file.pieces:
-                for expected in _content(piece):
-                    content = stored.read(len(expected))
-                    digest.update(content)
-                    progress(len(content))
-                    if content != expected:
-                        raise VerificationError(f"{folder / file.name}: its bytes are not those that were written.")
-            if stored.read(1):
-                raise VerificationError(f"{folder / file.name}: its bytes are not those that were written.")
+            for expected in chain(*map(_content, file.pieces), [b""]):
+                content = stored.read(len(expected) or 1)  # at the end, nothing
+                digest.update(content)
+                progress(len(content))
+                if content != expected:
+                    raise VerificationError(f"{folder / file.name}: its bytes are not those that were written.")
         digests[file.name] = digest.hexdigest()
     return digests
 
 
-def _content(piece: bytes | Range) -> Iterable[bytes]:
+def _content(piece: bytes | Range) -> Iterator[bytes]:
     if isinstance(piece, bytes):
         yield piece
         return
-    with open_regular(regular_file(piece.path)) as source, reading(piece.path):
+    with open_regular(regular_file(piece.path)) as source:
+        yield from _read(source, piece)
+
+
+def _read(source: BinaryIO, piece: Range) -> Iterator[bytes]:
+    """A range of `source`, its file."""
+    left = piece.length
+    with reading(piece.path):
         source.seek(piece.start)
-        left = piece.length
         while left:
             content = source.read(min(left, 8 * MIB))
             if not content:
@@ -243,7 +208,13 @@ def same_bytes(one: tuple[Shard, Tensor], other: tuple[Shard, Tensor]) -> bool:
 
 
 def write_settings(folder: Path, config: str, weights: Sequence[File]) -> None:
-    """Writes the index and config.json, last: until then the folder is no checkpoint."""
-    for name, text in ((INDEX, index_text(weights)), ("config.json", config)):
-        if text is not None:
-            write_text(folder / name, text)
+    """Writes config.json, and an index of several files; beside a single one Transformers would ignore it."""
+    if len(weights) > 1:
+        tensors = {tensor.name: (tensor, file.name) for file in weights for tensor in file.tensors}
+        metadata = {
+            "total_parameters": sum(tensor.elements for tensor, _ in tensors.values()),
+            "total_size": sum(tensor.nbytes for tensor, _ in tensors.values()),
+        }
+        index = {"metadata": metadata, "weight_map": {name: file for name, (_, file) in tensors.items()}}
+        write_text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+    write_text(folder / CONFIG, config)

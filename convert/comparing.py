@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from resformer.configuration import key_sources, mixing_layers, value_sources
-from resformer.configuration.methods import CONNECTION_FIELDS
+from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.convert.carrying import same_bytes
 from resformer.convert.connected_families import connection_config, family_name, view
 from resformer.convert.connections import added_shapes, read_connections
@@ -27,14 +26,6 @@ from resformer.modeling.connections import KINDS
 from resformer.safetensors_format import FLOATING, Shard, Tensor
 from resformer.untrusted import MIB, read_bounded
 
-#: Keys of a configuration that change no number of a forward pass or its gradient. Both ends of a tie are compared as
-#: tensors; the tokens of a text as tokens.
-_WITHOUT_EFFECT = set(
-    "initializer_range use_cache pad_token_id bos_token_id eos_token_id tie_word_embeddings id2label label2id "
-    "return_dict output_hidden_states output_attentions problem_type tokenizer_class is_encoder_decoder "
-    "pretraining_tp".split()
-)
-
 
 @dataclass(frozen=True)
 class Comparison(AsDict):
@@ -42,7 +33,7 @@ class Comparison(AsDict):
 
     one: str
     other: str
-    configuration: dict[str, tuple[Any, Any]]  # what changes the model that is built -> its values, where they differ
+    configuration: dict[str, tuple[Any, Any]]  # what Transformers makes of it -> its values, where they differ
     without_effect: list[str]  # those fields whose connections change nothing: their coefficients are the identity
     bytes_compared: bool  # False: only names, dtypes and shapes of tensors
     identical: int  # tensors that are alike
@@ -175,12 +166,12 @@ def _tied(source: OpenedSource, tensors: Mapping[str, object]) -> set[str]:
 def _configurations(
     sources: Sequence[OpenedSource], configs: Sequence[Any]
 ) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
-    """(what builds different models, with both values; the fields whose connections have no effect)."""
-    first, second = (_computed(source, config) for source, config in zip(sources, configs, strict=True))
+    """(what differs, with both values; those of these fields whose connections have no effect)."""
+    first, second = (
+        {**source.built.facts(), "family": family_name(config), **connections_of(config)}
+        for source, config in zip(sources, configs, strict=True)
+    )
     differing = differences(first, second)
-    for name in differing.keys() & set(CONNECTION_FIELDS):  # as they are stated, if they are: others follow from those
-        differing[name] = getattr(configs[0], name, None), getattr(configs[1], name, None)
-    differing = {name: pair for name, pair in differing.items() if pair[0] != pair[1]}
     effects = [_effects(source, config) for source, config in zip(sources, configs, strict=True)]
     neutral = [
         name
@@ -190,26 +181,6 @@ def _configurations(
         if name in differing
     ]
     return differing, neutral
-
-
-def _computed(source: OpenedSource, config: Any) -> dict[str, Any]:
-    """What changes the model that is built, and the settings with which it generates."""
-    values = {name: value for name, value in source.built.facts().items() if name not in _WITHOUT_EFFECT}
-    text = text_config(source.built.config)
-    if (getattr(text, "rope_parameters", None) or {}).get("rope_type") == "default":
-        values.pop("max_position_embeddings", None)  # how long the model was trained: no limit
-    if "sliding_attention" not in (getattr(text, "layer_types", None) or ["sliding_attention"]):
-        values.pop("sliding_window", None)
-    values["family"] = family_name(config)
-    for kind in KINDS:
-        values |= {name: getattr(config, name, None) if kind.is_in(config) else None for name in kind.fields}
-    learned = {name for name in CONNECTION_FIELDS if name.endswith("_init")}  # the start of what a checkpoint holds
-    values |= dict.fromkeys(learned - ({"value_residual_init"} if config.value_residual == "constant" else set()))
-    shape = view(config)
-    values["value_sources"], values["key_sources"] = value_sources(shape), key_sources(shape)
-    if values["value_residual"] is not None:
-        values["value_residual_layers"] = mixing_layers(shape)
-    return values
 
 
 def _effects(source: OpenedSource, config: Any) -> set[str]:

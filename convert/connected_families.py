@@ -4,7 +4,6 @@ A family is what Transformers has a class for. A result is the family's own mode
 it: nothing of its configuration is translated.
 """
 
-import functools
 import json
 import re
 from collections.abc import Mapping
@@ -19,7 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from resformer.configuration import cache_bytes_per_token
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
-from resformer.convert.judging import UNUSED, SameConfig, kernel_keys, without_code
+from resformer.convert.connections import meta_model
+from resformer.convert.judging import UNUSED, kernel_keys, without_code
 from resformer.convert.reading import CODE_KEYS, plain_way
 from resformer.errors import CheckpointError, one_line, quoted
 from resformer.loading import names_kernels, without_a_word, without_kernels
@@ -76,10 +76,6 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         raise CheckpointError(f"{where}: {error}") from error
     check_plain(where, raw)
     _check_sizes(where, raw, config_class)
-    if issubclass(config_class, ConnectionFields):
-        for name, default in CONNECTION_FIELDS.items():
-            if raw.get(name, default) != default and not hasattr(config_class, name):
-                raise CheckpointError(f"{where}: {name} is of no connection that {raw['model_type']} can have.")
     try:
         with without_a_word():
             config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -180,25 +176,11 @@ def view(config: Any) -> Any:
     """
     try:
         config = connection_config(config)
-    except ValueError as error:
-        raise CheckpointError(one_line(error)) from error
-    return _view(SameConfig(config))
-
-
-@functools.lru_cache(maxsize=8)
-def _view(same: SameConfig) -> Any:
-    config = same.config
-    try:
-        with torch.device("meta"):
-            decoder = Decoder(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](with_connections(config)))
+        decoder = Decoder(meta_model(with_connections(config)))
         decoder.model_type = family_name(config)
         return decoder.view(config)
     except ValueError as error:
         raise CheckpointError(one_line(error)) from error
-    except Exception as error:  # of the family's code, for values that no validator looks at
-        raise CheckpointError(
-            f"Transformers makes no model of it ({type(error).__name__}: {one_line(error)})."
-        ) from error
 
 
 def cache_size(config: Any, dtype: torch.dtype | str) -> tuple[int | None, int | None]:

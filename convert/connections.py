@@ -29,7 +29,9 @@ def meta_model(config: Any) -> PreTrainedModel:
     try:
         return _meta_model(SameConfig(config))
     except Exception as error:  # torch's and Transformers' any, for values that no validator looks at
-        raise CheckpointError(f"config.json makes no model: {one_line(error)}") from error
+        raise CheckpointError(
+            f"Transformers makes no model of it ({type(error).__name__}: {one_line(error)})."
+        ) from error
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,12 +1,11 @@
 """The desired result of a conversion. `retrofit`, `revert` and `bundle` differ in how they decide on it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from resformer.convert.connected_families import view
 from resformer.convert.connections import added_shapes
 from resformer.convert.reading import SideFile
 from resformer.convert.source import OpenedSource
@@ -61,8 +60,3 @@ def added_kinds(config: Any, before: Any) -> list[type[Connection]]:
                 "that are added leave other layers to mix. Convert the original instead."
             )
     return added
-
-
-def inexact_because(config: Any, added: Iterable[type[Connection]]) -> list[str]:
-    """Why a model of `config` does not start as its source, which lacks the `added_kinds`; empty if it does."""
-    return [*dict.fromkeys(reason for kind in added for reason in kind.inexact_because(view(config)))]

@@ -51,7 +51,7 @@ class Built:
     dtype: torch.dtype
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]  # name in the model -> shape and dtype
     tied: frozenset[str]  # names in the model of tensors that are others again
-    generation: dict[str, Any] | None  # settings; None: it does not generate
+    generation: dict[str, Any]  # settings, if it generates
     ignored: frozenset[str]  # tensors of the files that the model has no place for
     memory: int  # bytes of weights and buffers
     parameters: int  # tied ones once
@@ -60,7 +60,7 @@ class Built:
         """What it is made of, but for its connections, in forms that JSON has."""
         said = without_code(self.config.to_dict())
         facts = {key: value for key, value in said.items() if key not in {*_OF_THE_FILE, UNUSED} and key[0] != "_"}
-        facts |= {f"generation: {key}": value for key, value in (self.generation or {}).items()}
+        facts |= {f"generation: {key}": value for key, value in self.generation.items()}
         facts["dtype"] = str(self.dtype).removeprefix("torch.")
         return {key: json.loads(json.dumps(value, default=str)) for key, value in facts.items()}
 
@@ -137,7 +137,7 @@ def build(folder: Path, name: object) -> Built:
     """The model of a folder, on the meta device: of its weights no byte is read."""
     model, loading = load(folder, name, device_map={"": "meta"}, ignore_mismatched_sizes=True)
     tensors = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in model.state_dict().items()}
-    settings = model.generation_config.to_dict() if model.can_generate() else None
+    settings = model.generation_config.to_dict() if model.can_generate() else {}
     tied = set(model.all_tied_weights_keys) if getattr(model.config, "tie_word_embeddings", False) else set()
     unused = frozenset(map(str, getattr(model.config, UNUSED, None) or ()))  # which our models ignore
     every = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -146,9 +146,7 @@ def build(folder: Path, name: object) -> Built:
         dtype=model.dtype,
         tensors=tensors,
         tied=frozenset(tied),
-        generation={k: v for k, v in settings.items() if k != "transformers_version" and k[0] != "_"}
-        if settings
-        else None,
+        generation={key: value for key, value in settings.items() if key != "transformers_version" and key[0] != "_"},
         ignored=frozenset(map(str, loading.get("unexpected_keys") or ())) | unused,
         parameters=model.num_parameters(),
         memory=sum(tensor.numel() * tensor.itemsize for tensor in every.values()),
@@ -161,21 +159,17 @@ def check_same(source: Built, result: Built, name: str, dropped: frozenset[str],
     Args:
         dropped, added: names in the models of what one of them has.
     """
-    first, second = source.facts(), result.facts()
-    for key in {**first, **second}:
-        if first.get(key) != second.get(key):
-            raise VerificationError(
-                f"{name}: Transformers reads {key} as {quoted(first.get(key))} in the source and as "
-                f"{quoted(second.get(key))} in the result. Nothing was written; this is a defect of resformer, please "
-                "report it."
-            )
+    for key, (first, second) in differences(source.facts(), result.facts()).items():
+        raise VerificationError(
+            f"{name}: Transformers reads {key} as {quoted(first)} in the source and as {quoted(second)} in the result. "
+            "Nothing was written; this is a defect of resformer, please report it."
+        )
     expected = {key: form for key, form in source.tensors.items() if key not in dropped}
     stored = {key: form for key, form in result.tensors.items() if key not in added}
-    if expected != stored:
-        differing = {key for key in {**expected, **stored} if expected.get(key) != stored.get(key)}
+    if differing := differences(expected, stored):
         raise VerificationError(f"{name}: the result's model differs from the source's in {first_names(differing)}.")
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The facts that differ, with both values."""
+    """The entries that differ, with both values."""
     return {key: (one.get(key), other.get(key)) for key in {**one, **other} if one.get(key) != other.get(key)}

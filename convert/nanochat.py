@@ -1,8 +1,8 @@
 """nanochat's checkpoints in, checkpoints of `Nanochat2026Config` with connections out.
 
 A run's folder has `model_STEP.pt`, `meta_STEP.json` and `tokenizer.pkl`, which may be in a folder `tokenizer`.
-meta.json holds sizes; what else a model
-computes with has changed four times and stands in nanochat's code of the day alone. The tensors tell the era:
+meta.json holds sizes; what else a model computes with has changed four times and stands in nanochat's code of the day
+alone. The tensors tell the era:
 
 | era | since | base of the rotary embedding | gate of value embeddings | q and k times | logits | short window |
 |---|---|---|---|---|---|---|
@@ -17,7 +17,6 @@ theta with the halves of each head exchanged; a norm without weights commutes wi
 and k stands in `q_norm` and `k_norm`.
 """
 
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
@@ -35,14 +36,12 @@ from resformer.convert.connections import meta_model
 from resformer.convert.judging import build
 from resformer.convert.tiktoken_pickle import Encoding, fast_tokenizer, read_encoding
 from resformer.convert.to_folder import folder_name
-from resformer.errors import CheckpointError, did_you_mean, first_names, one_line, quoted
-from resformer.files import AsDict, check_target, replacing, write_text, writing
+from resformer.errors import CheckpointError, OutputError, did_you_mean, first_names, one_line, quoted
+from resformer.files import AsDict, check_target, replacing, write_text
 from resformer.hub import asking_hub, fetch, listing
 from resformer.modeling.families import config_class
 from resformer.modeling.nanochat import Nanochat2026Config
 from resformer.names import CONFIG, INDEX, SINGLE
-from resformer.progress import progress_bar
-from resformer.safetensors_format import Tensor, header_bytes
 from resformer.untrusted import MIB, read_json, regular_file
 
 _WEIGHTS = re.compile(r"model_(\d{1,12})\.pt")
@@ -151,7 +150,6 @@ def convert_nanochat(
     *,
     force: bool = False,
     dry_run: bool = False,
-    progress: bool = True,
     revision: str | None = None,
     step: int | None = None,
     **constants: Any,
@@ -163,7 +161,6 @@ def convert_nanochat(
         output: a new or empty folder.
         force: replace an earlier result of this command.
         dry_run: read, check, report, write nothing.
-        progress: show a bar.
         revision: branch, tag or commit, for a Hub id.
         step: take this one, not the last.
         constants: `rope_theta`, `gate_limit`, `qk_scale`, `softcap` or `short_window`, in place of the era's.
@@ -200,7 +197,6 @@ def convert_nanochat(
             "show: if the run is of these days, give --set softcap=20."
         )
     config.dtype = torch.float32
-    shapes = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
     report = NanochatReport(
         source=str(run),
         output=str(output),
@@ -209,7 +205,7 @@ def convert_nanochat(
         constants=asdict(chosen),
         method=method_of(config),
         fields=connections_of(config),
-        parameters=sum(torch.Size(shape).numel() for shape in shapes.values()),
+        parameters=meta_model(config).num_parameters(),
         dtype="float32",
         tokens=encoding.size,
         bos=str(tokenizer.bos_token),
@@ -218,22 +214,15 @@ def convert_nanochat(
     )
     if dry_run:
         return report
-    headers = [Tensor(name, "F32", shape, 0, 4 * math.prod(shape)) for name, shape in shapes.items()]
-    total = sum(tensor.nbytes for tensor in headers)
-    with (
-        replacing(target, made_by="convert", force=force) as partial,
-        progress_bar(total=total, unit="B", unit_scale=True, desc=target.name, show=progress) as bar,
-    ):
-        check_space(total, partial)
-        with writing(partial / SINGLE), (partial / SINGLE).open("xb") as file:
-            file.write(header_bytes(headers))
-            made = dict(_converted(weights, sizes, config, chosen))
-            for header in headers:
-                tensor = made.pop(header.name)()
-                if tuple(tensor.shape) != header.shape or not bool(tensor.isfinite().all()):
-                    raise CheckpointError(f"{path}: {header.name} would be {list(tensor.shape)}, or is not finite.")
-                file.write(tensor.contiguous().view(torch.uint8).numpy().data)
-                bar.update(header.nbytes)
+    with replacing(target, made_by="convert", force=force) as partial:
+        check_space(4 * report.parameters, partial)
+        made = {name: tensor.contiguous() for name, tensor in _converted(weights, sizes, config, chosen)}
+        if wrong := [name for name, tensor in made.items() if not bool(tensor.isfinite().all())]:
+            raise CheckpointError(f"{path}: {first_names(wrong)} would not be finite.")
+        try:
+            save_file(made, partial / SINGLE, {"format": "pt"})
+        except SafetensorError as error:
+            raise OutputError(f"{target}: cannot be written: {one_line(error)}.") from error
         tokenizer.save_pretrained(partial)
         # nanochat stops at the end of the assistant's turn, or where another document would begin.
         bos, ends = config.bos_token_id, list(dict.fromkeys([config.eos_token_id, config.bos_token_id]))
@@ -444,49 +433,41 @@ def _config(
 
 def _converted(
     weights: Mapping[str, torch.Tensor], sizes: Mapping[str, Any], config: Any, constants: Constants
-) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    """(name of a tensor of the result, what makes it)"""
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of the result."""
     rows, width, layers = sizes["vocab_size"], sizes["n_embd"], sizes["n_layer"]
     for_queries, for_keys = split_scale(constants.qk_scale**2)
     head = width // sizes["n_head"]
 
-    def taken(name: str, change: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Any:
-        return lambda: change(weights[name].float())
+    def taken(name: str) -> torch.Tensor:
+        return weights[name].float()
 
-    def turned(tensor: torch.Tensor) -> torch.Tensor:
+    def turned(name: str) -> torch.Tensor:
         """The halves of each head exchanged."""
-        return tensor.view(-1, 2, head // 2, width).flip(1).reshape(tensor.shape)
+        return taken(name).view(-1, 2, head // 2, width).flip(1).reshape(-1, width)
 
-    def filled(size: int, value: float = 1.0) -> Any:
-        return lambda: torch.full((size,), value, dtype=torch.float32)
-
-    yield (
-        "model.embed_tokens.weight",
-        taken("transformer.wte.weight", lambda table: torch.nn.functional.rms_norm(table[:rows], (width,))),
-    )
-    yield "lm_head.weight", taken("lm_head.weight", lambda table: table[:rows])
-    yield "model.norm.weight", filled(width)
+    table = taken("transformer.wte.weight")[:rows]
+    yield "model.embed_tokens.weight", torch.nn.functional.rms_norm(table, (width,))
+    yield "lm_head.weight", taken("lm_head.weight")[:rows]
+    yield "model.norm.weight", torch.ones(width)
     for n in range(layers):
         source, block = f"transformer.h.{n}.", f"model.layers.{n}."
-        yield f"{block}self_attn.q_proj.weight", taken(f"{source}attn.c_q.weight", turned)
-        yield f"{block}self_attn.k_proj.weight", taken(f"{source}attn.c_k.weight", turned)
+        yield f"{block}self_attn.q_proj.weight", turned(f"{source}attn.c_q.weight")
+        yield f"{block}self_attn.k_proj.weight", turned(f"{source}attn.c_k.weight")
         yield f"{block}self_attn.v_proj.weight", taken(f"{source}attn.c_v.weight")
         yield f"{block}self_attn.o_proj.weight", taken(f"{source}attn.c_proj.weight")
-        yield f"{block}self_attn.q_norm.weight", filled(head, for_queries)
-        yield f"{block}self_attn.k_norm.weight", filled(head, for_keys)
+        yield f"{block}self_attn.q_norm.weight", torch.full((head,), for_queries)
+        yield f"{block}self_attn.k_norm.weight", torch.full((head,), for_keys)
         yield f"{block}mlp.up_proj.weight", taken(f"{source}mlp.c_fc.weight")
         yield f"{block}mlp.down_proj.weight", taken(f"{source}mlp.c_proj.weight")
-        yield f"{block}input_layernorm.weight", filled(width)
-        yield f"{block}post_attention_layernorm.weight", filled(width)
+        yield f"{block}input_layernorm.weight", torch.ones(width)
+        yield f"{block}post_attention_layernorm.weight", torch.ones(width)
         if config.embedding_residual:
-            pair = torch.stack([weights["resid_lambdas"][n], weights["x0_lambdas"][n]]).float()
-            yield f"{block}embedding_residual.weight", pair.clone
+            pair = torch.stack([weights["resid_lambdas"][n], weights["x0_lambdas"][n]])
+            yield f"{block}embedding_residual.weight", pair.float()
         if n in (config.value_embeddings or ()):
             yield f"{block}value_embedding.gate.weight", taken(f"{source}attn.ve_gate.weight")
-            yield (
-                f"{block}value_embedding.table.weight",
-                taken(f"value_embeds.{n}.weight", lambda table: table[:rows]),
-            )
+            yield f"{block}value_embedding.table.weight", taken(f"value_embeds.{n}.weight")[:rows]
     if config.backout:
         yield f"model.layers.{layers - 1}.backout.weight", taken("backout_lambda")
     if config.smear:

@@ -11,7 +11,7 @@ from pathlib import Path
 from resformer.errors import CheckpointError, first_names, quoted
 from resformer.names import CONFIG, INDEX, LISTING, SETTINGS, SIDE_FILES, SINGLE, TOKENIZERS
 from resformer.safetensors_format import LARGEST_HEADER, MOST_TENSORS, Shard, Tensor, read_shard
-from resformer.untrusted import MOST_BYTES, bare_name, names_in, parse_json, read_bounded, read_json, regular_file
+from resformer.untrusted import MOST_BYTES, names_in, parse_json, read_bounded, read_json, regular_file
 
 ADAPTER = "adapter_config.json"
 #: Transformers loads files of such names in place of all others.
@@ -146,18 +146,15 @@ def weight_files(folder: Path, names: Iterable[str]) -> list[str]:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Tensor -> the file beside the index that holds it."""
+    """Tensor -> the file beside the index that holds it; `check_folder` has looked at the names."""
     content = read_json(index, LARGEST_HEADER)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map from tensor names to files.")
     if not isinstance(content.get("metadata"), dict):
         raise CheckpointError(f'{index}: has no metadata, and Transformers does not load it: add "metadata": {{}}.')
-    first = {repr(name): (tensor, name) for tensor, name in reversed(weight_map.items())}
-    for tensor, name in first.values():
-        bare_name(name, ".safetensors", f"{index}: weight_map of {quoted(tensor)}")
-    if len(first) > _MOST_SHARDS:
-        raise CheckpointError(f"{index}: names {len(first):,} files; at most {_MOST_SHARDS:,} are read.")
+    if (count := len({*weight_map.values()})) > _MOST_SHARDS:
+        raise CheckpointError(f"{index}: names {count:,} files; at most {_MOST_SHARDS:,} are read.")
     return weight_map
 
 

@@ -27,7 +27,7 @@ from resformer.convert.connected_families import (
     with_connections,
 )
 from resformer.convert.connections import added_shapes, initial_connections, meta_model, stored_names
-from resformer.convert.deciding import Decision, added_kinds, inexact_because
+from resformer.convert.deciding import Decision, added_kinds
 from resformer.convert.source import Source, open_source
 from resformer.convert.to_folder import Options, Report, Verify, carry_out, folder_name, published_name
 from resformer.errors import CheckpointError, did_you_mean, first_names
@@ -140,11 +140,12 @@ def retrofit(
         connections["connections"] = had.get("connections", {}) | connections["connections"]
     connections = {**had, **connections}
     config = with_connections(before, connections)
-    view(config)  # refuses connections that a family's decoder cannot have
+    shape = view(config)  # refuses connections that a family's decoder cannot have
     added = added_kinds(config, before)
     if connections_of(before) and not added:
         raise CheckpointError(f"{opened.name}: has these connections already: {connections_of(before)}.")
-    if (reasons := inexact_because(config, added)) and not lossy:
+    reasons = [*dict.fromkeys(reason for kind in added for reason in kind.inexact_because(shape))]
+    if reasons and not lossy:
         raise CheckpointError(
             f"The result would not compute what {opened.name} does: {'; '.join(reasons)}. Allow it with --lossy "
             "(lossy=True), or choose an exact method.",
@@ -152,7 +153,7 @@ def retrofit(
         )
     fetched = opened.fetch(headers_only=dry_run)
     set_fields = {name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections}
-    name = method_of(view(config)) if fields or connections_of(before) else method
+    name = method_of(shape) if fields or connections_of(before) else method
     # Beside a checkpoint, README.md is its card.
     source_card = carried_metadata(fetched.folder / "README.md")
     config.base_model = _base_model(fetched, source_card) | {"family": family_name(before)}

@@ -112,8 +112,8 @@ def _decide(source: OpenedSource, config: Any, before: Any, reverted: PreTrained
     distance, where = max(distances, key=lambda each: each[0], default=(0.0, ""))
     if distance:
         raise CheckpointError(
-            f"{source.name}: cannot be reverted, its connections have an effect: {where} is {distance:.3g} from plain "
-            f"Llama. What they have learned cannot be undone: start again from {_source_of(source)}."
+            f"{source.name}: cannot be reverted, its connections have an effect: {where} is {distance:.3g} from the "
+            f"plain model. What they have learned cannot be undone: start again from {_source_of(source)}."
         )
     expected = meta_model(reverted).state_dict().keys()
     stored = stored_names(config, source.built.tensors.keys() - expected)

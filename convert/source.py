@@ -21,12 +21,10 @@ from resformer.convert.judging import Built, build, head_of
 from resformer.convert.reading import ADAPTER, Checkpoint, gguf_way, hint, read_checkpoint, weight_files
 from resformer.errors import CheckpointError, first_names, one_line
 from resformer.hub import asking_hub, fetch, listing
-from resformer.names import CONFIG, CONNECTIONS, DESCRIPTIONS, INDEX, RECORD, SETTINGS, SIDE_FILES, SINGLE
+from resformer.names import CARD, CONFIG, CONNECTIONS, DESCRIPTIONS, INDEX, RECORD, SETTINGS, SIDE_FILES, SINGLE
 from resformer.safetensors_format import LARGEST_HEADER, Shard, read_shard
 from resformer.untrusted import MIB, MOST_BYTES, check_folder, read_json
 
-#: Bytes of a file on the Hub with settings or an index that are fetched.
-_LARGEST_SETTINGS = LARGEST_HEADER
 _MOST_FILES = 1000
 
 
@@ -76,7 +74,7 @@ class Source:
                     f"{self.name}: has {count:,} files beside its weights; at most {_MOST_FILES:,} are read."
                 )
             with asking_hub(self.name):
-                fetch(self.repo_id, str(self.revision), self.hub_files, [INDEX, *SETTINGS], _LARGEST_SETTINGS)
+                fetch(self.repo_id, str(self.revision), self.hub_files, [INDEX, *SETTINGS], LARGEST_HEADER)
                 fetch(self.repo_id, str(self.revision), self.hub_files, along + about, MOST_BYTES)
                 check_folder(folder)
                 weights = weight_files(folder, self.hub_files or [path.name for path in folder.iterdir()])
@@ -93,8 +91,8 @@ class Source:
         notes = list(checkpoint.notes)
         if strange:
             notes.append(
-                f"{self.name}: Transformers ignores {first_names(strange)}, which its model has no place for: they go "
-                "along as they are."
+                f"{self.name}: Transformers ignores {first_names(strange)}, for which its model has no place; such "
+                "tensors stay in the files."
             )
         if quantised := [name for name, each in checkpoint.tensors.items() if each.dtype[:2] in ("F8", "F6", "F4")]:
             raise CheckpointError(
@@ -177,7 +175,7 @@ def open_source(source: str | Path, revision: str | None = None, *, heads: bool 
     else:
         with asking_hub(name):
             commit, files = listing(name, revision)
-            folder = fetch(name, commit, files, [CONFIG, "README.md", RECORD], _LARGEST_SETTINGS)
+            folder = fetch(name, commit, files, [CONFIG, CARD, RECORD], LARGEST_HEADER)
             opened = _open_folder(name, folder, revision=commit, repo_id=name, hub_files=files)
     if not heads and (head := head_of(opened.config)):
         raise CheckpointError(

@@ -14,7 +14,6 @@ from resformer.convert.carrying import (
     File,
     Range,
     Transfer,
-    can_be_linked,
     check_bytes,
     check_space,
     transfer_of,
@@ -26,7 +25,6 @@ from resformer.convert.carrying import (
 from resformer.convert.deciding import Decision
 from resformer.convert.judging import build, check_same, load
 from resformer.convert.logits import LogitsComparison, compare_logits, not_finite, window_of
-from resformer.convert.reading import Checkpoint, read_checkpoint
 from resformer.convert.source import Source
 from resformer.convert.tokens import TokensComparison, compare_folders
 from resformer.environment import free_memory
@@ -108,7 +106,7 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         File(file.name, (Range(file.path, 0, file.size) if file.content is None else file.content,))
         for file in along.values()
     ]
-    forecast = transfer_of(weights, side_files, can_be_linked(weights, output) if options.link else ())
+    transfer = transfer_of(weights, side_files, link=options.link)
     names = {tensor.name for file in weights for tensor in file.tensors}
     left_behind = [name for name in source.checkpoint.left_behind if name not in along]
     report = report_of(
@@ -118,32 +116,30 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         kept=len(names & source.checkpoint.tensors.keys()),
         carried_files=sum(file.origin is not None for file in weights),
         written_files=sum(file.origin is None for file in weights),
-        transfer=forecast,
+        transfer=transfer,
         left_behind=[*left_behind, *(f"config.json: {key}" for key in source.dropped_config)],
         warnings=[*source.checkpoint.notes, *decision.warnings],
     )
     verify, warnings = _choose(decision, options)
     if options.dry_run:
         absent = (shard.size for shard in source.checkpoint.shards if not (source.folder / shard.name).exists())
-        forecast.downloaded = 0 if source.on_this_disk else sum(absent)
+        transfer.downloaded = 0 if source.on_this_disk else sum(absent)
         try:
-            check_space(forecast.moved, output)
+            check_space(transfer.moved, output)
         except OutputError as error:
             warnings.append(f"As things are this would fail: {error}")
         return replace(report, warnings=[*report.warnings, *warnings])
-    total = forecast.linked + forecast.moved * (1 if verify == "headers" else 2)  # to be moved, and read back
+    total = transfer.linked + transfer.moved * (1 if verify == "headers" else 2)  # to be moved, and read back
     with (
         replacing(output, made_by=options.made_by, force=options.force) as partial,
         progress_bar(total=total, unit="B", unit_scale=True, desc=output.name, show=options.progress) as bar,
     ):
-        check_space(forecast.moved, partial)  # what a killed run left has been removed
-        written = write_files([*weights, *side_files], partial, link=options.link, progress=bar.update)
+        check_space(transfer.moved, partial)  # what a killed run left has been removed
+        write_files([*weights, *side_files], partial, link=options.link, progress=bar.update)
         write_settings(partial, decision.config, weights)
-        stored = read_checkpoint(partial)
-        _check_headers(stored, weights)
         digests = {}
         if verify != "headers":
-            to_read = [file for file in (*weights, *side_files) if file.name not in written.linked]
+            to_read = [file for file in (*weights, *side_files) if not (options.link and file.origin)]
             digests = check_bytes(to_read, partial, bar.update)
         result = build(partial, output)
         check_same(source.built, result, source.name, frozenset(decision.dropped.values()), decision.added_names)
@@ -151,11 +147,10 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         tokens, notes = compare_folders(source, partial)
         report = replace(
             report,
-            transfer=transfer_of(weights, side_files, written.linked),
             verified=verify,
             logits=logits,
             tokens=tokens,
-            warnings=[*report.warnings, *warnings, *written.notes, *generation_warnings(stored), *notes],
+            warnings=[*report.warnings, *warnings, *generation_warnings(partial), *notes],
         )
         on_hub = source.sha256_on_hub()
         known = {file.name: digests.get(file.name) or on_hub.get(file.origin or "") for file in weights}
@@ -188,17 +183,6 @@ def _weights(decision: Decision, *, link: bool) -> list[File]:
         added = save({name: each.contiguous() for name, each in decision.added.items()}, {"format": "pt"})
         files.append(File(names[-1], (added,), tuple(tensors)))
     return files
-
-
-def _check_headers(stored: Checkpoint, weights: list[File]) -> None:
-    expected = {tensor.name: (tensor.dtype, tensor.shape) for file in weights for tensor in file.tensors}
-    found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in stored.tensors.values()}
-    for name in {**expected, **found}:
-        if expected.get(name) != found.get(name):
-            first, second = (
-                f"{each[name][0]} {list(each[name][1])}" if name in each else "nothing" for each in (found, expected)
-            )
-            raise VerificationError(f"{stored.folder}: tensor {name!r}: is {first}, expected {second}.")
 
 
 def _choose(decision: Decision, options: Options) -> tuple[str, list[str]]:
@@ -247,12 +231,11 @@ def _compare(decision: Decision, output: Path, partial: Path) -> LogitsCompariso
     return comparison
 
 
-def generation_warnings(checkpoint: Checkpoint) -> Iterator[str]:
+def generation_warnings(folder: Path) -> Iterator[str]:
     """Says so if generation_config.json has values that Transformers refuses to save again."""
-    for file in checkpoint.side_files:
-        if file.name == "generation_config.json":
-            try:
-                GenerationConfig.from_pretrained(checkpoint.folder, local_files_only=True).validate(strict=True)
-            except Exception as error:  # its own validator's, or of a file that means something else
-                reason = one_line(error)
-                yield f"generation_config.json goes along as it is, but saving the model again will fail: {reason}"
+    if (folder / "generation_config.json").exists():
+        try:
+            GenerationConfig.from_pretrained(folder, local_files_only=True).validate(strict=True)
+        except Exception as error:  # its own validator's, or of a file that means something else
+            reason = one_line(error)
+            yield f"generation_config.json goes along as it is, but saving the model again will fail: {reason}"

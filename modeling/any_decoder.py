@@ -159,7 +159,9 @@ class Decoder:
         # Layers of layers, experts for one, come later in the order of names.
         self.name = next(iter(lists), "")
         if not self.count or not lists:
-            raise ValueError(f"{self.model_type}: it has no list of `num_hidden_layers` ({self.count}) decoder layers.")
+            raise ValueError(
+                f"model_type {self.model_type}: it has no list of `num_hidden_layers` ({self.count}) decoder layers."
+            )
         self.layers = lists[self.name]
         self.module: Any = model.get_submodule(self.name.rpartition(".")[0])
         self.lanes = any(hasattr(config, each) for each in ("altup_num_inputs", "hc_mult", "hc_count"))

@@ -90,7 +90,7 @@ def test_what_was_added_and_has_learned_is_not_taken_out(tmp_path: Path) -> None
     retrofit(trained(tmp_path, "resformer"), tmp_path / "both", "denseformer", verify="headers")
     move(tmp_path / "both", tmp_path / "again", "depth_average")
     (tmp_path / "again" / RECORD).write_bytes((tmp_path / "both" / RECORD).read_bytes())
-    with pytest.raises(CheckpointError, match=r"model\.layers\.\d\.depth_average\[\d\] is .* from plain Llama"):
+    with pytest.raises(CheckpointError, match=r"model\.layers\.\d\.depth_average\[\d\] is .* from the plain model"):
         revert(tmp_path / "again", tmp_path / "back")
-    with pytest.raises(CheckpointError, match="from plain Llama"):
+    with pytest.raises(CheckpointError, match="from the plain model"):
         revert(tmp_path / "both", tmp_path / "back", all=True)

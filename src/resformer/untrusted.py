@@ -96,8 +96,9 @@ def check_folder(folder: str | Path) -> None:
     if (folder / CONFIG).exists():
         named[folder / CONFIG] = {"": read_json(folder / CONFIG).get("transformers_weights") or SINGLE}
     for path, files in named.items():  # of weights
-        for file in files.values() if isinstance(files, dict) else ():
-            bare_name(file, Path(str(file)).suffix, str(path))
+        for tensor, file in files.items() if isinstance(files, dict) else ():
+            suffix = ".safetensors" if path.name == INDEX else Path(str(file)).suffix
+            bare_name(file, suffix, f"{path}: weight_map of {quoted(tensor)}" if tensor else str(path))
 
 
 def check_settings(path: Path) -> None:
