@@ -614,7 +614,10 @@ class BackoutFields:
     }
 
 
-_STREAMS = r"there are several residual streams, $h_i \leftarrow \sum_j R_{ij} h_j + b_i f(\sum_j p_j h_j)$ for each sublayer f"
+_STREAMS = (
+    r"there are several residual streams, $h_i \leftarrow \sum_j R_{ij} h_j + b_i f(\sum_j p_j h_j)$ for each "
+    "sublayer f"
+)
 
 
 @dataclass(kw_only=True, repr=False, eq=False)

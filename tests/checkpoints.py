@@ -17,7 +17,8 @@ from resformer.safetensors_format import Tensor, header_bytes
 #: The methods that can start as the identity.
 EXACT = (
     "transformer resformer resformer-plus resformer-dense resformer-gated depth-attention value-embeddings "
-    "denseformer denseformer-4x5 resformer-denseformer delta-attention-residuals attnres mudd hyper-connections mhc nanochat"
+    "denseformer denseformer-4x5 resformer-denseformer delta-attention-residuals attnres mudd "
+    "hyper-connections mhc nanochat"
 ).split()
 
 SIZES: dict[str, Any] = {

@@ -79,7 +79,8 @@ def test_exporting_every_method_with_dynamic_batch_and_length(variant: str) -> N
 
 GRAPHS = {
     "transformer": 1, "resformer": 2, "svformer": 2, "cla2": 2, "neutreno": 2, "resformer-gated": 2,
-    "denseformer": 1, "delta-attention-residuals": 2, "mudd": 2, "fusedkv-lite": 4, "depth-attention": 4, "attnres": 5, "mhc": 4,
+    "denseformer": 1, "delta-attention-residuals": 2, "mudd": 2, "fusedkv-lite": 4, "depth-attention": 4,
+    "attnres": 5, "mhc": 4,
 }  # fmt: skip
 
 
