@@ -222,7 +222,9 @@ def test_nothing_outside_a_planted_folder_is_read_or_changed(
             named_or_left_out = Path(named).name in said[0] or named.split("/")[0] in said[0]
             assert named_or_left_out or "cannot be bundled" in said[0], name
         else:
-            assert plant.endswith("folder") or (plant.endswith("of-8-GB") and named in (*DESCRIBING, WEIGHTS)), f"{name} loaded it"
+            assert plant.endswith("folder") or (plant.endswith("of-8-GB") and named in (*DESCRIBING, WEIGHTS)), (
+                f"{name} loaded it"
+            )
         made = [*said, *written(out), *pushed, *pushed.values()]
         assert not [text for text in made if CANARY in text], name
         assert snapshot(outside) == before, name
