@@ -2,6 +2,6 @@
 
 from resformer.analysis.figures import plots
 from resformer.analysis.measuring import Analysis, analyze, read_texts, standard_texts
-from resformer.analysis.report import Report, findings, write_report
+from resformer.analysis.report import report, write_report
 
-__all__ = ["Analysis", "Report", "analyze", "findings", "plots", "read_texts", "standard_texts", "write_report"]
+__all__ = ["Analysis", "analyze", "plots", "read_texts", "report", "standard_texts", "write_report"]

@@ -25,22 +25,11 @@ from resformer.files import AsDict
 from resformer.loading import load_config
 from resformer.modeling.connecting import depth_mixing_matrix, value_mixing_matrix
 
-#: What is measured in each layer of each text.
-DEFINITIONS = {
-    "entropy": "e = -sum_j a'_j ln a'_j in nats; low means that attention is concentrated on few tokens. Token "
-    "importance: a_j = (1/l) sum_i A_ij over the l queries, heads averaged; a' = a / sum a.",
-    "first_importance": "a'_0, the share of the first token in what all tokens receive.",
-    "importance_ratio": "a'_0 over the mean a'_j of the other tokens.",
-    "first_value_norm": "Euclidean norm of the first token's value state V' as the layer attends to it (after value "
-    "mixing or sharing), all key/value heads side by side.",
-    "other_value_norm": "The mean of that norm over the other tokens.",
-    "value_norm_ratio": "first_value_norm over other_value_norm; small means a value-state drain.",
-    "first_hidden_norm": "Euclidean norm of the first token's hidden state X_{n+1}, the raw output of block n.",
-    "other_hidden_norm": "The mean of that norm over the other tokens.",
-    "hidden_norm_ratio": "first_hidden_norm over other_hidden_norm; large means a hidden-state peak.",
-    "similarity": "Mean cosine between the hidden states X_{n+1} of different tokens; 1 means over-smoothing.",
-}
-_NAMES = list(DEFINITIONS)
+#: What is measured in each layer of each text: see docs/analysis.md.
+QUANTITIES = (
+    "entropy first_importance importance_ratio first_value_norm other_value_norm value_norm_ratio first_hidden_norm "
+    "other_hidden_norm hidden_norm_ratio similarity"
+).split()
 
 
 @dataclass(frozen=True)
@@ -58,11 +47,10 @@ class Analysis(AsDict):
     texts: int
     tokens: int
     skipped: int  # texts of fewer than two tokens
-    quantities: dict[str, dict[str, list[float]]]  # name in DEFINITIONS -> "mean" and "deviation", per layer
+    quantities: dict[str, dict[str, list[float]]]  # name in QUANTITIES -> "mean" and "deviation", per layer
     uniform: dict[str, float]  # the quantities of importance under uniform attention to all visible tokens
     value_mixing_matrix: list[list[float]]  # (N, N); NaN where a gate decides for each token
     depth_mixing_matrix: list[list[float]]  # (N, N + 1)
-    neutreno_lambda: float
 
     def mean(self, quantity: str) -> list[float]:
         """Per layer."""
@@ -84,7 +72,7 @@ def analyze(
     dtype: torch.dtype = torch.float32,
     progress: Callable[[], object] = lambda: None,
 ) -> Analysis:
-    """Measures `DEFINITIONS` in each layer, one text at a time.
+    """Measures `QUANTITIES` in each layer, one text at a time.
 
     Args:
         model: a model, or the folder or Hub id of a checkpoint, whose `layers[i].self_attn` go through Transformers'
@@ -129,7 +117,7 @@ def analyze(
             if not np.isfinite(values).all():
                 layer, which = np.argwhere(~np.isfinite(values))[0]
                 raise CheckpointError(
-                    f"{name}: {_NAMES[which]} of layer {layer} is {values[layer, which]} on text "
+                    f"{name}: {QUANTITIES[which]} of layer {layer} is {values[layer, which]} on text "
                     f"{len(lengths) + skipped}; is it a trained model, and is its dtype wide enough?"
                 )
             per_text.append(values)
@@ -153,12 +141,13 @@ def analyze(
         skipped=skipped,
         quantities={
             quantity: {"mean": stacked[..., i].mean(axis=0).tolist(), "deviation": deviation[:, i].tolist()}
-            for i, quantity in enumerate(_NAMES)
+            for i, quantity in enumerate(QUANTITIES)
         },
-        uniform=dict(zip(_NAMES[:3], np.mean([_uniform(length) for length in lengths], axis=0).tolist(), strict=True)),
+        uniform=dict(
+            zip(QUANTITIES[:3], np.mean([_uniform(length) for length in lengths], axis=0).tolist(), strict=True)
+        ),
         value_mixing_matrix=value_mixing_matrix(model).tolist(),
         depth_mixing_matrix=depth_mixing_matrix(model).tolist(),
-        neutreno_lambda=getattr(model.config, "neutreno_lambda", 0.0),
     )
 
 

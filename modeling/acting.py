@@ -572,10 +572,12 @@ class Passes:
 
     def tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         """The numbers of the tokens, which the decoder gets, or the model that it is part of has got."""
-        given = kwargs.get("input_ids", args[0] if args else None)
+        given, embedded = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
+        if given is not None and given.is_floating_point():  # BERT's list of layers gets embeddings
+            given, embedded = None, given
         if given is None:
             given, self.of_thread.input_ids = self.of_thread.input_ids, None
-        if given is None and kwargs.get("inputs_embeds") is None:
+        if given is None and embedded is None:
             return None  # the family says what it needs
         if given is None:
             readers: Any = (each._modules[name] for each in self.plan.layers.values() for name in each.connections)

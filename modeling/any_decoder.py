@@ -57,9 +57,9 @@ _SHARE_OTHERWISE = ("InklingAttention", "InklingTextAttention", "ModernBertDecod
 SUBLAYER_INPUTS = ("attention_input", "mlp_input")
 SUBLAYERS_ADDED = ("attention_added", "mlp_added")
 PROJECTION_INPUTS = ("query_input", "key_input", "value_input")
-#: Attention in a wider sense: its values are no values of a softmax.
+#: Attention in a wider sense: its values are no values of a softmax. BigBird's is another module for short texts.
 _OTHER_MIXERS = re.compile(
-    r"Linear|Lightning|Delta|Recurrent|Mamba|Mixer|Conv|RWKV|(?-i:SSM)|Cross|Ngram", re.IGNORECASE
+    r"Linear|Lightning|Delta|Recurrent|Mamba|Mixer|Conv|RWKV|(?-i:SSM)|Cross|Ngram|BigBird", re.IGNORECASE
 )
 
 
@@ -153,11 +153,11 @@ class Decoder:
             for name, module in model.named_modules()
             if isinstance(module, nn.ModuleList)
             and len(module) == self.count
-            and not re.search(r"vision|visual|audio|speech|encoder\.|image|codec", f"{name}.".removeprefix("encoder."))
+            and not re.search(r"vision|visual|audio|speech|image|codec", name)
             and all(any(True for _ in layer.children()) for layer in module)
         }
-        # Layers of layers, experts for one, come later in the order of names.
-        self.name = next(iter(lists), "")
+        # Layers of layers, experts for one, come later in the order of names; an encoder is a decoder if it is alone.
+        self.name = min(lists, key=lambda name: "encoder." in name, default="")
         if not self.count or not lists:
             raise ValueError(
                 f"model_type {self.model_type}: it has no list of `num_hidden_layers` ({self.count}) decoder layers."

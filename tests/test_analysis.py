@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,19 +13,17 @@ import torch
 from checkpoints import FAMILIES, byte_tokenizer, family_model, save_checkpoint
 from conftest import VARIANTS, cli, others_slow, tiny_config, tiny_model
 from matplotlib import image
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedModel,
 )
 
 from resformer import ResFormerForSequenceClassification
-from resformer.analysis import Report, analyze, attention, figures, findings, read_texts, write_report
-from resformer.analysis.measuring import DEFINITIONS
+from resformer.analysis import Analysis, analyze, figures, read_texts, write_report
+from resformer.analysis import report as report_of
+from resformer.analysis.measuring import QUANTITIES
 from resformer.commands.measuring import _number
 from resformer.configuration import value_sources
 from resformer.convert import CheckpointError, retrofit
@@ -35,14 +32,9 @@ from resformer.modeling.versions import CACHE
 from resformer.names import LISTING
 from resformer.training.optimizer import is_connection
 
+Written = tuple[list[Analysis], Path]
 #: Texts of different lengths, as token ids.
 TEXTS = [[5, 17, 3, 60, 9, 9, 41, 22, 80, 4, 33, 71, 8], [64, 2], [12, 90, 31, 7, 55]]
-
-
-@pytest.fixture
-def few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention in several steps, with a remainder, for texts as short as these."""
-    monkeypatch.setattr(attention, "_MOST_WEIGHTS", 200)
 
 
 def naive_quantities(model: PreTrainedModel, ids: list[int]) -> dict[str, list[Any]]:
@@ -64,7 +56,7 @@ def naive_quantities(model: PreTrainedModel, ids: list[int]) -> dict[str, list[A
     for hook in hooks:
         hook.remove()
     hidden = [*output.hidden_states[1:-1], last[0]]
-    quantities: dict[str, list[Any]] = {name: [] for name in DEFINITIONS}
+    quantities: dict[str, list[Any]] = {name: [] for name in QUANTITIES}
     for n in range(len(base.layers)):
         weights = output.attentions[n][0].tolist()
         received = [
@@ -109,14 +101,13 @@ def any_model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny_model(request.param, dtype=torch.float64)
 
 
-@pytest.mark.usefixtures("few_queries_at_a_time")
 def test_quantities_are_those_of_plain_loops(any_model: PreTrainedModel) -> None:
     model = any_model
     analysis = analyze(model, TEXTS)
     assert (analysis.texts, analysis.tokens, analysis.skipped) == (3, 20, 0)
     model.set_attn_implementation("eager")
     of_texts = [naive_quantities(model, ids) for ids in TEXTS]
-    for quantity in DEFINITIONS:
+    for quantity in QUANTITIES:
         values = np.array([of_text[quantity] for of_text in of_texts])
         # Eager attention takes its softmax in float32 whatever the model is in.
         np.testing.assert_allclose(analysis.mean(quantity), values.mean(0), rtol=2e-5, atol=1e-6, err_msg=quantity)
@@ -124,7 +115,6 @@ def test_quantities_are_those_of_plain_loops(any_model: PreTrainedModel) -> None
         np.testing.assert_allclose(deviation, values.std(0, ddof=1), rtol=2e-5, atol=1e-5, err_msg=quantity)
 
 
-@pytest.mark.usefixtures("few_queries_at_a_time")
 def test_uniform_reference_is_what_a_model_without_queries_has() -> None:
     model = tiny_model("transformer", dtype=torch.float64)
     for layer in model.model.layers:
@@ -145,33 +135,6 @@ def test_model_is_as_it_was() -> None:
     with pytest.raises(ValueError, match="no text of at least two tokens"):
         analyze(model, [[7]])
     assert model.config._attn_implementation == "sdpa"
-
-
-class Largest(TorchDispatchMode):
-    """Sees the largest tensor that any operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
-@pytest.mark.parametrize("variant", ["resformer", "kitchen-sink"], indirect=True)
-def test_nothing_as_large_as_tokens_times_tokens_is_made(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = 600
-    monkeypatch.setattr(attention, "_MOST_WEIGHTS", 4 * tokens * 10)
-    model = tiny_model(variant, max_position_embeddings=tokens)
-    with Largest() as largest:
-        analyze(model, [[3] * tokens])
-    assert 0 < largest.elements < tokens * tokens / 4
-    model.set_attn_implementation("eager")
-    with Largest() as largest, torch.no_grad():  # which the measure above does notice
-        model(torch.full((1, tokens), 3))
-    assert largest.elements >= tokens * tokens
 
 
 def test_texts_are_truncated_and_short_ones_counted() -> None:
@@ -195,18 +158,12 @@ def test_broken_weights_are_named() -> None:
 
 
 def test_other_attention_is_refused_by_name() -> None:
-    sizes = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
-    gemma = Gemma2ForCausalLM(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
-    was = gemma.config._attn_implementation
-    with pytest.raises(CheckpointError, match="Gemma2ForCausalLM: attention with `softcap` cannot be analysed"):
-        analyze(gemma, TEXTS)
-    assert gemma.config._attn_implementation == was
     with pytest.raises(CheckpointError, match="GPT2Model has no `layers` that each have a `self_attn`"):
         analyze(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=97)), TEXTS)
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
+def report(tmp_path_factory: pytest.TempPathFactory) -> Written:
     """A Llama, a ResFormer with depth averages and a gated one, with changed coefficients; one name needs escaping."""
     folder = tmp_path_factory.mktemp("report")
     save_checkpoint(folder / "llama")
@@ -220,9 +177,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
             if is_connection(name):
                 parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
         analyses.append(analyze(model, TEXTS, name=method))
-    report = Report(analyses, "resformer analyze a b")
-    write_report(report, folder / "out")
-    return report, folder / "out"
+    write_report(analyses, folder / "out", "resformer analyze a b")
+    return analyses, folder / "out"
 
 
 PLOTS = (
@@ -230,7 +186,7 @@ PLOTS = (
 ).split()
 
 
-def test_report_has_its_files(report: tuple[Report, Path]) -> None:
+def test_report_has_its_files(report: Written) -> None:
     written, folder = report
     names = {LISTING, "analysis.json", *(f"{plot}.png" for plot in PLOTS)}
     assert {path.name for path in folder.iterdir()} == names
@@ -239,49 +195,20 @@ def test_report_has_its_files(report: tuple[Report, Path]) -> None:
         assert min(pixels.shape[:2]) > 500
         assert (pixels[0, 0, :3] == 1).all(), "on white"
         assert pixels[..., :3].std() > 0.02, "something is drawn"
-    for plot in figures.plots(written.analyses).values():
+    for plot in figures.plots(written).values():
         if not plot.key.endswith("_mixing"):
             (legend,) = plot.figure.legends
             labels = "\n".join(text.get_text() for text in legend.get_texts())
-            assert not [analysis.name for analysis in written.analyses if analysis.name not in labels]
+            assert not [analysis.name for analysis in written if analysis.name not in labels]
     values = json.loads((folder / "analysis.json").read_text())
-    assert values == json.loads(json.dumps(written.as_dict()))
+    assert values == json.loads(json.dumps(report_of(written, "resformer analyze a b")))
     assert values["checkpoints"][2]["value_mixing_matrix"][1][:2] == [None, pytest.approx(1.0, abs=1)]
-    assert values["definitions"] == DEFINITIONS
     assert values["command"] == "resformer analyze a b"
     assert {"python", "resformer", "torch", "transformers"} == set(values["versions"])
 
 
-def test_a_verdict_needs_more_than_a_band(report: tuple[Report, Path]) -> None:
-    made = report[0].analyses[0]
-    uniform = {**made.uniform, "importance_ratio": 6.0}
-
-    def said(sink: float, values: float, hidden: float, cosine: float) -> list[str]:
-        means = {
-            "importance_ratio": sink,
-            "value_norm_ratio": values,
-            "hidden_norm_ratio": hidden,
-            "similarity": cosine,
-        }
-        quantities = {**made.quantities, **{name: {"mean": [1.0, mean]} for name, mean in means.items()}}
-        return findings(replace(made, quantities=quantities, uniform=uniform))
-
-    assert said(11.9, 0.51, 1.9, 0.89)[0] == (
-        "No sink beyond a factor of 2: in layer 1 the first token receives 11.9 times the mean of the others (6 under "
-        "uniform attention)."
-    )
-    assert [text.partition(":")[0] for text in said(11.9, 0.51, 1.9, 0.89)[1:]] == [
-        "No value drain beyond a factor of 2", "No hidden peak beyond a factor of 2",
-        "No over-smoothing beyond a cosine of 0.9",
-    ]  # fmt: skip
-    beyond = said(655.0, 0.2, 40.0, 0.95)
-    assert [text.partition(":")[0] for text in beyond] == [
-        "Sink in 1 of 2 layers", "Value drain in 1 of 2 layers", "Hidden peak in 1 of 2 layers", "Over-smoothing",
-    ]  # fmt: skip
-
-
-def test_changes_are_from_llamas_matrices_on_one_scale(report: tuple[Report, Path]) -> None:
-    analyses = report[0].analyses
+def test_changes_are_from_llamas_matrices_on_one_scale(report: Written) -> None:
+    analyses = report[0]
     for key in ("value_mixing", "depth_mixing"):
         matrices = [np.asarray(getattr(analysis, f"{key}_matrix")) for analysis in analyses]
         moved = [change for matrix in matrices if (change := matrix - plain_matrix(*matrix.shape).numpy()).any()]
@@ -297,7 +224,7 @@ def test_numbers_are_shown_to_three_digits() -> None:
     assert [_number(value) for value in (0.012345, 0.0, 12.345, 98765.4)] == "0.0123 0 12.3 98,765".split()
 
 
-def test_report_is_all_or_nothing(report: tuple[Report, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_all_or_nothing(report: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures.Plot, "png", property(Mock(side_effect=KeyboardInterrupt)))
     with pytest.raises(KeyboardInterrupt):
         write_report(report[0], tmp_path / "out")

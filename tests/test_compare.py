@@ -11,7 +11,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from checkpoints import byte_tokenizer, save_checkpoint, save_notes
@@ -29,11 +28,10 @@ from resformer.training.data import is_held_out, load_documents
 from resformer.training.flops import forward_flops, training_flops
 from resformer.training.optimizer import is_connection
 from resformer.training.options import StudyOptions, names
-from resformer.training.packing import PackedBlocks, pack_documents
+from resformer.training.packing import pack_documents
 from resformer.training.pretraining import pretrain
 from resformer.training.sizes import schedule_arguments, scratch_config
 from resformer.training.study import comparison
-from resformer.training.study.comparison import losses_by_document
 from resformer.training.study.record import add_line, joined, read_record
 from resformer.training.study.table import detectable, paired_difference, rows_of
 from resformer.training.untrained import untrained_model
@@ -94,25 +92,6 @@ def test_the_rate_is_constant_or_falls_at_the_end(schedule: str, rates: list[flo
         optimizer.step()
         scheduler.step()
     assert found == pytest.approx(rates)
-
-
-@pytest.mark.parametrize("separate", [False, True])
-def test_losses_are_those_of_each_document(separate: bool) -> None:
-    ids = torch.randint(97, (24,), generator=torch.Generator().manual_seed(0))
-    blocks = PackedBlocks(pa.chunked_array([ids.int().numpy()]), np.array([0, 5, 16]), 8, separate=separate)
-    model, nats = tiny_model("resformer-denseformer").eval(), [0.0] * 3
-    # A block's end cuts the second document; where they are joined, a document sees those before it in the block.
-    alone = ((0, 0, 5), (1, 5, 8), (1, 8, 16), (2, 16, 24))
-    for document, begin, end in alone:
-        start = begin if separate else begin // 8 * 8
-        with torch.no_grad():
-            logits = model(input_ids=ids[None, start:end]).logits[0]
-        wanted = range(max(begin, start + 1), end)
-        losses = torch.nn.functional.cross_entropy(logits[:-1], ids[start + 1 : end], reduction="none")
-        nats[document] += losses[[each - start - 1 for each in wanted]].sum().item()
-    tokens, measured = zip(*losses_by_document(model, blocks, 2)["documents"], strict=True)
-    assert tokens == ((4, 9, 7) if separate else (4, 10, 7))
-    assert measured == pytest.approx(nats, rel=1e-5)
 
 
 # Costs.

@@ -27,67 +27,76 @@ from resformer.training.optimizer import (
 )
 from resformer.training.options import PretrainOptions
 from resformer.training.pretraining import plan_pretraining
-from resformer.training.sizes import known_fields, scratch_config
+from resformer.training.sizes import known_fields, scratch_config, why_not_trained
 from resformer.training.tokenizers import make_tokenizer
 
 _OF_THE_FILE = ("transformers_version", "architectures", "_name_or_path", "dtype")
 #: Families whose layers have no matrix that is one token's at a time, or of which others are half.
-SHARES = {"bamba": 0.9}
+SHARES = {"bamba": 0.9, "rembert": 0.3, "roc_bert": 0.005}
 QUICK = ["bamba", "falcon_h1", "gemma4_text", "gpt2", "llama", "mixtral", "qwen3_moe", "smollm3"]
 
 
-#: Families that need more than a size, or a mending elsewhere -> why.
-OPEN = {
-    **dict.fromkeys(
-        "dots1 gpt_neo lfm2_moe mamba2 zamba2 zaya".split(), "its own fields must agree with the size: --set"
-    ),
-    **dict.fromkeys("cohere_compass_text gemma3n_text qwen4_exp_text".split(), "its own defaults build no model"),
-    **dict.fromkeys("dbrx moshi".split(), "a part of its configuration is another once it is read"),
-    **dict.fromkeys(
-        "bert bert-generation big_bird camembert cpmant data2vec-text electra ernie hrm_text longcat_flash "
-        "megatron-bert rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl".split(),
-        "its layers are not found where the model is built with connections",
-    ),
-    "mistral4": "connecting: its class is not found by name",
-    "dots3_note_text": "its layers have other numbers of heads",
-    "xlnet": "it has no positions to be limited",
+#: What has to be said beside the size, since Transformers' own defaults build no model, or none of eight layers.
+SAID: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2}},
+    "dots1": {"n_shared_experts": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 4]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 4},
+    "mamba2": {"num_heads": 16},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 64,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 4},
+}
+#: Those in whose configuration a part is another once it is read, in Transformers too: an empty one is filled.
+PARTS = ("dbrx", "moshi")
+#: Those that are refused -> with what words.
+REFUSED = {
+    **dict.fromkeys("hrm_text longcat_flash".split(), "it has no list of `num_hidden_layers`"),
+    **dict.fromkeys("cpmant prophetnet trocr xlm xlnet".split(), "is not that of the next token"),
+    "mistral4": "AutoModelForCausalLM makes no model",
 }
 
 
-def opened(names: list[str]) -> list[Any]:
-    """Strict: who mends one takes it off the list."""
-    slow = others_slow(names, QUICK)
-    return [
-        pytest.param(name, marks=[pytest.mark.slow, pytest.mark.xfail(reason=OPEN[name], strict=True)])
-        if name in OPEN
-        else each
-        for name, each in zip(names, slow, strict=True)
-    ]
+def unlike_as_read(config: Any, folder: Path) -> set[str]:
+    """The fields that are others once the configuration is written and read."""
+    config.save_pretrained(folder)
+    again = AutoConfig.from_pretrained(folder)
+    assert type(again) is type(config)
+    written, read = config.to_dict(), again.to_dict()
+    return {name for name, value in written.items() if name not in _OF_THE_FILE and read[name] != value}
 
 
-@pytest.mark.parametrize("family", opened(sorted(MEASURED)))
+@pytest.mark.parametrize("family", others_slow(sorted(MEASURED), QUICK))
 def test_a_family_is_built_for_our_tokenizers_and_planned(family: str, tmp_path: Path) -> None:
     tokenizer = make_tokenizer("bytes", {}, 0)
-    default = CONFIG_MAPPING[family]()
+    default, said = CONFIG_MAPPING[family](), SAID.get(family, {})
     if text_config(default) is not default:
         with pytest.raises(ValueError, match="which is more than a decoder; take its decoder"):
             scratch_config("transformer", "tiny", tokenizer, 64, family)
         return
-    config = scratch_config("transformer", "tiny", tokenizer, 64, family)
+    if family in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[family]):
+            meta_model(scratch_config("transformer", "tiny", tokenizer, 64, family))
+        return
+    config = scratch_config("transformer", "tiny", tokenizer, 64, family, **said)
     ids = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
     assert all(each is None or each < len(tokenizer) for each in ids)
-    config.save_pretrained(tmp_path)
-    again = AutoConfig.from_pretrained(tmp_path)
-    assert type(again) is type(config)
-    written, read = config.to_dict(), again.to_dict()
-    assert not {name for name, value in written.items() if name not in _OF_THE_FILE and read[name] != value}
+    if family not in PARTS:
+        assert not unlike_as_read(config, tmp_path)
     meta_model(config)
-    data = {"output": "a", "data": ["d"], "tokenizer": "bytes", "block": 64}
+    data = {"output": "a", "data": ["d"], "tokenizer": "bytes", "block": 64, "fields": said}
     plan = plan_pretraining(PretrainOptions(**data, method="transformer", backbone=family))
     assert plan.tokens > 19 * plan.plain_parameters
     if "num_key_value_heads" in known_fields(family) and {"num_attention_heads", "head_dim"} <= known_fields(family):
-        few = scratch_config("transformer", "tiny:num_attention_heads=2", tokenizer, 64, family)
-        assert few.to_dict()["num_key_value_heads"] == few.num_attention_heads == 2
+        few = scratch_config("transformer", "tiny:num_attention_heads=2", tokenizer, 64, family, **said).to_dict()
+        assert few["num_key_value_heads"] == few["num_attention_heads"] == 2
 
 
 def trainable(family: str) -> PreTrainedModel:
@@ -98,11 +107,15 @@ def trainable(family: str) -> PreTrainedModel:
         return model
 
 
-#: Those that take a step in seconds and are used most; each other family was not seen to the end.
-STEPPING = [*QUICK, *"mistral qwen2 qwen3 olmo2 phi3 mixtral gpt_neox falcon bloom glm4 smollm3 granite".split()]
+def trained() -> list[str]:
+    """Decoders whose loss is that of the next token."""
+    configs = {family: CONFIG_MAPPING[family]() for family in sorted(MEASURED)}
+    return [
+        family for family, config in configs.items() if text_config(config) is config and not why_not_trained(config)
+    ]
 
 
-@pytest.mark.parametrize("family", others_slow(dict.fromkeys(STEPPING), QUICK))
+@pytest.mark.parametrize("family", others_slow(trained(), QUICK))
 def test_a_family_is_grouped_and_takes_a_step(family: str, tmp_path: Path) -> None:
     model = trainable(family)
     ids = torch.randint(3, 99, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -123,7 +136,8 @@ def test_a_family_is_grouped_and_takes_a_step(family: str, tmp_path: Path) -> No
         if not parameter.requires_grad:
             continue
         group = groups[id(parameter)]
-        decayed = parameter.ndim > 1 and not re.search("norm|sink|lambda|A_log", name) and not is_connection(name)
+        own_name = ".".join(name.split(".")[-2:])
+        decayed = parameter.ndim > 1 and not re.search("norm|sink|lambda|A_log", own_name) and not is_connection(name)
         assert (group["weight_decay"] > 0) == decayed == is_decayed(name, parameter), name
         kind = next((kind for kind in CONNECTIONS if any(parameter is p for p in by_kind[kind])), None)
         assert group["lr"] == (rates[kind] if kind else 2e-2 if group["muon"] else 1e-2), name

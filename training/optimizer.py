@@ -15,8 +15,8 @@ from resformer.modeling.connections import KINDS
 #: What the parameters of connections are. Each kind has a rate.
 COEFFICIENTS, GATES, TABLES = CONNECTIONS = ("coefficients", "gates", "tables")
 
-#: Names of parameters that are not decayed and get no Muon, whatever their shape.
-_NO_MATRIX = re.compile(r"norm|sink|lambda|a_log")
+#: Names of parameters, or of their modules, that are not decayed and get no Muon, whatever their shape.
+_NO_MATRIX = re.compile(r"(norm|sink|lambda|a_log)[^.]*(\.[^.]+)?$")
 
 
 def is_connection(parameter_name: str) -> bool:

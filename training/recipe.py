@@ -54,6 +54,7 @@ from resformer.training.optimizer import check_muon, is_connection
 from resformer.training.options import BEGUN, FinetuneOptions, read_begun, refuse_other, weighted_sources
 from resformer.training.packing import pack_documents, spelt_specials, warn_of_passes
 from resformer.training.report import FinetuneReport, perplexity, record_origin
+from resformer.training.sizes import why_not_trained
 from resformer.training.tokenizers import load_tokenizer, save_tokenizer
 from resformer.training.trainer import Bar, EvaluationLines, RecipeTrainer, set_use_cache
 
@@ -186,6 +187,8 @@ def build_trainer(
     config = _loaded(AutoConfig, options.model)
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         raise CheckpointError(f"{options.model}: is an encoder ({config.model_type}); only causal models are trained.")
+    if reason := why_not_trained(config):
+        raise CheckpointError(f"{options.model}: {reason}; it is not trained here.")
     tokenizer = load_tokenizer(
         options.tokenizer or options.model,
         config.get_text_config().vocab_size,
@@ -195,8 +198,8 @@ def build_trainer(
         with tempfile.TemporaryDirectory(prefix="resformer-") as folder:
             config.save_pretrained(folder)
             save_tokenizer(tokenizer, Path(folder))
-    positions = config.get_text_config().max_position_embeddings
-    block = options.block or min(1024, positions)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf  # Mamba has no limit
+    block = options.block or int(min(1024, positions))
     if block > positions:
         raise ValueError(f"block is {block:,}, the model has {positions:,} positions; use --block {positions}.")
     with arguments.main_process_first(desc="reading"):

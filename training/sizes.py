@@ -5,6 +5,7 @@ dimensions. The paper plots 320m but does not give its shape; ours has its other
 """
 
 import copy
+import inspect
 import json
 import math
 from collections.abc import Collection, Mapping
@@ -12,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import CONNECTION_FIELDS
@@ -103,13 +104,28 @@ def _backbone(name: str) -> PreTrainedConfig:
     if text_config(config) is not config:
         decoder = text_config(config).model_type
         raise ValueError(f"backbone is {name!r}, which is more than a decoder; take its decoder, {decoder!r}.")
+    if reason := why_not_trained(config):
+        raise ValueError(f"backbone is {name!r}: {reason}.")
     return config
+
+
+def why_not_trained(config: PreTrainedConfig) -> str:
+    """Why models of a type do not learn to predict the next token; empty if they do.
+
+    Transformers' `loss_function` compares each token's logits with the next one. Other losses are those of XLNet and
+    its kin, which predict the token itself, or several.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"AutoModelForCausalLM makes no model of {config.model_type}"
+    if "loss_function" not in inspect.unwrap(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].forward).__code__.co_names:
+        return f"the loss of {config.model_type} is not that of the next token"
+    return ""
 
 
 def _family_config(backbone: str, method: str, size: Size, shape: Mapping[str, Any]) -> Any:
     """The configuration of a family's decoder of this size; that of a config.json has a size of its own.
 
-    Experts are 8, of which a token takes 2 of half the width: the work is that of a decoder without.
+    Experts are 8, of half the width. A token takes 2, which is the work of a decoder without, or 1 if its family does.
     """
     config, given = _backbone(backbone), dict(shape)
     known = {each.name: str(each.type) for each in fields(config)} | dict.fromkeys(config.attribute_map, "")
@@ -120,7 +136,8 @@ def _family_config(backbone: str, method: str, size: Size, shape: Mapping[str, A
         renamed = {value: name for name, value in config.attribute_map.items()}
         own = {name: given.get(renamed.get(name, name), given.get(name, value)) for name, value in size.shape.items()}
         half, heads = own["intermediate_size"] // 2, own["num_attention_heads"]
-        usual = {"num_key_value_heads": heads, "head_dim": own["hidden_size"] // heads, "num_experts_per_tok": 2}
+        usual = {"num_key_value_heads": heads, "head_dim": own["hidden_size"] // heads}
+        usual["num_experts_per_tok"] = min(2, getattr(config, "num_experts_per_tok", None) or 2)
         usual |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
         usual |= {"moe_intermediate_size": half, **size.shape}
         given = {name: value for name, value in usual.items() if name in known} | given

@@ -14,11 +14,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from transformers import AutoConfig, PreTrainedTokenizerBase, default_data_collator
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from resformer.configuration import METHODS
 from resformer.convert.connected_families import cache_size
@@ -41,7 +38,7 @@ from resformer.training.options import (
     architecture,
     refuse_other,
 )
-from resformer.training.packing import PackedBlocks, bytes_per_token, pack_documents
+from resformer.training.packing import bytes_per_token, pack_documents
 from resformer.training.pretraining import pretrain, pretrain_plan
 from resformer.training.recipe import finetune_checkpoint, uses_bf16
 from resformer.training.sizes import known_fields, schedule_arguments, scratch_config, with_fields
@@ -320,8 +317,8 @@ def _trained(run: _Run, options: StudyOptions) -> dict[str, Any]:
     output = Path(run.options.output)
 
     def finish(trainer: RecipeTrainer) -> None:
-        batch = trainer.args.per_device_eval_batch_size
-        held_out.update(losses_by_document(trainer.model, trainer.blocks.held_out.whole, batch))
+        loss = trainer.predict(trainer.blocks.held_out.whole, metric_key_prefix="whole").metrics["whole_loss"]
+        held_out.update(tokens=round(trainer.labels_of_evaluation), loss=loss if math.isfinite(loss) else None)
 
     facts: dict[str, Any] = {"rates": getattr(run.options, "rates", None)}
     folder = output
@@ -335,7 +332,7 @@ def _trained(run: _Run, options: StudyOptions) -> dict[str, Any]:
         names = ("tokens_per_second", "peak_memory", "resumed_from")
         facts |= {name: getattr(report, name) for name in names}
     except LossIsLost:
-        held_out, folder = {"tokens": 0, "loss": None, "documents": None}, Path(f"{output}.training")
+        held_out, folder = {"tokens": 0, "loss": None}, Path(f"{output}.training")
     tokens = run.batch * options.block
     result = {
         "loss": held_out["loss"],
@@ -368,34 +365,6 @@ def _curve(log: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
                 {"step": entry["step"], "tokens": entry["step"] * tokens, **finite, "coefficients": coefficients}
             )
     return points
-
-
-@torch.no_grad()
-def losses_by_document(model: Any, blocks: PackedBlocks, batch: int) -> dict[str, Any]:
-    """The loss of all blocks, and `[tokens, nats]` of each document in the order in which they are packed.
-
-    A block's first token is not predicted, and not counted.
-    """
-    tokens, nats = np.zeros(len(blocks.starts), np.int64), np.zeros(len(blocks.starts))
-    model.eval()
-    for first in range(0, len(blocks), batch):
-        rows = np.arange(first, min(first + batch, len(blocks)))
-        batch_of = default_data_collator([blocks[int(row)] for row in rows])
-        inputs = {name: each.to(model.device) for name, each in batch_of.items()}
-        labels = inputs.pop("labels")[:, 1:].flatten()
-        logits = model(**inputs, use_cache=False).logits[:, :-1]  # under the autocast of the training
-        losses = cross_entropy(logits.flatten(0, 1).float(), labels, reduction="none")[labels >= 0]
-        places = (rows[:, None] * blocks.block + np.arange(1, blocks.block)).ravel()[(labels >= 0).cpu().numpy()]
-        documents = np.searchsorted(blocks.starts, places, "right") - 1
-        tokens += np.bincount(documents, minlength=len(tokens))
-        nats += np.bincount(documents, losses.double().cpu().numpy(), minlength=len(nats))
-    total = float(nats.sum() / tokens.sum())
-    finite = math.isfinite(total)
-    return {
-        "tokens": int(tokens.sum()),
-        "loss": total if finite else None,
-        "documents": [[int(n), float(x)] for n, x in zip(tokens, nats, strict=True)] if finite else None,
-    }
 
 
 def _weights(checkpoint: str) -> str:

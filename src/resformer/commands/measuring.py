@@ -1,5 +1,6 @@
 """`resformer analyze` and `eval`."""
 
+import json
 import os
 from itertools import takewhile
 from pathlib import Path
@@ -15,7 +16,6 @@ from resformer.commands.terminal import (
     echo,
     example,
     own_command,
-    print_json,
     reporting_errors,
     row,
 )
@@ -59,8 +59,9 @@ def analyze(
         import torch
         from tqdm import tqdm
 
-        from resformer.analysis import Report, findings, read_texts, standard_texts, write_report
         from resformer.analysis import analyze as analyze_one
+        from resformer.analysis import read_texts, standard_texts, write_report
+        from resformer.analysis import report as report_of
         from resformer.environment import require
         from resformer.files import check_target
 
@@ -76,15 +77,16 @@ def analyze(
                 options: dict[str, Any] = {"tokenizer": tokenizer, "max_tokens": max_tokens, "device": device}
                 options |= {"dtype": getattr(torch, dtype), "progress": bar.update}
                 analyses.append(analyze_one(checkpoint, read, name=name, **options))
-        report = Report(analyses, own_command())
+        for analysis in analyses:
+            for warning in analysis.warnings:
+                echo(f"Warning: {warning}", err=True)
         if output is not None:
-            write_report(report, output, force=force)
-        if print_json(report, as_json):
+            write_report(analyses, output, own_command(), force=force)
+        if as_json:
+            echo(json.dumps(report_of(analyses, own_command()), indent=2, sort_keys=True))
             return
         for analysis in analyses:
             _print(analysis)
-            for sentence in findings(analysis):
-                echo(sentence)
             echo()
         if output is not None:
             row("wrote", output)
