@@ -37,7 +37,7 @@ refused = partial(pytest.raises, (StrictDataclassError, ValueError))
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The configurations' warnings."""
     messages: list[str] = []
-    monkeypatch.setattr(f"{ResFormerConfig.__module__}.logger.warning_once", messages.append)
+    monkeypatch.setattr("resformer.configuration.connected_config.logger.warning_once", messages.append)
     return messages
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ import resformer
 import resformer.convert.retrofitting as retrofitting
 from resformer import ResFormerConfig, connected_config, retrofit
 from resformer.convert import CheckpointError, VerificationError, inspect, revert, verify
-from resformer.convert.connected_families import connection_config
-from resformer.convert.deciding import added_kinds, inexact_because
+from resformer.convert.connected_families import connection_config, view
+from resformer.convert.deciding import added_kinds
 from resformer.convert.reading import read_checkpoint
 from resformer.modeling.measured import MEASURED
 from resformer.names import LISTING
@@ -202,7 +203,8 @@ def test_reasons_name_the_field() -> None:
 
     def answer(fields: str) -> str:
         config = ResFormerConfig(num_hidden_layers=4, **json.loads(fields))
-        return "; ".join(inexact_because(config, added_kinds(config, plain)))
+        reasons = (kind.inexact_because(view(config)) for kind in added_kinds(config, plain))
+        return "; ".join(dict.fromkeys(chain.from_iterable(reasons)))
 
     assert_answers("inexact", answer)
 

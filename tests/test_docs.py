@@ -12,9 +12,9 @@ from conftest import WRITE_SNAPSHOTS, starting_as_llama
 
 from resformer import METHODS, ResFormerConfig
 from resformer.configuration import cache_bytes_by_method
-from resformer.configuration.methods import without_connections
-from resformer.convert.deciding import added_kinds, inexact_because
+from resformer.convert.connected_families import view
 from resformer.model_cards.cards import added_parameters
+from resformer.modeling.connection import kinds_in
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob(".github/**/*.md")])
@@ -45,7 +45,8 @@ def test_table_of_methods_is_made_of_the_methods() -> None:
     for method in METHODS:
         config = ResFormerConfig(**SMOLLM2_135M, **starting_as_llama(method, 30))
         cache = cache_bytes_by_method(config)
-        exact = "no" if inexact_because(config, added_kinds(config, without_connections(config))) else "yes"
+        shape = view(config)
+        exact = "no" if any(kind.inexact_because(shape) for kind in kinds_in(shape)) else "yes"
         share = f"{100 * cache[method] / cache['transformer']:.1f} %"
         rows += f"| `{method}` | {exact} | {added_parameters(config):,} | {share} | {METHODS[method].summary} |\n"
     path = ROOT / "docs" / "methods.md"
