@@ -200,7 +200,7 @@ class Decoder:
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
             initializer_range=getattr(text, "initializer_range", 0.02),
-            rms_norm_eps=next((getattr(text, each) for each in _EPSILONS if hasattr(text, each)), 1e-6),
+            rms_norm_eps=next((eps for each in _EPSILONS if (eps := getattr(text, each, None)) is not None), 1e-6),
             value_groups=tuple(numbers),
             heads=tuple(_heads(each) for each in self.places),
             places=tuple(self.places),

@@ -128,7 +128,11 @@ def caches_agree(model: PreTrainedModel) -> bool:
     if torch.allclose(cached, uncached, atol=1e-5):
         return True
     # What is rounding alone is not there in float64.
-    return model.dtype == torch.float32 and caches_agree(copy.deepcopy(model).double())
+    if model.dtype == torch.float64:
+        return False
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")  # others have no products in float64
+    return caches_agree(exact)
 
 
 @functools.lru_cache(maxsize=1)
@@ -365,7 +369,7 @@ def assert_reloads(model: PreTrainedModel) -> None:
     state = model.state_dict()
     assert all(torch.equal(each, state[name]) for name, each in loaded.state_dict().items()), "saving changes tensors"
     # Products with tensors that are laid out otherwise may differ in the last bit.
-    assert torch.allclose(logits_of(loaded), expected, atol=1e-6), "saving and loading changes logits"
+    assert torch.allclose(logits_of(loaded), expected, atol=1e-5), "saving and loading changes logits"
 
 
 def verdicts(model_type: str) -> dict[str, str]:
