@@ -1,6 +1,7 @@
 """A connection is a class that anyone can write, in any file."""
 
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from resformer.configuration import METHODS, Paper
 from resformer.modeling.connection import KINDS, Reads, Shape, coefficient
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_connection.py"
+MORE = EXAMPLE.with_name("more_connections.py")
 
 
 @pytest.fixture(autouse=True)
@@ -224,3 +226,35 @@ def test_the_example_is_short_and_prints_what_the_page_says() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 40
     done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, check=True)
     assert done.stdout == "logits unchanged: True\nparameters added: 4\n"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_one_table_and_residuals_of_keys_are_what_they_say(family: str, tmp_path: Path) -> None:
+    """The reference is the family's own model, whose projections have hooks."""
+    runpy.run_path(str(MORE))
+    base = small_decoder(family)
+    model = resformer.connect(small_decoder(family), ["one_table", "key_residual"])
+    assert torch.equal(any_decoder.logits_of(model), any_decoder.logits_of(base))
+    any_decoder.move(model)
+    layers, upper = model.model.layers, len(model.model.layers) // 2
+    assert [name for name, _ in model.named_parameters() if "table.weight" in name] == [
+        f"model.layers.{upper}.one_table.table.weight"
+    ]
+    raw: dict[str, torch.Tensor] = {}
+    rows = layers[upper].one_table.table.weight[any_decoder.IDS]
+    for n, layer in enumerate(base.model.layers):
+        if n:
+            gain = layers[n].key_residual.gain
+            layer.self_attn.k_proj.register_forward_hook(lambda _, args, keys, g=gain: keys + g * raw["keys"])
+        else:
+            layer.self_attn.k_proj.register_forward_hook(lambda _, args, keys: raw.update(keys=keys))
+        if n >= upper:
+            gain = layers[n].one_table.gain
+            layer.self_attn.v_proj.register_forward_hook(lambda _, args, values, g=gain: values + g * rows)
+    expected = any_decoder.logits_of(base)
+    assert not torch.equal(expected, any_decoder.logits_of(small_decoder(family)))
+    torch.testing.assert_close(any_decoder.logits_of(model), expected)
+    assert any_decoder.caches_agree(model)
+    model.save_pretrained(tmp_path / "saved")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(any_decoder.logits_of(reloaded), any_decoder.logits_of(model))
