@@ -18,6 +18,7 @@ from conftest import assert_answers, cli
 from resformer import METHODS
 from resformer.cli import _expanded, app
 from resformer.commands.terminal import PANELS
+from resformer.configuration.methods import FIRST
 from resformer.version import __version__
 
 COMMANDS = typer.main.get_group(app)
@@ -141,6 +142,10 @@ def test_methods_lists_every_method() -> None:
     assert in_json == {name: of(6) for name, of in METHODS.items()}
     listed = cli("methods").stdout
     assert [name for name in METHODS if f"{name}: {METHODS[name].summary}\n" not in listed] == []
+    first, others = listed.split("\nTo reproduce a paper, or to compare:\n")
+    assert re.findall(r"^([\w-]+): ", first, re.MULTILINE) == [*FIRST]
+    assert [said for each in FIRST.values() for said in each if said not in first] == []
+    assert "transformer: " in others
 
 
 def test_commands_name_both_versions_where_transformers_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

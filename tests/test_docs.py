@@ -12,6 +12,7 @@ from conftest import WRITE_SNAPSHOTS, starting_as_llama
 
 from resformer import METHODS, ResFormerConfig
 from resformer.configuration import cache_bytes_by_method
+from resformer.configuration.methods import FIRST
 from resformer.convert.connected_families import view
 from resformer.model_cards.cards import added_parameters
 from resformer.modeling.connection import kinds_in
@@ -39,23 +40,44 @@ def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
     assert not re.findall(r"``|\[`|\.\. code", text), "markup that was not understood"
 
 
-def test_table_of_methods_is_made_of_the_methods() -> None:
-    """SNAPSHOTS=write writes it."""
-    rows, header = "", "| method | exact | added parameters | cache | what it does |\n|---|---|---|---|---|\n"
-    for method in METHODS:
+def test_tables_of_methods_are_made_of_the_methods() -> None:
+    """SNAPSHOTS=write writes them."""
+    columns = "exact | added parameters | cache | what it does |\n|---|---|---|---|---|---|\n"
+    headers = (
+        f"| method | loss minus plain Llama's | {columns}",
+        f"| method | paper | {columns}",
+    )
+    tables = [*headers]
+    for method in {**FIRST, **METHODS}:
         config = ResFormerConfig(**SMOLLM2_135M, **starting_as_llama(method, 30))
         cache = cache_bytes_by_method(config)
         shape = view(config)
         exact = "no" if any(kind.inexact_because(shape) for kind in kinds_in(shape)) else "yes"
-        share = f"{100 * cache[method] / cache['transformer']:.1f} %"
-        rows += f"| `{method}` | {exact} | {added_parameters(config):,} | {share} | {METHODS[method].summary} |\n"
+        added, share = f"{added_parameters(config):,}", f"{100 * cache[method] / cache['transformer']:.1f} %"
+        papers = ", ".join(f"[{each.arxiv}](https://arxiv.org/abs/{each.arxiv})" for each in METHODS[method].papers)
+        gain, cost = FIRST.get(method, (papers, ""))
+        assert cost in ("", f"{added} parameters, {share} of the cache")
+        tables[not cost] += f"| `{method}` | {gain} | {exact} | {added} | {share} | {METHODS[method].summary} |\n"
     path = ROOT / "docs" / "methods.md"
     page = path.read_text(encoding="utf-8")
     if WRITE_SNAPSHOTS:
-        before, _, behind = page.partition(header)
-        page = before + header + rows + "\n" + behind.partition("\n\n")[2]
+        for header, table in zip(headers, tables, strict=True):
+            before, _, behind = page.partition(header)
+            page = before + table + "\n" + behind.partition("\n\n")[2]
         path.write_text(page, encoding="utf-8")
-    assert header + rows in page
+    assert [table for table in tables if table not in page] == []
+
+
+def test_gains_of_methods_are_those_of_the_results_and_in_their_order() -> None:
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    by_source: dict[str, list[float]] = {}
+    for method, (gain, _) in FIRST.items():
+        number, source = gain.partition(" ")[0], gain.rpartition(", ")[2]
+        by_source.setdefault(source, []).append(float(number))
+        if study := re.fullmatch(r"ours \((\w+)\)", source):
+            assert f"| {study[1]} | {method} | {gain.rpartition(', ')[0]} |" in results
+    assert [*by_source] == ["others'", "ours (b12)", "ours (main)"]
+    assert [sorted(numbers) for numbers in by_source.values()] == [*by_source.values()]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
