@@ -26,8 +26,8 @@ class OneTable(resformer.Connection):
     def reset_parameters(self):
         init.zeros_(self.gain)
 
-    def forward(self, values, input_ids=None, rows=None):
-        rows = self.table(input_ids) if rows is None else rows
+    def forward(self, values, token_ids=None, rows=None):
+        rows = self.table(token_ids) if rows is None else rows
         return values + self.gain.to(values.dtype) * rows.to(values.dtype).view_as(values), {"rows": rows}
 
     @classmethod
@@ -37,7 +37,7 @@ class OneTable(resformer.Connection):
     @classmethod
     def reads(cls, shape, layer):
         first = cls.layers(shape)[0]
-        return {"input_ids": TOKENS} if layer == first else {"rows": ("rows", first)}
+        return {"token_ids": TOKENS} if layer == first else {"rows": ("rows", first)}
 
 
 class KeyResidual(resformer.Connection):

@@ -580,8 +580,11 @@ class Passes:
         if given is None and embedded is None:
             return None  # the family says what it needs
         if given is None:
-            readers: Any = (each._modules[name] for each in self.plan.layers.values() for name in each.connections)
-            field = next(each.fields[0] if each.fields else each.name for each in readers if "input_ids" in each.takes)
+            layers = self.plan.layers.values()
+            names = {name for each in layers for name, read in each.reads.items() if read == TOKENS}
+            readers: Any = (each._modules[name] for each in layers for name in each.connections)
+            fields = (each.fields[0] if each.fields else each.name for each in readers if names & {*each.takes})
+            field = next(fields, "connections")
             raise ValueError(
                 f"`{field}` looks up rows of tokens, which `inputs_embeds` does not name: pass `input_ids` instead "
                 "(soft prompts are not supported)."

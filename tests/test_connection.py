@@ -255,6 +255,8 @@ def test_one_table_and_residuals_of_keys_are_what_they_say(family: str, tmp_path
     assert not torch.equal(expected, any_decoder.logits_of(small_decoder(family)))
     torch.testing.assert_close(any_decoder.logits_of(model), expected)
     assert any_decoder.caches_agree(model)
+    with pytest.raises(ValueError, match="`one_table` looks up rows of tokens"):
+        model(inputs_embeds=torch.zeros(1, 2, model.config.hidden_size))
     model.save_pretrained(tmp_path / "saved")
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(any_decoder.logits_of(reloaded), any_decoder.logits_of(model))
