@@ -42,11 +42,14 @@ def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
 
 def test_tables_of_methods_are_made_of_the_methods() -> None:
     """SNAPSHOTS=write writes them."""
-    columns = "exact | added parameters | cache | what it does |\n|---|---|---|---|---|---|\n"
+    columns = "exact | added parameters | cache | {}what it does |\n|---|---|---|---|---|---|{}\n"
     headers = (
-        f"| method | loss minus plain Llama's | {columns}",
-        f"| method | paper | {columns}",
+        "| method | loss minus plain Llama's | " + columns.format("kernels in decoding | ", "---|"),
+        "| method | paper | " + columns.format("", ""),
     )
+    path = ROOT / "docs" / "methods.md"
+    page = path.read_text(encoding="utf-8")
+    kernels = dict(re.findall(r"^\| `([\w-]+)` \|(?: [-.,\d]+ \|){4} [-,\d]+ \((.+)\) \|$", page, re.MULTILINE))
     tables = [*headers]
     for method in {**FIRST, **METHODS}:
         config = ResFormerConfig(**SMOLLM2_135M, **starting_as_llama(method, 30))
@@ -56,10 +59,10 @@ def test_tables_of_methods_are_made_of_the_methods() -> None:
         added, share = f"{added_parameters(config):,}", f"{100 * cache[method] / cache['transformer']:.1f} %"
         papers = ", ".join(f"[{each.arxiv}](https://arxiv.org/abs/{each.arxiv})" for each in METHODS[method].papers)
         gain, cost = FIRST.get(method, (papers, ""))
-        assert cost in ("", f"{added} parameters, {share} of the cache")
-        tables[not cost] += f"| `{method}` | {gain} | {exact} | {added} | {share} | {METHODS[method].summary} |\n"
-    path = ROOT / "docs" / "methods.md"
-    page = path.read_text(encoding="utf-8")
+        decoding = kernels[method] if cost else ""
+        assert cost in ("", f"{added} parameters, {share} of the cache, {decoding} kernels in decoding")
+        cells = [f"`{method}`", gain, exact, added, share, *([decoding] if cost else []), METHODS[method].summary]
+        tables[not cost] += f"| {' | '.join(cells)} |\n"
     if WRITE_SNAPSHOTS:
         for header, table in zip(headers, tables, strict=True):
             before, _, behind = page.partition(header)
