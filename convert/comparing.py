@@ -167,8 +167,13 @@ def _configurations(
     sources: Sequence[OpenedSource], configs: Sequence[Any]
 ) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
     """(what differs, with both values; those of these fields whose connections have no effect)."""
+    fields = [name for name in CONNECTION_FIELDS if any(name in connections_of(config) for config in configs)]
     first, second = (
-        {**source.built.facts(), "family": family_name(config), **connections_of(config)}
+        {
+            **source.built.facts(),
+            "family": family_name(config),
+            **{name: getattr(config, name, CONNECTION_FIELDS[name]) for name in fields},
+        }
         for source, config in zip(sources, configs, strict=True)
     )
     differing = differences(first, second)
