@@ -10,9 +10,7 @@ import torch
 from conftest import RAGGED, moved, tiny_config, tiny_model
 from naive_twin import naive_logits
 from torch import nn
-from transformers import DeepseekV4Config, HYV4Config, PreTrainedModel
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
-from transformers.models.hy_v4.modeling_hy_v4 import HYV4HyperConnection
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from resformer import ResFormerForCausalLM
@@ -346,16 +344,21 @@ def test_added_parameters_lie_in_their_modules_and_are_no_scalars(variant: str) 
     assert {name for kind in KINDS for name in kind.fields} == {*CONNECTION_FIELDS} - {"connections"}
 
 
-@pytest.mark.parametrize("form", ["mhc", "ihc"])
-def test_constrained_hyper_connections_are_those_of_transformers(form: str) -> None:
+@pytest.mark.parametrize(("form", "family"), [("mhc", "deepseek_v4"), ("ihc", "hy_v4")])
+def test_constrained_hyper_connections_are_those_of_transformers(form: str, family: str) -> None:
     """Of DeepSeek V4 and of HunYuan 4, whose streams are not mixed: float32 throughout."""
+    theirs = pytest.importorskip(
+        f"transformers.models.{family}.modeling_{family}", reason="a newer Transformers has it"
+    )
     module = tiny_model(hyper_connections=form).model.layers[1].hyper_connections
     n, width = 4, 32
     sizes = {"hidden_size": width, "hc_mult": n, "hc_eps": 0.0, "rms_norm_eps": module.epsilon}
     stream, apart, added = torch.randn(2, 5, width), torch.randn(2, 5, n, width), torch.randn(2, 5, width)
     for sublayer in (0, 1):
-        reference = DeepseekV4HyperConnection(DeepseekV4Config(**sizes)) if form == "mhc" else None
-        reference = reference or HYV4HyperConnection(HYV4Config(**sizes, hc_magnitude=2.0))
+        if form == "mhc":
+            reference = theirs.DeepseekV4HyperConnection(theirs.DeepseekV4Config(**sizes))
+        else:
+            reference = theirs.HYV4HyperConnection(theirs.HYV4Config(**sizes, hc_magnitude=2.0))
         start = torch.full((n,), 0.1)
         start[module.own[sublayer]] = 0.7
         # theirs is used transposed: its entry (j, i) is R_ij
