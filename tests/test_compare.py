@@ -226,7 +226,7 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
     assert (work / "study" / "study.png").read_bytes().startswith(b"\x89PNG")
     assert not (work / "study" / "unfinished").exists()
 
-    faster, same = "transformer:learning_rate=1e-2:steps=6", "transformer:steps=4"
+    faster, same = "transformer:learning_rate=1e-2:embedding_learning_rate=2e-2:steps=6", "transformer:steps=4"
     grown = ["study", "--methods", f"transformer,{GQA},{faster},{same}", "--seeds", 2, *common, "--json"]
     with locked(work / ".study.resformer-lock"):
         refused = compare(*grown)
@@ -252,11 +252,12 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
     assert report["environments"][0]["packages"]["torch"] == metadata.version("torch")
     assert 20 <= report["data"]["held_out_documents"] <= 40
     assert report["data"]["held_out_tokens"] > 30 * 32
-    own = {(run["learning_rate"], run["curve"][-1]["step"]) for run in trained if run["method"] == faster}
-    assert own == {(1e-2, 6)}
+    own = {(*run["rates"].values(), run["curve"][-1]["step"]) for run in trained if run["method"] == faster}
+    assert own == {(0.2, 1e-2, 1e-2, 2e-2, 6)}
     plain = next(run for run in trained if run["method"] == "transformer")
     assert plain["learning_rate"] == pytest.approx(0.3118 * plain["training_flops"] ** -0.125)
     assert plain["rates"]["coefficients"] == plain["connection_learning_rate"] == 0.2
+    assert "embeddings" not in plain["rates"]
 
     turned = compare(*grown, "--baseline", faster, "--save-models")  # which is no part of the study
     assert "seed 0: held-out loss" not in turned.stderr

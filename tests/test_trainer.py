@@ -177,12 +177,15 @@ def test_each_kind_of_a_connections_parameters_has_its_rate(method: str, kinds: 
         "tables": pytest.approx(1.9e-2 if method == "nanochat" else 1e-3),
     }
     assert scratch_rates(0.5, None)["coefficients"] == 0.2
-    run = trainer(method, learning_rate=1e-3, connection_learning_rate={**rates, "tables": 7.0})
+    given = {**rates, "tables": 7.0, "embeddings": 3.0}
+    run = trainer(method, learning_rate=1e-3, weight_decay=0.1, connection_learning_rate=given)
     by_kind = connections_by_kind(run.model)
     assert {kind for kind, parameters in by_kind.items() if parameters} == kinds <= {*CONNECTIONS}
     groups = {id(p): group for group in run.create_optimizer().param_groups for p in group["params"]}
     for kind, parameters in by_kind.items():
-        assert {groups[id(p)]["lr"] for p in parameters} <= {{**rates, "tables": 7.0}[kind]}
+        assert {groups[id(p)]["lr"] for p in parameters} <= {given[kind]}
+    embedding = groups[id(run.model.get_input_embeddings().weight)]
+    assert (len(embedding["params"]), embedding["lr"], embedding["weight_decay"]) == (1, 3.0, 0.0)
     assert sum(map(len, by_kind.values())) == sum(is_connection(name) for name, _ in run.model.named_parameters())
 
 

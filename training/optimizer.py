@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from resformer.modeling.connections import KINDS
 
 #: What the parameters of connections are. Each kind has a rate.
 COEFFICIENTS, GATES, TABLES = CONNECTIONS = ("coefficients", "gates", "tables")
+#: The token embedding, which can have a rate, too.
+EMBEDDINGS = "embeddings"
 
 #: Names of parameters, or of their modules, that are not decayed and get no Muon, whatever their shape.
 _NO_MATRIX = re.compile(r"(norm|sink|lambda|a_log)[^.]*(\.[^.]+)?$")
@@ -59,12 +61,14 @@ def scratch_rates(
 
 
 def set_connection_rates(optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapping[str, float]) -> None:
-    """Moves the connections of `model` out of the optimizer's groups into some of their own, without weight decay."""
+    """Moves what has one of `rates` out of the optimizer's groups into groups of its own, without weight decay."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     by_kind = connections_by_kind(model)
-    connections = {id(parameter) for parameters in by_kind.values() for parameter in parameters}
+    if EMBEDDINGS in rates:
+        by_kind[EMBEDDINGS] = [cast(PreTrainedModel, model).get_input_embeddings().weight]
+    own = {id(parameter) for parameters in by_kind.values() for parameter in parameters}
     for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in connections]
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in own]
     for kind, parameters in by_kind.items():
         moved = [parameter for parameter in parameters if id(parameter) in held]
         if moved:
@@ -166,7 +170,8 @@ class ConnectionTrainer(Trainer):
     Matrices alone are decayed.
 
     Args:
-        connection_learning_rate: of all connections, or of each of `CONNECTIONS`; `None`: that of everything else.
+        connection_learning_rate: of all connections, or of each of `CONNECTIONS` (and of `EMBEDDINGS`); `None`: that
+            of everything else.
         muon_learning_rate: of Muon for the matrices of the layers; `None`: no Muon.
     """
 

@@ -23,6 +23,10 @@ TRAIN = ("all", "connections")
 BEGUN = "arguments.json"
 
 _UNITS = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+#: Rates of one kind of parameters, in training from scratch.
+KIND_RATES = ("gate_learning_rate", "table_learning_rate", "embedding_learning_rate")
+RATES = ("learning_rate", "connection_learning_rate", *KIND_RATES)
+
 _LAUNCH_OPTIONS = ("resume", "force", "dry_run")  # options that do not change the result
 
 
@@ -192,6 +196,13 @@ class ScheduleOptions(_Checked):
         float | None,
         Option(help="Of coefficients.  [default: 50 x --learning-rate, at most 0.2; of compare --from: 3e-4]"),
     ] = None
+    gate_learning_rate: Annotated[float | None, Option(help="Of gates and queries.  [default: --learning-rate]")] = None
+    table_learning_rate: Annotated[
+        float | None, Option(help="Of value embeddings.  [default: --learning-rate; nanochat: 19 times it]")
+    ] = None
+    embedding_learning_rate: Annotated[
+        float | None, Option(help="Of the token embedding, then not decayed.  [default: --learning-rate]")
+    ] = None
     warmup: Annotated[float, Option(help="Share of the steps, or how many.")] = 0.05
     schedule: Annotated[str, Option(help="cosine, constant, or wsd: down in the last --decay of the steps.")] = "cosine"
     decay: Annotated[float, Option(help="Share of the steps, with --schedule wsd.")] = 0.2
@@ -200,7 +211,7 @@ class ScheduleOptions(_Checked):
 
     def __post_init__(self) -> None:
         self._whole("micro_batch", "evaluations")
-        self._positive("learning_rate", "connection_learning_rate")
+        self._positive(*RATES)
         self._expect("0 or more", lambda value: value >= 0, "warmup")
         self._expect("a share of the steps from 0 to less than 1", lambda share: 0 <= share < 1, "decay")
         self._one_of(SCHEDULES, "schedule")
@@ -429,7 +440,7 @@ class StudyOptions(ScheduleOptions, DataOptions):
 #: Plain Llama, which every study has.
 PLAIN = "transformer"
 #: Settings that a method of a study may have for itself.
-OF_A_METHOD = ("learning_rate", "connection_learning_rate", "steps")
+OF_A_METHOD = (*RATES, "steps")
 
 
 def architecture(method: str) -> str:

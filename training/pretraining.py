@@ -13,8 +13,16 @@ from resformer.configuration.methods import method_of
 from resformer.errors import CheckpointError
 from resformer.training.flops import active_parameters, training_flops
 from resformer.training.log import TrainingLog, last_checkpoint
-from resformer.training.optimizer import COEFFICIENTS, scratch_rates
-from resformer.training.options import BEGUN, FinetuneOptions, PretrainOptions, RunOptions, read_begun, unfinished_of
+from resformer.training.optimizer import COEFFICIENTS, EMBEDDINGS, GATES, TABLES, scratch_rates
+from resformer.training.options import (
+    BEGUN,
+    KIND_RATES,
+    FinetuneOptions,
+    PretrainOptions,
+    RunOptions,
+    read_begun,
+    unfinished_of,
+)
 from resformer.training.recipe import START, finetune_checkpoint
 from resformer.training.report import FinetuneReport
 from resformer.training.sizes import budget, plain_config, schedule_arguments
@@ -150,6 +158,9 @@ def pretrain_plan(options: PretrainOptions, config: Any) -> PretrainPlan:
         raise ValueError(f"micro_batch is {micro}; expected a divisor of the {of_device} sequences of a device.")
     steps = math.ceil(tokens / (each * block))
     tokens, rate = steps * each * block, options.learning_rate or rate
+    rates = scratch_rates(rate, method_of(config), options.connection_learning_rate)
+    given = zip((GATES, TABLES, EMBEDDINGS), (getattr(options, name) for name in KIND_RATES), strict=True)
+    rates |= {kind: own for kind, own in given if own is not None}
     return PretrainPlan(
         parameters=parameter_count(config),
         plain_parameters=active,
@@ -160,7 +171,7 @@ def pretrain_plan(options: PretrainOptions, config: Any) -> PretrainPlan:
         micro_batch=micro,
         accumulate=of_device // micro,
         learning_rate=rate,
-        rates=scratch_rates(rate, method_of(config), options.connection_learning_rate),
+        rates=rates,
         flops=flops * tokens,
         bytes=4 * tokens,
     )

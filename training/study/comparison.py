@@ -30,7 +30,9 @@ from resformer.training.log import LOG, LossIsLost, TrainingLog
 from resformer.training.optimizer import COEFFICIENTS
 from resformer.training.options import (
     BEGUN,
+    KIND_RATES,
     OF_A_METHOD,
+    RATES,
     FinetuneOptions,
     PretrainOptions,
     ScheduleOptions,
@@ -82,7 +84,7 @@ class _Run:
             "method": self.method,
             "architecture": architecture(self.method),
             "seed": self.options.seed,
-            **{name: getattr(self.options, name) for name in ("learning_rate", "connection_learning_rate")},
+            **{name: getattr(self.options, name, None) for name in RATES},
             "steps": self.steps,
             "batch": self.batch,
             "cache_bytes_per_token": cache_size(self.config, "bfloat16")[0],
@@ -382,6 +384,8 @@ def _read_method(text: str, options: StudyOptions) -> tuple[str, dict[str, Any],
     """The name of a method, the fields of its configuration, and the settings of its training."""
     name, values = with_fields(text, METHODS, "method", {*known_fields(options.backbone), *OF_A_METHOD})
     own = {key: values.pop(key) for key in OF_A_METHOD if key in values}
+    if options.start and (given := [key for key in KIND_RATES if key in own or getattr(options, key)]):
+        raise ValueError(f"{given[0]} is of runs from scratch; with --from, give connection_learning_rate.")
     return name, values, own
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from resformer.training.options import KIND_RATES
 from resformer.training.study.table import POWER, Run, rows_of
 
 
@@ -80,7 +81,7 @@ def _notes(
     for size, rows in sizes.items():
         if diverged := [row["method"] for row in rows if row["loss"] is None]:
             notes.append(f"{size}: no differences, since a run diverged: {', '.join(diverged)}.")
-    rates = {(run["size"], run["learning_rate"]) for run in runs}
+    rates = {(run["size"], *map(run.get, ("learning_rate", *KIND_RATES))) for run in runs}
     own = {(run["size"], rate) for run in runs if (rate := run["connection_learning_rate"]) is not None}
     highest = {run["size"]: f"{run['learning_rate']:.2g} ({run['size']})" for run in runs if run["method"] == baseline}
     notes.append(f"The highest learning rate: {', '.join(highest.values())}.")
