@@ -70,7 +70,10 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     config = opened.config
     backbone = connection_config(config)
     shape = view(backbone)
-    facts = _alone(opened) if opened.alone else _whole(opened.fetch(headers_only=True))
+    whole = (
+        None if opened.alone else opened.fetch(headers_only=True)
+    )  # headers on the Hub are in a folder that it keeps
+    facts = _alone(opened) if whole is None else _whole(whole)
     shards, dtype = facts.pop("shards"), facts.pop("dtype")
     connections: dict[str, Any] = read_connections(backbone, shards, tables=False, alone=opened.alone)
     of_layers: dict[str, dict[int, Any]] = {}
