@@ -70,9 +70,7 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     config = opened.config
     backbone = connection_config(config)
     shape = view(backbone)
-    whole = (
-        None if opened.alone else opened.fetch(headers_only=True)
-    )  # headers on the Hub are in a folder that it keeps
+    whole = None if opened.alone else opened.fetch(headers_only=True)  # keeps the folder of what was fetched
     facts = _alone(opened) if whole is None else _whole(whole)
     shards, dtype = facts.pop("shards"), facts.pop("dtype")
     connections: dict[str, Any] = read_connections(backbone, shards, tables=False, alone=opened.alone)
