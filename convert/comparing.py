@@ -167,25 +167,20 @@ def _configurations(
     sources: Sequence[OpenedSource], configs: Sequence[Any]
 ) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
     """(what differs, with both values; those of these fields whose connections have no effect)."""
-    fields = [name for name in CONNECTION_FIELDS if any(name in connections_of(config) for config in configs)]
+    said = [name for name in CONNECTION_FIELDS if any(name in connections_of(config) for config in configs)]
     first, second = (
         {
             **source.built.facts(),
             "family": family_name(config),
-            **{name: getattr(config, name, CONNECTION_FIELDS[name]) for name in fields},
+            **{name: getattr(config, name, CONNECTION_FIELDS[name]) for name in said},
         }
         for source, config in zip(sources, configs, strict=True)
     )
     differing = differences(first, second)
     effects = [_effects(source, config) for source, config in zip(sources, configs, strict=True)]
-    neutral = [
-        name
-        for kind in KINDS
-        if not any(kind.name in found for found in effects)
-        for name in kind.fields
-        if name in differing
-    ]
-    return differing, neutral
+    acting = {name for kind in KINDS if any(kind.name in found for found in effects) for name in kind.fields}
+    fields = dict.fromkeys(name for kind in KINDS for name in kind.fields)
+    return differing, [name for name in fields if name in differing and name not in acting]
 
 
 def _effects(source: OpenedSource, config: Any) -> set[str]:
