@@ -82,7 +82,8 @@ def test_accumulation_and_checkpointing_learn_what_the_plain_run_learns(method: 
     for name, parameter in expected[1].items():  # of all layers together: a deep one may learn little in a few steps
         kind = re.sub(r"\.\d+\.", ".", name)
         moved[kind] = max(moved.get(kind, 0.0), (parameter - before[name]).abs().max().item())
-    assert min(moved.values()) > 1e-4, min(moved, key=lambda kind: moved[kind])
+    # The weights and scales of mHC are factors of each other that start at 0 and 0.01.
+    assert min(moved.values()) > (0 if method == "mhc" else 1e-4), min(moved, key=lambda kind: moved[kind])
     for options in (
         {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
         {"activation_checkpointing": True},

@@ -32,9 +32,13 @@ def register_models() -> None:
 
 def _register_configuration(configuration_auto: ModuleType) -> None:
     mapping = configuration_auto.CONFIG_MAPPING
-    mapping._extra_content = _OnDemand(mapping._extra_content)
-    for model_type in ("resformer", "nanochat_2026"):
-        mapping._extra_content.setdefault(model_type, None)
+    ours = ("resformer", "nanochat_2026")
+    others = {  # this package may have been imported before
+        model_type: each
+        for model_type, each in dict.items(mapping._extra_content)
+        if model_type not in ours and not model_type.startswith("resformer_")
+    }
+    mapping._extra_content = _OnDemand(others | dict.fromkeys(ours))
 
 
 class _OnDemand(dict[str, Any]):
