@@ -122,6 +122,16 @@ class ConnectedModel(PreTrainedModel):
     def is_custom_code(cls) -> bool:
         return False  # the family's own initialisation runs, of modules that have no parameters, too
 
+    # Transformers reads in the file of a class which implementations it may choose, and this is not the family's.
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return cls.family_class()._can_set_attn_implementation()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return cls.family_class()._can_set_experts_implementation()
+
     def initialize_weights(self) -> None:
         super().initialize_weights()
         for module in self.modules():  # models within this one, of the family, know nothing of connections

@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from small_decoders import TYPES, small_config, small_decoder
 from torch._inductor.exc import InductorError
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma3Config,
@@ -31,6 +33,7 @@ from resformer.errors import CheckpointError
 from resformer.modeling import connecting
 from resformer.modeling.any_decoder import Decoder
 from resformer.modeling.connected import added_modules
+from resformer.modeling.families import config_class, model_class
 from resformer.modeling.measured import MEASURED
 
 IDS = torch.arange(12).view(2, 6)
@@ -116,6 +119,18 @@ def test_coefficients_alone_are_saved_and_added_again_by_the_lines_of_their_card
     with pytest.raises(ValueError, match="has connections for base, whose configuration is not this model's"):
         resformer.connect(other, "adapter")
     assert added_modules(resformer.connect(other, "adapter", lossy=True))
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "llama", "bloom"])
+def test_the_family_says_which_implementations_may_be_chosen(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the class with connections is asked before the family's, as in a process that loads nothing else."""
+    family = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+    made = model_class(family, config_class(CONFIG_MAPPING[model_type]))
+    for what in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
+        monkeypatch.setattr(family, f"{what}_cached_value", None, raising=False)
+        assert getattr(made, what)() == getattr(family, what)()
+    assert family._can_set_experts_implementation() == (model_type == "mixtral")
+    assert family._can_set_attn_implementation() == (model_type != "bloom")
 
 
 def test_models_of_one_configuration_are_connected_each_for_itself() -> None:
