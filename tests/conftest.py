@@ -53,13 +53,17 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "dwa_period": 2,
         "delta_attention_residuals": True,
         "delta_attention_residual_blocks": 4,
-        "mudd": True,
-        "mudd_channels": "vkr",
-        "mudd_norm": True,
         "attention_bias": True,
         "mlp_bias": True,
         "head_dim": 12,
         "tie_word_embeddings": True,
+    },
+    "mudd-normed": {
+        "mudd": True,
+        "mudd_channels": "vkr",
+        "mudd_norm": True,
+        "value_sources": [0, 1, 0, 3, 0, 3],
+        "key_sources": [0, 1, 2, 1, 2, 1],
     },
     "attnres-in-full": {"attnres": True, "attnres_init": 0.5},
     "gated-sink": {
@@ -176,8 +180,8 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         mixing = any(part in name for part in ("value_residual", "value_embedding", "depth_average"))
         # Larger queries over depth choose one source by a hair, and rounding chooses another; sums of sums would grow.
-        small = "attnres" in name or ".mudd." in name
-        noise = torch.randn(parameter.shape, generator=generator) * (0.5 if mixing else 0.1 if small else 0.3)
+        size = 0.5 if mixing else 0.1 if "attnres" in name or ".mudd." in name else 0.3
+        noise = torch.randn(parameter.shape, generator=generator) * size
         around_one = re.search("norm|embedding_residual|mudd.pre", name)  # a layer forgets the stream at 0
         around_start = 0.3 * noise + parameter.data if "hyper" in name else noise  # streams grow with depth elsewhere
         parameter.data.copy_(noise + 1.0 if around_one else around_start)

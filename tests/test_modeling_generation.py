@@ -222,7 +222,7 @@ def test_quantized_caches_hold_what_layers_make(variant: str) -> None:
     got = generate(model, RAGGED, **options)
     expected = generate(model, RAGGED, use_cache=False)
     torch.testing.assert_close(got.logits[0], expected.logits[0])
-    assert torch.cosine_similarity(got.logits[1], expected.logits[1]).median() > 0.9
+    assert torch.cosine_similarity(got.logits[1], expected.logits[1]).median() > 0.95
     sources = key_sources(model.config), value_sources(model.config)
     for layer, cached in enumerate(got[CACHE].layers):
         parts = [part[0] for part in (cached._quantized_keys, cached._quantized_values) if part is not None]
