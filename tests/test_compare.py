@@ -421,6 +421,11 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(work: Path, compare: Calla
     by_size = json.loads(compare("planned", "--sizes", SHAPE, *TEXT, "--dry-run", "--json").stdout)["runs"]
     assert len({(run["steps"], run["batch"], run["learning_rate"]) for run in by_size}) == 1
     assert by_size[0]["tokens"] == pytest.approx(20 * by_size[0]["parameters"], rel=0.05)
+    of_steps = json.loads(compare("planned", "--sizes", SHAPE, *TEXT, "--steps", 3, "--dry-run", "--json").stdout)[
+        "runs"
+    ]
+    assert {run["steps"] for run in of_steps} == {3}
+    assert of_steps[0]["batch"] < by_size[0]["batch"]  # as the tokens of three steps ask for
     assert "runs to do: 1, of " in compare("planned", "--tokens", 700, *SMALL, "--seeds", 1, "--dry-run").stdout
     assert set(work.iterdir()) == before
 

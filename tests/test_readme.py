@@ -54,7 +54,8 @@ def write_data(work: Path, between: str) -> None:
 def test_documents_run_from_top_to_bottom(document: str, commands: Commands, tmp_path: Path) -> None:
     """Python code as one script, at the place of its last part."""
     hub, environment = commands.hub, {**os.environ, **commands.hub.environment(commands.home)}
-    blocks = re.findall(BLOCKS, (ROOT / document).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = (ROOT / document).read_text(encoding="utf-8")
+    blocks = re.findall(BLOCKS, text, flags=re.MULTILINE | re.DOTALL)
     save_checkpoint(tmp_path / "source", tie_word_embeddings=True)
     (tmp_path / "source" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     change_json(tmp_path / "source" / "tokenizer_config.json", pad_token=None)  # SmolLM2's has none either
@@ -63,7 +64,7 @@ def test_documents_run_from_top_to_bottom(document: str, commands: Commands, tmp
     hub.add("meta-llama/Llama-3.1-8B-Instruct", tmp_path / "source")
     work = tmp_path / "work"
     work.mkdir()
-    write_data(work, "\n\n" if document == "docs/nanochat.md" else "\n")
+    write_data(work, "\n\n" if "--sample-by paragraph" in text else "\n")
     (work / "run.yaml").write_text("".join(code for language, code in blocks if language == "yaml"))
     scripts = [number for number, (language, _) in enumerate(blocks) if language == "python"]
     script, printed = "\n".join(blocks[number][1] for number in scripts), ""

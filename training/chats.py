@@ -27,9 +27,10 @@ from resformer.training.trainer import RecipeTrainer
 
 #: How TRL prepares a row: whole chats by the template's marks, or what comes after a prompt.
 _CHAT, _ANSWER, _TEXT = "chat", "answer", "text"
-_COLUMNS = {_CHAT: ["messages"], _ANSWER: ["prompt", "completion"], _TEXT: ["prompt", "completion"]}
+_COLUMNS = {_CHAT: ["messages"], _ANSWER: ["prompt", "completion"], _TEXT: ["text_prompt", "text_completion"]}
+#: Texts are no `Json`, which takes one that is JSON, such as "42", for what it says.
 _FEATURES = Features(
-    {"kind": Value("string"), "unused": Value("string")}
+    {name: Value("string") for name in ("kind", "unused", *_COLUMNS[_TEXT])}
     | {name: Json() for name in ("messages", "prompt", "completion", "tools", "chat_template_kwargs")}
 )
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -113,6 +114,7 @@ class ChatTrainer(SupervisedTrainer):
             if not len(part):
                 continue
             part = part.select_columns([*columns, "tools", "chat_template_kwargs"])
+            part = part.rename_columns({name: name.removeprefix("text_") for name in columns})
             options = copy.copy(args)
             options.max_length, options.assistant_only_loss = None, kind == _CHAT
             prepared = super()._prepare_dataset(part, tokenizer, options, False, None, source)
@@ -186,7 +188,7 @@ def _rows_of_one(
     """A whole chat, or each of its answers with what is before it; raises DataError if the template drops any of it."""
     prompt, completion = chat.get("prompt") or "", chat.get("completion") or ""
     if isinstance(prompt, str) and isinstance(completion, str) and completion:
-        yield {"kind": _TEXT, "prompt": prompt, "completion": completion, "chat_template_kwargs": {}}
+        yield {"kind": _TEXT, "text_prompt": prompt, "text_completion": completion, "chat_template_kwargs": {}}
         return
     if not tokenizer.chat_template:
         raise DataError("The tokenizer has no chat template; use texts as `prompt` and `completion`, or --tokenizer.")

@@ -256,13 +256,14 @@ def _runs_from_scratch(
                 batch_tokens=None if options.batch is None else options.batch * options.block,
                 keep_optimizer=False,
             )
-            if options.steps is not None:
-                sequences = pretrain_plan(given, config).sequences
-                given = replace(given, tokens=options.steps * sequences * options.block)
-            plan = pretrain_plan(given, config)  # of the size: the same for all methods
+            plan, sequences = pretrain_plan(given, config), 0  # of the size: the same for all methods
+            while options.steps is not None and sequences != plan.sequences:  # the batch that suits these steps
+                sequences = plan.sequences
+                plan = pretrain_plan(replace(given, tokens=options.steps * sequences * options.block), config)
             tokens = own.get("steps", plan.steps) * plan.sequences * options.block
             rates = {"learning_rate": plan.learning_rate, **{name: x for name, x in own.items() if name != "steps"}}
-            plan = pretrain_plan(given := replace(given, tokens=tokens, **rates), config)
+            given = replace(given, tokens=tokens, batch_tokens=plan.sequences * options.block, **rates)
+            plan = pretrain_plan(given, config)
             given = replace(given, connection_learning_rate=plan.rates[COEFFICIENTS])
             runs.append(_Run(size, text, config, plan.steps, plan.sequences, given))
     return runs
