@@ -195,10 +195,17 @@ def test_a_completion_is_tokenised_as_it_follows_its_prompt(tmp_path: Path) -> N
 @pytest.mark.parametrize("answer", ["42", " 1.", "true", "null", '"yes"', '{"a": [1, "b"]}'])
 def test_texts_that_are_json_stay_the_texts_they_are(tmp_path: Path, answer: str) -> None:
     said = [{"role": "user", "content": answer}, {"role": "assistant", "content": answer}]
-    for number, row in enumerate(({"prompt": answer, "completion": answer}, {"messages": said})):
-        data = rows(tmp_path / f"{number}.jsonl", [row] * 20)
+    parts = [{"role": "user", "content": [{"type": "text", "text": answer}]}, said[1]]
+    texts = {"prompt": answer, "completion": answer}
+    for number, kinds in enumerate(([texts], [{"messages": said}], [{"messages": parts}, {"messages": said}])):
+        data = rows(tmp_path / f"{number}.jsonl", [*kinds] * 20)
         whole, learned = first_document(trainer_of(tmp_path, byte_tokenizer(CHATML), data))
         assert (whole.count(answer), learned.count(answer)) == (2, 1)
+    mixed = [{"prompt": "a", "completion": answer}, {"prompt": said[:1], "completion": said[1:]}]
+    with pytest.raises(
+        DataError, match=r"m.jsonl: some rows have a text as `prompt`, others messages; use a file for each"
+    ):
+        load_documents([rows(tmp_path / "m.jsonl", mixed)], chats=True)
 
 
 def test_a_folder_has_the_splits_that_its_files_are_named_for(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def load_documents(
                 columns = part.column_names or list(next(iter(part), {}))
                 kept = _kept(columns, text_column, chats, source)
                 unread += sorted(set(columns) - set(kept))
-                part = _rows(part.select_columns(kept), kept)
+                part = _rows(part.select_columns(kept), kept, source)
             if unread:
                 documents.notes.append(f"{name}: not read: {first_names(unread)}")
         documents[source] = part
@@ -265,7 +265,19 @@ def _load(source: str, path: Path, split: str, streaming: bool, sample_by: str) 
     if builder == "text":
         options = {"sample_by": sample_by, "keep_linebreaks": sample_by == "document"}
     options = {**options, "data_files": files, "split": _split(source, split, files)}
-    return load_dataset(builder, streaming=streaming, **options), unread
+    part = load_dataset(builder, streaming=streaming, **options)
+    if (
+        builder == "json"
+        and not streaming
+        and (mixed := [name for name, kind in part.features.items() if _mixed(kind)])
+    ):
+        # Of values of several types `datasets` takes a text that is JSON, such as "42", for what it says.
+        part = load_dataset(builder, features=Features({**part.features, **dict.fromkeys(mixed, Json())}), **options)
+    return part, unread
+
+
+def _mixed(kind: Any) -> bool:
+    return "Json(" in str(kind)
 
 
 def _split(source: str, split: str, splits: Collection[str]) -> str:
@@ -302,21 +314,27 @@ def _kept(columns: Collection[str], text: str | None, chats: bool, name: str) ->
     raise DataError(f"{name}: {told}; expected text (--text-column){chat}.")
 
 
-def _rows(part: Any, kept: Sequence[str]) -> Any:
+def _rows(part: Any, kept: Sequence[str], source: str) -> Any:
     """The columns as `content` reads them: `text`, `chat`, or those of tokens."""
     if kept[0] == "input_ids":
         return part
     if len(kept) == 1 and kept[0] not in CHAT:
         return part if kept[0] == "text" else part.rename_column(kept[0], "text")
     # In a table, each message has the keys of all, some empty; in JSON an empty one was written.
-    padded = "Json(" not in str(part.features)
+    given = {
+        "source": source,
+        "padded": not _mixed(part.features),
+        "mixed": [name for name in ("prompt", "completion") if isinstance(part.features.get(name), Json)],
+    }
     features = Features({"chat": Json()})
-    return part.map(_as_chat, fn_kwargs={"padded": padded}, remove_columns=list(kept), features=features)
+    return part.map(_as_chat, fn_kwargs=given, remove_columns=list(kept), features=features)
 
 
-def _as_chat(row: dict[str, Any], padded: bool) -> dict[str, Any]:
+def _as_chat(row: dict[str, Any], source: str, padded: bool, mixed: Sequence[str]) -> dict[str, Any]:
     """What is said of a chat; `None` where nothing is."""
     chat = {name: value for name, value in row.items() if value is not None}
+    if texts := [name for name in mixed if not isinstance(chat.get(name, []), list)]:
+        raise DataError(f"{source}: some rows have a text as `{texts[0]}`, others messages; use a file for each.")
     if padded:
         chat = json.loads(json.dumps(chat, default=str), object_hook=_without_empty)
     said = chat.get("messages") or chat.get("conversations") or chat.get("completion")
