@@ -335,7 +335,9 @@ def test_adapters_find_in_connected_families_what_they_find_without_connections(
         assert names[0] == names[1] != set()
 
 
-@pytest.mark.parametrize("method", ["resformer-denseformer", "resformer-gated"])
+@pytest.mark.parametrize(
+    "method", ["resformer-denseformer", "resformer-gated", "mudd", "hyper-connections", "mhc", "attnres"]
+)
 def test_connections_that_an_adapter_trains_are_saved_alone(method: str, tmp_path: Path) -> None:
     base = small_decoder("llama")
     model = adapt(resformer.connect(small_decoder("llama"), method), modules_to_save=CONNECTIONS)
