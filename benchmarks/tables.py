@@ -12,12 +12,13 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from resformer.commands.terminal import size
 from resformer.configuration import METHODS
-from resformer.training.options import PretrainOptions
+from resformer.training.options import RATES, PretrainOptions
 from resformer.training.pretraining import pretrain_plan
 from resformer.training.sizes import SIZES, scratch_config
 from resformer.training.study.plot import plot
@@ -35,6 +36,12 @@ PAPERS_LOSSES = ((2.7117, 2.7389), (2.4692, 2.5015), (2.2537, 2.2806))
 PAPERS_GAIN = 0.01
 #: The study of the longest training, whose picture README and docs/results.md show.
 PICTURE = "budget20"
+#: The planned contrasts of a study besides those with plain Llama: one method minus another.
+CONTRASTS = {
+    "b12": {"svformer minus GQA": ("svformer", "transformer:num_key_value_heads=2")},
+    "n20": {"value-embeddings minus resformer": ("value-embeddings", "resformer")},
+}
+LEVEL = 0.05
 _NUMBERS = "no one two three four five".split()
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -65,14 +72,6 @@ def study_rows(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def rates(name: str) -> dict[str, dict[float, float]]:
-    """Method -> rate -> loss."""
-    losses: dict[str, dict[float, float]] = {}
-    for run in runs_of(name)[0][1]:
-        losses.setdefault(run["architecture"], {})[run["learning_rate"]] = run["loss"]
-    return losses
-
-
 def table(titles: str, rows: Iterable[Iterable[object]]) -> str:
     """In Markdown; `titles` are those of the columns, with bars between them."""
     lines = [f"|{'---|' * (titles.count('|') + 1)}", *(f"| {' | '.join(map(str, cells))} |" for cells in rows)]
@@ -90,7 +89,7 @@ def studies(names: str) -> str:
     for name, _, sweep in (pair.partition(":") for pair in names.split(",")):
         study, chosen = report(name), {run["architecture"]: run["learning_rate"] for run in runs_of(name)[0][1]}
         plain, others = chosen["transformer"], {rate for method, rate in chosen.items() if method != "transformer"}
-        tried = sorted({rate for losses in rates(sweep).values() for rate in losses}) if sweep else []
+        tried = sorted({run["learning_rate"] for run in runs_of(sweep)[0][1]}) if sweep else []
         cells = [f"[{name}](../benchmarks/results/study/{name}.jsonl)", f"{study_rows(name)[0]['parameters']:,}"]
         cells += [f"{tokens_a_parameter(name):.1f}", f"{study['block']:,}", f"{study['batch'] * study['block']:,}"]
         cells += [f"[{', '.join(map(power, tried))}](../benchmarks/results/study/{sweep}.jsonl)" if sweep else ""]
@@ -116,42 +115,91 @@ def finding(difference: dict[str, Any], base: float) -> str:
 
 def scratch(names: str) -> str:
     """The differences from plain Llama of studies from scratch, the longest training first."""
-    found = []
+    found, few = [], set[int]()
     for name in names.split(","):
-        plain, *rows = planned() if name == "b12" else study_rows(name)
+        plain, *rows = contrasts(name)
+        few |= {len(plain["seeds"])} if 2 ** (1 - len(plain["seeds"])) >= LEVEL else set()
         for row in sorted(rows, key=lambda row: row["difference"]["mean"]):
             each = row["difference"]
             cells = [name, row["architecture"], with_interval(each), *evidence(each), ahead(each["values"])]
             cells.append(f"{100 * row['cache_bytes_per_token'] / plain['cache_bytes_per_token']:.0f} %")
             found.append([*cells, finding(each, plain["loss"])])
-    return table("study | method | Δ [95 %] | p | detectable | ahead in | cache | finding", found)
+    made = table("study | method | Δ [95 %] | p | detectable | ahead in | cache | finding", found)
+    least = " and ".join(f"{2 ** (1 - seeds):.2g} with {_NUMBERS[seeds]}" for seeds in sorted(few, reverse=True))
+    told = f"An exact sign-flip test has no p below {least} seeds, and cannot be significant; their p are of t-tests."
+    return f"{made}\n\n{told}" if few else made
 
 
-def planned() -> list[dict[str, Any]]:
-    """The rows of `b12` with its planned contrasts: SVFormer minus GQA in the place of GQA."""
-    rows = study_rows("b12")
-    (shared,) = (row for row in rows if row["architecture"] == "svformer")
-    (grouped,) = (row for row in rows if row["architecture"] == "transformer:num_key_value_heads=2")
-    grouped |= {"architecture": "svformer minus GQA", "cache_bytes_per_token": shared["cache_bytes_per_token"]}
-    grouped["difference"] = paired_difference(shared["losses"], grouped["losses"])
-    correct([row["difference"] for row in rows[1:]])
-    return rows
+def contrasts(name: str) -> list[dict[str, Any]]:
+    """The rows of a study with its planned contrasts, and p by sign-flips where its seeds are enough for one."""
+    plain, *rows = study_rows(name)
+    by = {row["architecture"]: row for row in rows}
+    for label, (method, other) in CONTRASTS.get(name, {}).items():
+        difference = paired_difference(by[method]["losses"], by[other]["losses"])
+        rows.append({**by[method], "architecture": label, "difference": difference})
+        rows = [row for row in rows if row["architecture"] != other or other in METHODS]
+    for each in (row["difference"] for row in rows):
+        each["p"] = each["p"] if (exact := sign_flip(each["values"])) is None else exact
+    correct([row["difference"] for row in rows])
+    return [plain, *rows]
 
 
-def connection_rates(name: str) -> str:
-    """Loss minus plain Llama's, the mean of the seeds, against the learning rate of connections."""
+def sign_flip(values: list[float]) -> float | None:
+    """The p-value of the mean among those of all choices of signs; `None` where none could be below `LEVEL`."""
+    if 2 ** (1 - len(values)) >= LEVEL:
+        return None
+    sums = [abs(sum(map(math.copysign, map(abs, values), signs))) for signs in product((1, -1), repeat=len(values))]
+    return statistics.fmean(each > abs(sum(values)) - 1e-12 for each in sums)
+
+
+def tried(name: str) -> str:
+    """Every run of a record: the losses of its seeds, and the mean difference from the first method."""
     ((_, runs),) = runs_of(name)
-    losses: dict[tuple[str, float], list[float]] = {}
+    seeds, losses = sorted({run["seed"] for run in runs}), dict[tuple[str, str], dict[int, float | None]]()
     for run in runs:
-        if run["learning_rate"] == 4e-3:
-            rate = (run["connection_learning_rate"] or 4e-3) / 4e-3
-            losses.setdefault((run["architecture"], rate), []).append(run["loss"])
-    rows, plain = [], losses.pop(("transformer", 1.0))
-    for factor in sorted({factor for _, factor in losses}):
-        leads = {method: paired_difference(losses[method, factor], plain) for method in ("resformer", "denseformer")}
-        means = [each["mean"] for each in leads.values() if each]
-        rows.append([f"{factor:g}", *(f"{mean:+.4f}" for mean in [*means, statistics.fmean(means)])])
-    return table("times the model's rate | resformer | denseformer | mean", rows)
+        own = {each.partition("_")[0]: run.get(each) for each in RATES[1:]}
+        rates = [f"{kind} {power(rate)}" for kind, rate in own.items() if rate not in (None, run["learning_rate"])]
+        key = run["architecture"], "; ".join([power(run["learning_rate"]), *rates])
+        losses.setdefault(key, {})[run["seed"]] = run["loss"]
+    first, rows = next(iter(losses.values())), []
+    for key, each in losses.items():
+        cells = [(f"{each[seed]:.4f}" if each[seed] else "diverged") if seed in each else "" for seed in seeds]
+        both = [seed for seed in each if seed in first]
+        leads = [] if each is first or None in map(each.get, both) else [each[seed] - first[seed] for seed in both]
+        rows.append([*key, *cells, f"{statistics.fmean(leads):+.4f}" if leads else ""])
+    return table(" | ".join(["method | rates", *(f"seed {seed}" for seed in seeds), "mean Δ"]), rows)
+
+
+def curves(name: str) -> str:
+    """Loss minus that of the first method at each evaluation, on the blocks of the curve."""
+    ((_, runs),) = runs_of(name)
+    steps = [point["step"] for point in runs[0]["curve"][1:]]
+    losses: dict[str, list[list[float | None]]] = {}  # method -> a list of seeds for each step
+    for run in sorted(paired(runs), key=lambda run: run["seed"]):
+        at = {point["step"]: point["validation_loss"] for point in run["curve"]}  # ends early if it diverged
+        for place, step in zip(losses.setdefault(run["method"], [[] for _ in steps]), steps, strict=True):
+            place.append(at.get(step))
+    base = losses.pop(runs[0]["method"])
+    rows = [
+        [method, *(with_interval(paired_difference(*pair)) for pair in zip(each, base, strict=True))]
+        for method, each in losses.items()
+    ]
+    return table(" | ".join(["method", *(f"{100 * step / steps[-1]:.0f} %" for step in steps)]), rows)
+
+
+def costs(name: str) -> str:
+    """What each method takes, beside the first one."""
+    ((_, runs),) = runs_of(name)
+    seconds = {
+        row["method"]: statistics.median(1 / run["tokens_per_second"] for run in runs if run["method"] == row["method"])
+        for row in study_rows(name)
+    }
+    rows = [
+        [row["method"], f"{row['parameters']:,}", f"{row['cache_bytes_per_token']:,} B"]
+        + [f"{each:.2f}" for each in (row["relative_flops"], seconds[row["method"]] / seconds[runs[0]["method"]])]
+        for row in study_rows(name)
+    ]
+    return table("method | parameters | cache a token | operations, of the first | time of a step, of the first", rows)
 
 
 def ahead(values: list[float]) -> str:
@@ -187,46 +235,31 @@ def early(name: str) -> str:
     return table(" | ".join(["added at", *(f"{moment} %" if moment else "the start" for moment in moments)]), rows)
 
 
-def frozen(name: str) -> str:
-    """What parameters gain that are added to a frozen checkpoint."""
+def frozen(names: str) -> str:
+    """What parameters that are added to a frozen checkpoint gain on it, or on an arm: `RECORD:LABEL[:ARM],...`."""
     rows = []
-    for arm, each in sorted(capacity().items(), key=lambda item: item[1]["mean"]):
-        cells = [arm, f"{each['trained']:,}", with_interval(each), f"{each['detectable']:.4f}"]
-        rows.append(["0.4 million", *cells])
-    for arm, each in sorted(smollm2().items(), key=lambda item: item[1]["mean"]):
-        seeds = ", ".join(f"{value:+.4f}" for value in each["values"])
-        rows.append(["SmolLM2-135M", arm, f"{each['trained']:,}", seeds, ""])
+    for name, label, *arm in (each.split(":") for each in names.split(",")):
+        for added, each in sorted(gains(name, *arm).items(), key=lambda item: item[1]["mean"]):
+            seeds = ", ".join(f"{value:+.4f}" for value in each["values"]), ""
+            cells = (with_interval(each), f"{each['detectable']:.4f}") if len(each["values"]) > 2 else seeds
+            rows.append([label.replace("_", " "), added, f"{each['trained']:,}", *cells])
     return table("frozen | added | parameters | Δ [95 %] | detectable", rows)
 
 
-def capacity() -> dict[str, dict[str, Any]]:
-    """Arm -> the difference from the frozen checkpoint over the checkpoints, and how many parameters were trained."""
-    losses: dict[str, list[float]] = {}
-    trained: dict[str, int] = {}
-    for _, runs in runs_of("capacity"):
-        for run in runs:
+def gains(name: str, baseline: str = "checkpoint") -> dict[str, dict[str, Any]]:
+    """Arm -> the difference of its longest runs from the frozen checkpoint, or another arm, and what was trained."""
+    runs = [run for _, of_study in runs_of(name) for run in of_study]
+    losses, steps = dict[str, list[float]](), dict[str, int]()
+    for run in runs:
+        steps[run["arm"]] = max(steps.get(run["arm"], 0), run.get("steps", 0))
+    for run in runs:
+        if run.get("steps", 0) == steps[run["arm"]]:
             losses.setdefault(run["arm"], []).append(run["loss"])
-            trained[run["arm"]] = run["trained"]
-    base = losses.pop("checkpoint")
-    return {arm: {**(paired_difference(each, base) or {}), "trained": trained[arm]} for arm, each in losses.items()}
-
-
-def smollm2() -> dict[str, dict[str, Any]]:
-    """Arm -> the difference from bare SmolLM2 of each seed after a million tokens, the mean of the texts."""
-    ((study, runs),) = runs_of("smollm2")
-    sources = study["held_out_sources"]
-
-    def loss(run: dict[str, Any]) -> float:
-        sums = {text: [0.0, 0.0] for text in sources}
-        for text, document in zip(sources, run["held_out"]["documents"], strict=True):
-            sums[text] = [old + new for old, new in zip(sums[text], document, strict=True)]
-        return statistics.fmean(nats / tokens for tokens, nats in sums.values())
-
-    (bare,) = (loss(run) for run in runs if run["arm"] == "checkpoint")
-    found: dict[str, dict[str, Any]] = {}
-    for run in (run for run in runs if run.get("steps") == 245):
-        found.setdefault(run["arm"], {"trained": run["trained"], "values": []})["values"].append(loss(run) - bare)
-    return {arm: {**each, "mean": statistics.fmean(each["values"])} for arm, each in found.items()}
+    base = losses.pop(baseline)
+    losses.pop("checkpoint", None)
+    found = {arm: paired_difference(each, base * (len(each) // len(base))) for arm, each in losses.items()}
+    trained = {run["arm"]: run["trained"] for run in runs}
+    return {arm: {**each, "trained": trained[arm]} for arm, each in found.items() if each}
 
 
 def quantised(name: str) -> str:
@@ -380,7 +413,9 @@ def _made_by(report: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[str], str]] = {
     "studies": studies,
     "scratch": scratch,
-    "connection_rates": connection_rates,
+    "tried": tried,
+    "curves": curves,
+    "costs": costs,
     "early": early,
     "frozen": frozen,
     "engines": engines,
@@ -412,13 +447,13 @@ def of_studies() -> dict[str, list[str]]:
     largest = max(-each["low"] for each in continued)
     nothing = f"gained less than {math.ceil(1000 * largest) / 1000} nats"
     added = conversions_early()
-    _, *contrasts = planned()
-    by = {row["architecture"]: -row["difference"]["mean"] for row in contrasts}
+    _, *of_b12 = contrasts("b12")
+    by = {row["architecture"]: -row["difference"]["mean"] for row in of_b12}
     tokenised, words = report("c"), -study_rows("c")[1]["difference"]["mean"]
     (llama, *_), (smol, *_) = (read(f"analysis/{name}/analysis")["checkpoints"] for name in ("from-scratch", "smollm2"))
     first, sink = (max(model["quantities"]["importance_ratio"]["mean"]) for model in (llama, smol))
     holds = {
-        "ahead at first": all(each["holm"] < 0.05 for each in [*leads, *(row["difference"] for row in contrasts)]),
+        "ahead at first": all(each["holm"] < 0.05 for each in [*leads, *(row["difference"] for row in of_b12)]),
         "0 and the paper's gains": all(low < -gains[-1] / 100 * plain["loss"] and high > 0 for low, high in ends),
         "its smallest gain": round(gains[0]) == 100 * PAPERS_GAIN,
         "value embeddings": all(max(each["values"]) < 0 for at, each in added["value-embeddings"].items() if at),
@@ -525,8 +560,9 @@ def write_reports(folder: Path) -> None:
         for place, (study, runs) in enumerate(studies):
             name = path.stem if len(studies) == 1 else f"{path.stem}-{place}"
             made = report_of(study, paired(runs), runs[0]["method"])
-            (folder / f"{name}.md").write_text(f"{markdown(made)}\n", encoding="utf-8")
-            plot(made, runs, folder / f"{name}.png")
+            more = [tables(path.stem) for tables in (curves, costs, tried)] if len(studies) == 1 else []
+            (folder / f"{name}.md").write_text("\n\n".join([markdown(made), *more, ""]), encoding="utf-8")
+            plot(made, sorted(paired(runs), key=lambda run: run["seed"]), folder / f"{name}.png")
 
 
 def main() -> None:

@@ -1,12 +1,30 @@
-"""Kernels and bytes are those of the equations."""
+"""Kernels and bytes are those of the equations; published rows are those of the records; the plan's commands run."""
 
 import json
+import re
+import subprocess
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from checkpoints import save_notes
 from command_server import python
+from scipy import stats
 
+#: The methods of the study that answers question a of the plan.
+PLANNED = "transformer resformer svformer value-embeddings attnres mudd".split()
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+PAGE = BENCHMARKS.parent / "docs" / "results.md"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """A script of `benchmarks` as a module."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return import_module
 
 
 @pytest.mark.slow
@@ -21,3 +39,104 @@ def test_kernels_and_bytes_are_counted_beside_llama(tmp_path: Path) -> None:
     more = counted["denseformer"]["forward"]["bytes"] - llama["forward"]["bytes"]
     sums = layers * (layers + 3) // 2 + 2 * layers  # reads and writes, of the own state twice
     assert 0 < more - (sums + 3 * (layers + 1)) * state < 0.01 * more  # and a copy, written twice
+
+
+def test_a_stranger_recomputes_each_published_row(tmp_path: Path, script: Callable[[str], Any]) -> None:
+    recompute, page = script("recompute"), PAGE.read_text(encoding="utf-8")
+    assert "resformer" not in re.findall(r"(?:from|import) (\w+)", Path(recompute.__file__).read_text(encoding="utf-8"))
+    assert recompute.main(PAGE) == 0
+    wrong = []
+    for start in ("b12 | svformer minus", "denseformer | 4e-3;", "resformer-gated", "SmolLM2-135M | resformer |"):
+        (row,) = re.findall(rf"^\| {re.escape(start)}.*", page, re.M)[:1]
+        wrong.append(re.sub(r"(\.\d\d)(\d)", lambda digits: f"{digits[1]}{9 - int(digits[2])}", row, count=1))
+        page = page.replace(row, wrong[-1])
+    (tmp_path / "page.md").write_text(page, encoding="utf-8")
+    assert sorted(recompute.main(tmp_path / "page.md").splitlines()) == sorted(row[2:-2] for row in wrong)
+
+
+def test_sign_flips_give_a_p_where_it_can_be_significant(script: Callable[[str], Any]) -> None:
+    tables, draw = script("tables"), np.random.default_rng(0).normal
+    for values in (draw(-0.02, 0.02, 8), draw(0, 0.02, 7), -abs(draw(0, 0.02, 6))):
+        exact = stats.permutation_test((values,), np.mean, permutation_type="samples", n_resamples=np.inf)
+        assert tables.sign_flip(values.tolist()) == pytest.approx(exact.pvalue)
+    assert tables.sign_flip([-0.1] * 8) == 2**-7
+    assert tables.sign_flip([-0.1] * 5) is None
+    assert "no p below 0.062 with five and 0.25 with three seeds" in tables.scratch("budget20,c")
+
+
+def test_tables_of_the_planned_study_are_recomputed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Callable[[str], Any]
+) -> None:
+    """Of eight seeds, which a sign-flip test can tell apart, and one that not every method has."""
+    tables, recompute, draw = script("tables"), script("recompute"), np.random.default_rng(0).normal
+    facts = {"bytes_per_token": 1.0, "block": 8, "batch": 2, "steps": 20, "data": {"held_out_documents": 3}}
+    lines: list[dict[str, Any]] = [{"study": facts}]
+    for seed, text in enumerate(draw(1.3, 0.1, 9)):
+        for place, method in enumerate(PLANNED if seed < 8 else PLANNED[:2]):
+            loss = text + draw(-0.01 * place, 0.005)
+            rates = {"learning_rate": 4e-3, "connection_learning_rate": 0.2, "gate_learning_rate": None}
+            curve = [
+                {"step": step, "tokens": 16 * step, "validation_loss": loss + 1 / (step + 1)}
+                for step in range(0, 21, 2)
+            ]
+            costs = {
+                "parameters": 9,
+                "training_flops": 2.0,
+                "cache_bytes_per_token": 64,
+                "tokens_per_second": 10 - place,
+            }
+            run = {"size": "small", "method": method, "architecture": method, "seed": seed, "steps": 20, **rates}
+            lines.append({**run, "loss": loss, "curve": curve, "held_out": {"tokens": 9}, "environment": {}, **costs})
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "n20.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(recompute, "STUDY", tmp_path / "study")
+    made = {name: tables.TABLES[name]("n20") for name in ("scratch", "curves", "tried")}
+    page = "\n".join(f"<!-- table: {name} n20 -->\n{table}\n\n<!-- end -->" for name, table in made.items())
+    (tmp_path / "page.md").write_text(page)
+    assert recompute.main(tmp_path / "page.md") == 0
+    assert [len(table.splitlines()) for table in made.values()] == [2 + 6, 2 + 5, 2 + 6]
+    assert made["scratch"].count("| 0.047 |") == 6  # 6 / 128: all eight seeds agree
+    assert made["curves"].splitlines()[0].endswith("| 90 % | 100 % |")
+    assert tables.costs("n20").splitlines()[-1] == "| mudd | 9 | 64 B | 1.00 | 2.00 |"
+    tables.write_reports(tmp_path / "reports")
+    assert made["curves"] in (tmp_path / "reports" / "n20.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_plan_are_accepted(
+    tmp_path: Path, invoke: Callable[..., Any], script: Callable[[str], Any]
+) -> None:
+    save_notes(tmp_path)
+    plan = (BENCHMARKS / "study.md").read_text(encoding="utf-8").partition("## 2026-11-26: the new connections")[2]
+    blocks = [each for each in re.findall(r"^```bash\n(.*?)^```", plan, re.M | re.S) if "python - <<" not in each]
+    shell = 'resformer() { printf \'%s\\0\' "$@" END; }\npython() { test -f "../$1"; }\n'
+    ran = subprocess.run(["bash", "-ec", shell + "".join(blocks)], cwd=BENCHMARKS, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    commands = [each.split("\0")[:-1] for each in ran.stdout.split("END\0")[:-1]]
+    studies: dict[str, list[dict[str, Any]]] = {}
+    more = [
+        "--data",
+        "notes.txt",
+        "--sample-by",
+        "paragraph",
+        "--held-out",
+        "0.1",
+        "--seeds",
+        "1",
+        "--dry-run",
+        "--json",
+    ]
+    for command in commands:
+        if command[1][-5:] in ("gpu-1", "gpu-2"):  # the same with other seeds
+            continue
+        planned = invoke(tmp_path, *command, *more)
+        assert planned.exit_code == 0, planned.output
+        studies.setdefault(command[1], []).extend(json.loads(planned.stdout)["runs"])
+    assert [*studies][:4] == ["n-rates", "n20", "n-kinds", "n20-12"]
+    by = {run["method"]: run for run in studies["n20"]}
+    assert [*by] == PLANNED
+    assert {(run["learning_rate"], run["embedding_learning_rate"], run["steps"]) for run in by.values()} == {
+        (4e-3, 4e-2, 2080)
+    }
+    assert {name for pair in script("tables").CONTRASTS["n20"].values() for name in pair} <= {*by}
