@@ -3,16 +3,20 @@
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import save_notes
+from checkpoints import byte_tokenizer, save_checkpoint, save_notes
 from command_server import python
 from scipy import stats
+
+from resformer.training.study.record import read_record
 
 #: The methods of the study that answers question a of the plan.
 PLANNED = "transformer resformer svformer value-embeddings attnres mudd".split()
@@ -140,3 +144,57 @@ def test_the_commands_of_the_plan_are_accepted(
         (4e-3, 4e-2, 2080)
     }
     assert {name for pair in script("tables").CONTRASTS["n20"].values() for name in pair} <= {*by}
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_once_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Callable[[str], Any]
+) -> None:
+    adapters, tables, recompute = map(script, ("adapters", "tables", "recompute"))
+    shapes = [layer.self_attn.v_proj.weight.shape for layer in save_checkpoint(tmp_path / "base").model.layers]
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    tokenizer.save_pretrained(tmp_path / "base")
+    text = 'def add{0}(a, b=1):\n    """Adds {0} to the sum."""\n\ndef _hidden():\n    """Not asked for."""\n'
+    modules = [{"group": f"module{number}.py", "text": text.format(number)} for number in range(40)]
+    for name, value in {"standard_library": lambda: modules, "BLOCK": 96, "RATES": (1e-3, 1e-2)}.items():
+        monkeypatch.setattr(adapters, name, value)
+    for name, numbers in {"CHOOSING": (200, 2), "SEEDS": ((0,), 3), "BATCH": (4, 1)}.items():
+        monkeypatch.setattr(adapters, name, numbers)
+    monkeypatch.setattr(sys, "argv", ["adapters.py", str(tmp_path / "study"), "--model", str(tmp_path / "base")])
+    evaluated, calls = adapters.evaluated, count(1)
+
+    def stopped(trainer: Any) -> Any:
+        if next(calls) == 5:  # at the end of a training, before it is recorded
+            raise KeyboardInterrupt
+        return evaluated(trainer)
+
+    monkeypatch.setattr(adapters, "evaluated", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        adapters.main()
+    adapters.main()
+    begun = (tmp_path / "study" / "runs.jsonl").read_text()
+    adapters.main()
+    assert (tmp_path / "study" / "runs.jsonl").read_text() == begun
+    asked = [(tmp_path / "study" / f"{part}.jsonl").read_text().splitlines() for part in ("train", "held_out")]
+    assert len(asked[0]) > len(asked[1]) == 40 - len(asked[0]) > 0
+
+    (tmp_path / "study" / "adapters.jsonl").write_text(begun)
+    ((study, (bare, *runs)),) = read_record(tmp_path / "study" / "adapters.jsonl")
+    assert study["questions"] == {"train": len(asked[0]), "held_out": len(asked[1])}
+    arms = ["resformer-gated", "resformer-gated and LoRA", "LoRA"]
+    assert [run["arm"] for run in runs] == [*(arm for arm in arms for _ in range(2)), *arms, "LoRA of equal time"]
+    assert [run["step_seconds"] is None for run in runs].index(True) == 3  # it had ended, and is not trained again
+    trained = {run["arm"]: run["trained"] for run in runs}
+    lora = 2 * sum(rows + columns for rows, columns in shapes)
+    assert trained["LoRA"] == trained["LoRA of equal time"] == trained[arms[1]] - trained[arms[0]] == lora
+    assert max(run["loss"] for run in runs if run["rate"] == 1e-2) < bare["loss"]
+    assert bare["loss"] == pytest.approx(runs[0]["curve"][0]["loss"])  # connections begin as the plain model
+
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(recompute, "STUDY", tmp_path / "study")
+    named = "adapters:tiny,adapters:tiny_minus_LoRA:LoRA"
+    page = f"<!-- table: frozen {named} -->\n{tables.frozen(named)}\n\n<!-- end -->"
+    (tmp_path / "page.md").write_text(page)
+    assert (recompute.main(tmp_path / "page.md"), page.count("\n| tiny")) == (0, 4 + 3)
