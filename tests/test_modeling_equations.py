@@ -17,7 +17,14 @@ from resformer import ResFormerForCausalLM
 from resformer.configuration import mixing_layers, value_sources
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.modeling.connection import Added
-from resformer.modeling.connections import KINDS, attnres, delta_attention_residuals, depth_average, mudd
+from resformer.modeling.connections import (
+    KINDS,
+    attnres,
+    delta_attention_residuals,
+    depth_average,
+    mudd,
+    value_residual,
+)
 from resformer.training.optimizer import is_connection
 
 
@@ -304,6 +311,8 @@ def test_delta_attention_residuals_has_no_effect_at_gates_of_zero_unless_its_que
 FORMS = [
     ("delta-attention-residuals", {}, delta_attention_residuals, "products_pay"),
     ("mudd", {}, mudd, "products_pay"),
+    *((method, {}, value_residual, "one_function_pays") for method in ("resformer", "resformer-plus")),
+    ("resformer-gated", {"value_sources": [0, 1, 1, 3, 4, 4]}, value_residual, "one_function_pays"),
     ("resformer-dense", {}, depth_average, "is_ordinary"),
     ("resformer-dense", {"value_residual_layers": [2, 3, 4]}, depth_average, "is_ordinary"),
     ("resformer-dense", {"value_residual_layers": [1, 2, 4]}, depth_average, "is_ordinary"),

@@ -163,10 +163,14 @@ class LearnableValueResidual(ValueResidual, mode="learnable"):
         self.weight = coefficient(2)  # l1, l2
 
     def forward(
-        self, values: torch.Tensor, first_values: torch.Tensor, share_of_first: torch.Tensor | None = None
+        self,
+        values: torch.Tensor,
+        first_values: torch.Tensor,
+        share_of_first: torch.Tensor | None = None,
+        onward: "Onward | None" = None,
     ) -> torch.Tensor:
         """`share_of_first` is l1 V_0, where that is known."""
-        return _mixed(values, first_values, self.weight.unbind(), share_of_first)
+        return _mixed(values, first_values, self.weight, None, share_of_first, onward)
 
     def reset_parameters(self) -> None:
         init.copy_(self.weight, torch.tensor(self.start, dtype=self.weight.dtype))
@@ -183,16 +187,117 @@ class LearnableValueResidual(ValueResidual, mode="learnable"):
 def _mixed(
     values: torch.Tensor,
     first_values: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    share_of_first: torch.Tensor | None,
+    own: torch.Tensor,
+    share: torch.Tensor | None,
+    share_of_first: torch.Tensor | None = None,
+    onward: "Onward | None" = None,
 ) -> torch.Tensor:
-    """Returns l1 V_0 + l2 V_n."""
+    """Returns l1 V_0 + l2 V_n.
+
+    Args:
+        own: l1 and l2, `(2,)`, or l2 alone, `(1,)`.
+        share: l1 then, `(1,)`, or a number for each row of V_0, `(..., 1)`.
+    """
+    if onward is not None and is_ordinary([values, first_values], [own] if share is None else [own, share]):
+        mixed, first = Mix.apply(values, first_values, own, share)
+        if not onward.is_taken:
+            onward.first = first
+        return mixed
     if share_of_first is None:
-        return weighted_sum((first_values, values), weights)
-    return torch.addcmul(share_of_first, values, weights[1])
+        return weighted_sum((first_values, values), _pair(own, share))
+    return torch.addcmul(share_of_first, values, own[-1])
 
 
-class SharesOfFirst(BetweenLayers):
+def _pair(own: torch.Tensor, share: torch.Tensor | None) -> Sequence[torch.Tensor]:
+    """l1 and l2, which broadcast to values."""
+    if share is None:
+        return own.unbind()
+    return share[0] if share.dim() == 1 else share, own[0]
+
+
+class Mix(torch.autograd.Function):
+    """l1 V_0 + l2 V_n, and V_0 for the next layer that mixes: on the way back its gradient is summed up.
+
+        dV_n = l2 dV'_n        dV_0 = l1 dV'_n + that of the next layer        dl1 = <dV'_n, V_0>, dl2 = <dV'_n, V_n>
+
+    The dot products are those of rows, rounded to the dtype of values, and then a sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, first: torch.Tensor, own: torch.Tensor, share: Any) -> tuple[Any, Any]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(values, first, own, share)
+        mixed = weighted_sum((first, values), _pair(own, share))
+        return mixed, first.view_as(first) if ctx.needs_input_grad[1] else None
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None, of_next: torch.Tensor | None) -> tuple[Any, ...]:
+        if gradient is None:
+            return None, of_next, None, None
+        values, first, own, share = ctx.saved_tensors
+        of_first, of_values = _pair(own, share)
+        needs_values, needs_first, *needs_weights = ctx.needs_input_grad
+        grad_values = gradient * of_values if needs_values else None
+        grad_first = None
+        if needs_first:
+            grad_first = gradient * of_first if of_next is None else torch.addcmul(of_next, gradient, of_first)
+        if not any(needs_weights):
+            return grad_values, grad_first, None, None
+        dots = _dots(gradient, first, values)
+        by_rows = share is not None and share.dim() > 1
+        sums = dots[by_rows:].sum(1, dtype=own.dtype)
+        grad_share = None if share is None else dots[0].view_as(share) if by_rows else sums[:1]
+        return grad_values, grad_first, sums[-len(own) :], grad_share
+
+
+def _dots(gradient: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
+    """Returns <gradient, state> of each row and each state, `(states, rows)`."""
+    batched = torch._C._are_functorch_transforms_active() or "Batched" in repr(torch._C._dispatch_keys(gradient))
+    if torch.is_grad_enabled() or batched:  # `create_graph=True`, `is_grads_batched=True`
+        return torch.stack([(gradient * state).sum(-1).reshape(-1) for state in states])
+    rows = gradient.reshape(-1, 1, gradient.shape[-1])
+    dots = rows.new_empty(len(states), len(rows), 1, 1)
+    for state, out in zip(states, dots, strict=True):  # autocast, which would round it, leaves `out=` alone
+        torch.bmm(rows, state.reshape(rows.shape).mT, out=out)
+    return dots.flatten(1)
+
+
+class Onward:
+    """V_0 as a layer hands it on to the next. Checkpointing runs the layer again, when it has been taken."""
+
+    first: torch.Tensor | None = None
+    is_taken = False
+
+
+def one_function_pays(first: torch.Tensor) -> bool:
+    """Whether `Mix` costs less than the plain sum; on CPUs it does not, and compilers fuse sums."""
+    return torch.is_grad_enabled() and not first.is_cpu and is_ordinary([first])
+
+
+class FirstValues(BetweenLayers):
+    """V_0 on its way through the layers that mix it, with gradients: each reads what the one before hands on."""
+
+    def __init__(self, modules: Mapping[int, Any]):
+        self.modules = modules
+        self.newest: dict[tuple[int, torch.device], torch.Tensor] = {}  # of each V_0, on each device
+        self.onward: Onward | None = None  # of the layer that runs
+
+    def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any], added: Any) -> torch.Tensor:
+        if layer in self.modules and one_function_pays(first := earlier["first_values"]):
+            self.key = self.modules[layer].columns[0], first.device
+            earlier["first_values"] = self.newest.get(self.key, first)
+            earlier["onward"] = self.onward = Onward()
+        return hidden_states
+
+    def after(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.onward is not None:
+            if self.onward.first is not None:
+                self.newest[self.key] = self.onward.first
+            self.onward.first, self.onward.is_taken, self.onward = None, True, None
+        return hidden_states
+
+
+class SharesOfFirst(FirstValues):
     """l1 V_0 of all layers in one kernel where they are few numbers, as in decoding, and no gradient is asked for.
 
     Args:
@@ -201,7 +306,8 @@ class SharesOfFirst(BetweenLayers):
     """
 
     def __init__(self, modules: Mapping[int, Any], shares: Mapping[int, torch.Tensor]):
-        self.modules, self.shares = modules, shares
+        super().__init__(modules)
+        self.shares = shares
         self.products: dict[int, torch.Tensor | None] = {}
 
     def before(self, layer: int, hidden_states: torch.Tensor, earlier: dict[str, Any], added: Any) -> torch.Tensor:
@@ -210,7 +316,7 @@ class SharesOfFirst(BetweenLayers):
                 alike = [n for n, each in self.modules.items() if each.columns[0] == self.modules[layer].columns[0]]
                 self.products.update(zip(alike, self.multiplied(alike, earlier["first_values"]), strict=True))
             earlier["share_of_first"] = self.products[layer]
-        return hidden_states
+        return super().before(layer, hidden_states, earlier, added)
 
     def multiplied(self, layers: Sequence[int], first: torch.Tensor) -> Sequence[torch.Tensor | None]:
         shares, weights = [self.shares[n] for n in layers], [self.modules[n].weight for n in layers]
@@ -240,9 +346,10 @@ class SoftmaxValueResidual(ValueResidual, mode="learnable_plus"):
         first_values: torch.Tensor,
         share: torch.Tensor,
         share_of_first: torch.Tensor | None = None,
+        onward: Onward | None = None,
     ) -> torch.Tensor:
         """`share` is l1, `(1,)`; `share_of_first` l1 V_0, where that is known."""
-        return _mixed(values, first_values, (share[0], self.weight[0]), share_of_first)
+        return _mixed(values, first_values, self.weight, share, share_of_first, onward)
 
     def reset_parameters(self) -> None:
         init.constant_(self.weight, self.start[1])
@@ -373,12 +480,23 @@ class GatedValueResidual(ValueResidual, mode="gated"):
         self.weight = coefficient(1)  # l2
         self.gate = GateProjection(config.hidden_size, config.num_key_value_heads)  # W
 
-    def forward(self, values: torch.Tensor, first_values: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        gate = self.start[0] + torch.tanh(self.gate(hidden_states)).to(values.dtype)
-        return torch.addcmul(first_values * gate.unsqueeze(-1), values, self.weight[0])
+    def forward(
+        self,
+        values: torch.Tensor,
+        first_values: torch.Tensor,
+        hidden_states: torch.Tensor,
+        onward: Onward | None = None,
+    ) -> torch.Tensor:
+        gate = (self.start[0] + torch.tanh(self.gate(hidden_states)).to(values.dtype)).unsqueeze(-1)
+        share_of_first = first_values * gate if onward is None else None
+        return _mixed(values, first_values, self.weight, gate, share_of_first, onward)
 
     def reset_parameters(self) -> None:
         init.constant_(self.weight, self.start[1])
+
+    @classmethod
+    def between(cls, modules: Mapping[int, Any], of_decoder: Any) -> BetweenLayers:
+        return FirstValues(modules)
 
     def row(self, of_decoder: Any) -> list[float]:
         zero, one = probes(self)
