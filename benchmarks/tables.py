@@ -366,18 +366,21 @@ def adapters(name: str) -> str:
 
 
 def traffic(name: str) -> str:
-    """Kernels and bytes of each method, more than Llama's, at 8B."""
+    """Kernels and bytes of each method, more than Llama's, at 8B, and the fewest bytes that its equation needs."""
     counted, rows = read(name)["counted"]["8B"], []
     for method, steps in counted.items():
         cells = [f"`{method}`"] if method != "llama" else ["Llama itself"]
         for step, found in steps.items():
             llama = counted["llama"][step]
-            more = {what: found[what] - (llama[what] if method != "llama" else 0) for what in found}
+            more = {what: found[what] - (llama[what] if method != "llama" else 0) for what in ("kernels", "bytes")}
             share = f" ({more['kernels'] / llama['kernels']:+.1%})" if method != "llama" and step == "decode" else ""
             cells.append(f"{more['kernels']:,}{share}")
-            cells += [f"{more['bytes'] / 1e9:.1f}"] if step != "decode" else []
+            if step != "decode":
+                least = f"{found['minimum'] / 1e9:.1f}" if "minimum" in found else ""
+                cells += [f"{more['bytes'] / 1e9:.1f}", least]
         rows.append(cells)
-    return table("method | forward: kernels | GB | backward: kernels | GB | a decoded token: kernels", rows)
+    steps = "forward: kernels | GB | least GB | backward: kernels | GB | least GB"
+    return table(f"method | {steps} | a decoded token: kernels", rows)
 
 
 def on_a_gpu(name: str) -> str:

@@ -4,7 +4,8 @@
 
 Counted on the meta device, without memory, at real shapes: each operation that is no view is a kernel, and moves its
 inputs and outputs. 8,192 tokens in bfloat16, coefficients in float32; attention itself is left out, on both sides. A
-decoding step is one token after 128. On a GPU the same steps are timed too, with `sdpa`: `--time`.
+decoding step is one token after 128. On a GPU the same steps are timed too, with `sdpa`: `--time`. `minimum` is the
+fewest bytes that the equation adds to Llama's.
 """
 
 import json
@@ -12,7 +13,8 @@ import math
 import shlex
 import statistics
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from resformer import ResFormerConfig
+from resformer.configuration import mixing_layers, value_layers
 from resformer.configuration.methods import METHODS
+from resformer.modeling.connection import kinds_in
+from resformer.modeling.connections.depth_average import DepthAverage
 from resformer.modeling.versions import CACHE
 
 TOKENS, CONTEXT, ROUNDS, STEPS = 8192, 128, 3, 5
@@ -83,9 +88,50 @@ def no_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwa
     return (query + read).transpose(1, 2), None
 
 
-def build(method: str, shape: str, device: str) -> Any:
+def config_of(method: str, shape: str) -> Any:
     sizes = {NAMES[letter]: size for letter, size in SHAPES[shape].items()}
-    made: Any = LlamaConfig(**sizes) if method == "llama" else ResFormerConfig.for_method(method, **sizes)
+    return LlamaConfig(**sizes) if method == "llama" else ResFormerConfig.for_method(method, **sizes)
+
+
+def minimum(config: Any) -> dict[str, int]:
+    """Forward and backward, the bytes of each layer's equation: its tensors once each. Empty where they are not clear.
+
+    Of l1 V_0 + l2 V_n, forward V_0, V_n and V'_n; backward dV'_n, V_0, V_n, dV_n, and the sum dV_0 read and written. Of
+    an average, forward what it reads and writes; backward all gradients that a state takes, the state and its own.
+    """
+    kinds, mode = {kind.name for kind in kinds_in(config)}, config.value_residual
+    if not kinds or kinds - {"value_residual", "neutreno", "depth_average"} or mode == "depth_attention":
+        return {}
+    state, gate = (TOKENS * size * 2 for size in (config.hidden_size, config.num_key_value_heads))
+    values, layers = gate * config.head_dim, mixing_layers(config)
+    own_is_one = config.value_residual_init[1] == 1  # then dV_n is dV'_n
+    of_a_layer = {
+        "none": (0, 0),
+        "identity": (3 * values, 4 * values),
+        "constant": (3 * values, (3 if own_is_one else 4) * values),
+        "learnable": (3 * values, 6 * values),
+        "learnable_plus": (3 * values, 6 * values),
+        # W h is a product by itself: h, and backward h and the sum dh too
+        "gated": (3 * values + 2 * gate + state, 6 * values + 3 * gate + 3 * state),
+        "dense": (0, 0),
+    }
+    parts = [tuple(len(layers) * each for each in of_a_layer[mode])]
+    if mode == "dense":
+        parts.append(of_averages([value_layers(config, layer) for layer in layers], values))
+    if "depth_average" in kinds:
+        parts.append(of_averages([DepthAverage(config, layer).columns for layer in DepthAverage.layers(config)], state))
+    if "neutreno" in kinds:  # A V' read and U written, V_0, V'; backward dU, and the sums dV_0 and dV' read and written
+        parts += [(2 * state + 2 * values, state + 4 * values)] * (config.num_hidden_layers - 1)
+    return dict(zip(("forward", "backward"), map(sum, zip(*parts, strict=True)), strict=True))
+
+
+def of_averages(rows: Sequence[Sequence[int]], state: int) -> tuple[int, int]:
+    readers = Counter(column for row in rows for column in row)
+    return sum(len(row) + 1 for row in rows) * state, sum(number + 2 for number in readers.values()) * state
+
+
+def build(method: str, shape: str, device: str) -> Any:
+    made = config_of(method, shape)
     attention = "no_attention" if device == "meta" else "sdpa"
     with torch.device(device):
         return AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16, attn_implementation=attention)
@@ -114,12 +160,14 @@ def steps(model: Any, device: str) -> dict[str, Callable[[], object]]:
 
 
 def counted(method: str, shape: str) -> dict[str, dict[str, int]]:
-    """Of each step: kernels and bytes. The head and the loss, alike on both sides, are left out."""
+    """Of each step: kernels, bytes, and the minimum. The head and the loss, alike on both sides, are left out."""
     found = {}
     for name, step in steps(build(method, shape, "meta"), "meta").items():
         with Traffic() as traffic:
             step()
         found[name] = {"kernels": traffic.kernels, "bytes": traffic.bytes}
+    for name, least in minimum(config_of(method, shape)).items() if method != "llama" else ():
+        found[name]["minimum"] = least
     return found
 
 
@@ -161,13 +209,14 @@ def main() -> None:
         report["milliseconds"] = {shape: timed(methods, shape) for shape in shapes}
     Path(output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for shape, rows in report["counted"].items():
-        print(f"{shape}: kernels and GB of {', '.join(rows['llama'])}, of Llama, then what others have more")
+        print(f"{shape}: kernels, GB of {', '.join(rows['llama'])}, of Llama, then what others have more, and least GB")
         for method, row in rows.items():
             llama = {
                 name: each if method != "llama" else {"kernels": 0, "bytes": 0} for name, each in rows["llama"].items()
             }
             cells = [
                 f"{each['kernels'] - llama[name]['kernels']:6} {(each['bytes'] - llama[name]['bytes']) / 1e9:7.1f}"
+                f" {each['minimum'] / 1e9 if 'minimum' in each else math.nan:7.1f}"
                 for name, each in row.items()
             ]
             print(f"  {method:24}", *cells)

@@ -38,6 +38,16 @@ def test_kernels_and_bytes_are_counted_beside_llama(tmp_path: Path) -> None:
     counted = json.loads(output.read_text())["counted"]["1B"]
     llama, layers, state = counted["llama"], 16, 8192 * 2048 * 2
     assert counted["svformer"]["forward"]["kernels"] == llama["forward"]["kernels"] - (layers - 1)  # projections
+    added = {step: counted["resformer"][step]["kernels"] - llama[step]["kernels"] for step in ("forward", "backward")}
+    assert added["forward"] == 2 * (layers - 1)
+    assert added["backward"] == 5 * (layers - 1) + 1  # and what layer 0 itself has of V_0's gradient
+    values = 8192 * 512 * 2
+    least = [counted["resformer"][step]["minimum"] for step in ("forward", "backward")]
+    assert least == [3 * (layers - 1) * values, 6 * (layers - 1) * values]
+    moved = counted["resformer"]["backward"]["bytes"] - llama["backward"]["bytes"]
+    assert 0 <= moved - (least[1] + (3 * (layers - 1) + 2) * values) < 0.01 * moved  # dV'_n is read four times
+    averages = layers * (layers + 1) // 2 + 2 * layers  # with their results
+    assert counted["denseformer"]["forward"]["minimum"] == averages * 8192 * 2048 * 2
     shares = 2  # l1 of all layers, and its products with V_0
     assert counted["resformer"]["decode"]["kernels"] == llama["decode"]["kernels"] + layers - 1 + shares
     more = counted["denseformer"]["forward"]["bytes"] - llama["forward"]["bytes"]
