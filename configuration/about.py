@@ -27,12 +27,12 @@ class About:
     """What a card says of a connection, which is on where the field that this stands for is set.
 
     Attributes:
-        tag: of the card.
-        equation: a sentence with the equation.
+        tags: of the card, with spaces between them: the names that people search.
+        equation: a sentence with the equation, within `$`; cards have the delimiters of the Hub.
         paper: its own, which a card cites unless the named method has others.
     """
 
-    tag: str
+    tags: str
     equation: str
     paper: Paper | None = None
 

@@ -304,7 +304,7 @@ class SharingFields:
             RESFORMER,
         ),
         "key_sources": About(
-            "kv-sharing",
+            "kv-sharing cross-layer-attention",
             "layer n attends with the keys of layer `key_sources[n]` to the values of layer `value_sources[n]`, "
             "and stores none that it reads from another",
             CLA,
@@ -358,8 +358,8 @@ class NeutrenoFields:
     about = {
         "neutreno_lambda": About(
             "neutreno",
-            r"a multiple of the difference from V_0 is added to the attention output, $U_n = A_n V'_n + \lambda "
-            r"(V_0 - V'_n)$, with V'_n the values that layer n attends to",
+            r"a multiple of the difference from $V_0$ is added to the attention output, $U_n = A_n V'_n + \lambda "
+            r"(V_0 - V'_n)$, with $V'_n$ the values that layer n attends to",
             NEUTRENO,
         ),
     }
@@ -398,7 +398,7 @@ class DepthAverageFields:
 
     about = {
         "dwa": About(
-            "depth-weighted-averaging",
+            "depth-weighted-averaging denseformer",
             r"hidden states are averaged over depth, $Y_n = \sum_{j \le n+1} D_{n,j} X_j$",
             DENSEFORMER,
         ),
@@ -515,7 +515,7 @@ class AttnResFields:
 
     about = {
         "attnres": About(
-            "attention-residuals",
+            "attention-residuals attnres",
             r"attention, MLP and the final norm read a softmax over the embeddings and what sublayers have added, "
             r"$\sum_j a_{i,j} b_j$, in place of the residual stream",
             ATTNRES,
@@ -554,7 +554,7 @@ class MuddFields:
 
     about = {
         "mudd": About(
-            "muddformer",
+            "muddformer mudd",
             r"queries, keys, values and the residual stream each read a sum of all earlier outputs, $X^c_i = X_i + "
             r"\sum_{j \le i} A^c_{i,j} X_j$, whose weights depend on the token",
             MUDD,
@@ -587,7 +587,7 @@ class EmbeddingResidualFields:
 
     about = {
         "embedding_residual": About(
-            "embedding-residual", "each layer reads $r_n x + s_n X_0$ in place of the residual stream x"
+            "embedding-residual", "each layer reads $r_n x + s_n X_0$ in place of the residual stream $x$"
         ),
     }
 
@@ -638,8 +638,8 @@ class HyperConnectionFields:
 
     about = {
         "hyper_connections": About("hyper-connections", _STREAMS, HYPER),
-        "hyper_connections.mhc": About("mhc", _STREAMS, MHC),
-        "hyper_connections.ihc": About("mhc", _STREAMS, MHC),
+        "hyper_connections.mhc": About("mhc hyper-connections", _STREAMS, MHC),
+        "hyper_connections.ihc": About("mhc hyper-connections", _STREAMS, MHC),
     }
     methods = {
         "hyper-connections": Method(

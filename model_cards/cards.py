@@ -54,6 +54,14 @@ class Part:
 
 
 @dataclass
+class Evaluation:
+    """A point of the curve of a training."""
+
+    step: int
+    loss: float  # nats a token of the held-out text
+
+
+@dataclass
 class Recipe:
     """How a model was trained."""
 
@@ -79,6 +87,7 @@ class Training:
     recipe: Recipe | None = None
     data: list[Part] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)  # one of each model that was trained
+    evaluations: list[Evaluation] = field(default_factory=list)  # of the model of the card
 
 
 @dataclass(frozen=True)
@@ -139,7 +148,7 @@ def model_card(
     stated = [] if family else config.architectures or []  # at a conversion, the source's
     architecture = next((each for each in stated if each in HEADS), "ResFormerForCausalLM")
     head = HEADS.get(architecture, HEADS["ResFormerForCausalLM"])
-    tags = ["resformer", *([method] if method else []), *(each.tag for each in about.values())]
+    tags = ["resformer", *([method] if method else []), *(tag for each in about.values() for tag in each.tags.split())]
     card_data = ModelCardData(
         library_name="resformer" if alone else "transformers",
         pipeline_tag=head["task"],
@@ -172,7 +181,7 @@ def model_card(
         "auto_class": architecture.replace("ResFormer", "AutoModel"),
         "alone": alone,
         "own": {kind.name: kind.__module__ for kind in KINDS if kind.fields_of is None and kind.is_in(config)},
-        "connections": [*filter(None, dict.fromkeys(each.equation for each in about.values()))],
+        "connections": [*filter(None, dict.fromkeys(_as_the_hub_reads(each.equation) for each in about.values()))],
         "named": METHODS.get(method or ""),
         "papers": papers,
         "licence": licence,
@@ -185,6 +194,8 @@ def model_card(
         "tokenizer": tokenizer,
         "changed": changed,
         "runs": () if changed else values["runs"],
+        # Some ten, the last among them.
+        "evaluations": values["evaluations"][:: -max(1, len(values["evaluations"]) // 10)][::-1],
     }
     # ModelCard.from_template would leave missing values blank instead of raising an error.
     if alone and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -252,6 +263,11 @@ def _in_lines(value: Any) -> Any:
     if isinstance(value, list):
         return [_in_lines(entry) for entry in value]
     return _line(value) if isinstance(value, str) else value
+
+
+def _as_the_hub_reads(sentence: str) -> str:
+    r"""`$x$` -> `\\(x\\)`, the Hub's delimiters within a line; `$$x$$` is its own."""
+    return re.sub(r"(?<!\$)\$([^$]+)\$(?!\$)", r"\\\\(\1\\\\)", sentence)
 
 
 def _line(text: object) -> str:

@@ -94,7 +94,7 @@ def test_cards_lists_and_inspection_say_of_a_class_what_it_says_of_itself(tmp_pa
     make_tuned()
 
     class Cited(resformer.Connection):
-        name, place, title, equation = "cited", "mlp_added", "A title", "it says $x + f$"
+        name, place, title, equation = "cited", "mlp_added", "A title", "it says $x_n + f$, $$ y_n $$"
         paper = Paper("2000.00001", "Of the title", "One, Some", 2020)
 
         def forward(self, added: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ def test_cards_lists_and_inspection_say_of_a_class_what_it_says_of_itself(tmp_pa
     card = (tmp_path / "alone" / "README.md").read_text()
     for said in (
         "- cited\n- arxiv:2000.00001\n",
-        "A title\n\n* it says $x + f$\n",
+        "A title\n\n* it says \\\\(x_n + f\\\\), $$ y_n $$\n",
         "title = {Of the title}",
         "year = {2020}",
     ):

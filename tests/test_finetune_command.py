@@ -26,7 +26,7 @@ from resformer import ResFormerForCausalLM, retrofit
 from resformer.checkpoint_cards import checkpoint_card
 from resformer.errors import CheckpointError, OutputError
 from resformer.files import check_target, locked
-from resformer.names import LISTING
+from resformer.names import DESCRIPTIONS, LISTING
 from resformer.training import recipe
 from resformer.training.data import load_documents
 from resformer.training.optimizer import is_connection
@@ -253,7 +253,7 @@ def test_a_run_that_died_after_its_last_step_trains_no_more(work: Path, monkeypa
             tuned(work, "died", patch, **options)
     report = tuned(work, "died", monkeypatch, **options, resume=True)
     assert (report.steps, report.resumed_from) == (2, 2)
-    _, first, second = (entry["loss"] for entry in report.evaluations)
+    _, first, second = (entry.loss for entry in report.evaluations)
     assert report.loss_after == pytest.approx(first, rel=1e-5)  # the "best" is what is written, not the last
     assert loss_of(work / "died", work, 4) == pytest.approx(first, rel=1e-5)
     assert second < first
@@ -323,7 +323,7 @@ def test_what_comes_after_each_epoch_comes_after_each(work: Path, monkeypatch: p
     each = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
     report = tuned(work, "each", monkeypatch, steps=None, epochs=3, batch=64, held_out_blocks=1, **each)
     pass_ = math.ceil(report.steps / 3)
-    assert [entry["step"] for entry in report.evaluations] == [0, pass_, 2 * pass_, report.steps]
+    assert [entry.step for entry in report.evaluations] == [0, pass_, 2 * pass_, report.steps]
 
 
 def test_a_finetuning_with_a_constant_rate_goes_on(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,7 +484,9 @@ def test_a_dry_run_takes_one_step_and_says_what_it_took(work: Path, monkeypatch:
 def test_tensorboard_files_are_in_the_output(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     tuned(work, "logged", monkeypatch, report_to=["tensorboard"], optim="adafactor")
-    (folder,) = (work / "logged" / "runs").iterdir()
-    events = reader.EventAccumulator(str(folder)).Reload()
+    (file,) = (work / "logged" / "runs").iterdir()
+    assert re.fullmatch(r"events\.out\.tfevents\.\d+\.0", file.name)  # no name of a host
+    assert DESCRIPTIONS.fullmatch(f"runs/{file.name}")
+    events = reader.EventAccumulator(str(file.parent)).Reload()
     assert [event.step for event in events.Scalars("eval/loss")] == [0, 1, 2]
     check_target(work / "logged", made_by="finetune", force=True)

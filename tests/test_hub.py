@@ -32,7 +32,11 @@ def test_push_is_one_commit_that_loads(checkpoint: Path, tmp_path: Path, command
     for name in ("checkpoint-5/model.safetensors", "optimizer.pt", "x.tmp", ".git/config", "__pycache__/x.pyc", ".env"):
         (checkpoint / name).parent.mkdir(exist_ok=True)
         (checkpoint / name).write_bytes(b"debris")
+    curves = checkpoint / "runs" / "events.out.tfevents.1764200000.0"
+    curves.parent.mkdir()
+    curves.write_bytes(b"of TensorBoard")
     names = {path.name for path in checkpoint.iterdir() if path.is_file()} - {"optimizer.pt", "x.tmp", ".env", LISTING}
+    names.add(f"runs/{curves.name}")
     dry = commands("push", checkpoint, "you/model", "--dry-run", "--tag", "v1.0")
     assert not commands.hub.requests
     assert "left behind   .env, .git/, __pycache__/, checkpoint-5/, optimizer.pt, x.tmp\n" in dry.stdout

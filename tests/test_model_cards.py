@@ -1,6 +1,7 @@
 """Cards state what was measured and nothing else, in a form that the Hub and a reader's Markdown understand."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from difflib import unified_diff
@@ -12,8 +13,8 @@ from checkpoints import change_json, save_checkpoint
 from conftest import COMBINATIONS, TINY, assert_said, assert_snapshot, cli
 from huggingface_hub import ModelCard
 from jinja2 import UndefinedError
+from latex2mathml.converter import convert
 from markdown_it import MarkdownIt
-from mdit_py_plugins.dollarmath import dollarmath_plugin
 from transformers import AutoModelForCausalLM
 
 from resformer import METHODS, ResFormerConfig, retrofit
@@ -175,11 +176,17 @@ def test_a_dataset_may_have_a_name_of_digits() -> None:
     assert harness_metrics({**HARNESS, "configs": numbered})[0].config == "2016"  # as YAML reads it
 
 
-def test_tables_and_equations_come_out(cards: dict[str, str]) -> None:
-    markdown = MarkdownIt("commonmark").enable("table").use(dollarmath_plugin)
+def test_tables_and_equations_come_out_on_the_hub(cards: dict[str, str]) -> None:
+    """The Hub typesets what is within `$$` or within `\\(` and `\\)`, before it reads Markdown."""
+    markdown = MarkdownIt("commonmark").enable("table")
     of_methods = [str(model_card({}, "m", config=ResFormerConfig.for_method(each))) for each in METHODS]
     for card in (*cards.values(), *of_methods):
         body = card.partition("\n---\n")[2] or card
+        equations = re.findall(r"\\\\\((.+?)\\\\\)", body)
+        assert equations
+        assert all(convert(equation) for equation in equations)
+        body = re.sub(r"\\\\\((.+?)\\\\\)", "<math>", body)
+        assert "$" not in body
         tokens = markdown.parse(body)
         kinds = [token.type for token in tokens]
         assert kinds.count("table_open") == body.count("|---|\n") >= 1

@@ -45,7 +45,7 @@ from resformer.environment import cpu_has_bf16, peak_memory, require
 from resformer.errors import CheckpointError, OutputError, did_you_mean, one_line
 from resformer.files import check_apart, check_target, locked, replacing, write_text
 from resformer.loading import load_config
-from resformer.model_cards import model_card
+from resformer.model_cards import Evaluation, model_card
 from resformer.modeling.saved_connections import checksums, weights_have_changed
 from resformer.record import read_record, weight_digests
 from resformer.training.data import load_documents
@@ -297,8 +297,10 @@ def _write(
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
         if (options.unfinished / LOG).exists():
             shutil.copyfile(options.unfinished / LOG, folder / LOG)
-        if (options.unfinished / "runs").exists():  # TensorBoard's
-            shutil.copytree(options.unfinished / "runs", folder / "runs")
+        events = sorted(options.unfinished.glob("runs/*/events.out.tfevents.*"))  # TensorBoard's, one for each start
+        for number, path in enumerate(events):  # their names say the time, the host and the process
+            (folder / "runs").mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / "runs" / f"events.out.tfevents.{path.name.split('.')[3]}.{number}")
         facts = {**asdict(report), **weight_digests(folder)}
         (folder / "metrics.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
         if isinstance(config, ConnectionFields):  # cards are for models with cross-layer connections
@@ -371,7 +373,7 @@ def _train(trainer: RecipeTrainer, last: Path | None, report: FinetuneReport) ->
         return
     if not evaluations or evaluations[-1]["step"] != state.global_step:
         evaluations.append({**trainer.evaluate(), "step": state.global_step})
-    report.evaluations = [{"step": entry["step"], "loss": entry["eval_loss"]} for entry in evaluations]
+    report.evaluations = [Evaluation(entry["step"], entry["eval_loss"]) for entry in evaluations]
     best = trainer.args.load_best_model_at_end  # loaded after the last evaluation
     after = trainer.evaluate() if best else evaluations[-1]
     report.loss_before, report.loss_after = evaluations[0]["eval_loss"], after["eval_loss"]

@@ -50,7 +50,6 @@ class FinetuneReport(Training):
     tokens_per_second: float | None = None
     peak_memory: int | None = None  # bytes, most at once: resident in this process, or allocated on the accelerator
     tokenizer: TokensComparison | None = None  # that of the output, beside that of the training
-    evaluations: list[dict[str, float]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
 
 

@@ -12,7 +12,7 @@ RECORD = "resformer_conversion.json"
 #: In every output folder: the command that wrote it, and the size and first bytes of its files.
 LISTING = ".resformer-files.json"
 #: The only folders whose files are a part of a checkpoint.
-FOLDERS = ("chat_templates", "additional_chat_templates")
+FOLDERS = ("chat_templates", "additional_chat_templates", "runs")
 
 #: The tokenizer, chat templates, generation settings and the licence: every conversion copies them.
 SIDE_FILES = re.compile(
@@ -32,9 +32,11 @@ SETTINGS = (
     *(TOKENIZER_CONFIG, "special_tokens_map.json", "generation_config.json", "chat_template.json"),
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
 )
-#: The card, the record, results and pictures describe these very weights: bundles and pushes take them too.
+#: The card, the record, results, pictures and TensorBoard's files, which the Hub shows, describe these very weights:
+#: bundles and pushes take them too.
 DESCRIPTIONS = re.compile(
     rf"{re.escape(CARD)}|{re.escape(RECORD)}|(metrics|log|eval)\.json|[\w.-]+\.(png|jpe?g|gif|webp|svg)"
+    r"|runs/events\.out\.tfevents\.[\w.-]+"
 )
 #: Transformers loads these beside, or instead of, the weights of a push, which deletes them.
 LOADED_INSTEAD = re.compile(rf"model(-\d+-of-\d+)?\.safetensors|{re.escape(INDEX)}|adapter_config\.json")
