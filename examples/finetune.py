@@ -8,8 +8,7 @@ import sys
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, TrainingArguments
 
-import resformer  # noqa: F401  # registers the architecture with the Auto classes
-from resformer.training.optimizer import ConnectionTrainer
+from resformer import ConnectionTrainer
 
 TEXT = sys.argv[1]
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -225,6 +226,12 @@ def _connect_again(model: Any, fields: Mapping[str, Any], decoder: Decoder) -> N
 
 def _is_connection(name: str) -> bool:
     return any(kind.name == name for kind in KINDS)
+
+
+def connection_modules(model: torch.nn.Module) -> list[str]:
+    """Names of the modules with the parameters of a model's connections, such as PEFT's `modules_to_save` takes."""
+    names = {part for name, _ in model.named_parameters() for part in name.split(".")}
+    return [kind.name for kind in KINDS if kind.name in names]
 
 
 def disconnect(model: PreTrainedModel, *, lossy: bool = False) -> PreTrainedModel:

@@ -47,7 +47,9 @@ def test_neither_an_import_nor_help_brings_torch_or_transformers(code: str, tmp_
 
 def test_every_public_name_is_there_and_unknown_ones_are_not() -> None:
     assert [name for name in resformer.__all__ if getattr(resformer, name, None) is None] == []
-    assert set(resformer.__all__) <= set(dir(resformer))
+    packages = {"analysis", "configuration", "convert", "model_cards", "modeling", "training"}
+    listed = {name for name in dir(resformer) if not name.startswith("_")}
+    assert listed == {*resformer.__all__, *packages} - {"__version__"}
     with pytest.raises(AttributeError, match="module 'resformer' has no attribute 'ResFormer'"):
         resformer.ResFormer  # noqa: B018
 

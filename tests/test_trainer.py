@@ -268,18 +268,20 @@ def test_an_optimizer_that_hides_its_parameters_is_warned_of(trainer: Build) -> 
 
 def test_an_adapter_that_leaves_connections_frozen_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     peft = pytest.importorskip("peft")
-    options: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 2, "target_modules": "all-linear"}
 
-    def adapted(method: str, **more: Any) -> Any:
+    def adapted(method: str, *, train: bool = False) -> Any:
         model = ResFormerForCausalLM(ResFormerConfig.for_method(method, **TINY))
-        return peft.get_peft_model(model, peft.LoraConfig(**options, **more))
+        options: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 2, "target_modules": "all-linear"}
+        if train:
+            options["modules_to_save"] = resformer.connection_modules(model)
+        return peft.get_peft_model(model, peft.LoraConfig(**options))
 
     words = re.escape("modules_to_save=['depth_average', 'value_residual'] in its configuration does.")
     with pytest.warns(UserWarning, match=f"^The adapter does not train the connections: {words}$"):
         adapted("resformer-denseformer")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        trained = adapted("resformer-denseformer", modules_to_save=["value_residual", "depth_average"])
+        trained = adapted("resformer-denseformer", train=True)
         adapted("transformer")
     connections = [
         name for name, parameter in trained.named_parameters() if is_connection(name) and parameter.requires_grad

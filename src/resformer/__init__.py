@@ -1,4 +1,4 @@
-"""Cross-layer connections for Hugging Face Transformers: ResFormer, SVFormer, DenseFormer, NeuTRENO, CLA.
+"""Cross-layer connections for Hugging Face Transformers: MUDDFormer, mHC, AttnRes, ResFormer, SVFormer, DenseFormer.
 
 `import resformer` is all that `AutoModelForCausalLM.from_pretrained` and the other Auto classes need. It imports
 neither torch nor Transformers: names are loaded when they are first used.
@@ -20,9 +20,10 @@ _HOMES = {
         "ResFormerForTokenClassification ResFormerModel ResFormerPreTrainedModel"
     ),
     "resformer.modeling.connecting": (
-        "connect connected_config depth_mixing_matrix disconnect disconnected value_mixing_matrix"
+        "connect connected_config connection_modules depth_mixing_matrix disconnect disconnected value_mixing_matrix"
     ),
     "resformer.pushing": "push",
+    "resformer.training.optimizer": "ConnectionTrainer",
 }
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from resformer.modeling import *  # noqa: F403
     from resformer.modeling.connecting import *  # noqa: F403
     from resformer.pushing import *  # noqa: F403
+    from resformer.training.optimizer import *  # noqa: F403
 
 _SUBPACKAGES = ("analysis", "configuration", "convert", "model_cards", "modeling", "training")
 

@@ -8,7 +8,7 @@ from typing import Any
 def on_demand(
     package: dict[str, Any], homes: Mapping[str, str], subpackages: Collection[str] = ()
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of a package, from its `globals()`.
+    """`__all__`, `__getattr__` and `__dir__` of a package, from its `globals()`; `dir` lists public names alone.
 
     Args:
         homes: module -> its public names, separated by spaces.
@@ -24,4 +24,5 @@ def on_demand(
         value = package[name] = getattr(import_module(modules[name]), name)
         return value
 
-    return [*modules], get, lambda: sorted({*package, *modules})
+    special = [name for name in package if name.startswith("__")]
+    return [*modules], get, lambda: sorted({*special, *modules, *subpackages})

@@ -105,11 +105,9 @@ def _register_frozen_connections(peft_model: ModuleType) -> None:
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         if "resformer.modeling" not in sys.modules or not trained:  # else none has connections, or nothing is trained
             return
-        from resformer.modeling.connections import KINDS
+        from resformer.modeling.connecting import connection_modules
 
-        learned = {
-            kind.name: False for kind in KINDS for name, _ in self.named_parameters() if f".{kind.name}." in name
-        }
+        learned = dict.fromkeys(connection_modules(self), False)
         for name in trained:
             learned |= {kind: True for kind in learned if f".{kind}." in name and "lora_" not in name}
         if frozen := [kind for kind, is_learned in learned.items() if not is_learned]:
