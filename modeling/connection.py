@@ -28,14 +28,13 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor, Partial
 from transformers import conversion_mapping
 from transformers import initialization as init
@@ -407,48 +406,6 @@ class Weights(Added):
 
     def reset_parameters(self) -> None:
         init.copy_(self.weight, torch.tensor(self.start, dtype=self.weight.dtype))
-
-
-def weighted_sum(states: Sequence[torch.Tensor], weights: torch.Tensor | Sequence[Any]) -> torch.Tensor:
-    """Returns sum_k weights[k] states[k], in the dtype of the states.
-
-    A weight of exactly 0 adds nothing and a weight of exactly 1 changes nothing, for finite states; -0 becomes +0 where
-    0 is added to it.
-
-    Args:
-        states: K >= 1 tensors of one shape and dtype.
-        weights: K numbers or scalars, of any floating dtype; tensors get gradients. A tensor `(K, ...)` holds K that
-            broadcast to the states.
-    """
-    if isinstance(weights, torch.Tensor):
-        # Scalars take part in products in their own dtype, without a copy.
-        weights = (weights if weights.dim() == 1 else weights.to(states[0])).unbind()
-    total = states[0] * weights[0]
-    for state, weight in zip(states[1:], weights[1:], strict=True):  # in place: autograd saves no sum
-        if isinstance(weight, torch.Tensor):
-            total.addcmul_(state, weight)
-        else:
-            total.add_(state, alpha=weight)
-    return total
-
-
-def is_ordinary(states: Sequence[torch.Tensor], weights: Iterable[torch.Tensor] = ()) -> bool:
-    """Whether these are plain tensors on one device, the states of one dtype, outside of torch.compile, torch.jit
-    tracing and transforms.
-
-    Compilers fuse plain operations by themselves, and tracers and transforms do not support Python autograd functions.
-    """
-    tensors = [*states, *weights]
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._are_functorch_transforms_active()
-        or len({tensor.device for tensor in tensors}) > 1
-        or len({state.dtype for state in states}) > 1
-        or any(
-            type(each) not in (torch.Tensor, nn.Parameter) or unpack_dual(each).tangent is not None for each in tensors
-        )
-    )
 
 
 def plain_matrix(rows: int, columns: int) -> torch.Tensor:

@@ -10,9 +10,9 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from resformer import ResFormerConfig
-from resformer.modeling.connection import is_ordinary
 from resformer.modeling.connections import value_residual
 from resformer.modeling.connections.value_residual import ValueResidual
+from resformer.modeling.sums import is_ordinary
 
 HEADS, CHANNELS = 2, 3
 

@@ -27,7 +27,8 @@ from transformers.utils.generic import maybe_autocast
 
 from resformer.configuration.connection_fields import DeltaAttentionResidualFields
 from resformer.configuration.sources import block_starts
-from resformer.modeling.connection import BetweenLayers, Connection, coefficient, is_ordinary, weighted_sum, whole
+from resformer.modeling.connection import BetweenLayers, Connection, coefficient, whole
+from resformer.modeling.sums import weighted_sums
 
 
 class DeltaAttentionResiduals(Connection):
@@ -134,31 +135,4 @@ class BlockDeltas(BetweenLayers):
         read = [scores[:here] for scores in self.scores]
         weights = torch.stack([torch.zeros_like(read[0]), *read], dim=1).softmax(dim=1)[:, 1:]  # 0: the null source
         weights = (self.gate[2 * layer : 2 * end].to(weights).view(-1, 1, 1, 1, 1) * weights).to(delta.dtype)
-        if products_pay(self.deltas):
-            self.terms = iter(Terms.apply(weights.permute(2, 3, 4, 0, 1), *self.deltas).unbind(-2))
-        else:
-            self.terms = (weighted_sum(self.deltas, each) for each in weights.unsqueeze(-1))
-
-
-def products_pay(deltas: Sequence[torch.Tensor]) -> bool:
-    """Whether one product for all sublayers of a block costs less than a sum for each: it moves a quarter of the bytes,
-    by small matrices, many of which are slow on CPUs. Compilers fuse sums."""
-    return is_ordinary(deltas) and (not deltas[0].is_cpu or math.prod(deltas[0].shape[:-1]) <= 256)
-
-
-class Terms(torch.autograd.Function):
-    """sum_b g_i a_ib D_b of all sublayers i: a matrix product for each token and head. What is saved is the deltas."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: torch.Tensor, *deltas: torch.Tensor) -> torch.Tensor:
-        """`weights` are `(batch, tokens, heads, sublayers, deltas)`; returns `(.., sublayers, width)`."""
-        ctx.save_for_backward(weights, *deltas)
-        with maybe_autocast(device_type=weights.device.type, enabled=False):
-            return weights @ torch.stack(deltas, dim=-2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        weights, *deltas = ctx.saved_tensors
-        with maybe_autocast(device_type=weights.device.type, enabled=False):
-            of_weights = gradient @ torch.stack(deltas, dim=-2).mT
-            return of_weights, *(weights.mT @ gradient).unbind(-2)
+        self.terms = weighted_sums(self.deltas, weights.permute(2, 3, 4, 0, 1))

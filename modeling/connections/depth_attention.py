@@ -18,8 +18,9 @@ import torch
 from transformers import initialization as init
 
 from resformer.configuration import key_sources, value_layers
-from resformer.modeling.connection import Reads, coefficient, weighted_sum
+from resformer.modeling.connection import Reads, coefficient
 from resformer.modeling.connections.value_residual import ValueResidual
+from resformer.modeling.sums import weighted_sum
 
 
 class DepthAttention(ValueResidual, mode="depth_attention"):

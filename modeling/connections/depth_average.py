@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from resformer.configuration.connection_fields import DepthAverageFields
-from resformer.modeling.connection import BetweenLayers, MixingRow, Weights, coefficient, is_ordinary, weighted_sum
+from resformer.modeling.connection import BetweenLayers, MixingRow, Weights, coefficient
+from resformer.modeling.sums import is_ordinary, weighted_sum
 
 HALVES = (torch.float16, torch.bfloat16)
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from resformer.configuration.connection_fields import EmbeddingResidualFields
-from resformer.modeling.connection import BetweenLayers, Connection, Weights, coefficient, weighted_sum
+from resformer.modeling.connection import BetweenLayers, Connection, Weights, coefficient
+from resformer.modeling.sums import weighted_sum
 
 
 class EmbeddingResidual(Weights, Connection):

@@ -33,8 +33,8 @@ from transformers.utils.generic import maybe_autocast
 
 from resformer.configuration import key_sources, value_sources
 from resformer.configuration.connection_fields import MuddFields
-from resformer.modeling.connection import BetweenLayers, Connection, coefficient, weighted_sum, whole
-from resformer.modeling.connections.delta_attention_residuals import Terms, products_pay
+from resformer.modeling.connection import BetweenLayers, Connection, coefficient, whole
+from resformer.modeling.sums import weighted_sums
 
 INPUTS = {"q": "query_input", "k": "key_input", "v": "value_input"}
 
@@ -188,7 +188,7 @@ class Aggregates(BetweenLayers):
         weights = weights.unflatten(-1, own["static"].shape) + own["static"]
         if "r" in module.channels and "post" not in own:
             weights = torch.cat((weights[..., :-1, :] - weights[..., -1:, :], weights[..., -1:, :]), dim=-2)
-        terms = sums(self.states, weights.to(hidden_states))
+        terms = [*weighted_sums(self.states, weights.to(hidden_states))]
         if "r" in module.channels:
             *terms, stream = terms
             if "post" in own:
@@ -197,10 +197,3 @@ class Aggregates(BetweenLayers):
                 terms = [each - stream for each in terms]
             hidden_states = hidden_states + stream
         return hidden_states, dict(zip(module.channels, terms, strict=False))
-
-
-def sums(states: Sequence[torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:
-    """sum_j weights[.., c, j] states[j] of all c; compilers fuse them."""
-    if products_pay(states):
-        return [*Terms.apply(weights, *states).unbind(-2)]
-    return [weighted_sum(states, each.movedim(-1, 0).unsqueeze(-1)) for each in weights.unbind(-2)]

@@ -35,10 +35,9 @@ from resformer.modeling.connection import (
     StartsAsStated,
     Weights,
     coefficient,
-    is_ordinary,
-    weighted_sum,
 )
 from resformer.modeling.connections.depth_average import RunningAverage
+from resformer.modeling.sums import is_ordinary, weighted_sum
 
 #: Numbers that may be kept so that decoding launches less.
 MANY = 2**24

@@ -1,0 +1,88 @@
+"""Weighted sums of states, as the connections need them."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.forward_ad import unpack_dual
+from transformers.utils.generic import maybe_autocast
+
+
+def weighted_sum(states: Sequence[torch.Tensor], weights: torch.Tensor | Sequence[Any]) -> torch.Tensor:
+    """Returns sum_k weights[k] states[k], in the dtype of the states.
+
+    A weight of exactly 0 adds nothing and a weight of exactly 1 changes nothing, for finite states; -0 becomes +0 where
+    0 is added to it.
+
+    Args:
+        states: K >= 1 tensors of one shape and dtype.
+        weights: K numbers or scalars, of any floating dtype; tensors get gradients. A tensor `(K, ...)` holds K that
+            broadcast to the states.
+    """
+    if isinstance(weights, torch.Tensor):
+        # Scalars take part in products in their own dtype, without a copy.
+        weights = (weights if weights.dim() == 1 else weights.to(states[0])).unbind()
+    total = states[0] * weights[0]
+    for state, weight in zip(states[1:], weights[1:], strict=True):  # in place: autograd saves no sum
+        if isinstance(weight, torch.Tensor):
+            total.addcmul_(state, weight)
+        else:
+            total.add_(state, alpha=weight)
+    return total
+
+
+def weighted_sums(states: Sequence[torch.Tensor], weights: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields sum_k weights[.., s, k] states[k] of each s.
+
+    Args:
+        states: K tensors `(.., width)` of one shape and dtype.
+        weights: `(.., sums, K)`.
+    """
+    if products_pay(states):
+        return iter(Products.apply(weights, *states).unbind(-2))
+    return (weighted_sum(states, each.movedim(-1, 0).unsqueeze(-1)) for each in weights.unbind(-2))
+
+
+def is_ordinary(states: Sequence[torch.Tensor], weights: Iterable[torch.Tensor] = ()) -> bool:
+    """Whether these are plain tensors on one device, the states of one dtype, outside of torch.compile, torch.jit
+    tracing and transforms.
+
+    Compilers fuse plain operations by themselves, and tracers and transforms do not support Python autograd functions.
+    """
+    tensors = [*states, *weights]
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+        or len({tensor.device for tensor in tensors}) > 1
+        or len({state.dtype for state in states}) > 1
+        or any(
+            type(each) not in (torch.Tensor, nn.Parameter) or unpack_dual(each).tangent is not None for each in tensors
+        )
+    )
+
+
+def products_pay(states: Sequence[torch.Tensor]) -> bool:
+    """Whether one product for all sums costs less than each by itself: it moves a quarter of the bytes, by small
+    matrices, many of which are slow on CPUs. Compilers fuse sums."""
+    return is_ordinary(states) and (not states[0].is_cpu or math.prod(states[0].shape[:-1]) <= 256)
+
+
+class Products(torch.autograd.Function):
+    """`weighted_sums` by a matrix product for each token. What is saved is the states."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
+        """Returns `(.., sums, width)`."""
+        ctx.save_for_backward(weights, *states)
+        with maybe_autocast(device_type=weights.device.type, enabled=False):
+            return weights @ torch.stack(states, dim=-2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weights, *states = ctx.saved_tensors
+        with maybe_autocast(device_type=weights.device.type, enabled=False):
+            of_weights = gradient @ torch.stack(states, dim=-2).mT
+            return of_weights, *(weights.mT @ gradient).unbind(-2)
