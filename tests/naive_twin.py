@@ -89,7 +89,7 @@ def naive_hidden_states(
             sources = [stream]  # b_j of Attention Residuals
         seen = with_deltas(config, weights, 2 * n, stream, boundaries)
         if n:
-            seen = over_sources(config, weights, f"{layer}.attnres_attention", seen, sources)
+            seen = over_sources(config, weights, 2 * n, seen, sources)
         seen, lanes, gains = read_of_lanes(config, weights, 2 * n, lanes, seen, stream)
         scale = weights[f"{layer}.input_layernorm.weight"]
         normed_of = {c: rms_norm(seen + each - stream, scale, epsilon) for c, each in of_channel.items()}  # H_n
@@ -157,7 +157,7 @@ def naive_hidden_states(
         else:
             sources = [*sources[:-1], sources[-1] + added]
         seen = with_deltas(config, weights, 2 * n + 1, stream, boundaries)
-        seen = over_sources(config, weights, f"{layer}.attnres_feedforward", seen, sources)
+        seen = over_sources(config, weights, 2 * n + 1, seen, sources)
         seen, lanes, gains = read_of_lanes(config, weights, 2 * n + 1, lanes, seen, stream)
         normed = rms_norm(seen, weights[f"{layer}.post_attention_layernorm.weight"], epsilon)
         gate = linear(normed, weights, f"{layer}.mlp.gate_proj")
@@ -169,7 +169,7 @@ def naive_hidden_states(
 
         sources = [*sources, added] if parts is None else [*sources[:-1], sources[-1] + added]
         if n == number_of_layers - 1:
-            mixed_over = over_sources(config, weights, f"{layer}.attnres_output", stream + added, sources)
+            mixed_over = over_sources(config, weights, 2 * n + 2, stream + added, sources)
             blocks[-1] = alone + mixed_over - (stream + added)
         if config.backout and n == number_of_layers - 1:
             taken = weights[f"{layer}.backout.weight"] * blocks[number_of_layers // 2 + 1]
@@ -294,12 +294,16 @@ def read_of_lanes(
 
 
 def over_sources(
-    config: ResFormerConfig, weights: Weights, module: str, stream: torch.Tensor, sources: Sequence[torch.Tensor]
+    config: ResFormerConfig, weights: Weights, i: int, stream: torch.Tensor, sources: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """What a sublayer reads with Attention Residuals, one token at a time."""
+    """What sublayer i, or the final norm, reads with Attention Residuals, one token at a time."""
     if not config.attnres:
         return stream
-    query, gate = weights[f"{module}.query"], weights.get(f"{module}.gate", torch.ones((), dtype=torch.float64))
+    layer = min(i // 2, config.num_hidden_layers - 1)
+    module, row = f"model.layers.{layer}.attnres", i - max(1, 2 * layer)
+    query, gate = weights[f"{module}.query"][row], 1.0
+    if config.attnres_init is not None:
+        gate = weights[f"{module}.gate"][row]
     rows = []
     for t in range(len(stream)):
         tokens = [source[t] for source in sources]

@@ -18,7 +18,7 @@ from resformer.configuration import mixing_layers, value_sources
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.modeling import sums
 from resformer.modeling.connection import Added
-from resformer.modeling.connections import KINDS, attnres, depth_average, value_residual
+from resformer.modeling.connections import KINDS, depth_average, value_residual
 from resformer.training.optimizer import is_connection
 
 
@@ -280,17 +280,17 @@ def test_gates_start_as_stated(start: float) -> None:
         assert torch.equal(layer.delta_attention_residuals.gate, torch.full((2,), start))
         assert not layer.delta_attention_residuals.query.any()
     model = ResFormerForCausalLM(tiny_config("attnres", attnres_init=start))
-    modules = [module for module in model.modules() if isinstance(module, attnres.AttnRes)]
-    assert len(modules) == 6 + 5 + 1
-    assert all(float(module.gate) == start and not module.query.any() for module in modules)
+    modules = [layer.attnres for layer in model.model.layers]
+    assert [len(module.gate) for module in modules] == [1, 2, 2, 2, 2, 3]
+    assert all((module.gate == start).all() and not module.query.any() for module in modules)
     assert all("gate" not in name for name, _ in tiny_model("attnres").named_parameters() if "attnres" in name)
 
 
 def test_attention_residuals_at_gates_of_one_are_those_without_gates() -> None:
     plain, gated = (tiny_model("attnres", attnres_init=start, dtype=torch.float64) for start in (None, 1.0))
     gated.load_state_dict(plain.state_dict(), strict=False)
-    for module in (each for each in gated.modules() if isinstance(each, attnres.AttnRes)):
-        nn.init.ones_(module.gate)
+    for layer in gated.model.layers:
+        nn.init.ones_(layer.attnres.gate)
     torch.testing.assert_close(gated(**RAGGED).logits, plain(**RAGGED).logits, rtol=1e-12, atol=1e-12)
 
 

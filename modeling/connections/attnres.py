@@ -29,43 +29,58 @@ from resformer.modeling.connection import Connection, Reads, coefficient
 
 
 class AttnRes(Connection):
-    """The w and g of a sublayer."""
+    """The w and g of a layer: of its attention, unless it is the first, its MLP and, in the last, the final norm."""
 
+    name = "attnres"
     fields_of = AttnResFields
+    place = ("attention_input", "mlp_input", "layer_output")
     plain = {"attnres_init": 0.0}
-    #: The i of the sublayer, of that of its layer's attention.
-    sublayer = 0
 
     def __init__(self, config: Any, layer: int):
         super().__init__(config, layer)
         self.epsilon, self.first = config.rms_norm_eps, config.attnres_init
-        self.query = coefficient(config.hidden_size)  # w
+        #: Number of a place -> whether the output of the sublayer before it is the first of its block.
+        self.opens = {i - 2 * layer: _opens_block(config, i - 1) for i in _sublayers(config, layer)}
+        self.query = coefficient(len(self.opens), config.hidden_size)  # w
         if self.first is not None:
-            self.gate = coefficient(1)  # g
-        self.opens = _opens_block(config, 2 * layer + self.sublayer - 1)
+            self.gate = coefficient(len(self.opens))  # g
 
-    def mix(
-        self, states: torch.Tensor, ended: torch.Tensor | None, last: torch.Tensor, added: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns what the sublayer reads, and its `ended` and `last`, by name.
+    def forward(
+        self,
+        states: torch.Tensor,
+        layer_input: torch.Tensor,
+        attnres_ended: torch.Tensor | None = None,
+        attnres_last: torch.Tensor | None = None,
+        attnres_added: torch.Tensor | None = None,
+        attention_added: torch.Tensor | None = None,
+        mlp_added: torch.Tensor | None = None,
+    ) -> Any:
+        """Returns what the sublayer reads, and its `attnres_ended` and `attnres_last`, by name.
 
         Args:
             states: x_i. Some families flatten batch and tokens.
-            ended: the b_j but for the last that the sublayer before has read, `(blocks, batch, tokens, hidden_size)`.
-            last: the last of them.
-            added: the output of that sublayer.
+            attnres_ended: the b_j but for the last that the sublayer before has read, `(blocks, batch, tokens,
+                hidden_size)`.
+            attnres_last: the last of them.
+            attnres_added, attention_added, mlp_added: the output of that sublayer, at the three places.
         """
-        added = added.reshape(last.shape).to(last.dtype)
-        if self.opens:
+        place = 0 if attention_added is None else 1 if mlp_added is None else 2
+        if place not in self.opens:
+            return states
+        added: Any = (attnres_added, attention_added, mlp_added)[place]
+        last = layer_input if attnres_last is None else attnres_last
+        ended, added = attnres_ended, added.reshape(last.shape).to(last.dtype)
+        if self.opens[place]:
             ended, last = last[None] if ended is None else torch.cat((ended, last[None])), added
         else:
             last = last + added
         sources = torch.cat((ended, last[None])).to(torch.promote_types(last.dtype, torch.float32))
-        query = self.query.to(sources.dtype)
+        row = place - min(self.opens)
+        query = self.query[row].to(sources.dtype)
         scores = nn.functional.rms_norm(sources, query.shape, query, self.epsilon).sum(-1, keepdim=True)
         read = (scores.softmax(0) * sources).sum(0).view_as(states)
         if self.first is not None:
-            read = torch.lerp(states.to(read.dtype), read, self.gate.to(read.dtype))
+            read = torch.lerp(states.to(read.dtype), read, self.gate[row].to(read.dtype))
         return read.to(states.dtype), {"attnres_ended": ended, "attnres_last": last}
 
     def reset_parameters(self) -> None:
@@ -77,7 +92,8 @@ class AttnRes(Connection):
     def deviations(self) -> list[tuple[float, str]]:
         if self.first is None:
             return [(1.0, "")]
-        return [(abs(float(self.gate)), ".gate"), (float((0 * self.query).sum()), ".query")]  # NaN at a gate of 0
+        gates = [(abs(float(gate)), f".gate[{row}]") for row, gate in enumerate(self.gate)]
+        return [*gates, (float((0 * self.query).sum()), ".query")]  # NaN at gates of 0
 
     @classmethod
     def layers(cls, config: Any) -> Sequence[int]:
@@ -98,8 +114,13 @@ class AttnRes(Connection):
     @classmethod
     def flops(cls, config: Any) -> int:
         """4 x hidden_size for each b that a sublayer reads: its score, and its term of the sum."""
-        ends = [2 * layer + cls.sublayer for layer in cls.layers(config)]
+        ends = [end for layer in cls.layers(config) for end in _sublayers(config, layer)]
         return 4 * config.hidden_size * sum(1 + sum(_opens_block(config, i) for i in range(end)) for end in ends)
+
+
+def _sublayers(config: Any, layer: int) -> range:
+    """The i of a layer that have w_i."""
+    return range(max(1, 2 * layer), 2 * layer + 2 + (layer == config.num_hidden_layers - 1))
 
 
 def _opens_block(config: Any, i: int) -> bool:
@@ -107,54 +128,3 @@ def _opens_block(config: Any, i: int) -> bool:
     if config.attnres_blocks is None:
         return True
     return i % 2 == 0 and i // 2 in block_starts(config.num_hidden_layers, config.attnres_blocks)
-
-
-class AttnResAttention(AttnRes):
-    """Before the attention."""
-
-    name, place = "attnres_attention", "attention_input"
-
-    def forward(
-        self,
-        states: torch.Tensor,
-        attnres_ended: torch.Tensor,
-        attnres_last: torch.Tensor,
-        attnres_added: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return self.mix(states, attnres_ended, attnres_last, attnres_added)
-
-    @classmethod
-    def layers(cls, config: Any) -> Sequence[int]:
-        return super().layers(config)[1:]
-
-
-class AttnResFeedForward(AttnRes):
-    """Before the MLP."""
-
-    name, place, sublayer = "attnres_feedforward", "mlp_input", 1
-
-    def forward(
-        self,
-        states: torch.Tensor,
-        layer_input: torch.Tensor,
-        attention_added: torch.Tensor,
-        attnres_ended: torch.Tensor | None = None,
-        attnres_last: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        last = layer_input if attnres_last is None else attnres_last
-        return self.mix(states, attnres_ended, last, attention_added)
-
-
-class AttnResOutput(AttnRes):
-    """After the last layer."""
-
-    name, place, sublayer = "attnres_output", "layer_output", 2
-
-    def forward(
-        self, states: torch.Tensor, mlp_added: torch.Tensor, attnres_ended: torch.Tensor, attnres_last: torch.Tensor
-    ) -> torch.Tensor:
-        return self.mix(states, attnres_ended, attnres_last, mlp_added)[0]
-
-    @classmethod
-    def layers(cls, config: Any) -> Sequence[int]:
-        return super().layers(config)[-1:]
