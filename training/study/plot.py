@@ -90,6 +90,7 @@ def _draw_differences(axes: Any, runs: Sequence[Run], baseline: str, looks: Mapp
             axes.fill_between(x, low, high, color=looks[method]["color"], alpha=0.15, linewidth=0)
             shaded = True
     axes.axhline(0.0, color="black", linewidth=1)
+    axes.locator_params(axis="x", nbins=5)
     axes.set(title="During the training" + ": mean, 95 % interval" * shaded, xlabel="training tokens, millions")
 
 
