@@ -188,6 +188,8 @@ def _connect(model: Any, fields: Mapping[str, Any], unless_exact: str | None = N
     if before:
         _connect_again(model, fields, decoder)
         return model
+    if isinstance(model, ConnectedModel):  # it has the fields of connections alone
+        _become_plain(model)
     shared, own = model.config, _with_fields(copy.copy(model.config), fields)
     for module in model.modules():  # another model may have been made from the same configuration
         vars(module).update({name: own for name, value in vars(module).items() if value is shared})
@@ -244,8 +246,7 @@ def disconnect(model: PreTrainedModel, *, lossy: bool = False) -> PreTrainedMode
         ValueError: the model has no connections, or they have an effect, or its layers share keys or values, whose
             own projections it does not have.
     """
-    if not isinstance(model, ConnectedModel):
-        raise ValueError(f"{type(model).__name__} has no connections.")
+    _check_connected(model)
     decoder, config = Decoder(model), model.config
     shares = [name for name in ("value_sources", "key_sources") if getattr(config, name)]
     if shares:
@@ -256,6 +257,17 @@ def disconnect(model: PreTrainedModel, *, lossy: bool = False) -> PreTrainedMode
     if not lossy and (effects := effects_of(model, decoder)):
         raise ValueError(f"Connections have learned: {effects[0]}. Lose that with lossy=True.")
     remove_connections(decoder)
+    return _become_plain(model)
+
+
+def _check_connected(model: PreTrainedModel) -> None:
+    if not any(isinstance(each, ConnectedLayer) for each in model.modules()):
+        raise ValueError(f"{type(model).__name__} has no connections.")
+
+
+def _become_plain(model: PreTrainedModel) -> PreTrainedModel:
+    """Gives a model without connections, in place, its family's class and configuration."""
+    config: Any = model.config
     family = family_of(config)
     for each in [config, *(getattr(module, "config", None) for module in model.modules())]:
         if type(each) is not family and isinstance(each, type(config)):
@@ -289,8 +301,7 @@ def disconnected(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     Raises:
         ValueError: the model has no connections, or its layers share keys or values.
     """
-    if not isinstance(model, ConnectedModel):
-        raise ValueError(f"{type(model).__name__} has no connections.")
+    _check_connected(model)
     if getattr(model.config, "value_sources", None) or getattr(model.config, "key_sources", None):
         raise ValueError("Layers that read another's keys or values have no projections of their own.")
     switch = next(each.switch for each in model.modules() if isinstance(each, ConnectedLayer))

@@ -119,6 +119,20 @@ def test_cards_lists_and_inspection_say_of_a_class_what_it_says_of_itself(tmp_pa
     assert (both.method, {*both.fields["connections"]}) == (None, {"tuned", "cited"})
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_model_that_has_the_fields_alone_is_connected_and_has_nothing_to_take_away(family: str) -> None:
+    plain = small_decoder(family)
+    model = AutoModelForCausalLM.from_config(resformer.connected_config(plain.config, "transformer"))
+    model.load_state_dict(plain.state_dict())
+    for take in (resformer.disconnect, lambda model: resformer.disconnected(model).__enter__()):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} has no connections"):
+            take(model)
+    resformer.connect(model, "denseformer")
+    assert torch.equal(any_decoder.logits_of(model), any_decoder.logits_of(plain))
+    assert type(model) is type(resformer.connect(plain, "denseformer"))
+    assert resformer.connection_modules(model) == ["depth_average"]
+
+
 def test_fields_are_set_by_name_and_tensors_reach_later_layers() -> None:
     make_tuned()
     base = small_decoder("llama")
