@@ -292,6 +292,9 @@ def test_from_scratch_with_the_decoder_of_a_family(
     shared = cli("new", "shared", *shape, "--method", "svformer", "--json")
     assert shared.exit_code == 0, shared.stderr
     assert json.loads(shared.stdout)["parameters"] < model.num_parameters()
+    assert cli("new", "baseline", *shape, "--method", "transformer", "--no-weights").exit_code == 0
+    baseline = json.loads(Path("baseline/config.json").read_text())
+    assert (baseline["model_type"], baseline["architectures"][0][:9] == "ResFormer") == (family, False)
     plain = type(small_config(family))(num_hidden_layers=3, hidden_size=32, intermediate_size=16)
     plain.save_pretrained("plain")
     of_file = cli("new", "again", "--backbone", "plain/config.json", "--tokenizer", "bytes", "--no-weights", "--json")

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 from resformer.configuration import ResFormerConfig
-from resformer.configuration.methods import CONNECTION_FIELDS
+from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.errors import did_you_mean
 from resformer.modeling.any_decoder import text_config
 from resformer.modeling.connecting import chosen_fields, connected_config, connection_field_names
@@ -148,7 +148,8 @@ def _family_config(backbone: str, method: str, size: Size, shape: Mapping[str, A
     connections = {name: given.pop(name) for name in connection_field_names() if name in given}
     values = config.to_diff_dict() if backbone.endswith(".json") else {}
     config = type(config).from_dict({**values, **given, "dtype": "float32"})
-    return connected_config(config, method, **connections)
+    connected = connected_config(config, method, **connections)
+    return connected if connections_of(connected) else config  # a baseline is plain
 
 
 def scratch_config(
