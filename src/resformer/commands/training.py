@@ -203,7 +203,8 @@ def pretrain(
     backbone = "" if options.backbone is None else f"{options.backbone}, "
     row("model", f"{backbone}{options.size}, {options.method}, {plan.parameters:,} parameters")
     each = plan.tokens / plan.plain_parameters
-    row("tokens", f"{plan.tokens:,}, {each:,.1f} an active parameter without connections, {size(plan.bytes)} of ids")
+    ratio = f"{each:,.1f}" if each >= 0.1 else f"{each:.1g}"
+    row("tokens", f"{plan.tokens:,}, {ratio} an active parameter without connections, {size(plan.bytes)} of ids")
     passes = f", in {plan.accumulate} passes" if plan.accumulate > 1 else ""
     row("steps", f"{plan.steps:,} of {plan.sequences:,} sequences of {plan.block:,} tokens{passes}")
     rates = ", ".join(f"{kind} {rate:.2g}" for kind, rate in plan.rates.items())
