@@ -270,6 +270,7 @@ def assert_said(name: str, said: dict[str, str], **places: object) -> None:
     """Compares whole messages, by their cases, with `snapshots/NAME.json`; `tmp=path` puts `<tmp>` for a path."""
     for place, path in places.items():
         said = {case: text.replace(str(path), f"<{place}>") for case, text in said.items()}
+    said = {case: text.replace(", ".join(METHODS), "<methods>") for case, text in said.items()}
     said = {case: re.sub(r"\b[0-9a-f]{40,}\b", "<hash>", text) for case, text in said.items()}
     assert_snapshot(f"{name}.json", json.dumps(said, indent=0, ensure_ascii=False) + "\n")
 
