@@ -220,6 +220,7 @@ def test_a_study_is_made_once_and_grows(work: Path, compare: Callable[..., Any])
     first = compare("study", "--methods", GQA, "--seeds", 1, *common)
     assert first.exit_code == 0, first.output
     assert "One seed: no interval." in first.stdout
+    assert "\n2/2 transformer:num_key_value_heads=2 seed 0: held-out" in first.stderr, "one size is not said"
     record = work / "study" / "runs.jsonl"
     begun = record.read_text()
     assert len(begun.splitlines()) == 3

@@ -113,9 +113,8 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any]:
                 add_line(record, {**run.described, **result, "environment": _environment()})
                 done = 1 + sum(each.key in finished for each in runs)
                 loss = "diverged" if result["loss"] is None else f"held-out loss {result['loss']:.4f}"
-                tqdm.write(
-                    f"{done}/{len(runs)} {run.size} {run.method} seed {run.options.seed}: {loss}", file=sys.stderr
-                )
+                size = f"{run.size} " if len({each.size for each in runs}) > 1 else ""
+                tqdm.write(f"{done}/{len(runs)} {size}{run.method} seed {run.options.seed}: {loss}", file=sys.stderr)
             shutil.rmtree(output / _UNFINISHED / run.place, ignore_errors=True)
         for folder in (_UNFINISHED, _STARTS):
             shutil.rmtree(output / folder, ignore_errors=True)
