@@ -1,6 +1,7 @@
 """`resformer eval`: the harness's tasks over local files give a retrofit its source's scores to the bit, offline."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def scores(checkpoint: Path, output: Path) -> dict[str, dict[str, Any]]:
     options = ["--tasks", tasks, "--include_path", files, "--device", "cpu", "--output_path", str(output)]
     done = cli("eval", checkpoint, *options)
     assert done.exit_code == 0, done.output
-    assert "|letters" in done.stdout
+    assert re.search(r"^\|\s*Tasks\s*\|.*^\|letters", done.stdout, re.MULTILINE | re.DOTALL)
     (results,) = output.rglob("results_*.json")
     return json.loads(results.read_text())["results"]
 
