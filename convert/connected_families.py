@@ -113,8 +113,8 @@ def _config_class(model_type: object) -> type[PreTrainedConfig]:
     else:
         reason = "connections in its decoder are not known to work: not tried, or failed"
     raise CheckpointError(
-        f"Checkpoints of model_type {quoted(model_type)} cannot be converted: {reason}. docs/methods.md has the table "
-        "of those that can."
+        f"Checkpoints of model_type {quoted(model_type)} cannot be converted: {reason}. docs/any-decoder.md has the "
+        "table of those that can."
     )
 
 

@@ -23,6 +23,7 @@ html_theme = "furo"
 html_title = f"resformer {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["model_types.js"]
 html_math_renderer = "mathml"
 exclude_patterns = ["_build"]
 
@@ -74,12 +75,28 @@ def mark_cells(_app, doctree):
             cell["classes"].append("short")
 
 
+def expand_model_types(_app, page, source):
+    """The table of model types, with a row for each and reasons in words, so that searches find them."""
+    before, begin, rest = source[0].partition("<!-- python tests/any_decoder.py -->\n")
+    if page == "any-decoder":
+        table, _, below = rest.partition("<!-- end -->")[0].partition("\n\n")
+        why = dict(re.findall(r"^(\d+)\. (.*)$", below, re.MULTILINE))
+        rows = {
+            name: re.sub(r" \((\d+)\);?", lambda number: f": {why[number[1]].rstrip('.')}.", cell)
+            for names, cell in re.findall(r"^\| (`.*`) \| (.*) \|$", table, re.MULTILINE)
+            for name in names.split(", ")
+        }
+        titles = ["| model type | refused |", "|---|---|"]
+        source[0] = before + begin + "\n".join([*titles, *(f"| {name} | {rows[name]} |" for name in sorted(rows))])
+
+
 def setup(app):
-    """Converts every docstring before napoleon reads it, and equations; marks the cells of tables."""
+    """Converts every docstring before napoleon reads it, and equations; makes tables, and marks their cells."""
     app.add_html_math_renderer("mathml", inline_renderers=(write_math, None), block_renderers=(write_math, None))
 
     def convert(_app, _what, _name, _object, _options, lines):
         lines[:] = to_restructured_text(lines)
 
     app.connect("autodoc-process-docstring", convert, priority=400)
+    app.connect("source-read", expand_model_types)
     app.connect("doctree-read", mark_cells)

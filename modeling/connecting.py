@@ -176,7 +176,7 @@ def _connect(model: Any, fields: Mapping[str, Any], unless_exact: str | None = N
     if family.model_type not in MEASURED:
         logger.warning(
             f"Connections in decoders of model type {family.model_type!r} were not measured, as those of the table in "
-            "docs/methods.md: compare logits before and after, and tokens with and without a cache."
+            "docs/any-decoder.md: compare logits before and after, and tokens with and without a cache."
         )
     added = [kind for kind in kinds_in(view) if not before or not kind.is_in(model.config)]
     reasons = dict.fromkeys(reason for kind in added for reason in kind.inexact_because(view))

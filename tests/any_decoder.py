@@ -1,7 +1,7 @@
 """What each connection does in each decoder of Transformers: passes, or is refused with a reason.
 
 python tests/any_decoder.py llama gemma3_text     # these
-python tests/any_decoder.py                       # all: rewrites the table in docs/methods.md and modeling/measured.py
+python tests/any_decoder.py                       # all: rewrites docs/any-decoder.md's table and modeling/measured.py
 """
 
 import copy
@@ -408,45 +408,54 @@ for _name in [*METHODS]:  # these classes are no methods that other tests walk
         del METHODS[_name]
 
 ROOT = Path(__file__).parents[1]
-PAGE, LIST = ROOT / "docs/methods.md", ROOT / "modeling/measured.py"
+PAGE, LIST = ROOT / "docs/any-decoder.md", ROOT / "modeling/measured.py"
 BEGIN, END = "<!-- python tests/any_decoder.py -->\n", "<!-- end -->\n"
+UNMEASURED = "not measured"
 
 
-def rows(found: dict[str, dict[str, str]]) -> list[str]:
-    """Of the table: model types with the same verdicts, the connections that pass, and why others are refused."""
-    types: dict[tuple[str, str], list[str]] = {}
-    for model_type, of_type in found.items():
-        passing = [name for name, said in of_type.items() if not said]
-        reasons: dict[str, list[str]] = {}
-        for name, said in of_type.items():
-            if said:
-                said = re.sub(r"\b[Ii]n layer \d+ |\b(in|of) \w+(Layer|Block)\b|\(\d+\) ", "", said)
-                said = re.sub(r"\blayer \d+ ", "a layer ", said).replace(" .", ".").replace("|", "/")
-                reasons.setdefault(said, []).append(name or "not measured")
-        why = " ".join(f"{', '.join(names)}: {said}" for said, names in reasons.items())
-        types.setdefault((", ".join(passing) if len(passing) < len(CONNECTIONS) else "all", why), []).append(model_type)
-    named = {each: ", ".join(f"`{name}`" for name in sorted(names)) for each, names in types.items()}
-    return sorted(f"| {named[each]} | {each[0] or 'none'} | {each[1]} |" for each in types)
+def refusals(of_type: dict[str, str]) -> dict[str, list[str]]:
+    """Reason -> the connections that are refused for it, or `UNMEASURED`."""
+    reasons: dict[str, list[str]] = {}
+    for name, said in of_type.items():
+        if said:
+            said = re.sub(r"\b[Ii]n layer \d+ |\b(in|of) \w+(Layer|Block)\b|\(\d+\) ", "", said)
+            said = re.sub(r"\blayer \d+ ", "a layer ", said).replace(" .", ".").replace("|", "/")
+            reasons.setdefault(said, []).append(name or UNMEASURED)
+    return reasons
 
 
-def documented() -> dict[str, str]:
-    """Model type -> the rest of its row in docs/methods.md."""
-    lines = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()
-    cells = [line.partition(" | ") for line in lines if line.startswith("| `")]
-    return {name: rest for types, _, rest in cells for name in re.findall(r"`([^`]+)`", types)}
+def refused(reasons: dict[str, list[str]]) -> set[str]:
+    """The connections in `refusals`."""
+    return {name for names in reasons.values() for name in names}
 
 
-def passing(documented: str) -> list[str]:
-    """The connections that a row says pass."""
-    cell = documented.partition(" | ")[0]
-    return list(CONNECTIONS) if cell == "all" else [name for name in cell.split(", ") if name in CONNECTIONS]
+def documented() -> dict[str, dict[str, list[str]]]:
+    """Model type -> its `refusals` in docs/any-decoder.md."""
+    table, _, below = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].partition("\n\n")
+    why = dict(re.findall(r"^(\d+)\. (.*)$", below, re.MULTILINE))
+    found = {}
+    for types, cell in re.findall(r"^\| (`.*`) \| (.*) \|$", table, re.MULTILINE):
+        reasons = {why[number]: names.split(", ") for names, number in re.findall(r"([^;]+) \((\d+)\)(?:; )?", cell)}
+        found |= dict.fromkeys(re.findall(r"`([^`]+)`", types), reasons)
+    return found
+
+
+def written(found: dict[str, dict[str, list[str]]]) -> str:
+    """The table: model types with the same `refusals` in a row, reasons as the numbers of the list below it."""
+    numbers: dict[str, int] = {}
+    types: dict[str, list[str]] = {}
+    for model_type, reasons in sorted(found.items()):
+        cells = [f"{', '.join(names)} ({numbers.setdefault(why, len(numbers) + 1)})" for why, names in reasons.items()]
+        types.setdefault("; ".join(cells) or "none", []).append(f"`{model_type}`")
+    lines = ["| model types | refused |", "|---|---|", *(f"| {', '.join(of)} | {cell} |" for cell, of in types.items())]
+    return "\n".join([*lines, "", *(f"{number}. {why}" for why, number in numbers.items()), ""])
 
 
 def write(found: dict[str, dict[str, str]]) -> None:
     """Writes the table, and the types of which a small model could be made."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    table = ["| model types | connections that pass | those refused, and why |", "|---|---|---|", *rows(found)]
-    PAGE.write_text(before + BEGIN + "\n".join(table) + "\n" + END + rest.partition(END)[2])
+    table = written({model_type: refusals(of_type) for model_type, of_type in found.items()})
+    PAGE.write_text(before + BEGIN + table + END + rest.partition(END)[2])
     names = sorted(name for name, of_type in found.items() if "" not in of_type)
     listed = textwrap.fill(
         " ".join(names), 114, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False

@@ -98,7 +98,7 @@ def _backbone(name: str) -> PreTrainedConfig:
     else:
         values = {}
     if name not in MEASURED:
-        expected = "a config.json, or a model type of the table in docs/methods.md"
+        expected = "a config.json, or a model type of the table in docs/any-decoder.md"
         raise ValueError(f"backbone is {name!r}; expected {expected}.{did_you_mean(name, MEASURED)}")
     config = CONFIG_MAPPING[name].from_dict(values)
     if text_config(config) is not config:
