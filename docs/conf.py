@@ -3,9 +3,12 @@
 import logging
 import re
 
+import typer
 from docutils import nodes
 from latex2mathml.converter import convert as to_mathml
 
+from resformer.cli import app
+from resformer.commands.terminal import PANELS
 from resformer.version import __version__
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns on import where a package is missing; PEFT imports it
@@ -90,13 +93,47 @@ def expand_model_types(_app, page, source):
         source[0] = before + begin + "\n".join([*titles, *(f"| {name} | {rows[name]} |" for name in sorted(rows))])
 
 
-def setup(app):
+def as_markdown(text):
+    """A help text, with options as code."""
+    return re.sub(r"(?<![`\w-])--[a-z][\w-]*", r"`\g<0>`", text.replace("<", "&lt;").replace("|", "\\|"))
+
+
+def parameters(command, context):
+    """The arguments and options of a command, as its help lists them; arguments first."""
+    records = filter(None, (each.get_help_record(context) for each in command.get_params(context)))
+    rows = []
+    for name, said in sorted(records, key=lambda record: record[0].startswith("-")):
+        name = name.replace("|", "\\|") if name.startswith("-") else name.partition(" ")[0].upper()
+        rows += [f"| `{name}` | {as_markdown(said.strip())} |"] if name != "--help" else []
+    return ["| | |", "|---|---|", *rows]
+
+
+def list_commands(sphinx, page, source):
+    """Every command with its help, its example and its options, from the program itself."""
+    if page == "cli":
+        sphinx.env.note_reread()  # in the next build too: the commands may have changed
+        program = typer.main.get_command(app)
+        common = parameters(program, program.context_class(program, info_name="resformer"))
+        lines = ["## Before any command", "", *common]
+        for panel in PANELS:
+            lines += ["", f"## {panel}"]
+            for name, command in program.commands.items():
+                if command.rich_help_panel == panel and not command.hidden:
+                    context = command.context_class(command, info_name=f"resformer {name}")
+                    example = command.epilog.partition("Example:\n")[2]
+                    lines += ["", f"### {name}", "", command.help.replace("\b", ""), "", "```text", example, "```", ""]
+                    lines += parameters(command, context)
+        source[0] = source[0].replace("<!-- commands -->", "\n".join(lines))
+
+
+def setup(sphinx):
     """Converts every docstring before napoleon reads it, and equations; makes tables, and marks their cells."""
-    app.add_html_math_renderer("mathml", inline_renderers=(write_math, None), block_renderers=(write_math, None))
+    sphinx.add_html_math_renderer("mathml", inline_renderers=(write_math, None), block_renderers=(write_math, None))
 
     def convert(_app, _what, _name, _object, _options, lines):
         lines[:] = to_restructured_text(lines)
 
-    app.connect("autodoc-process-docstring", convert, priority=400)
-    app.connect("source-read", expand_model_types)
-    app.connect("doctree-read", mark_cells)
+    sphinx.connect("autodoc-process-docstring", convert, priority=400)
+    sphinx.connect("source-read", expand_model_types)
+    sphinx.connect("source-read", list_commands)
+    sphinx.connect("doctree-read", mark_cells)

@@ -5,12 +5,15 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from checkpoints import SMOLLM2_135M
 from command_server import python
 from conftest import WRITE_SNAPSHOTS, starting_as_llama
 
 from resformer import METHODS, ResFormerConfig
+from resformer.cli import app
+from resformer.commands.terminal import FAILED, INTERRUPTED, INVALID_INPUT, USAGE, VERIFICATION_FAILED
 from resformer.configuration import cache_bytes_by_method
 from resformer.configuration.methods import FIRST
 from resformer.convert.connected_families import view
@@ -38,6 +41,16 @@ def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
     text = re.sub(r"<[^>]+>", "", api)
     assert "value_residual_layers" in text
     assert not re.findall(r"``|\[`|\.\. code", text), "markup that was not understood"
+    commands = (tmp_path / "html" / "cli.html").read_text(encoding="utf-8")
+    for name, command in typer.main.get_command(app).commands.items():
+        options = [option for each in command.params for option in each.opts if option.startswith("--")]
+        assert [each for each in (f'id="{name}"', *options) if each not in commands] == []
+
+
+def test_the_page_of_commands_has_every_exit_code() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    codes = {0, FAILED, USAGE, INVALID_INPUT, VERIFICATION_FAILED, INTERRUPTED}
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)} == codes
 
 
 def test_tables_of_methods_are_made_of_the_methods() -> None:
