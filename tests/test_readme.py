@@ -19,8 +19,8 @@ from resformer.training.optimizer import is_connection
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-QUICK = [f"docs/{name}.md" for name in ("analysis", "converting", "quickstart", "sharing")]
-PAGES = "8b analysis comparing converting finetuning nanochat pretraining quickstart sharing training".split()
+QUICK = [f"docs/{name}.md" for name in ("analysis", "converting", "index", "sharing")]
+PAGES = "8b analysis comparing converting finetuning index nanochat pretraining sharing training".split()
 DOCUMENTS = others_slow(["README.md", *(f"docs/{name}.md" for name in PAGES)], ["README.md", *QUICK])
 BLOCKS = r"^```(\w+)\n(.*?)^```"
 #: Beginning of a command -> what it gets more, to be done soon on a CPU.
