@@ -25,7 +25,7 @@ from resformer.files import AsDict
 from resformer.loading import load_config
 from resformer.modeling.connecting import depth_mixing_matrix, value_mixing_matrix
 
-#: What is measured in each layer of each text: see docs/analysis.md.
+#: What is measured in each layer of each text: see docs/comparing.md.
 QUANTITIES = (
     "entropy first_importance importance_ratio first_value_norm other_value_norm value_norm_ratio first_hidden_norm "
     "other_hidden_norm hidden_norm_ratio similarity"

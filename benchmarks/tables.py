@@ -468,11 +468,9 @@ def of_studies() -> dict[str, list[str]]:
     return {
         "README.md": [
             f"after {tokens['budget20']} tokens a parameter, {_NUMBERS[seeds]} seeds could not tell them apart. They "
-            f"would have seen a gain of {shares[0]:.0f} to {shares[-1]:.0f} % of the loss; the papers report about "
+            f"could have detected a gain of {shares[0]:.0f} to {shares[-1]:.0f} % of the loss; the papers report about "
             f"{100 * PAPERS_GAIN:.0f} %",
             f"{nothing} a token ({len(continued[0]['values'])} seeds)",
-            f"at {tokens_a_parameter('b12'):.1f} tokens a parameter, `svformer` is {by['svformer']:.2f}, `resformer` "
-            f"{by['resformer']:.2f} and `denseformer` {by['denseformer']:.2f} nats a token ahead of plain Llama",
         ],
         "docs/methods.md": [f"ahead of fewer key/value heads by {by['svformer minus GQA']:.3f} nats"],
         "docs/results.md": [

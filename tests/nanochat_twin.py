@@ -184,5 +184,5 @@ def save_run(
     return tensors
 
 
-if __name__ == "__main__":  # for the commands of docs/nanochat.md
+if __name__ == "__main__":  # for the commands of docs/converting.md
     save_run(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 4)

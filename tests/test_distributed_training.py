@@ -67,7 +67,7 @@ def test_a_step_on_two_ranks_is_the_step_of_one(kind: str, names: Sequence[str],
 
 @pytest.mark.slow
 def test_the_documented_script_trains_on_two_processes(tmp_path: Path) -> None:
-    document = (Path(__file__).parents[1] / "docs/training.md").read_text(encoding="utf-8")
+    document = (Path(__file__).parents[1] / "docs/finetuning.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"^```python train.py\n(.*?)^```", document, flags=re.MULTILINE | re.DOTALL)
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "notes.txt").write_text("Values of the first layer reach the last one.\n" * 16)

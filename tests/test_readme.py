@@ -19,8 +19,8 @@ from resformer.training.optimizer import is_connection
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-QUICK = [f"docs/{name}.md" for name in ("analysis", "converting", "index", "sharing")]
-PAGES = "8b analysis comparing converting finetuning index nanochat pretraining sharing training".split()
+QUICK = [f"docs/{name}.md" for name in ("index", "sharing")]
+PAGES = "comparing converting finetuning index pretraining sharing".split()
 DOCUMENTS = others_slow(["README.md", *(f"docs/{name}.md" for name in PAGES)], ["README.md", *QUICK])
 BLOCKS = r"^```(\w+)\n(.*?)^```"
 #: Beginning of a command -> what it gets more, to be done soon on a CPU.
@@ -85,14 +85,18 @@ def test_documents_run_from_top_to_bottom(document: str, commands: Commands, tmp
         pushed = hub.repositories["you/smollm2-finetuned"]
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(pushed)
         assert "identical to the bit" in printed
+        drawing, *outputs = [code for language, code in blocks if language == "text"]
+        assert "──►" in drawing
+        assert outputs != []
+        assert [text for text in outputs if text not in printed] == []
     elif document == "docs/comparing.md":
         assert '"baseline": "svformer"' in (work / "study" / "study.json").read_text()
-    elif document == "docs/nanochat.md":
+    elif document == "docs/converting.md":
         card = (work / "model" / "README.md").read_text(encoding="utf-8")
         assert "states no licence" in card
         assert "Whether it was trained, and on what, is not recorded" in card
         assert "taken out of what the final norm reads" in card
-    elif document == "docs/8b.md":
+    elif document == "docs/finetuning.md":
         before, after = (
             AutoModelForCausalLM.from_pretrained(work / name).state_dict() for name in ("llama-resformer", "merged")
         )
@@ -103,6 +107,7 @@ def test_documents_run_from_top_to_bottom(document: str, commands: Commands, tmp
 def test_the_table_of_make_pretrain_is_that_of_the_committed_runs() -> None:
     folder = ROOT / "benchmarks" / "results" / "scratch"
     runs = [json.loads((folder / f"{method}.json").read_text()) for method in ("transformer", "svformer")]
+    page = (ROOT / "docs" / "pretraining.md").read_text(encoding="utf-8")
     for title, (field, form) in {
         "parameters": ("parameters", ","),
         "training tokens": ("tokens", ","),
@@ -110,7 +115,7 @@ def test_the_table_of_make_pretrain_is_that_of_the_committed_runs() -> None:
         "held-out loss before": ("loss_before", ".4f"),
         "held-out loss after": ("loss_after", ".4f"),
     }.items():
-        assert f"\n{title:22}" + "".join(f"{run[field]:>14{form}}" for run in runs) + "\n" in README
+        assert f"\n{title:22}" + "".join(f"{run[field]:>14{form}}" for run in runs) + "\n" in page
 
 
 def test_make_targets_do_what_the_readme_says() -> None:
