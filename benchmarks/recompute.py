@@ -76,8 +76,7 @@ def scratch(names):
             finding = "under 1 %" if max(-low, high) < least else "cannot tell"
             finding = ("ahead" if values.mean() < 0 else "behind") if holm < 0.05 else finding
             share = f"{100 * cache[pairs[label][0]] / cache[plain]:.0f} %"
-            ahead = f"{(values < 0).sum()} of {len(values)}"
-            yield name, label, delta, "<0.001" if holm < 0.001 else f"{holm:.3f}", seen, ahead, share, finding
+            yield name, label, delta, finding, "<0.001" if holm < 0.001 else f"{holm:.3f}", seen, share
 
 
 def studies(names):

@@ -121,10 +121,10 @@ def scratch(names: str) -> str:
         few |= {len(plain["seeds"])} if 2 ** (1 - len(plain["seeds"])) >= LEVEL else set()
         for row in sorted(rows, key=lambda row: row["difference"]["mean"]):
             each = row["difference"]
-            cells = [name, row["architecture"], with_interval(each), *evidence(each), ahead(each["values"])]
-            cells.append(f"{100 * row['cache_bytes_per_token'] / plain['cache_bytes_per_token']:.0f} %")
-            found.append([*cells, finding(each, plain["loss"])])
-    made = table("study | method | Δ [95 %] | p | detectable | ahead in | cache | finding", found)
+            cache = f"{100 * row['cache_bytes_per_token'] / plain['cache_bytes_per_token']:.0f} %"
+            said = finding(each, plain["loss"])
+            found.append([name, row["architecture"], with_interval(each), said, *evidence(each), cache])
+    made = table("study | method | Δ [95 %] | finding | p | detectable | cache", found)
     least = " and ".join(f"{2 ** (1 - seeds):.2g} with {_NUMBERS[seeds]}" for seeds in sorted(few, reverse=True))
     told = f"An exact sign-flip test has no p below {least} seeds, and cannot be significant; their p are of t-tests."
     return f"{made}\n\n{told}" if few else made
@@ -200,10 +200,6 @@ def costs(name: str) -> str:
         for row in study_rows(name)
     ]
     return table("method | parameters | cache a token | operations, of the first | time of a step, of the first", rows)
-
-
-def ahead(values: list[float]) -> str:
-    return f"{sum(value < 0 for value in values)} of {len(values)}"
 
 
 def conversions_early() -> dict[str, dict[int, dict[str, Any]]]:
