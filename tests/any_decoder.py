@@ -35,20 +35,20 @@ from resformer.training.optimizer import is_connection
 
 #: Column -> the fields of the connection; those that `connect` starts plainly, but for NeuTRENO.
 CONNECTIONS: dict[str, dict[str, Any]] = {
-    "value residuals": {"value_residual": "learnable"},
-    "NeuTRENO": {"neutreno_lambda": 0.4},
-    "value embeddings": {"value_embeddings": [0, 1, 2, 3]},
-    "depth attention": {"value_residual": "depth_attention"},
-    "averages over depth": {"dwa": True},
-    "embeddings": {"embedding_residual": True},
+    "value_residual": {"value_residual": "learnable"},
+    "neutreno": {"neutreno_lambda": 0.4},
+    "value_embeddings": {"value_embeddings": [0, 1, 2, 3]},
+    "depth_attention": {"value_residual": "depth_attention"},
+    "dwa": {"dwa": True},
+    "embedding_residual": {"embedding_residual": True},
     "backout": {"backout": True, "backout_init": 0.0},
-    "delta attention residuals": {"delta_attention_residuals": True, "delta_attention_residual_blocks": 2},
-    "attention residuals": {"attnres": True, "attnres_blocks": 2, "attnres_init": 0.0},
-    "MUDD": {"mudd": True},
-    "MUDD of the stream": {"mudd": True, "mudd_channels": "r"},
-    "hyper-connections": {"hyper_connections": "mhc"},
-    "shared keys and values": {},  # of `sharing`
-    "sublayers' outputs": {"connections": {"seen_gain": {"init": 1.0}}},
+    "delta_attention_residuals": {"delta_attention_residuals": True, "delta_attention_residual_blocks": 2},
+    "attnres": {"attnres": True, "attnres_blocks": 2, "attnres_init": 0.0},
+    "mudd": {"mudd": True},
+    "mudd-r": {"mudd": True, "mudd_channels": "r"},
+    "hyper_connections": {"hyper_connections": "mhc"},
+    "sharing": {},  # of `sharing`
+    "own": {"connections": {"seen_gain": {"init": 1.0}}},
 }
 IDS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -316,18 +316,18 @@ def verdict(base: PreTrainedModel, name: str) -> str:
         model = connected(base, CONNECTIONS[name])
     except ValueError as error:
         return str(error).partition(": ")[2] or str(error)
-    if name == "shared keys and values":
+    if name == "sharing":
         return verdict_on_sharing(base, model)
-    if name == "sublayers' outputs":
+    if name == "own":
         assert_what_is_added_is_what_sublayers_add(base)
-    if name != "NeuTRENO":
+    if name != "neutreno":
         assert_the_layer_is_the_familys(base, copy.deepcopy(model))
-    if name != "NeuTRENO":
+    if name != "neutreno":
         assert torch.equal(logits_of(model), logits_of(base)), "the plain start changes logits"
     move(model)
     moved = logits_of(model)
     assert not torch.equal(moved, logits_of(base)), "it has no effect"
-    if name in ("delta attention residuals", "attention residuals", "MUDD"):
+    if name in ("delta_attention_residuals", "attnres", "mudd"):
         assert_the_first_norm_comes_before_attention(base)
     if "value" in name:
         assert_values_are_those_that_are_attended_to(base, CONNECTIONS[name])

@@ -159,7 +159,7 @@ def test_tokens_of_a_pass_that_failed_are_not_read_by_the_next() -> None:
         model(inputs_embeds=embeddings.flip(1))
 
 
-@pytest.mark.parametrize("name", ["averages over depth", "embeddings", "backout", "delta attention residuals", "MUDD"])
+@pytest.mark.parametrize("name", ["dwa", "embedding_residual", "backout", "delta_attention_residuals", "mudd"])
 def test_layers_without_keys_and_values_read_states_of_the_tokens_that_others_read(name: str) -> None:
     config = small_config("gemma4_text")
     config.num_kv_shared_layers = 2  # as in the small ones of Gemma 4
@@ -176,7 +176,7 @@ def test_layers_without_keys_and_values_read_states_of_the_tokens_that_others_re
 def test_queries_that_are_clipped_are_not_attended_to_over_depth() -> None:
     config = small_config("olmo")
     config.clip_qkv = 0.05
-    said = any_decoder.verdict(type(small_decoder("olmo"))(config).eval(), "depth attention")
+    said = any_decoder.verdict(type(small_decoder("olmo"))(config).eval(), "depth_attention")
     assert said == "in layer 1 its queries and keys are clipped after their projection."
 
 
