@@ -28,7 +28,9 @@ from resformer import ResFormerConfig
 from resformer.configuration import mixing_layers, value_layers
 from resformer.configuration.methods import METHODS
 from resformer.modeling.connection import kinds_in
+from resformer.modeling.connections.attnres import opens_block
 from resformer.modeling.connections.depth_average import DepthAverage
+from resformer.modeling.connections.mudd import channels_of
 from resformer.modeling.versions import CACHE
 
 TOKENS, CONTEXT, ROUNDS, STEPS = 8192, 128, 3, 5
@@ -97,10 +99,13 @@ def minimum(config: Any) -> dict[str, int]:
     """Forward and backward, the bytes of each layer's equation: its tensors once each. Empty where they are not clear.
 
     Of l1 V_0 + l2 V_n, forward V_0, V_n and V'_n; backward dV'_n, V_0, V_n, dV_n, and the sum dV_0 read and written. Of
-    an average, forward what it reads and writes; backward all gradients that a state takes, the state and its own.
+    an average, forward what it reads and writes; backward all gradients that a state takes, the state and its own. MUDD
+    and AttnRes are averages; of MUDD's channels all but one need a norm of their own. Of n streams a sublayer reads and
+    writes each, with f(r) and r, where Llama adds f to x; backward their gradients too.
     """
     kinds, mode = {kind.name for kind in kinds_in(config)}, config.value_residual
-    if not kinds or kinds - {"value_residual", "neutreno", "depth_average"} or mode == "depth_attention":
+    known = {"value_residual", "neutreno", "depth_average", "mudd", "mudd_attention", "attnres", "hyper_connections"}
+    if not kinds or kinds - known or mode == "depth_attention" or config.mudd_norm:
         return {}
     state, gate = (TOKENS * size * 2 for size in (config.hidden_size, config.num_key_value_heads))
     values, layers = gate * config.head_dim, mixing_layers(config)
@@ -122,12 +127,30 @@ def minimum(config: Any) -> dict[str, int]:
         parts.append(of_averages([DepthAverage(config, layer).columns for layer in DepthAverage.layers(config)], state))
     if "neutreno" in kinds:  # A V' read and U written, V_0, V'; backward dU, and the sums dV_0 and dV' read and written
         parts += [(2 * state + 2 * values, state + 4 * values)] * (config.num_hidden_layers - 1)
+    if "mudd" in kinds:
+        channels = [channels_of(config, block) for block in range(1, config.num_hidden_layers + 1)]
+        parts.append(of_averages([range(block + 2) for block in range(len(channels))], state, [*map(len, channels)]))
+        norms = sum(max(0, len(each.replace("r", "")) - 1) for each in channels)
+        parts.append((2 * norms * state, 3 * norms * state))
+    if "attnres" in kinds:
+        opens = [opens_block(config, i) for i in range(2 * config.num_hidden_layers)]
+        # By the last output in them: the sums that have ended, and the last as far as it has come.
+        rows = [[j for j in range(i + 1) if j == i or opens[j]] for i in range(1, len(opens) + 1)]
+        sums = opens.count(False)  # backward, a gradient of one is that of the one before it too
+        parts += [of_averages(rows, state), (3 * sums * state, sums * state)]
+    if "hyper_connections" in kinds:
+        n, sublayers = config.hyper_streams, 2 * config.num_hidden_layers
+        parts.append((((2 * n - 1) * sublayers + n + 1) * state, (3 * n * sublayers + n + 1) * state))
     return dict(zip(("forward", "backward"), map(sum, zip(*parts, strict=True)), strict=True))
 
 
-def of_averages(rows: Sequence[Sequence[int]], state: int) -> tuple[int, int]:
-    readers = Counter(column for row in rows for column in row)
-    return sum(len(row) + 1 for row in rows) * state, sum(number + 2 for number in readers.values()) * state
+def of_averages(rows: Sequence[Sequence[int]], state: int, sums: Sequence[int] = ()) -> tuple[int, int]:
+    """Of averages over these states; `sums` is how many each reader makes of them, or 1."""
+    readers = Counter[int]()
+    for row, made in zip(rows, sums or [1] * len(rows), strict=True):
+        readers.update(dict.fromkeys(row, made))
+    written = sum(sums) or len(rows)
+    return (sum(map(len, rows)) + written) * state, sum(number + 2 for number in readers.values()) * state
 
 
 def build(method: str, shape: str, device: str) -> Any:

@@ -70,6 +70,32 @@ def products_pay(states: Sequence[torch.Tensor]) -> bool:
     return is_ordinary(states) and (not states[0].is_cpu or math.prod(states[0].shape[:-1]) <= 256)
 
 
+def mean_square(states: torch.Tensor) -> torch.Tensor:
+    """Returns the mean of the squares over the last dimension, `(.., 1)`, in float32 or wider: RMSNorm's."""
+    made: torch.Tensor = MeanSquare.apply(states) if is_ordinary([states]) else _mean_square(states)
+    return made
+
+
+def _mean_square(states: torch.Tensor) -> torch.Tensor:
+    dtype = torch.promote_types(states.dtype, torch.float32)  # without a copy in it
+    return torch.linalg.vector_norm(states, dim=-1, keepdim=True, dtype=dtype).square() / states.shape[-1]
+
+
+class MeanSquare(torch.autograd.Function):
+    """`mean_square`, whose derivative by autograd is a dozen kernels on copies of the states in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(states)
+        return _mean_square(states)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (states,) = ctx.saved_tensors
+        result: torch.Tensor = states * (gradient * (2 / states.shape[-1])).to(states.dtype)
+        return result
+
+
 class Products(torch.autograd.Function):
     """`weighted_sums` by a matrix product for each token. What is saved is the states."""
 

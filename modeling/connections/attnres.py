@@ -20,12 +20,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import initialization as init
+from transformers.utils.generic import maybe_autocast
 
 from resformer.configuration.connection_fields import AttnResFields
 from resformer.configuration.sources import block_starts
 from resformer.modeling.connection import Connection, Reads, coefficient
+from resformer.modeling.sums import mean_square, products_pay
 
 
 class AttnRes(Connection):
@@ -40,7 +41,7 @@ class AttnRes(Connection):
         super().__init__(config, layer)
         self.epsilon, self.first = config.rms_norm_eps, config.attnres_init
         #: Number of a place -> whether the output of the sublayer before it is the first of its block.
-        self.opens = {i - 2 * layer: _opens_block(config, i - 1) for i in _sublayers(config, layer)}
+        self.opens = {i - 2 * layer: opens_block(config, i - 1) for i in _sublayers(config, layer)}
         self.query = coefficient(len(self.opens), config.hidden_size)  # w
         if self.first is not None:
             self.gate = coefficient(len(self.opens))  # g
@@ -74,14 +75,19 @@ class AttnRes(Connection):
             ended, last = last[None] if ended is None else torch.cat((ended, last[None])), added
         else:
             last = last + added
-        sources = torch.cat((ended, last[None])).to(torch.promote_types(last.dtype, torch.float32))
         row = place - min(self.opens)
-        query = self.query[row].to(sources.dtype)
-        scores = nn.functional.rms_norm(sources, query.shape, query, self.epsilon).sum(-1, keepdim=True)
-        read = (scores.softmax(0) * sources).sum(0).view_as(states)
-        if self.first is not None:
-            read = torch.lerp(states.to(read.dtype), read, self.gate[row].to(read.dtype))
-        return read.to(states.dtype), {"attnres_ended": ended, "attnres_last": last}
+        with maybe_autocast(device_type=states.device.type, enabled=False):
+            query = self.query[row].to(last.dtype).unsqueeze(-1)
+            scores = [torch.rsqrt(mean_square(each) + self.epsilon) * (each @ query) for each in (ended, last[None])]
+            weights = torch.cat(scores).softmax(0).to(last.dtype)
+            if products_pay([last]):  # of each token, which has its b_j apart from each other
+                read = (weights[:-1].movedim(0, -1) @ ended.movedim(0, -2)).squeeze(-2)
+            else:
+                read = (weights[:-1] * ended).sum(0)
+            read = torch.addcmul(read, weights[-1], last).view_as(states)
+            if self.first is not None:
+                read = torch.lerp(states, read, self.gate[row].to(read.dtype))
+        return read, {"attnres_ended": ended, "attnres_last": last}
 
     def reset_parameters(self) -> None:
         init.zeros_(self.query)
@@ -104,7 +110,7 @@ class AttnRes(Connection):
         """What the attention reads; the rest of the layer goes on from there."""
         if layer == 0:
             return {}
-        opened = max(n for n in range(layer) if _opens_block(config, 2 * n))
+        opened = max(n for n in range(layer) if opens_block(config, 2 * n))
         return {
             "attnres_ended": ("attnres_ended", opened),
             "attnres_last": ("attnres_last", layer - 1),
@@ -115,7 +121,7 @@ class AttnRes(Connection):
     def flops(cls, config: Any) -> int:
         """4 x hidden_size for each b that a sublayer reads: its score, and its term of the sum."""
         ends = [end for layer in cls.layers(config) for end in _sublayers(config, layer)]
-        return 4 * config.hidden_size * sum(1 + sum(_opens_block(config, i) for i in range(end)) for end in ends)
+        return 4 * config.hidden_size * sum(1 + sum(opens_block(config, i) for i in range(end)) for end in ends)
 
 
 def _sublayers(config: Any, layer: int) -> range:
@@ -123,7 +129,7 @@ def _sublayers(config: Any, layer: int) -> range:
     return range(max(1, 2 * layer), 2 * layer + 2 + (layer == config.num_hidden_layers - 1))
 
 
-def _opens_block(config: Any, i: int) -> bool:
+def opens_block(config: Any, i: int) -> bool:
     """Whether the output of sublayer i is the first of its block."""
     if config.attnres_blocks is None:
         return True

@@ -38,6 +38,7 @@ from transformers.utils.generic import maybe_autocast
 
 from resformer.configuration.connection_fields import HyperConnectionFields
 from resformer.modeling.connection import Connection, Reads, coefficient
+from resformer.modeling.sums import mean_square
 
 OWN, DIAGONAL, ITERATIONS = 0.7, 4.0, 20
 
@@ -120,10 +121,10 @@ class HyperConnections(Connection):
             read, excess, gain = start + change, change.sum(-1, keepdim=True), torch.tanh(gain / 2)
             mix = [sinkhorn(each) for each in mix]
         weights = torch.cat((read.unsqueeze(-2), *mix), dim=-2).to(states.dtype)
-        mixed = weights @ states
-        result = stream + torch.addcmul(mixed[..., 0, :], excess.to(stream.dtype), stream)
+        mixed, *others = (weights @ states).split([1, n] if mix else 1, dim=-2)
+        result = stream + torch.addcmul(mixed.squeeze(-2), excess.to(stream.dtype), stream)
         if mix:
-            states = mixed[..., 1:, :]
+            (states,) = others
         if rows is not None:
             states = torch.addcmul(states, rows.to(states.dtype), stream.unsqueeze(-2))
         return result, states, gain.to(states.dtype)
@@ -134,9 +135,9 @@ class HyperConnections(Connection):
         streams = stream.unsqueeze(-2) + states  # what is kept of it for the backward pass has the model's dtype
         if self.form != "dynamic":
             streams = streams.flatten(-2)
-        dtype = torch.promote_types(streams.dtype, torch.float32)
-        square = torch.linalg.vector_norm(streams, dim=-1, keepdim=True, dtype=dtype).square() / streams.shape[-1]
-        made = torch.rsqrt(square + self.epsilon) * nn.functional.linear(streams, weight.to(streams.dtype))
+        made = torch.rsqrt(mean_square(streams) + self.epsilon) * nn.functional.linear(
+            streams, weight.to(streams.dtype)
+        )
         scales = [*scale]
         if self.form == "dynamic":
             made, scales = torch.tanh(made).mT.flatten(-2), [scales[0], scales[1], scales[0]]

@@ -34,7 +34,7 @@ from transformers.utils.generic import maybe_autocast
 from resformer.configuration import key_sources, value_sources
 from resformer.configuration.connection_fields import MuddFields
 from resformer.modeling.connection import BetweenLayers, Connection, coefficient, whole
-from resformer.modeling.sums import weighted_sums
+from resformer.modeling.sums import mean_square, weighted_sums
 
 INPUTS = {"q": "query_input", "k": "key_input", "v": "value_input"}
 
@@ -174,8 +174,7 @@ class Aggregates(BetweenLayers):
         device, epsilon = hidden_states.device, module.epsilon
         full = torch.promote_types(hidden_states.dtype, torch.float32)
         own = {name: each.to(device) for name, each in self.parameters[max(0, number - 1)].items()}
-        size = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True, dtype=full)
-        scale = torch.rsqrt(size**2 / hidden_states.shape[-1] + epsilon)  # of RMSNorm, without a copy in float32
+        scale = torch.rsqrt(mean_square(hidden_states) + epsilon)  # of RMSNorm
         state = hidden_states
         if "pre" in own:
             state = hidden_states * scale.to(hidden_states) * own["pre"][-1 if number else 0].to(hidden_states)
