@@ -219,6 +219,8 @@ def test_a_release_has_absolute_links_and_the_projects_addresses(tmp_path: Path)
     (tmp_path / "src" / "resformer").mkdir(parents=True)
     for name in ("README.md", "setup.cfg", "src/resformer/version.py", "CITATION.cff", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tmp_path / name)
+    with (tmp_path / "README.md").open("a", encoding="utf-8") as readme:
+        readme.write("![curves](benchmarks/curves.png)\n")
     command = [sys.executable, ROOT / ".ci" / "prepare_release.py"]
     wrong = subprocess.run([*command, "v0.0.0", "https://a.b/c"], cwd=tmp_path, capture_output=True, text=True)
     assert (wrong.returncode, resformer.__version__ in wrong.stderr) == (1, True)

@@ -78,13 +78,18 @@ class AttnRes(Connection):
         row = place - min(self.opens)
         with maybe_autocast(device_type=states.device.type, enabled=False):
             query = self.query[row].to(last.dtype).unsqueeze(-1)
-            scores = [torch.rsqrt(mean_square(each) + self.epsilon) * (each @ query) for each in (ended, last[None])]
-            weights = torch.cat(scores).softmax(0).to(last.dtype)
+            # Of one token all are few bytes in fewer kernels.
+            parts = [torch.cat((ended, last[None]))] if last.shape[-2] == 1 else [ended, last[None]]
+            scores = [torch.rsqrt(mean_square(each) + self.epsilon) * (each @ query) for each in parts]
+            weights = (scores[0] if len(parts) == 1 else torch.cat(scores)).softmax(0).to(last.dtype)
+            first = weights[: len(parts[0])]
             if products_pay([last]):  # of each token, which has its b_j apart from each other
-                read = (weights[:-1].movedim(0, -1) @ ended.movedim(0, -2)).squeeze(-2)
+                read = (first.movedim(0, -1) @ parts[0].movedim(0, -2)).squeeze(-2)
             else:
-                read = (weights[:-1] * ended).sum(0)
-            read = torch.addcmul(read, weights[-1], last).view_as(states)
+                read = (first * parts[0]).sum(0)
+            if len(parts) == 2:
+                read = torch.addcmul(read, weights[-1], last)
+            read = read.view_as(states)
             if self.first is not None:
                 read = torch.lerp(states, read, self.gate[row].to(read.dtype))
         return read, {"attnres_ended": ended, "attnres_last": last}
