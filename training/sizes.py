@@ -18,9 +18,10 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.errors import did_you_mean
-from resformer.modeling.any_decoder import text_config
+from resformer.modeling.any_decoder import Decoder, text_config
 from resformer.modeling.connecting import chosen_fields, connected_config, connection_field_names
 from resformer.modeling.measured import MEASURED
+from resformer.training.flops import meta_model
 from resformer.untrusted import read_json
 
 #: Fields of a ResFormerConfig, without those that all configurations have.
@@ -149,7 +150,10 @@ def _family_config(backbone: str, method: str, size: Size, shape: Mapping[str, A
     values = config.to_diff_dict() if backbone.endswith(".json") else {}
     config = type(config).from_dict({**values, **given, "dtype": "float32"})
     connected = connected_config(config, method, **connections)
-    return connected if connections_of(connected) else config  # a baseline is plain
+    if connections_of(connected):
+        return connected
+    Decoder(meta_model(config))  # raises if the size does not count its layers
+    return config  # a baseline is plain
 
 
 def scratch_config(
