@@ -71,13 +71,13 @@ def test_documents_run_from_top_to_bottom(document: str, commands: Commands, tmp
     for number, (language, code) in enumerate(blocks):
         runs = [["-c", script]] if [number] == scripts[-1:] else []
         for command in code.replace("\\\n", " ").splitlines() if language == "bash" else ():
-            command = command.partition("#")[0].replace("accelerate launch", "accelerate.commands.launch")
+            command = command.partition("#")[0].replace("torchrun", "torch.distributed.run")
             # The Makefile's own test is below, pip's in test_packaging; servers go on: test_serving talks to them.
             if not command.startswith(("make", "pip", "resformer serve", "vllm serve")):
                 more = [word for start, words in MORE.items() if command.startswith(start) for word in words.split()]
                 runs.append(["-m", *command.split(), *more])
         for words in runs:
-            assert words[1] in ("resformer", "accelerate.commands.launch", script)
+            assert words[1] in ("resformer", "torch.distributed.run", script)
             done = run(*words, cwd=work, env=environment)
             assert done.returncode == 0, f"{words}\n{done.stderr}"
             printed += done.stdout
@@ -97,6 +97,7 @@ def test_documents_run_from_top_to_bottom(document: str, commands: Commands, tmp
         assert "Whether it was trained, and on what, is not recorded" in card
         assert "taken out of what the final norm reads" in card
     elif document == "docs/finetuning.md":
+        assert json.loads((work / "both" / "metrics.json").read_text())["processes"] == 2
         before, after = (
             AutoModelForCausalLM.from_pretrained(work / name).state_dict() for name in ("llama-resformer", "merged")
         )
