@@ -13,6 +13,7 @@ import shlex
 import shutil
 import statistics
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,8 @@ class Study:
         added = [] if arm == METHOD else [AddLora()]
         report = finetune_checkpoint(options, finish=lambda trainer: key.update(evaluated(trainer)), callbacks=added)
         left = steps - report.resumed_from
-        key |= {"trained": report.trained_parameters, "curve": report.evaluations, "peak_memory": report.peak_memory}
+        key |= {"trained": report.trained_parameters, "peak_memory": report.peak_memory}
+        key["curve"] = [asdict(each) for each in report.evaluations]
         self._add(key | {"step_seconds": report.seconds / left if left and report.seconds else None})
         shutil.rmtree(options.output)
         return self.run(arm, rate, seed, steps)
