@@ -112,7 +112,8 @@ def test_operations_are_those_that_torch_counts(variant: str) -> None:
         gates = 2 * config.hidden_size * config.num_key_value_heads * len(mixing_layers(config))
     gates += 2 * 12 * config.num_key_value_heads * len(config.value_embeddings or ())
     counted = parts["projections"] + parts["head"] + attention + gates
-    averages = parts["connections"] if config.dwa or config.hyper_connections != "none" else 0
+    summed = config.dwa or config.attnres or config.hyper_connections != "none"
+    averages = parts["connections"] if summed else 0
     assert counted * tokens <= counter.get_total_flops() <= (counted + 3 * averages) * tokens
     assert training_flops(config, tokens) == 3 * sum(parts.values())
     # Queries of 32 numbers in 6 layers; a token sees up to 4 keys.
