@@ -15,6 +15,7 @@ layers again, passes that are alive at once, threads and compilers see what belo
 import functools
 import threading
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Places:
 
     def __init__(self, layer: Any, earlier: Mapping[str, Any], added: Mapping[str, torch.Tensor]):
         self.layer, self.earlier, self.added = layer, earlier, added
+        self.is_compiled = torch.compiler.is_compiling()
         self.tensors: dict[str, Any] = {"attention_norm": layer.attention_norm}
         self.given: dict[str, torch.Tensor] = {}  # by connections before, for places to come
 
@@ -96,9 +98,10 @@ class Seen:
     """A module in one run: the module, but for attributes that have places around them."""
 
     forward = None  # Transformers compares it, and checkpoints a layer once
+    gradient_checkpointing = False
 
     def __init__(self, module: Any, places: Places):
-        if not torch.compiler.is_compiling():  # found at once, where compilers ask `__getattr__`
+        if not places.is_compiled:  # found at once, where compilers ask `__getattr__`
             vars(self).update(module.__dict__)
             vars(self).update(module._modules)
         self._module = module
@@ -219,15 +222,12 @@ def surgery(family: Any, mixin: Any) -> Any:
         "__module__": family.__module__,
     }
     if mixin is ConnectedLayer:
-        members["runner"] = runner_class(family)
+        members["checkpointed"] = checkpointed_class(family)
     made: Any = type(family.__name__, (mixin, family), members)
     run: Any = mixin.forward
-
-    @functools.wraps(family.forward)  # vLLM reads its source, others its signature
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(self, *args, **kwargs)
-
-    made.forward = forward
+    forward = FunctionType(run.__code__, run.__globals__, closure=run.__closure__)
+    forward.__kwdefaults__ = run.__kwdefaults__
+    made.forward = functools.update_wrapper(forward, family.forward)  # vLLM reads its source, others its signature
     return made
 
 
@@ -260,7 +260,8 @@ class ConnectedAttention(PlacedModule):
             )
             if self.makes is not None:
                 kwargs[CACHE] = SharedCache(kwargs.get(CACHE), self.makes, places)
-        return super().forward(*args, places=places, **kwargs)
+            return self.family.forward(Seen(self, places), *args, **kwargs)
+        return super().forward(*args, **kwargs)
 
 
 class Later:
@@ -274,7 +275,8 @@ class ConnectedLayer(Surgery):
     """Mixed into a decoder layer."""
 
     layer_idx: int
-    runner: type["Runner"]
+    training: bool
+    checkpointed: type["Checkpointed"]
     known: LayerPlaces
     around: tuple[tuple[str, Callable[..., Any]], ...]
     reads: Reads
@@ -300,7 +302,10 @@ class ConnectedLayer(Surgery):
                 f"Layer {self.layer_idx} is called alone: its connections read tensors of earlier layers. Call the "
                 "model, or `resformer.disconnect` it."
             )
-        output, tensors = self.runner(self).forward(hidden_states, *args, earlier=earlier, **kwargs)
+        if self.training and getattr(self, "gradient_checkpointing", False):
+            output, tensors = self.checkpointed(self).forward(hidden_states, *args, earlier=earlier, **kwargs)
+        else:
+            output, tensors = run_layer(self, hidden_states, *args, earlier=earlier, **kwargs)
         if not later.is_read:
             later.tensors = tensors
         return output
@@ -313,14 +318,13 @@ class ConnectedLayer(Surgery):
 
 
 def run_layer(
-    runner: Any,
+    layer: ConnectedLayer,
     hidden_states: torch.Tensor,
     *args: Any,
     earlier: tuple[Mapping[str, Any], Mapping[str, torch.Tensor]],
     **kwargs: Any,
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Returns a layer's output and the tensors that later layers read. Checkpointing runs it again."""
-    layer = runner._module
     places = Places(layer, *earlier)
     if "layer_input" in layer.expected or "layer_input" in places.added:
         hidden_states = places("layer_input", hidden_states)
@@ -331,25 +335,26 @@ def run_layer(
     for name in (*layer.expected, *places.given):
         if name not in places.tensors:
             raise ValueError(f"Layer {layer.layer_idx} has not used its {name}: its connections cannot act.")
-    return output, {name: places.tensors[name] for name in layer.returned}
+    return output, {name: places.tensors[name] for name in layer.returned} if layer.returned else {}
 
 
-class Runner:
+class Checkpointed:
     """A layer, for Transformers' gradient checkpointing: from outside of it nothing may be written within."""
 
-    def __init__(self, module: Any):
-        self._module = module
+    def __init__(self, layer: Any):
+        self._layer = layer
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        return getattr(self._layer, name)
 
 
 @functools.cache
-def runner_class(family: type) -> type:
-    class Checkpointed(GradientCheckpointingLayer if issubclass(family, GradientCheckpointingLayer) else nn.Module):  # type: ignore[misc]
-        forward = run_layer
+def checkpointed_class(family: type) -> type:
+    class Layer(GradientCheckpointingLayer if issubclass(family, GradientCheckpointingLayer) else nn.Module):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return run_layer(self._layer, *args, **kwargs)
 
-    return type(family.__name__, (Runner,), {"forward": Checkpointed.forward})
+    return type(family.__name__, (Checkpointed,), {"forward": Layer.forward})
 
 
 class Plan:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 from transformers.utils.generic import maybe_autocast
 
 
@@ -58,8 +58,9 @@ def is_ordinary(states: Sequence[torch.Tensor], weights: Iterable[torch.Tensor] 
         or torch._C._are_functorch_transforms_active()
         or len({tensor.device for tensor in tensors}) > 1
         or len({state.dtype for state in states}) > 1
-        or any(
-            type(each) not in (torch.Tensor, nn.Parameter) or unpack_dual(each).tangent is not None for each in tensors
+        or not {*map(type, tensors)} <= {torch.Tensor, nn.Parameter}
+        or (
+            forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors)
         )
     )
 

@@ -322,7 +322,7 @@ class SharesOfFirst(FirstValues):
         if (
             torch.is_grad_enabled()
             or len(layers) * first.numel() > MANY
-            or not all(weight.numel() for weight in weights)  # DeepSpeed has freed them
+            or not all(map(torch.Tensor.numel, weights))  # DeepSpeed has freed them
             or not is_ordinary([first], [*shares, *weights])  # some may be on another device
         ):
             return [None] * len(layers)
