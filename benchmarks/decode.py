@@ -13,8 +13,9 @@ out where enough others remain.
 A growing cache copies itself to larger memory now and then. That is timed apart and added to each token's time.
 
 `--batches` and `--contexts` choose other cases, `--arms` what is timed in them: Llama or a method, and its cache unless
-that is the default: `growing`, `static`, or `static compiled`, whose step `generate()` compiles. `--largest` looks for
-the largest batch whose caches fit into the accelerator's memory.
+that is the default: `growing`, `static`, or `static compiled`, whose step `generate()` compiles, with the number of
+kernels that Inductor writes for it. `--largest` looks for the largest batch whose caches fit into the accelerator's
+memory.
 """
 
 import argparse
@@ -35,6 +36,8 @@ from typing import Any
 import psutil
 import torch
 import transformers
+from torch._inductor import config as inductor_config
+from torch._inductor import metrics as inductor_metrics
 from transformers import (
     AutoModelForCausalLM,
     Cache,
@@ -314,12 +317,21 @@ def limits(decoding: "Decoding", seconds: float, speed: float) -> dict[str, Any]
     }
 
 
+def kernels_of(step: Callable[[], object]) -> int:
+    """The number of kernels that Inductor writes for what `step` compiles."""
+    with inductor_config.patch(force_disable_caches=True):
+        before = inductor_metrics.generated_kernel_count
+        step()
+    return inductor_metrics.generated_kernel_count - before
+
+
 def decode(
     case: Case, model_of: Callable[[str], PreTrainedModel], options: argparse.Namespace, speed: float
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     began = time.perf_counter()
     with torch.no_grad():
         arms = {arm: Decoding(model_of(arm.split()[0]), arm, case) for arm in case.arms}
+    kernels = {arm: kernels_of(each) for arm, each in arms.items() if each.compilation}
     timings = measure(dict(arms), options, torch.device(options.device), options.rounds)
     growth = {arm: arms[arm].growth() for arm in arms if isinstance(arms[arm].cache, GrowingCache)}
     added = {arm: seconds * case.tokens for arm, seconds in growth.items()}
@@ -328,6 +340,7 @@ def decode(
         seconds = timings.median(arm) / case.tokens + growth.get(arm, 0.0)
         result["arms"][arm] = {
             "ms a step": round(1e3 * seconds, 3),
+            **({"kernels": kernels[arm]} if arm in kernels else {}),
             "of these growth": round(1e3 * growth.get(arm, 0.0), 3),
             "tokens/s": round(case.batch / seconds, 1),
             "against llama": round(timings.ratio(arm, "llama", added), 3),

@@ -11,11 +11,12 @@ from 1 is how far the others can be trusted. Rounds in which other processes too
 out where enough others remain.
 
 Modes: `layers` compiles each layer by itself (Accelerate's `compile_regions` with `fullgraph=True`), `whole` all of the
-model. Llama is compiled in the same way.
+model. Llama is compiled in the same way. `kernels` are those that Inductor has written for the step.
 
 Memory: the parameters, and the most that torch has allocated at once beyond them between the start of a step and the
 end of its backward pass, gradients included: on a CPU by the profiler's record of every allocation, which no other
 process and no allocator disturbs, on a GPU by its allocator's count, which takes two steps and is part of the timing.
+`checkpointed` is the same with gradient checkpointing.
 
 The C library is set to keep freed memory: by default it gives blocks above 32 MiB back at once, and clearing new pages
 for them varies more than what is measured.
@@ -40,6 +41,7 @@ from decode import (
     before_of,
     built,
     busy_seconds,
+    kernels_of,
     parsed,
     print_targets,
     run_facts,
@@ -156,6 +158,7 @@ def time_case(shape: dict[str, Any], options: argparse.Namespace) -> tuple[dict[
     began = time.perf_counter()
     connected = [f"{method} connected" for method in options.connected]
     arms = trainings([AGAIN, *options.methods, *connected], shape, options)
+    kernels = {} if options.mode == "eager" else {arm: kernels_of(each.gradients) for arm, each in arms.items()}
     without, with_update = measure_time(arms, options)
     sizes = {} if options.device == "cpu" else {arm: size(training) for arm, training in arms.items()}
     result: dict[str, Any] = {**without.report(), "arms": {}}
@@ -169,6 +172,7 @@ def time_case(shape: dict[str, Any], options: argparse.Namespace) -> tuple[dict[
             "ms with AdamW": round(1e3 * with_update.median(arm), 1),
             "of llama with AdamW": round(1 / with_update.ratio(arm, "llama"), 3),
             **({"memory": weight(arm, sizes)} if sizes else {}),
+            **({"kernels": kernels[arm]} if kernels and arm != AGAIN else {}),  # which has Llama's
         }
         if arm in connected:
             ratio = 1 / without.ratio(arm, arm.partition(" ")[0])
@@ -225,9 +229,13 @@ def memory_case(shape: dict[str, Any], options: argparse.Namespace) -> tuple[dic
     result: dict[str, Any] = {"arms": {}}
     met = []
     sizes: dict[str, tuple[int, int]] = {}
+    checkpointed: dict[str, tuple[int, int]] = {}
     for arm in ("llama", *METHODS):
-        sizes[arm] = size(Training(built(arm, shape, options), options))
-        result["arms"][arm] = weight(arm, sizes)
+        training = Training(built(arm, shape, options), options)
+        sizes[arm] = size(training)
+        training.model.gradient_checkpointing_enable()
+        checkpointed[arm] = size(training)
+        result["arms"][arm] = {**weight(arm, sizes), "checkpointed": weight(arm, checkpointed)}
         if arm in MEMORY_TARGETS:
             ratio = result["arms"][arm]["of llama"]
             must, aim = MEMORY_TARGETS[arm]
