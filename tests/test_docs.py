@@ -126,6 +126,9 @@ def test_messages_of_troubleshooting_are_those_that_the_code_gives() -> None:
     sources = re.sub(r'"\n\s+f?"', "", sources)  # a text that goes on
     for message in (
         "The adapter does not train the connections",
+        "has these connections already",
+        "is asked for: `resformer.disconnect` it first",
+        "The result would not compute what",
         "cannot be reverted, its connections have an effect",
         "cannot be pushed to while HF_HUB_OFFLINE is set",
         "was written or edited by hand",
