@@ -42,6 +42,8 @@ CONTRASTS = {
     "n20": {"value-embeddings minus resformer": ("value-embeddings", "resformer")},
 }
 LEVEL = 0.05
+#: Left out of the page's table of traffic: variants, which cost nearly what `resformer`, `cla2` or their parts do.
+VARIANTS = {"fusedkv-lite", *(f"resformer-{of}" for of in "identity constant plus sparse neutreno denseformer".split())}
 _NUMBERS = "no one two three four five".split()
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -269,7 +271,7 @@ def quantised(name: str) -> str:
         rows.append([cache, f"{100 * of_text['news']['share']:.1f} %", *cells])
     shared = shared_layers()["shared, refitted, int4", "WikiText-2"]
     last = ["layers shared, 4 bits per token", f"{100 * shared['cache']:.1f} %", "", "", "", f"{shared['rise']:+.3f}"]
-    return f"{table(' | '.join(['cache', 'bytes', *texts]), [*rows, last])}\n\n{_made_by(read(name))}"
+    return f"{table(' | '.join(['cache', 'bytes', *texts]), [*rows, last])}\n\n{_made_by(name)}"
 
 
 def cache_name(options: dict[str, Any]) -> str:
@@ -290,66 +292,51 @@ def shared_layers() -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["method"], row["text"]): row for row in read("sharing")["rows"]}
 
 
-def conversions(name: str) -> str:
-    """Times of `resformer convert`, beside copies of the same folder."""
-    rows = []
-    for case in read(name)["cases"].values():
-        times = [f"{case[key]:.2f} s" for key in ("seconds_beyond_start_up", "cp_seconds_beyond_start_up")]
-        rows.append([f"`{case['options']}`", *times, f"{case['peak_mb_beyond_torch']:.0f} MB"])
-    return table(" | time | `cp -r` | peak memory beyond `import torch`", rows)
-
-
 def moved(name: str) -> str:
-    """What commands on Hub ids send and receive."""
+    """What a dry run on Hub ids receives and takes; `inspect` takes no more."""
     rows = []
     for source, measured in read(name)["sources"].items():
-        for case, cost in measured["cases"].items():
-            cells = [f"{source}, {size(measured['bytes_of_weights'])}", case]
-            cells += [size(cost["downloaded"]), size(cost["uploaded"]), str(cost["requests"])]
-            cells += [f"{cost['cpu_seconds']} s", size(1e6 * cost["peak_mb"])]
-            rows.append(cells)
-    return table("source | command | downloaded | uploaded | requests | processor time | peak memory", rows)
+        cost = measured["cases"]["dry run"]
+        cells = [f"{source}, {size(measured['bytes_of_weights'])}", size(cost["downloaded"]), str(cost["requests"])]
+        rows.append([*cells, f"{cost['cpu_seconds']} s", size(1e6 * cost["peak_mb"])])
+    return table("source | downloaded | requests | processor time | peak memory", rows)
 
 
 def served(name: str) -> str:
-    """Families in vLLM: in each mode the methods, tokens that are equal, the largest difference; and the command."""
-    report, rows = read(name), []
-    for family in dict.fromkeys(row["family"] for row in report["rows"]):
-        of_family = [row for row in report["rows"] if row["family"] == family]
-        measured = [row for row in of_family if "error" not in row]
-        cells: list[object] = []
-        for mode in ("eager", "compiled", "two ranks"):
-            runs = [row for row in measured if row["mode"] == mode]
-            equal, of = (sum(row[each] for row in runs) for each in ("equal", "of"))
-            largest = max((row["largest"] for row in runs), default=0.0)
-            methods = f"{len(runs)} method{'s' * (len(runs) > 1)}"
-            cells.append(f"{methods}: {equal:,} of {of:,}, {largest:.0e}" if runs else "")
-        cache = {row["method"]: row["tokens of cache"] for row in measured if row["mode"] == "eager"}
-        cells.append(f"{cache['cla2'] / cache['resformer']:.2f}" if "cla2" in cache else "")
-        refused = [row["method"] for row in of_family if "error" in row]
-        rows.append([family, *cells, ", ".join(dict.fromkeys(refused)) if measured else "all"])
-    titles = "family | eager: tokens equal, log probabilities within | compiled | two ranks | room of CLA2 | refused"
-    return f"{table(titles, rows)}\n\n{_made_by(report)}"
+    """Families in vLLM: in each mode the methods and the largest difference; then how many tokens are equal."""
+    found, groups, rows = read(name)["rows"], dict[tuple[Any, ...], list[str]](), []
+    measured, modes = [row for row in found if "error" not in row], ("eager", "compiled", "two ranks")
+    for family in dict.fromkeys(row["family"] for row in found):
+        counts = [sum((row["family"], row["mode"]) == (family, mode) for row in measured) for mode in modes]
+        refused = dict.fromkeys(row["method"] for row in found if row["family"] == family and "error" in row)
+        groups.setdefault((*counts, ", ".join(refused) if any(counts) else "all"), []).append(family)
+    for (*counts, names), families in groups.items():
+        cells = []
+        for mode, count in zip(modes, counts, strict=True):
+            largest = [row["largest"] for row in measured if row["family"] in families and row["mode"] == mode]
+            cells.append(f"{count} method{'s' * (count > 1)}, {max(largest):.0e}" if count else "")
+        rows.append([", ".join(families), *cells, names])
+    equal, of = (sum(row[each] for row in measured) for each in ("equal", "of"))
+    titles = "families | eager: log probabilities within | compiled | two ranks | refused"
+    return f"{table(titles, rows)}\n\n{equal:,} of {of:,} tokens are equal. {_made_by(name)}"
 
 
 def engines(name: str) -> str:
-    """Connected families in other engines, and the command."""
-    report = read(name)
+    """Connected families in other engines."""
     rows = [
         [row["family"], row["method"], f"{row['batched']} of {row['of']}", f"{row['export']:.1g}", f"{row['onnx']:.1g}"]
-        for row in report["rows"]
+        for row in read(name)["rows"]
     ]
     titles = "family | method | continuous batching: tokens equal | torch.export | ONNX"
-    return f"{table(titles, rows)}\n\n{_made_by(report)}"
+    return f"{table(titles, rows)}\n\n{_made_by(name)}"
 
 
 def serving_speed(name: str) -> str:
-    """Throughput of the engines, and the command."""
+    """Throughput of the engines."""
     report = read(name)
     rows = [[arm, f"{row['tokens a second']:.0f}", f"{row['of Llama']:.3f}"] for arm, row in report["arms"].items()]
-    rounds = len(report["seconds"]["Llama"])
     written = table(" | new tokens a second of one thread | of vLLM's Llama", rows)
-    return f"{written}\n\n{rounds} {'round' if rounds == 1 else 'rounds'} of {_made_by(report)}"
+    return f"{written}\n\n{len(report['seconds']['Llama'])} rounds. {_made_by(name)}"
 
 
 def adapters(name: str) -> str:
@@ -364,7 +351,7 @@ def adapters(name: str) -> str:
 def traffic(name: str) -> str:
     """Kernels and bytes of each method, more than Llama's, at 8B, and the fewest bytes that its equation needs."""
     counted, rows = read(name)["counted"]["8B"], []
-    for method, steps in counted.items():
+    for method, steps in ((each, steps) for each, steps in counted.items() if each not in VARIANTS):
         cells = [f"`{method}`"] if method != "llama" else ["Llama itself"]
         for step, found in steps.items():
             llama = counted["llama"][step]
@@ -404,9 +391,8 @@ def sizes(source: str) -> str:
     return table("size | layers | heads | width | MLP | parameters | tokens | a step | rate | steps", rows)
 
 
-def _made_by(report: dict[str, Any]) -> str:
-    versions = ", ".join(f"{package} {version}" for package, version in report["versions"].items())
-    return f"`{report['command']}`, with {versions}."
+def _made_by(name: str) -> str:
+    return f"Command and versions: [{name}](../benchmarks/results/{name}.json)."
 
 
 TABLES: dict[str, Callable[[str], str]] = {
@@ -421,7 +407,6 @@ TABLES: dict[str, Callable[[str], str]] = {
     "served": served,
     "serving_speed": serving_speed,
     "quantised": quantised,
-    "conversions": conversions,
     "moved": moved,
     "adapters": adapters,
     "sizes": sizes,
@@ -437,7 +422,6 @@ def of_studies() -> dict[str, list[str]]:
     del longest["transformer"]
     tokens = {name: f"{tokens_a_parameter(name):.1f}".removesuffix(".0") for name in rows}
     leads = [rows[name][method]["difference"] for name in ("five", "main") for method in ("resformer", "svformer")]
-    lead = sorted(-each["mean"] for each in leads)
     seen = {method: row["difference"]["detectable"] for method, row in longest.items()}
     shares = sorted(100 * each / plain["loss"] for each in seen.values())
     gains = sorted(100 * (1 - loss / other) for loss, other in PAPERS_LOSSES)
@@ -455,7 +439,6 @@ def of_studies() -> dict[str, list[str]]:
         "ahead at first": all(each["holm"] < 0.05 for each in [*leads, *(row["difference"] for row in of_b12)]),
         "0 and the paper's gains": all(low < -gains[-1] / 100 * plain["loss"] and high > 0 for low, high in ends),
         "its smallest gain": round(gains[0]) == 100 * PAPERS_GAIN,
-        "value embeddings": all(max(each["values"]) < 0 for at, each in added["value-embeddings"].items() if at),
         "no sink": first < llama["uniform"]["importance_ratio"],
     }
     if wrong := [claim for claim, so in holds.items() if not so]:
@@ -470,8 +453,6 @@ def of_studies() -> dict[str, list[str]]:
         ],
         "docs/methods.md": [f"ahead of fewer key/value heads by {by['svformer minus GQA']:.3f} nats"],
         "docs/results.md": [
-            f"at {tokens['main']} and {tokens['five']} tokens a parameter: `resformer` and `svformer` by "
-            f"{lead[0]:.3f} to {lead[-1]:.3f}",
             f"at {tokens_a_parameter('b12'):.1f} tokens a parameter, with rates chosen on other seeds: `svformer` by "
             f"{by['svformer']:.3f} nats a token, `resformer` by {by['resformer']:.3f} and `denseformer` by "
             f"{by['denseformer']:.3f}",
@@ -509,29 +490,32 @@ def muon() -> dict[str, tuple[float, float]]:
 def sentences() -> dict[str, list[str]]:
     """Page -> what it states of results, up to line breaks."""
     hub, convert = read("hub")["imports"], read("convert")
+    copied, linked = (convert["cases"][f"{way}, hashes"] for way in ("copy", "link"))
+    seconds = linked["seconds_beyond_start_up"], copied["seconds_beyond_start_up"], copied["cp_seconds_beyond_start_up"]
     speed, tokenised = read("pretrain_speed"), read("tokenize")["runs"][-1]
-    rounds = speed["rounds, tokens/s"]
     shared = shared_layers()["shared, refitted", "WikiText-2"]
-    ours, bare = (statistics.median(each[arm] for each in rounds) for arm in ("pretrain", "bare"))
+    cached = {(row["family"], row["method"]): row.get("tokens of cache") for row in read("vllm_families")["rows"]}
+    twice, in_smollm3 = (cached[name, "cla2"] / cached[name, "resformer"] for name in ("llama", "smollm3"))
+    ours, bare = (statistics.median(each[arm] for each in speed["rounds, tokens/s"]) for arm in ("pretrain", "bare"))
     studied, best = of_studies(), muon()
     return {
         "docs/converting.md": [
-            f"start-up ({convert['start_up_seconds']:.1f} s of imports",
-            f"Imports take {convert['start_up_peak_mb_beyond_torch']:.0f} MB of the memory",
+            f"start-up ({convert['start_up_seconds']:.1f} s of imports) taken off: "
+            "{:.1f} s with `--link`, {:.1f} s with a copy, {:.1f} s for `cp -r`".format(*seconds),
+            f"at most {copied['peak_mb_beyond_torch']:.0f} MB of memory beyond `import torch`",
             f"imports, which alone take {hub['cpu_seconds']:.1f} s and {hub['peak_mb']} MB",
         ],
         "docs/serving.md": [
             f"{100 * shared['cache']:.1f} % of the keys and values left cost {shared['rise']:.3f} nats there and "
             f"{shared_layers()['shared, refitted', 'Python']['rise']:.3f} on Python",
+            f"CLA2 holds {twice:.2g} times the tokens in the same memory, {in_smollm3:.2g} times in SmolLM3",
         ],
         "docs/pretraining.md": [
             f"{best['adamw'][1]:.2f} nats with AdamW (rate {best['adamw'][0]:g}) and {best['muon'][1]:.2f} with Muon "
             f"({best['muon'][0]:g})",
-            f"{tokenised['bytes'] / 1e9:.0f} GB of text took {tokenised['seconds']:.0f} seconds with two workers, "
-            f"{tokenised['tokens/s'] / 1e6:.1f} million tokens a second, and "
+            f"{tokenised['bytes'] / 1e9:.0f} GB of text took {tokenised['seconds']:.0f} seconds with two workers and "
             f"{tokenised['peak RSS of the tree, GB']:.1f} GB of memory",
-            f"{ours:,.0f} tokens/s against {bare:,.0f} (the medians of {len(rounds)} rounds",
-            f"median ratio {speed['ratio']}). `tokenize`, alike: {speed['tokenize, tokens/s of a core']:,} tokens/s",
+            f"{bare:,.0f} tokens/s on one core against {ours:,.0f} (median ratio {speed['ratio']})",
         ],
         "README.md": [f"[{len(METHODS) - 8} other methods](docs/methods.md)", *studied["README.md"]],
         "docs/results.md": studied["docs/results.md"],

@@ -410,17 +410,17 @@ for _name in [*METHODS]:  # these classes are no methods that other tests walk
 ROOT = Path(__file__).parents[1]
 PAGE, LIST = ROOT / "docs/any-decoder.md", ROOT / "modeling/measured.py"
 BEGIN, END = "<!-- python tests/any_decoder.py -->\n", "<!-- end -->\n"
-UNMEASURED = "not measured"
+ALL = "all"
 
 
 def refusals(of_type: dict[str, str]) -> dict[str, list[str]]:
-    """Reason -> the connections that are refused for it, or `UNMEASURED`."""
+    """Reason -> the connections that are refused for it."""
     reasons: dict[str, list[str]] = {}
     for name, said in of_type.items():
         if said:
             said = re.sub(r"\b[Ii]n layer \d+ |\b(in|of) \w+(Layer|Block)\b|\(\d+\) ", "", said)
             said = re.sub(r"\blayer \d+ ", "a layer ", said).replace(" .", ".").replace("|", "/")
-            reasons.setdefault(said, []).append(name or UNMEASURED)
+            reasons.setdefault(said, []).append(name)
     return reasons
 
 
@@ -435,7 +435,10 @@ def documented() -> dict[str, dict[str, list[str]]]:
     why = dict(re.findall(r"^(\d+)\. (.*)$", below, re.MULTILINE))
     found = {}
     for types, cell in re.findall(r"^\| (`.*`) \| (.*) \|$", table, re.MULTILINE):
-        reasons = {why[number]: names.split(", ") for names, number in re.findall(r"([^;]+) \((\d+)\)(?:; )?", cell)}
+        reasons = {
+            why[number]: [*CONNECTIONS] if names == ALL else names.split(", ")
+            for names, number in re.findall(r"([^;]+) \((\d+)\)(?:; )?", cell)
+        }
         found |= dict.fromkeys(re.findall(r"`([^`]+)`", types), reasons)
     return found
 
@@ -445,7 +448,10 @@ def written(found: dict[str, dict[str, list[str]]]) -> str:
     numbers: dict[str, int] = {}
     types: dict[str, list[str]] = {}
     for model_type, reasons in sorted(found.items()):
-        cells = [f"{', '.join(names)} ({numbers.setdefault(why, len(numbers) + 1)})" for why, names in reasons.items()]
+        cells = [
+            f"{ALL if names == [*CONNECTIONS] else ', '.join(names)} ({numbers.setdefault(why, len(numbers) + 1)})"
+            for why, names in reasons.items()
+        ]
         types.setdefault("; ".join(cells) or "none", []).append(f"`{model_type}`")
     lines = ["| model types | refused |", "|---|---|", *(f"| {', '.join(of)} | {cell} |" for cell, of in types.items())]
     return "\n".join([*lines, "", *(f"{number}. {why}" for why, number in numbers.items()), ""])
@@ -454,7 +460,7 @@ def written(found: dict[str, dict[str, list[str]]]) -> str:
 def write(found: dict[str, dict[str, str]]) -> None:
     """Writes the table, and the types of which a small model could be made."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    table = written({model_type: refusals(of_type) for model_type, of_type in found.items()})
+    table = written({model_type: refusals(of_type) for model_type, of_type in found.items() if "" not in of_type})
     PAGE.write_text(before + BEGIN + table + END + rest.partition(END)[2])
     names = sorted(name for name, of_type in found.items() if "" not in of_type)
     listed = textwrap.fill(
