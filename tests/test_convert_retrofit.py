@@ -161,7 +161,7 @@ WAYS = {
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("way", WAYS)
 def test_commands_take_the_folders_of_each_other(way: str, family: str, tmp_path: Path) -> None:
-    """As docs/converting.md says."""
+    """The table in docs/converting.md."""
     saved(tmp_path / "0", family)
     expected, last, methods = look(tmp_path / "0")["logits"], tmp_path / "0", iter(("denseformer", "resformer"))
 
