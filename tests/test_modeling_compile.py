@@ -58,8 +58,8 @@ def test_generate_with_a_static_cache_compiles_one_whole_graph(
 
 
 @pytest.mark.parametrize("variant", EVERY_MECHANISM, indirect=True)
-def test_exporting_every_method_with_dynamic_batch_and_length(variant: str) -> None:
-    model = tiny_model(variant, use_cache=False)
+def test_exporting_every_method_with_dynamic_batch_and_length(small: PreTrainedModel, variant: str) -> None:
+    model = small
     shape = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     with torch.no_grad():
         program = torch.export.export(
@@ -118,9 +118,9 @@ def test_compiled_and_plain_calls_continue_one_anothers_cache(method: str) -> No
         torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", others_slow(METHODS, ["resformer-gated", "cla2"]))
-def test_exported_decoding_step_with_a_static_cache_equals_uncached(method: str) -> None:
-    model = tiny_model(method)
+@pytest.mark.parametrize("method", others_slow(METHODS, ["resformer-gated", "cla2"]), indirect=True)
+def test_exported_decoding_step_with_a_static_cache_equals_uncached(small: PreTrainedModel, method: str) -> None:
+    model = small
     cache = {"batch_size": 1, "max_cache_len": 16}
     model.generation_config = GenerationConfig(use_cache=True, cache_implementation="static", cache_config=cache)
     exporter = TorchExportableModuleForDecoderOnlyLM(model, **cache)
