@@ -1,5 +1,6 @@
 """Tiny models with random parameters, the same in every test file."""
 
+import gc
 import json
 import os
 import re
@@ -108,6 +109,11 @@ def others_slow(names: Iterable[str], quick: Collection[str] = QUICK) -> list[An
 hypothesis.settings.register_profile("quick", max_examples=50, deadline=None)
 hypothesis.settings.register_profile("full", max_examples=400, deadline=None)  # pytest --hypothesis-profile=full
 hypothesis.settings.load_profile("quick")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: training libraries call `gc.collect`, which would walk all of it, for 0.3 seconds."""
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
