@@ -349,21 +349,23 @@ def adapters(name: str) -> str:
 
 
 def traffic(name: str) -> str:
-    """Kernels and bytes of each method, more than Llama's, at 8B, and the fewest bytes that its equation needs."""
+    """Kernels and bytes of each method, more than Llama's, at 8B, the fewest bytes that its equation needs, and the
+    memory of a training step."""
     counted, rows = read(name)["counted"]["8B"], []
+    memory = next(iter(read("memory")["memory"].values()))["arms"]
     for method, steps in ((each, steps) for each, steps in counted.items() if each not in VARIANTS):
         cells = [f"`{method}`"] if method != "llama" else ["Llama itself"]
         for step, found in steps.items():
             llama = counted["llama"][step]
             more = {what: found[what] - (llama[what] if method != "llama" else 0) for what in ("kernels", "bytes")}
-            share = f" ({more['kernels'] / llama['kernels']:+.1%})" if method != "llama" and step == "decode" else ""
-            cells.append(f"{more['kernels']:,}{share}")
+            cells.append(f"{more['kernels']:,}")
             if step != "decode":
                 least = f"{found['minimum'] / 1e9:.1f}" if "minimum" in found else ""
                 cells += [f"{more['bytes'] / 1e9:.1f}", least]
-        rows.append(cells)
+        each = memory[method]
+        rows.append([*cells, f"{each['of llama']:.2f}", f"{each['checkpointed']['of llama']:.2f}"])
     steps = "forward: kernels | GB | least GB | backward: kernels | GB | least GB"
-    return table(f"method | {steps} | a decoded token: kernels", rows)
+    return table(f"method | {steps} | a decoded token: kernels | training memory | checkpointed", rows)
 
 
 def on_a_gpu(name: str) -> str:

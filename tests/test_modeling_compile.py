@@ -99,6 +99,21 @@ def test_layers_of_a_kind_share_one_graph(method: str) -> None:
     assert backend.frame_count <= GRAPHS.get(method, 3)
 
 
+@pytest.mark.parametrize(
+    "method",
+    others_slow("resformer resformer-gated svformer denseformer depth-attention mudd mhc attnres".split(), ["mudd"]),
+    indirect=True,
+)
+def test_batches_of_any_size_train_in_two_graphs(small: PreTrainedModel, method: str) -> None:
+    backend = CompileCounter()
+    torch.compiler.reset()
+    compiled = torch.compile(small.train(), backend=backend, fullgraph=True)
+    for shape in ((2, 8), (3, 11), (4, 9), (2, 17), (5, 12)):
+        ids = torch.randint(3, 97, shape)
+        compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert backend.frame_count == 2  # as plain Llama: one for the first sizes, one for all
+
+
 @pytest.mark.parametrize("method", ["svformer"], indirect=True)
 def test_compiled_and_plain_calls_continue_one_anothers_cache(method: str) -> None:
     # Growing in place breaks graphs: compiled calls concatenate, with a GrowingCache too.
