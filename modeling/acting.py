@@ -541,10 +541,12 @@ class Passes:
         """Of the pass that runs."""
         return self.of_thread.steps if self.compiled_steps is None else self.compiled_steps
 
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Callable[..., Any], decoder: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the decoder's own forward, whose layers are those of a new pass."""
         if self.switch.is_off:
-            return forward(self.decoder, *args, **kwargs)
+            return forward(decoder, *args, **kwargs)
+        if getattr(decoder, self.layers) is not getattr(self.decoder, self.layers):
+            return self.of_copy(decoder).run(forward, decoder, *args, **kwargs)
         compiling = torch.compiler.is_compiling()
         if not compiling and [*getattr(self.decoder, self.layers)._modules.values()] != self.plan.modules:
             self.layers_have_changed()
@@ -556,15 +558,22 @@ class Passes:
         steps = [Step(forward_pass, *each) for each in zip(plan.modules, plan.numbers, strict=True)]
         if compiling:
             self.compiled_steps = steps
-            output = forward(self.decoder, *args, **kwargs)
+            output = forward(decoder, *args, **kwargs)
             self.compiled_steps = None
             return output
         self.compiled_steps = None  # of a compiled pass that has failed
         before, self.of_thread.steps = self.of_thread.steps, steps
         try:
-            return forward(self.decoder, *args, **kwargs)
+            return forward(decoder, *args, **kwargs)
         finally:
             self.of_thread.steps = before
+
+    def of_copy(self, decoder: Any) -> "Passes":
+        """Those of a shallow copy with other layers: Accelerate's `compile_regions` makes one."""
+        decoder.passes = passes = Passes(decoder, self.layers, self.drops, self.switch)
+        passes.of_thread = self.of_thread  # whose tokens the model's hook sees
+        passes.layers_have_changed()
+        return passes
 
     def layers_have_changed(self) -> None:
         """Some were wrapped, compiled or removed."""
@@ -618,4 +627,4 @@ class ConnectedDecoder(Surgery):
     passes: Passes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.passes.run(self.family.forward, *args, **kwargs)
+        return self.passes.run(self.family.forward, self, *args, **kwargs)

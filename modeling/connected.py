@@ -76,7 +76,7 @@ class ConnectedModel(PreTrainedModel):
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             keep_packed_sequences_apart(kwargs)
             passes = self.__dict__.get("passes")  # of the decoder, if this is it
-            return family(self, *args, **kwargs) if passes is None else passes.run(family, *args, **kwargs)
+            return family(self, *args, **kwargs) if passes is None else passes.run(family, self, *args, **kwargs)
 
         cls.forward = forward
 

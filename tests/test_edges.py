@@ -13,6 +13,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin, compile_regions
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from conftest import others_slow
 from small_decoders import small_decoder
+from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoConfig, PreTrainedModel
@@ -155,6 +156,19 @@ def test_a_wrapped_layer_gives_the_gradients_of_the_plain_one(case: str, wrap: C
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("host", others_slow(HOSTS, ["llama"]))
+@pytest.mark.parametrize("wrap", [regions, compiled_in_the_list, compiled_in_place], ids=lambda each: each.__name__)
+def test_a_compiled_layer_is_compiled(host: str, wrap: Callable[..., Any]) -> None:
+    captured = []
+    for model in (small_decoder(host).train(), connected(f"{host}-resformer")):
+        torch.compiler.reset()
+        counters.clear()
+        wrapped = wrap(model)
+        gradients(model if wrapped is None else wrapped)
+        captured.append(counters["stats"]["calls_captured"])
+    assert captured[1] >= captured[0]
 
 
 @pytest.mark.parametrize(
