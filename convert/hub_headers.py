@@ -1,15 +1,17 @@
 """Headers of safetensors on the Hub, by range requests, as files of their real size that hold nothing else.
 
-They take no space on the disk, and `safetensors` and Transformers read them as they read the files themselves.
+They take no space on the disk, and `safetensors` and Transformers read them as they read the files themselves. What was
+read once stays in huggingface_hub's cache for assets.
 """
 
 import os
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import constants, get_session, hf_hub_url
+from huggingface_hub import cached_assets_path, constants, get_session, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
@@ -58,9 +60,21 @@ class HubFiles:
                     file.write(content)
 
     def _read(self, name: str, start: int, length: int) -> bytes:
-        """Some bytes of a file. Only the Hub gets the token: the HTTP client drops it where another host answers."""
-        if not length:
-            return b""
+        """Some bytes of a file, from the cache or the Hub."""
+        cached = None
+        with suppress(OSError, ValueError):  # it is not there, or cannot be: the cache is only for the next time
+            folder = cached_assets_path("resformer", self.repo_id, self.revision, assets_dir=constants.HF_ASSETS_CACHE)
+            cached = folder / f"{name}.{start}-{length}"
+            if len(content := cached.read_bytes()) == length:
+                return content
+        content = self._asked(name, start, length) if length else b""
+        with suppress(OSError):
+            if cached is not None:
+                cached.write_bytes(content)
+        return content
+
+    def _asked(self, name: str, start: int, length: int) -> bytes:
+        """Of the Hub. It alone gets the token: the HTTP client drops it where another host answers."""
         url = hf_hub_url(self.repo_id, name, revision=self.revision)
         wanted = f"bytes {start}-{start + length - 1}"
         headers = {**build_hf_headers(), "range": wanted.replace(" ", "="), "accept-encoding": "identity"}
