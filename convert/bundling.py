@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from resformer.configuration.connected_config import ConnectedConfig
-from resformer.convert.deciding import Decision
 from resformer.convert.reading import side_file
 from resformer.convert.remote_code import auto_map, remote_code
 from resformer.convert.source import open_source
-from resformer.convert.to_folder import Options, Report, carry_out
+from resformer.convert.to_folder import Decision, Options, Report, carry_out
 from resformer.errors import CheckpointError, quoted
 from resformer.files import check_target
 from resformer.names import DESCRIPTIONS

@@ -14,9 +14,10 @@ from transformers.initialization import no_init_weights
 
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.convert.judging import SameConfig, head_of
-from resformer.errors import CheckpointError, one_line
+from resformer.errors import CheckpointError, one_line, quoted
 from resformer.modeling.connected import added_modules
-from resformer.modeling.connection import Added, StartsAsStated
+from resformer.modeling.connection import Added, Connection, StartsAsStated
+from resformer.modeling.connections import KINDS
 from resformer.modeling.matrices import decoder_of
 from resformer.safetensors_format import Shard
 
@@ -69,6 +70,30 @@ def added_shapes(config: Any, *, tables: bool = True, alone: bool = False) -> di
     """
     parameters = _parameters(config, connection_modules(config), tables=tables, alone=alone)
     return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+
+
+def added_kinds(config: Any, before: Any) -> list[type[Connection]]:
+    """The kinds of connections that a model of `config` has beyond one of `before`, its source."""
+    added = []
+    for kind in KINDS:
+        for name in kind.fields:
+            old, new = getattr(before, name, None), getattr(config, name, None)
+            if old != new and kind.is_in(before):
+                raise CheckpointError(
+                    f"`{name}` is {quoted(old)} in the source and {quoted(new)} in the result: connections are added, "
+                    "those of the source stay as they are. Name the fields to add, --method transformer --set dwa=true "
+                    "for one."
+                )
+        if kind.is_in(config) and not kind.is_in(before):
+            added.append(kind)
+    shapes = added_shapes(config)
+    for name, shape in added_shapes(before).items():
+        if shapes.get(name) != shape:
+            raise CheckpointError(
+                f"{name} of the source has shape {list(shape)}, and the result has no place for it: the connections "
+                "that are added leave other layers to mix. Convert the original instead."
+            )
+    return added
 
 
 def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from resformer.environment import free_memory
 from resformer.errors import CheckpointError, one_line
 from resformer.loading import without_a_word
 from resformer.modeling.any_decoder import text_config
@@ -26,6 +27,17 @@ def window_of(config: PreTrainedConfig) -> int:
     kinds = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
     return window if isinstance(window, int) and (kinds is None or "sliding_attention" in kinds) else 0
+
+
+def memory_of(model: int) -> int:
+    """Bytes that comparing logits takes, of a model of so many: it, and room for a forward pass."""
+    return int(1.2 * model) + 2**29
+
+
+def too_large(model: int) -> str:
+    """Why logits of a model of so many bytes are not compared; empty if there is room."""
+    needed, free = memory_of(model), free_memory()
+    return f"that takes {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free" if needed > free else ""
 
 
 def not_finite(shards: Iterable[Shard]) -> list[str]:
@@ -73,17 +85,15 @@ def compare_logits(
     *,
     names: tuple[str, str] = ("the source", "the result"),
     row: int | None = None,
-    text: Sequence[int] | None = None,
     window: int | None = None,
     device: str | None = None,
 ) -> LogitsComparison:
-    """Runs both models on the same two rows of tokens.
+    """Runs both models on the same two rows of random tokens.
 
     Args:
         source, converted: load a model for evaluation; no more than one is in memory at a time.
         names: of both, for messages.
         tokens: at which logits are compared, at least 16, in rows of at least, and by default, half of it.
-        text: token ids, at least two rows of them; default: random ones, from a fixed seed.
         window: the longest sliding window of both.
 
     Raises:
@@ -92,8 +102,7 @@ def compare_logits(
     row = row or tokens // 2
     with without_a_word():
         (expected, first), (actual, second) = (
-            _logits(name, load, tokens // 2, row, text, device)
-            for name, load in zip(names, (source, converted), strict=True)
+            _logits(name, load, tokens // 2, row, device) for name, load in zip(names, (source, converted), strict=True)
         )
     pairs = list(zip(expected.split(128), actual.split(128), strict=True))  # float64 takes memory
     kl = agreement = 0.0
@@ -131,15 +140,10 @@ def _logits(name: str, load: Callable[[], PreTrainedModel], compared: int, *opti
 
 
 @torch.no_grad()
-def _read_twice(
-    loaded: Any, compared: int, row: int, text: Sequence[int] | None, device: str | None
-) -> tuple[torch.Tensor, float]:
+def _read_twice(loaded: Any, compared: int, row: int, device: str | None) -> tuple[torch.Tensor, float]:
     """(logits at the last `compared` tokens of two rows in both readings, the largest difference of the readings)."""
     loaded = loaded if device is None else loaded.to(device)
-    if text is None:
-        ids = torch.randint(text_config(loaded.config).vocab_size, (2, row), generator=torch.Generator().manual_seed(0))
-    else:
-        ids = torch.tensor(text[: 2 * row]).view(2, row)
+    ids = torch.randint(text_config(loaded.config).vocab_size, (2, row), generator=torch.Generator().manual_seed(0))
     ids = ids.to(loaded.device)
     _, plain = _read(loaded, compared, input_ids=ids, use_cache=False)
     if CACHE not in signature(type(loaded).forward).parameters:

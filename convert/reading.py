@@ -4,10 +4,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from resformer.convert.carrying import File, Range
 from resformer.errors import CheckpointError, first_names, quoted
 from resformer.names import CONFIG, INDEX, LISTING, SETTINGS, SIDE_FILES, SINGLE, TOKENIZERS
 from resformer.safetensors_format import LARGEST_HEADER, MOST_TENSORS, Shard, Tensor, read_shard
@@ -23,22 +24,12 @@ _MOST_SHARDS = 1000
 
 
 @dataclass(frozen=True)
-class SideFile:
-    """A file that goes along: as it is, or with `content` in its place."""
-
-    name: str  # relative, with forward slashes
-    path: Path
-    size: int
-    content: bytes | None = None
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """The weights and other files of a checkpoint's folder."""
 
     folder: Path
     shards: tuple[Shard, ...]  # in the order in which Transformers loads them
-    side_files: tuple[SideFile, ...] = ()
+    side_files: tuple[File, ...] = ()  # that go along
     left_behind: tuple[str, ...] = ()  # names of files that do not go along
     notes: tuple[str, ...] = ()  # what a person should know
 
@@ -75,7 +66,7 @@ def read_checkpoint(folder: Path, names: Iterable[str] = (), *, weights: Path | 
             left_behind += [] if name in read else [name]
             continue
         try:
-            side_files.append(_plain_settings(side_file(folder, name), notes))
+            side_files.append(_plain_settings(side_file(folder, name), folder / name, notes))
         except CheckpointError as error:
             if name != "generation_config.json":  # Transformers ignores one that it cannot read
                 raise
@@ -84,27 +75,26 @@ def read_checkpoint(folder: Path, names: Iterable[str] = (), *, weights: Path | 
     return Checkpoint(folder, tuple(shards), tuple(side_files), tuple(left_behind), tuple(notes))
 
 
-def _plain_settings(file: SideFile, notes: list[str]) -> SideFile:
+def _plain_settings(file: File, path: Path, notes: list[str]) -> File:
     """The file, without the keys that name code."""
     if file.name not in SETTINGS:
         return file
-    values = parse_json(read_bounded(file.path, file.size), str(file.path))
+    values = parse_json(read_bounded(path, file.size), str(path))
     removed = [key for key in CODE_KEYS if key in values]
     if not removed:
         return file
-    notes += [f"{file.path}: {key} names code and was taken out." for key in removed]
+    notes += [f"{path}: {key} names code and was taken out." for key in removed]
     kept = {key: value for key, value in values.items() if key not in removed}
-    content = (json.dumps(kept, indent=2) + "\n").encode()
-    return replace(file, size=len(content), content=content)
+    return File(file.name, ((json.dumps(kept, indent=2) + "\n").encode(),))
 
 
-def side_file(folder: Path, name: str) -> SideFile:
+def side_file(folder: Path, name: str) -> File:
     """A file of the folder."""
     path = regular_file(folder / name, folder)
     size = path.stat().st_size
     if size > MOST_BYTES:
         raise CheckpointError(f"{folder / name}: has {size:,} bytes; at most {MOST_BYTES:,} are copied.")
-    return SideFile(name, path, size)
+    return File(name, (Range(path, 0, size),))
 
 
 def _shards(folder: Path) -> tuple[list[Shard], list[str]]:

@@ -26,10 +26,10 @@ from resformer.convert.connected_families import (
     view,
     with_connections,
 )
-from resformer.convert.connections import added_shapes, initial_connections, meta_model, stored_names
-from resformer.convert.deciding import Decision, added_kinds
+from resformer.convert.connections import added_kinds, added_shapes, initial_connections, meta_model, stored_names
+from resformer.convert.logits import memory_of
 from resformer.convert.source import Source, open_source
-from resformer.convert.to_folder import Options, Report, Verify, carry_out, folder_name, published_name
+from resformer.convert.to_folder import Decision, Options, Report, Verify, carry_out, folder_name, published_name
 from resformer.errors import CheckpointError, did_you_mean, first_names
 from resformer.files import check_target
 from resformer.model_cards import base_model_of, carried_metadata, model_card
@@ -185,7 +185,7 @@ def retrofit(
         parameters=sum(math.prod(shape) for key, shape in expected.items() if key not in fetched.built.tied),
         added={key: math.prod(shapes[key]) for key in parameters},
         dropped=sorted(dropped),
-        memory=decision.memory,
+        memory=memory_of(decision.model_bytes),
     )
 
     def finish(report: RetrofitReport, digests: Mapping[str, str | None]) -> dict[str, str]:

@@ -12,10 +12,9 @@ from transformers import PreTrainedConfig
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.convert.connected_families import config_text, family_class, family_of, view, with_connections
-from resformer.convert.connections import connection_modules, meta_model, read_connections, stored_names
-from resformer.convert.deciding import Decision, added_kinds
+from resformer.convert.connections import added_kinds, connection_modules, meta_model, read_connections, stored_names
 from resformer.convert.source import OpenedSource, Source, open_source
-from resformer.convert.to_folder import Options, Report, carry_out, published_name
+from resformer.convert.to_folder import Decision, Options, Report, carry_out, published_name
 from resformer.errors import CheckpointError, one_line, quoted
 from resformer.files import check_target
 from resformer.names import RECORD

@@ -1,4 +1,7 @@
-"""Writes what was decided, has Transformers judge it, and puts it in place."""
+"""Writes what was decided, has Transformers judge it, and puts it in place.
+
+`retrofit`, `revert` and `bundle` differ in how they decide.
+"""
 
 import math
 import os
@@ -7,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
+import torch
 from safetensors.torch import save
 from transformers import GenerationConfig
 
 from resformer.convert.carrying import (
     File,
-    Range,
     Transfer,
     check_bytes,
     check_space,
@@ -22,12 +25,10 @@ from resformer.convert.carrying import (
     write_files,
     write_settings,
 )
-from resformer.convert.deciding import Decision
 from resformer.convert.judging import build, check_same, load
-from resformer.convert.logits import LogitsComparison, compare_logits, not_finite, window_of
-from resformer.convert.source import Source
+from resformer.convert.logits import LogitsComparison, compare_logits, not_finite, too_large, window_of
+from resformer.convert.source import OpenedSource, Source
 from resformer.convert.tokens import TokensComparison, compare_folders
-from resformer.environment import free_memory
 from resformer.errors import CheckpointError, OutputError, VerificationError, first_names, one_line
 from resformer.files import AsDict, replacing, write_text
 from resformer.names import standard_names
@@ -37,6 +38,28 @@ from resformer.safetensors_format import FLOATING, Tensor
 Verify = Literal["auto", "headers", "hashes", "logits"]
 #: Logits are compared beyond sliding windows up to this one: longer rows take long. `resformer verify` always does.
 _LONGEST_WINDOW = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The result, as it follows from the source and what the user asked for. Nothing is planned or written yet."""
+
+    source: OpenedSource
+    config: str  # the text of its config.json
+    dtype: torch.dtype  # in which Transformers loads it by default
+    #: Name in the source's files -> in its model: tensors that the result lacks.
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    unused: bool = False  # whether they may stay in linked files, as config.json then says
+    added: Mapping[str, torch.Tensor] = field(default_factory=dict)  # by their names in a checkpoint
+    added_names: frozenset[str] = frozenset()  # in its model
+    side_files: tuple[File, ...] = ()  # beside those that the source's checkpoint has
+    inexact_because: tuple[str, ...] = ()  # why it does not compute what the source does; empty if it does
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def model_bytes(self) -> int:
+        """Of the larger model, which is compared."""
+        return self.source.built.memory + sum(tensor.nbytes for tensor in self.added.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +125,7 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
     source = decision.source
     weights = _weights(decision, link=options.link)
     along = {file.name: file for file in (*source.checkpoint.side_files, *decision.side_files)}
-    side_files = [
-        File(file.name, (Range(file.path, 0, file.size) if file.content is None else file.content,))
-        for file in along.values()
-    ]
+    side_files = [*along.values()]
     transfer = transfer_of(weights, side_files, link=options.link)
     names = {tensor.name for file in weights for tensor in file.tensors}
     left_behind = [name for name in source.checkpoint.left_behind if name not in along]
@@ -189,13 +209,9 @@ def _choose(decision: Decision, options: Options) -> tuple[str, list[str]]:
     """(the verification, warnings): `auto` is the logits where memory suffices."""
     if options.verify != "auto":
         return options.verify, []
-    needed, free = decision.memory, free_memory()
-    if needed <= free:
+    if not (reason := too_large(decision.model_bytes)):
         return "logits", []
-    return "hashes", [
-        f"The logits were not compared: that takes {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free. "
-        "Where there is more: resformer verify SOURCE OUTPUT."
-    ]
+    return "hashes", [f"The logits were not compared: {reason}. Where there is more: resformer verify SOURCE OUTPUT."]
 
 
 def _compare(decision: Decision, output: Path, partial: Path) -> LogitsComparison:
