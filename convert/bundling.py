@@ -55,7 +55,7 @@ def bundle(
     code = remote_code(opened.config)
     bytes_of = {name: len(text.encode()) for name, text in code.items()}
     fetched = opened.fetch(headers_only=settings.dry_run)
-    if fetched.config.tie_word_embeddings and not fetched.tied:
+    if fetched.config.tie_word_embeddings and not fetched.built.tied:
         config["tie_word_embeddings"] = False
     # What describes it goes along.
     names = [name for name in names_in(opened.folder) if DESCRIPTIONS.fullmatch(name)]

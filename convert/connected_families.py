@@ -24,7 +24,7 @@ from resformer.convert.reading import CODE_KEYS, plain_way
 from resformer.errors import CheckpointError, one_line, quoted
 from resformer.loading import names_kernels, without_a_word, without_kernels
 from resformer.modeling.any_decoder import Decoder, text_config
-from resformer.modeling.connecting import connected_config
+from resformer.modeling.connecting import connected_config, family_of
 from resformer.modeling.measured import MEASURED
 
 _LOAD = "AutoModelForCausalLM.from_pretrained(SOURCE, {})"
@@ -88,7 +88,7 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         raise CheckpointError(f"{where}: dtype is {quoted(str(config.dtype))}; expected one of weights, as float32.")
     if names_kernels(config):
         config = without_kernels(config)
-    if not isinstance(layers, int) or not 0 < layers <= _MOST[r".*layer.*(?<!size)"]:
+    if not isinstance(layers, int) or not 0 < layers <= 1000:
         raise CheckpointError(f"{where}: num_hidden_layers is {quoted(layers)}; expected 1 to 1,000.")
     if table > _MOST_OF_A_TABLE:
         raise CheckpointError(f"{where}: {positions:,} positions make a table of {table:,} numbers.")
@@ -133,26 +133,16 @@ def _check_sizes(where: Path, values: Mapping[str, Any], config_class: Any) -> N
                 raise CheckpointError(f"{where}: {key} is {value:,}; expected at most {most:,}.")
 
 
-def family_class(config: PreTrainedConfig) -> type[PreTrainedConfig] | None:
-    """The class of its configuration without fields for connections; `None`: no family has its decoder."""
-    classes = (each for each in type(config).__mro__ if issubclass(each, PreTrainedConfig))
-    own = (each for each in classes if not issubclass(each, ConnectionFields) and each is not PreTrainedConfig)
-    return next(own, None)
-
-
 def family_name(config: PreTrainedConfig) -> str:
-    """The model type of the family; of a decoder that no family has its own."""
-    family = family_class(config)
-    return config.model_type if family is None else str(family.model_type)
+    """The model type of the family."""
+    return str(family_of(config).model_type)
 
 
-def family_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the family, without fields for connections, if there is one."""
-    family = family_class(config)
-    if family is None:
-        return with_connections(config)
+def family_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the family, without fields for connections."""
     known = {name: value for name, value in config.to_dict().items() if name not in (*CONNECTION_FIELDS, "base_model")}
-    return family.from_dict({**known, "model_type": family.model_type})
+    plain: PreTrainedConfig = family_of(config).from_dict({**known, "model_type": family_name(config)})
+    return plain
 
 
 def connection_config(config: PreTrainedConfig) -> Any:

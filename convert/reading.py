@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,7 @@ from pathlib import Path
 from resformer.convert.carrying import File, Range
 from resformer.errors import CheckpointError, first_names, quoted
 from resformer.names import CONFIG, INDEX, LISTING, SETTINGS, SIDE_FILES, SINGLE, TOKENIZERS
-from resformer.safetensors_format import LARGEST_HEADER, MOST_TENSORS, Shard, Tensor, read_shard
+from resformer.safetensors_format import MOST_TENSORS, Shard, Tensor, read_shard
 from resformer.untrusted import MOST_BYTES, names_in, parse_json, read_bounded, read_json, regular_file
 
 ADAPTER = "adapter_config.json"
@@ -37,14 +36,6 @@ class Checkpoint:
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by name."""
         return {tensor.name: tensor for shard in self.shards for tensor in shard.tensors}
-
-    @cached_property
-    def dtypes(self) -> Counter[str]:
-        """Code of safetensors -> number of elements."""
-        counts = Counter[str]()
-        for tensor in self.tensors.values():
-            counts[tensor.dtype] += tensor.elements
-        return counts
 
     @property
     def tokenizer_files(self) -> list[str]:
@@ -137,7 +128,7 @@ def weight_files(folder: Path, names: Iterable[str]) -> list[str]:
 
 def read_index(index: Path) -> dict[str, str]:
     """Tensor -> the file beside the index that holds it; `check_folder` has looked at the names."""
-    content = read_json(index, LARGEST_HEADER)
+    content = read_json(index)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map from tensor names to files.")

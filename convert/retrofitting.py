@@ -20,9 +20,8 @@ from resformer.configuration.methods import (
 from resformer.convert.connected_families import (
     config_text,
     connection_config,
-    family_class,
+    family_config,
     family_name,
-    family_of,
     view,
     with_connections,
 )
@@ -131,8 +130,7 @@ def retrofit(
     check_target(target, source, made_by="convert", force=force)  # before anything is read or fetched
     opened = open_source(source, revision)
     before = connection_config(opened.config)
-    if family_class(before) is not None:
-        connected_config(family_of(before), method, **fields)  # refuses what no family can have
+    connected_config(family_config(before), method, **fields)  # refuses what no family can have
     connections = chosen_fields(before, method, fields, plain=False)
     connections = starting_plainly(connections, [kind for kind in KINDS if not kind.is_in(before)])
     had = connections_of(before)
@@ -163,7 +161,7 @@ def retrofit(
     parameters = {key: each for key, each in initial_connections(config, fetched.dtype).items() if key not in existing}
     if taken := parameters.keys() & fetched.checkpoint.tensors.keys():
         raise CheckpointError(f"{fetched.name}: holds {first_names(taken)} already, which are names of connections.")
-    written = config if connections_of(config) else family_of(config)
+    written = config if connections_of(config) else family_config(config)
     decision = Decision(
         source=fetched,
         config=config_text(fetched.raw_config, written, fetched.dtype, frozenset(dropped) if link else frozenset()),

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
-from resformer.convert.connected_families import config_text, family_class, family_of, view, with_connections
+from resformer.convert.connected_families import config_text, family_config, view, with_connections
 from resformer.convert.connections import added_kinds, connection_modules, meta_model, read_connections, stored_names
 from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.to_folder import Decision, Options, Report, carry_out, published_name
@@ -77,9 +77,7 @@ def revert(
         reverted = before
         reverted.base_model = getattr(config, "base_model", None)  # as `retrofit` has left it
     else:
-        if family_class(config) is None:
-            raise CheckpointError(f"{opened.name}: cannot be reverted: no family of Transformers has its decoder.")
-        reverted = family_of(config)
+        reverted = family_config(config)
     decision = _decide(opened.fetch(headers_only=True), config, before, reverted)
     # The coefficients allow it: now download the weights.
     if not settings.dry_run and not decision.source.on_this_disk:

@@ -22,8 +22,8 @@ from resformer.convert.reading import ADAPTER, Checkpoint, gguf_way, hint, read_
 from resformer.errors import CheckpointError, first_names, one_line
 from resformer.hub import asking_hub, fetch, listing
 from resformer.names import CARD, CONFIG, CONNECTIONS, DESCRIPTIONS, INDEX, RECORD, SETTINGS, SIDE_FILES, SINGLE
-from resformer.safetensors_format import LARGEST_HEADER, Shard, read_shard
-from resformer.untrusted import MIB, MOST_BYTES, check_folder, read_json
+from resformer.safetensors_format import Shard, read_shard
+from resformer.untrusted import LARGEST_JSON, MIB, MOST_BYTES, check_folder, read_json
 
 _MOST_FILES = 1000
 
@@ -74,7 +74,7 @@ class Source:
                     f"{self.name}: has {count:,} files beside its weights; at most {_MOST_FILES:,} are read."
                 )
             with asking_hub(self.name):
-                fetch(self.repo_id, str(self.revision), self.hub_files, [INDEX, *SETTINGS], LARGEST_HEADER)
+                fetch(self.repo_id, str(self.revision), self.hub_files, [INDEX, *SETTINGS], LARGEST_JSON)
                 fetch(self.repo_id, str(self.revision), self.hub_files, along + about, MOST_BYTES)
                 check_folder(folder)
                 weights = weight_files(folder, self.hub_files or [path.name for path in folder.iterdir()])
@@ -142,15 +142,6 @@ class OpenedSource(Source):
         """In which Transformers loads it by default."""
         return self.built.dtype
 
-    @property
-    def tied(self) -> bool:
-        """Whether the head is the embeddings."""
-        return bool(self.built.tied)
-
-    def sha256_on_hub(self) -> dict[str, str]:
-        """File -> SHA-256, as the Hub states it: of the files that it stores by LFS, if the source is there."""
-        return {name: file.lfs.sha256 for name, file in self.hub_files.items() if file.lfs is not None}
-
 
 def open_source(source: str | Path, revision: str | None = None, *, heads: bool = False) -> Source:
     """Finds the checkpoint and reads its configuration; of a Hub repository nothing but small files is fetched.
@@ -175,7 +166,7 @@ def open_source(source: str | Path, revision: str | None = None, *, heads: bool 
     else:
         with asking_hub(name):
             commit, files = listing(name, revision)
-            folder = fetch(name, commit, files, [CONFIG, CARD, RECORD], LARGEST_HEADER)
+            folder = fetch(name, commit, files, [CONFIG, CARD, RECORD], LARGEST_JSON)
             opened = _open_folder(name, folder, revision=commit, repo_id=name, hub_files=files)
     if not heads and (head := head_of(opened.config)):
         raise CheckpointError(

@@ -14,6 +14,8 @@ from resformer.errors import CheckpointError, quoted
 from resformer.names import CONFIG, FOLDERS, INDEX, OFTEN_LINKED, SIDE_FILES, SINGLE, TOKENIZER_CONFIG
 
 MIB = 2**20
+#: A config.json, an index, a header of safetensors. A mixture of 74,000 tensors has headers of 10 MB.
+LARGEST_JSON = 32 * MIB
 #: The largest file that holds no weights. Gemma's tokenizer.json has 33 MiB.
 MOST_BYTES = 256 * MIB
 #: A resolved path is no link; opening a FIFO does not wait for a writer.
@@ -150,7 +152,7 @@ def read_bounded(path: Path, limit: int, folder: Path | None = None) -> bytes:
     raise CheckpointError(f"{path}: has {size:,} bytes, is larger than {limit:,}, which no such file is.")
 
 
-def read_json(path: Path, limit: int = 16 * MIB) -> dict[str, Any]:
+def read_json(path: Path, limit: int = LARGEST_JSON) -> dict[str, Any]:
     """A JSON object, from a file of at most `limit` bytes."""
     return parse_json(read_bounded(path, limit), str(path))
 
