@@ -126,15 +126,13 @@ def verify(
     if reason := _why_no_logits(opened, verify):
         reasons.append(f"logits ({reason})")
     else:
-        window = max(window_of(source.config) for source in opened)
         first, second = ((lambda source=source: load(source.to_load, source.name)[0]) for source in opened)
         logits = compare_logits(
             first,
             second,
             tokens,
             names=(opened[0].name, opened[1].name),
-            row=max(tokens // 2, window + tokens // 4),
-            window=window,
+            window=max(window_of(source.config) for source in opened),
             device=device,
         )
     tokenizers, why = zip(*map(tokenizer_of, opened), strict=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from huggingface_hub import cached_assets_path, constants, get_session, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
 from resformer.errors import CheckpointError, one_line
@@ -30,13 +31,13 @@ class HubFiles:
 
     repo_id: str
     revision: str  # the commit
-    sizes: Mapping[str, int]  # name -> bytes
+    files: Mapping[str, RepoFile]  # name -> size and hashes
 
     def write_headers(self, names: Collection[str], folder: Path) -> None:
         """Writes a file for each of these names: its header, and a hole up to its size."""
 
         def write(name: str) -> None:
-            size = self.sizes[name]
+            size = self.files[name].size
             content = self._read(name, 0, min(size, _FIRST))
             length = header_length(content[:40], size, Path(self.repo_id, name))
             if (missing := 8 + length - len(content)) > 0:

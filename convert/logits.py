@@ -29,6 +29,11 @@ def window_of(config: PreTrainedConfig) -> int:
     return window if isinstance(window, int) and (kinds is None or "sliding_attention" in kinds) else 0
 
 
+def not_compared(reason: str) -> CheckpointError:
+    """That logits cannot be compared."""
+    return CheckpointError(f"{reason} Convert it anyway with --verify hashes (verify='hashes').", "--verify hashes")
+
+
 def memory_of(model: int) -> int:
     """Bytes that comparing logits takes, of a model of so many: it, and room for a forward pass."""
     return int(1.2 * model) + 2**29
@@ -84,8 +89,8 @@ def compare_logits(
     tokens: int = 128,
     *,
     names: tuple[str, str] = ("the source", "the result"),
-    row: int | None = None,
-    window: int | None = None,
+    window: int = 0,
+    longest: int | None = None,
     device: str | None = None,
 ) -> LogitsComparison:
     """Runs both models on the same two rows of random tokens.
@@ -93,13 +98,13 @@ def compare_logits(
     Args:
         source, converted: load a model for evaluation; no more than one is in memory at a time.
         names: of both, for messages.
-        tokens: at which logits are compared, at least 16, in rows of at least, and by default, half of it.
-        window: the longest sliding window of both.
+        tokens: at which logits are compared, at least 16: half of them at the end of each row.
+        window: the longest sliding window of both; rows exceed it, if it is at most `longest`.
 
     Raises:
         CheckpointError: a model does not run.
     """
-    row = row or tokens // 2
+    row = max(tokens // 2, 0 if longest is not None and window > longest else window + tokens // 4)
     with without_a_word():
         (expected, first), (actual, second) = (
             _logits(name, load, tokens // 2, row, device) for name, load in zip(names, (source, converted), strict=True)
@@ -113,7 +118,7 @@ def compare_logits(
     return LogitsComparison(
         tokens=2 * (tokens // 2),
         row=row,
-        window=window if window is not None and row <= window else None,
+        window=window if row <= window else None,
         identical=all(bool(((one == other) | (one.isnan() & other.isnan())).all()) for one, other in pairs),
         finite=bool(expected.isfinite().all()),
         max_difference=torch.stack([(one - other).abs().max().float() for one, other in pairs]).max().item(),
@@ -129,10 +134,8 @@ def _logits(name: str, load: Callable[[], PreTrainedModel], compared: int, *opti
     try:
         return _read_twice(loaded, compared, *options)
     except Exception as error:  # of the family's code, for values that no validator looks at
-        raise CheckpointError(
-            f"{name}: Transformers loads it, and its model does not run ({type(error).__name__}: {one_line(error)}). "
-            "Convert it anyway with --verify hashes (verify='hashes').",
-            "--verify hashes",
+        raise not_compared(
+            f"{name}: Transformers loads it, and its model does not run ({type(error).__name__}: {one_line(error)})."
         ) from error
     finally:
         del loaded

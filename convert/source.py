@@ -5,7 +5,7 @@ Errors in the configuration are reported before the weights are downloaded. No c
 
 import os
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class Source:
                 f"both: resformer.connect(AutoModelForCausalLM.from_pretrained({base!r}), {self.name!r})"
                 ".save_pretrained(FOLDER)."
             )
-        folder, temporary = self.folder, None
+        folder, temporary, headers = self.folder, None, HubFiles(str(self.repo_id), str(self.revision), self.hub_files)
         if self.repo_id is None:
             check_folder(folder)
         else:
@@ -82,7 +82,11 @@ class Source:
                 if headers_only and absent:
                     temporary = tempfile.TemporaryDirectory(prefix="resformer-")
                     folder = Path(temporary.name)
-                    self._write_headers(absent, folder)
+                    for path in (path for path in self.folder.rglob("*") if path.is_file()):
+                        link = folder / path.relative_to(self.folder)
+                        link.parent.mkdir(exist_ok=True)
+                        link.symlink_to(path.resolve())
+                    headers.write_headers(absent, folder)
                 else:
                     fetch(self.repo_id, str(self.revision), self.hub_files, weights)
         checkpoint = read_checkpoint(self.folder, self.hub_files, weights=folder)
@@ -110,21 +114,8 @@ class Source:
         if temporary is not None:
             with asking_hub(self.name):
                 wanted = added_shapes(connection_config(self.config), tables=False)
-                self._hub().write_tensors(checkpoint.shards, wanted.keys())
+                headers.write_tensors(checkpoint.shards, wanted.keys())
         return opened
-
-    def _write_headers(self, absent: Collection[str], folder: Path) -> None:
-        """Makes a folder with links to what has been fetched, and with the headers of the other weight files."""
-        for path in self.folder.rglob("*"):
-            if path.is_file():
-                link = folder / path.relative_to(self.folder)
-                link.parent.mkdir(exist_ok=True)
-                link.symlink_to(path.resolve())
-        self._hub().write_headers(absent, folder)
-
-    def _hub(self) -> HubFiles:
-        sizes = {name: file.size for name, file in self.hub_files.items()}
-        return HubFiles(str(self.repo_id), str(self.revision), sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,10 +26,10 @@ from resformer.convert.carrying import (
     write_settings,
 )
 from resformer.convert.judging import build, check_same, load
-from resformer.convert.logits import LogitsComparison, compare_logits, not_finite, too_large, window_of
+from resformer.convert.logits import LogitsComparison, compare_logits, not_compared, not_finite, too_large, window_of
 from resformer.convert.source import OpenedSource, Source
 from resformer.convert.tokens import TokensComparison, compare_folders
-from resformer.errors import CheckpointError, OutputError, VerificationError, first_names, one_line
+from resformer.errors import OutputError, VerificationError, first_names, one_line
 from resformer.files import AsDict, replacing, write_text
 from resformer.names import standard_names
 from resformer.progress import progress_bar
@@ -217,21 +217,18 @@ def _choose(decision: Decision, options: Options) -> tuple[str, list[str]]:
 def _compare(decision: Decision, output: Path, partial: Path) -> LogitsComparison:
     """Compares the logits of the source and the result, each as Transformers loads it by default."""
     source = decision.source
-    window = window_of(source.config)
     comparison = compare_logits(
         lambda: load(source.to_load, source.name)[0],
         lambda: load(partial, output)[0],
         names=(source.name, str(output)),
-        row=64 if window > _LONGEST_WINDOW else max(64, window + 32),
-        window=window,
+        window=window_of(source.config),
+        longest=_LONGEST_WINDOW,
     )
     if not comparison.finite:
         wrong = not_finite(source.checkpoint.shards)
-        raise CheckpointError(
+        raise not_compared(
             f"{source.folder}: the source's logits are not finite, so comparing them proves nothing: NaN or infinite "
-            f"numbers are in {first_names(wrong) or 'none of its tensors: check config.json'}. "
-            "Convert it anyway, its bytes unchanged, with --verify hashes (verify='hashes').",
-            "--verify hashes",
+            f"numbers are in {first_names(wrong) or 'none of its tensors: check config.json'}."
         )
     if not (decision.inexact_because or comparison.identical):
         raise VerificationError(
@@ -239,10 +236,9 @@ def _compare(decision: Decision, output: Path, partial: Path) -> LogitsCompariso
             "defect of resformer, please report it."
         )
     if not math.isfinite(comparison.max_difference):
-        raise CheckpointError(
+        raise not_compared(
             f"{output}: the result's logits are not finite, the source's are: its fixed coefficients overflow. Choose "
-            "another, or convert it anyway with --verify hashes (verify='hashes').",
-            "--verify hashes",
+            "others."
         )
     return comparison
 

@@ -331,7 +331,7 @@ def test_logits_are_compared_beyond_the_window_padded_and_with_a_cache(tmp_path:
     assert not comparison.logits.identical
     assert all(difference < 1e-4 for difference in comparison.logits.cache_differences)
     two = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
-    short = logits.compare_logits(lambda: one, lambda: two, window=64)
+    short = logits.compare_logits(lambda: one, lambda: two, window=64, longest=32)
     assert (short.identical, short.window) == (True, 64)
     assert "on 128 tokens, within the sliding window of 64" in str(short)
     # A mask that is dropped, and a cache that is one token behind, change no logits of the first reading.
