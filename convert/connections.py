@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from resformer.configuration.connection_fields import ConnectionFields
-from resformer.convert.judging import SameConfig, head_of
+from resformer.convert.judging import head_of
 from resformer.errors import CheckpointError, one_line, quoted
 from resformer.modeling.connected import added_modules
 from resformer.modeling.connection import Added, Connection, StartsAsStated
@@ -22,13 +24,23 @@ from resformer.modeling.matrices import decoder_of
 from resformer.safetensors_format import Shard
 
 
+@dataclass(frozen=True)
+class _SameModel:
+    """A configuration, equal to others that say the same of the model."""
+
+    said: str
+    config: Any = field(compare=False)
+
+
 def meta_model(config: Any) -> PreTrainedModel:
     """A model of the configuration, without memory for its parameters.
 
     It is one for all configurations that differ in nothing that such a model has, and may be used elsewhere too.
     """
+    left_out = ("base_model", "dtype", "transformers_version")
     try:
-        return _meta_model(SameConfig(config))
+        known = {key: value for key, value in config.to_dict().items() if key not in left_out}
+        return _meta_model(_SameModel(json.dumps(known, sort_keys=True, default=str), config))
     except Exception as error:  # torch's and Transformers' any, for values that no validator looks at
         raise CheckpointError(
             f"Transformers makes no model of it ({type(error).__name__}: {one_line(error)})."
@@ -36,7 +48,7 @@ def meta_model(config: Any) -> PreTrainedModel:
 
 
 @functools.lru_cache(maxsize=8)
-def _meta_model(same: SameConfig) -> PreTrainedModel:
+def _meta_model(same: _SameModel) -> PreTrainedModel:
     config = copy.deepcopy(same.config)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if head := head_of(config):

@@ -3,7 +3,6 @@
 It is the judge of every conversion: source and result are loaded in this way and compared.
 """
 
-import copy
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -63,22 +62,6 @@ class Built:
         facts |= {f"generation: {key}": value for key, value in self.generation.items()}
         facts["dtype"] = str(self.dtype).removeprefix("torch.")
         return {key: json.loads(json.dumps(value, default=str)) for key, value in facts.items()}
-
-
-class SameConfig:
-    """A configuration, equal to others that say the same of the model: the key of a cache."""
-
-    def __init__(self, config: PreTrainedConfig):
-        self.config = copy.deepcopy(config)
-        left_out = ("base_model", "dtype", "transformers_version")
-        known = {key: value for key, value in config.to_dict().items() if key not in left_out}
-        self.text = json.dumps(known, sort_keys=True, default=str)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameConfig) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
 
 
 def head_of(config: PreTrainedConfig) -> str | None:

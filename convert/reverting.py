@@ -17,6 +17,7 @@ from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.to_folder import Decision, Options, Report, carry_out, published_name
 from resformer.errors import CheckpointError, one_line, quoted
 from resformer.files import check_target
+from resformer.model_cards import base_model_of
 from resformer.names import RECORD
 from resformer.record import read_record
 
@@ -125,13 +126,8 @@ def _decide(source: OpenedSource, config: Any, before: Any, reverted: PreTrained
 
 def _source_of(source: Source) -> str:
     """The name of the model that it was made of, as its record or its config.json says."""
-    record, base = read_record(source.folder), getattr(source.config, "base_model", None)
-    named = [
-        stated[key]
-        for stated, key in ((record, "source"), (base, "name"))
-        if isinstance(stated, dict) and key in stated
-    ]
-    return quoted(named[0]) if named else "the model without connections"
+    named = (read_record(source.folder) or {}).get("source") or base_model_of(source.config).get("name")
+    return quoted(named) if named else "the model without connections"
 
 
 def _recorded_config(source: Source, config: Any) -> Any:
