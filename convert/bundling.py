@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from resformer.configuration.connected_config import ConnectedConfig
+from resformer.convert.judging import without_code
 from resformer.convert.reading import side_file
 from resformer.convert.remote_code import auto_map, remote_code
 from resformer.convert.source import open_source
@@ -50,8 +51,8 @@ def bundle(
     target = Path(output).expanduser()
     check_target(target, source, made_by=settings.made_by, force=force)
     opened = open_source(source, revision, heads=True)
-    known = {key: value for key, value in opened.raw_config.items() if key not in opened.dropped_config}
-    config = config_with_code({"model_type": opened.config.model_type, **known}, opened.config, opened.name)
+    known = {"model_type": opened.config.model_type, **without_code(opened.raw_config)}
+    config = config_with_code(known, opened.config, opened.name)
     code = remote_code(opened.config)
     bytes_of = {name: len(text.encode()) for name, text in code.items()}
     fetched = opened.fetch(headers_only=settings.dry_run)

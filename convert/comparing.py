@@ -49,11 +49,6 @@ class Comparison(AsDict):
         return not self.different and not ({*self.only_in_one, *self.only_in_other} - set(self.added))
 
     @property
-    def same_configuration(self) -> bool:
-        """Whether both configurations build models that compute the same with the same tensors."""
-        return self.configuration.keys() <= set(self.without_effect)
-
-    @property
     def same(self) -> bool | None:
         """Whether both are the same model, as an exact retrofit and its source are; `None` if not known."""
         compared = [each for each in (self.logits, self.tokens) if each is not None]

@@ -19,8 +19,8 @@ from resformer.configuration import cache_bytes_per_token
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.convert.connections import meta_model
-from resformer.convert.judging import UNUSED, kernel_keys, without_code
-from resformer.convert.reading import CODE_KEYS, plain_way
+from resformer.convert.judging import UNUSED, without_code
+from resformer.convert.reading import plain_way
 from resformer.errors import CheckpointError, one_line, quoted
 from resformer.loading import names_kernels, without_a_word, without_kernels
 from resformer.modeling.any_decoder import Decoder, text_config
@@ -34,8 +34,8 @@ _DEQUANTISED = {
     "compressed-tensors": _LOAD.format("quantization_config=CompressedTensorsConfig(dequantize=True)"),
     "fp8": _LOAD.format("quantization_config=FineGrainedFP8Config(dequantize=True)"),
 }
-#: Keys that do not go along: code, and what the result states under another key.
-_LEFT_OUT = (*CODE_KEYS, "trust_remote_code", "torch_dtype", "base_model", UNUSED, *CONNECTION_FIELDS)
+#: Keys that do not go along beside those of code: what the result states itself.
+_LEFT_OUT = ("torch_dtype", "base_model", UNUSED, *CONNECTION_FIELDS)
 #: Names of whole numbers -> the most that is plausible; the first that matches counts. Each layer is a module, and each
 #: label and position may become an entry of a list or a row of a table, before weights are looked at.
 _MOST = {
@@ -64,8 +64,8 @@ def check_plain(where: Path, raw: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{where}: {key} names other files: put the right one in its place.")
 
 
-def read_config(folder: Path, raw: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str, ...]]:
-    """(what `AutoConfig` makes of the folder, the keys of its config.json, `raw`, that name code and are not read).
+def read_config(folder: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
+    """What `AutoConfig` makes of a folder whose config.json is `raw`.
 
     Whatever the family, it is refused here what is quantised, names other files, or asks for sizes that no model has.
     """
@@ -96,7 +96,7 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         view(config)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
-    return config, tuple(sorted({*raw.keys() & {*CODE_KEYS, "trust_remote_code"}, *kernel_keys(raw)}))
+    return config
 
 
 def _config_class(model_type: object) -> type[PreTrainedConfig]:
@@ -195,7 +195,7 @@ def config_text(raw: Mapping[str, Any], config: Any, dtype: torch.dtype, unused:
         dtype: in which Transformers loads the source by default: stated, so that nothing is left to guess.
         unused: tensors that the files hold and the model has no use for.
     """
-    content = {name: value for name, value in without_code(dict(raw)).items() if name not in _LEFT_OUT}
+    content = {name: value for name, value in without_code(raw).items() if name not in _LEFT_OUT}
     content |= {
         "model_type": config.model_type,
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__],

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
 from safetensors import safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from resformer.configuration.connection_fields import ConnectionFields
-from resformer.convert.judging import head_of
+from resformer.convert.judging import auto_class
 from resformer.errors import CheckpointError, one_line, quoted
 from resformer.modeling.connected import added_modules
 from resformer.modeling.connection import Added, Connection, StartsAsStated
@@ -50,11 +49,9 @@ def meta_model(config: Any) -> PreTrainedModel:
 @functools.lru_cache(maxsize=8)
 def _meta_model(same: _SameModel) -> PreTrainedModel:
     config = copy.deepcopy(same.config)
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if head := head_of(config):
-        model_class = getattr(transformers, f"AutoModel{head[head.rindex('For') :]}")._model_mapping[type(config)]
     with no_init_weights(), torch.device("meta"):
-        return model_class(config)
+        model: PreTrainedModel = auto_class(config)._model_mapping[type(config)](config)
+    return model
 
 
 def connection_modules(config: Any) -> Mapping[str, Added]:

@@ -5,7 +5,7 @@ It is the judge of every conversion: source and result are loaded in this way an
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,19 +27,16 @@ _OF_THE_FILE = {*CONNECTION_FIELDS, "base_model", "model_type", "architectures",
 UNUSED = "unused_weights"
 
 
-def kernel_keys(raw: Mapping[str, Any]) -> Iterator[str]:
-    """The keys of a config.json that name kernels, which are code on the Hub."""
-    for key, value in raw.items():
-        if re.fullmatch(r"_?\w+_implementation(_\w+)?", str(key)) and "/" in str(value):
-            yield key
-
-
 def without_code(values: Any) -> Any:
-    """The same, without keys that name code in it and in the objects that it holds."""
+    """The same, without keys that name code in it and in the objects that it holds; kernels are code on the Hub."""
     if not isinstance(values, dict):
         return values
-    left_out = {*CODE_KEYS, "trust_remote_code", *kernel_keys(values)}
-    return {key: without_code(value) for key, value in values.items() if key not in left_out}
+    return {key: without_code(value) for key, value in values.items() if not _names_code(str(key), value)}
+
+
+def _names_code(key: str, value: object) -> bool:
+    kernel = re.fullmatch(r"_?\w+_implementation(_\w+)?", key) and "/" in str(value)
+    return bool(kernel) or key in (*CODE_KEYS, "trust_remote_code")
 
 
 @dataclass(frozen=True)
@@ -70,6 +67,12 @@ def head_of(config: PreTrainedConfig) -> str | None:
     return next((name for name in names if isinstance(name, str) and name.endswith(_HEADS)), None)
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The Auto class of its model."""
+    head = head_of(config)
+    return AutoModelForCausalLM if head is None else getattr(transformers, f"AutoModel{head[head.rindex('For') :]}")
+
+
 def load(folder: Path, name: object, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     """What Transformers loads by default, in evaluation mode, and what it says of it.
 
@@ -86,9 +89,8 @@ def load(folder: Path, name: object, **options: Any) -> tuple[PreTrainedModel, d
             config = AutoConfig.from_pretrained(str(folder), **own)
             if names_kernels(config):
                 options["config"] = without_kernels(config)
-            head = next((end for end in _HEADS if (head_of(config) or "").endswith(end)), None)
-            loader = AutoModelForCausalLM if head is None else getattr(transformers, f"AutoModel{head}")
-            model, loading = loader.from_pretrained(str(folder), output_loading_info=True, **own, **options)
+            options |= {"output_loading_info": True, **own}
+            model, loading = auto_class(config).from_pretrained(str(folder), **options)
     except ImportError:
         raise  # a missing package, which the message names
     except Exception as error:  # Transformers and safetensors raise nearly anything for a bad file

@@ -1,7 +1,7 @@
 """The logits of two models on the same tokens."""
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -71,7 +71,6 @@ class LogitsComparison:
     max_difference: float
     mean_kl: float  # KL(source || converted) per token, in nats
     top1_agreement: float  # 0 to 1
-    cache_differences: Sequence[float]  # in each model, the largest between the two readings of a token
 
     def __str__(self) -> str:
         where = f"on {self.tokens} tokens" + (f", within the sliding window of {self.window:,}" if self.window else "")
@@ -106,7 +105,7 @@ def compare_logits(
     """
     row = max(tokens // 2, 0 if longest is not None and window > longest else window + tokens // 4)
     with without_a_word():
-        (expected, first), (actual, second) = (
+        expected, actual = (
             _logits(name, load, tokens // 2, row, device) for name, load in zip(names, (source, converted), strict=True)
         )
     pairs = list(zip(expected.split(128), actual.split(128), strict=True))  # float64 takes memory
@@ -124,11 +123,10 @@ def compare_logits(
         max_difference=torch.stack([(one - other).abs().max().float() for one, other in pairs]).max().item(),
         mean_kl=kl / len(expected),
         top1_agreement=agreement / len(expected),
-        cache_differences=(first, second),
     )
 
 
-def _logits(name: str, load: Callable[[], PreTrainedModel], compared: int, *options: Any) -> tuple[torch.Tensor, float]:
+def _logits(name: str, load: Callable[[], PreTrainedModel], compared: int, *options: Any) -> torch.Tensor:
     """`_read_twice`, of a model of this name."""
     loaded = load()
     try:
@@ -143,14 +141,14 @@ def _logits(name: str, load: Callable[[], PreTrainedModel], compared: int, *opti
 
 
 @torch.no_grad()
-def _read_twice(loaded: Any, compared: int, row: int, device: str | None) -> tuple[torch.Tensor, float]:
-    """(logits at the last `compared` tokens of two rows in both readings, the largest difference of the readings)."""
+def _read_twice(loaded: Any, compared: int, row: int, device: str | None) -> torch.Tensor:
+    """The logits at the last `compared` tokens of two rows, in both readings."""
     loaded = loaded if device is None else loaded.to(device)
     ids = torch.randint(text_config(loaded.config).vocab_size, (2, row), generator=torch.Generator().manual_seed(0))
     ids = ids.to(loaded.device)
     _, plain = _read(loaded, compared, input_ids=ids, use_cache=False)
     if CACHE not in signature(type(loaded).forward).parameters:
-        return plain.flatten(0, 1), 0.0
+        return plain.flatten(0, 1)
     pad = compared // 4
     padded = torch.stack([torch.cat([ids.new_zeros(pad), ids[0, : row - pad]]), ids[1]])
     mask = torch.ones_like(padded)
@@ -170,10 +168,8 @@ def _read_twice(loaded: Any, compared: int, row: int, device: str | None) -> tup
         cache = output[CACHE]
         parts.append(part)
     cached = torch.cat(parts, 1)
-    steps = torch.stack([plain[0, -_STEPS - pad : -pad], plain[1, -_STEPS:]])
-    difference = (cached[:, -_STEPS:] - steps).abs().max().item()
     of_padding = max(0, pad - (row - compared))
-    return torch.cat([plain[0], plain[1], cached[0, of_padding:], cached[1]]), difference
+    return torch.cat([plain[0], plain[1], cached[0, of_padding:], cached[1]])
 
 
 def _read(model: Any, kept: int, **inputs: Any) -> tuple[Any, torch.Tensor]:

@@ -36,7 +36,6 @@ class Source:
     folder: Path
     config: PreTrainedConfig
     raw_config: Mapping[str, Any]  # config.json, as it stands
-    dropped_config: tuple[str, ...] = ()  # keys of its config.json that name code, and are not read
     revision: str | None = None  # the commit, if it is on the Hub
     repo_id: str | None = None  # if it is on the Hub
     hub_files: Mapping[str, RepoFile] = field(default_factory=dict)  # if it is on the Hub: name -> size and hashes
@@ -181,6 +180,5 @@ def _open_folder(name: str, folder: Path, **hub: Any) -> Source:
             "installed. Merge it and convert that (`merge_and_unload`), or remove the file if it is not meant."
         )
     raw = read_json(folder / CONFIG, MIB)
-    config, dropped = read_config(folder, raw)
     alone = CONNECTIONS in names and not {SINGLE, INDEX} & {*names}
-    return Source(name=name, folder=folder, config=config, raw_config=raw, dropped_config=dropped, alone=alone, **hub)
+    return Source(name=name, folder=folder, config=read_config(folder, raw), raw_config=raw, alone=alone, **hub)

@@ -25,7 +25,7 @@ from resformer.convert.carrying import (
     write_files,
     write_settings,
 )
-from resformer.convert.judging import build, check_same, load
+from resformer.convert.judging import build, check_same, load, without_code
 from resformer.convert.logits import LogitsComparison, compare_logits, not_compared, not_finite, too_large, window_of
 from resformer.convert.source import OpenedSource, Source
 from resformer.convert.tokens import TokensComparison, compare_folders
@@ -128,6 +128,7 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
     side_files = [*along.values()]
     transfer = transfer_of(weights, side_files, link=options.link)
     names = {tensor.name for file in weights for tensor in file.tensors}
+    code = source.raw_config.keys() - without_code(source.raw_config).keys()
     left_behind = [name for name in source.checkpoint.left_behind if name not in along]
     report = report_of(
         source=source.name,
@@ -137,7 +138,7 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         carried_files=sum(file.origin is not None for file in weights),
         written_files=sum(file.origin is None for file in weights),
         transfer=transfer,
-        left_behind=[*left_behind, *(f"config.json: {key}" for key in source.dropped_config)],
+        left_behind=[*left_behind, *(f"config.json: {key}" for key in sorted(code))],
         warnings=[*source.checkpoint.notes, *decision.warnings],
     )
     verify, warnings = _choose(decision, options)

