@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
+from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.convert.carrying import same_bytes
 from resformer.convert.connected_families import connection_config, family_name, view
 from resformer.convert.connections import added_shapes, read_connections
@@ -153,12 +153,11 @@ def _configurations(
     sources: Sequence[OpenedSource], configs: Sequence[Any]
 ) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
     """(what differs, with both values; those of these fields whose connections have no effect)."""
-    said = [name for name in CONNECTION_FIELDS if any(name in connections_of(config) for config in configs)]
     first, second = (
         {
             **source.built.facts(),
             "family": family_name(config),
-            **{name: getattr(config, name, CONNECTION_FIELDS[name]) for name in said},
+            **{name: getattr(config, name, default) for name, default in CONNECTION_FIELDS.items()},
         }
         for source, config in zip(sources, configs, strict=True)
     )

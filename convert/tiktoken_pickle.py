@@ -40,7 +40,7 @@ def read_encoding(path: Path) -> Encoding:
     """Reads the pickle `path`.
 
     Raises:
-        CheckpointError: it is no pickle of an `Encoding` by pickle's protocols 3 to 5, or holds anything else.
+        CheckpointError: it is no pickle of an `Encoding` by pickle's protocols 4 and 5, or holds anything else.
     """
     state = _interpreted(path, read_bounded(path, _MOST_BYTES))
     if state.keys() != _FIELDS.keys() or any(type(state[name]) is not kind for name, kind in _FIELDS.items()):
@@ -80,8 +80,6 @@ def _interpreted(path: Path, content: bytes) -> dict[Any, Any]:
                     marks.append(len(stack))
                 case "MEMOIZE":
                     memo.append(stack[-1])
-                case "BINPUT" | "LONG_BINPUT" if argument == len(memo):
-                    memo.append(stack[-1])
                 case "BINGET" | "LONG_BINGET":
                     stack.append(memo[argument])
                 case "SETITEM" | "SETITEMS":
@@ -89,8 +87,6 @@ def _interpreted(path: Path, content: bytes) -> dict[Any, Any]:
                     entries = stack[start:]
                     del stack[start:]
                     stack[-1].update(zip(entries[::2], entries[1::2], strict=True))
-                case "GLOBAL" if tuple(argument.split(" ")) == _CLASS:
-                    stack.append(_CLASS)
                 case "STACK_GLOBAL" if tuple(stack[-2:]) == _CLASS:
                     stack[-2:] = [_CLASS]
                 case "NEWOBJ" if stack[-2:] == [_CLASS, ()]:

@@ -125,7 +125,7 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
     source = decision.source
     weights = _weights(decision, link=options.link)
     along = {file.name: file for file in (*source.checkpoint.side_files, *decision.side_files)}
-    side_files = [*along.values()]
+    side_files = along.values()
     transfer = transfer_of(weights, side_files, link=options.link)
     names = {tensor.name for file in weights for tensor in file.tensors}
     code = source.raw_config.keys() - without_code(source.raw_config).keys()
@@ -139,9 +139,13 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         written_files=sum(file.origin is None for file in weights),
         transfer=transfer,
         left_behind=[*left_behind, *(f"config.json: {key}" for key in sorted(code))],
-        warnings=[*source.checkpoint.notes, *decision.warnings],
     )
-    verify, warnings = _choose(decision, options)
+    verify, warnings = options.verify, [*source.checkpoint.notes, *decision.warnings]
+    if verify == "auto":
+        reason = too_large(decision.model_bytes)
+        verify = "hashes" if reason else "logits"
+        where = "Where there is more: resformer verify SOURCE OUTPUT."
+        warnings += [f"The logits were not compared: {reason}. {where}"] if reason else []
     if options.dry_run:
         absent = (shard.size for shard in source.checkpoint.shards if not (source.folder / shard.name).exists())
         transfer.downloaded = 0 if source.on_this_disk else sum(absent)
@@ -149,7 +153,7 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
             check_space(transfer.moved, output)
         except OutputError as error:
             warnings.append(f"As things are this would fail: {error}")
-        return replace(report, warnings=[*report.warnings, *warnings])
+        return replace(report, warnings=warnings)
     total = transfer.linked + transfer.moved * (1 if verify == "headers" else 2)  # to be moved, and read back
     with (
         replacing(output, made_by=options.made_by, force=options.force) as partial,
@@ -166,13 +170,8 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         check_same(source.built, result, source.name, frozenset(decision.dropped.values()), decision.added_names)
         logits = _compare(decision, output, partial) if verify == "logits" else None
         tokens, notes = compare_folders(source, partial)
-        report = replace(
-            report,
-            verified=verify,
-            logits=logits,
-            tokens=tokens,
-            warnings=[*report.warnings, *warnings, *generation_warnings(partial), *notes],
-        )
+        warnings += [*generation_warnings(partial), *notes]
+        report = replace(report, verified=verify, logits=logits, tokens=tokens, warnings=warnings)
         on_hub = {name: file.lfs.sha256 for name, file in source.hub_files.items() if file.lfs is not None}
         known = {file.name: digests.get(file.name) or on_hub.get(file.origin or "") for file in weights}
         # Whether "auto" compared the logits depends on the memory that was free, and no file is to tell that.
@@ -204,15 +203,6 @@ def _weights(decision: Decision, *, link: bool) -> list[File]:
         added = save({name: each.contiguous() for name, each in decision.added.items()}, {"format": "pt"})
         files.append(File(names[-1], (added,), tuple(tensors)))
     return files
-
-
-def _choose(decision: Decision, options: Options) -> tuple[str, list[str]]:
-    """(the verification, warnings): `auto` is the logits where memory suffices."""
-    if options.verify != "auto":
-        return options.verify, []
-    if not (reason := too_large(decision.model_bytes)):
-        return "logits", []
-    return "hashes", [f"The logits were not compared: {reason}. Where there is more: resformer verify SOURCE OUTPUT."]
 
 
 def _compare(decision: Decision, output: Path, partial: Path) -> LogitsComparison:

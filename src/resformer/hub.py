@@ -65,8 +65,7 @@ def asking_hub(name: str) -> Iterator[None]:
         if answer := passing(error):
             raise HubError(f"{one_line(name)}: {answer}. Run the command again later.") from error
         raise CheckpointError(
-            f"{one_line(name)}: is neither a local folder nor a .gguf file, and the Hub did not give it: "
-            f"{one_line(error)}"
+            f"{one_line(name)}: is no local folder, and the Hub did not give it: {one_line(error)}"
         ) from error
 
 
