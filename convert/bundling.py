@@ -64,7 +64,6 @@ def bundle(
         Decision(
             source=fetched,
             config=json.dumps(config, indent=2, sort_keys=True) + "\n",
-            dtype=fetched.dtype,
             side_files=tuple(side_file(opened.folder, name) for name in names),
         ),
         target,

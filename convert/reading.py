@@ -24,9 +24,8 @@ _MOST_SHARDS = 1000
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The weights and other files of a checkpoint's folder."""
+    """The weights and other files of a checkpoint."""
 
-    folder: Path
     shards: tuple[Shard, ...]  # in the order in which Transformers loads them
     side_files: tuple[File, ...] = ()  # that go along
     left_behind: tuple[str, ...] = ()  # names of files that do not go along
@@ -63,7 +62,7 @@ def read_checkpoint(folder: Path, names: Iterable[str] = (), *, weights: Path | 
                 raise
             notes.append(f"{error} It does not go along.")
             left_behind.append(name)
-    return Checkpoint(folder, tuple(shards), tuple(side_files), tuple(left_behind), tuple(notes))
+    return Checkpoint(tuple(shards), tuple(side_files), tuple(left_behind), tuple(notes))
 
 
 def _plain_settings(file: File, path: Path, notes: list[str]) -> File:

@@ -165,7 +165,6 @@ def retrofit(
     decision = Decision(
         source=fetched,
         config=config_text(fetched.raw_config, written, fetched.dtype, frozenset(dropped) if link else frozenset()),
-        dtype=fetched.dtype,
         dropped=dropped,
         unused=True,
         added=parameters,

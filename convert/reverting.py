@@ -118,7 +118,6 @@ def _decide(source: OpenedSource, config: Any, before: Any, reverted: PreTrained
     return Decision(
         source=source,
         config=config_text(source.raw_config, reverted, source.dtype),
-        dtype=source.dtype,
         dropped={stored[name]: name for name in stored},
         warnings=tuple(warnings),
     )

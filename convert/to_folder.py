@@ -46,7 +46,6 @@ class Decision:
 
     source: OpenedSource
     config: str  # the text of its config.json
-    dtype: torch.dtype  # in which Transformers loads it by default
     #: Name in the source's files -> in its model: tensors that the result lacks.
     dropped: Mapping[str, str] = field(default_factory=dict)
     unused: bool = False  # whether they may stay in linked files, as config.json then says
