@@ -3,7 +3,7 @@
 import glob
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -70,20 +70,16 @@ def asking_hub(name: str) -> Iterator[None]:
 
 
 def listing(repo_id: str, revision: str | None) -> tuple[str, dict[str, RepoFile]]:
-    """(the commit, name -> size and hashes of its files), from the cache where the Hub cannot be asked.
+    """(the commit, name -> size and hashes of its files), from the cache if it has the list of this commit.
 
-    An older huggingface_hub has left no list in the cache: no names then.
+    An older huggingface_hub has left no list in the cache: without the Hub no names then.
     """
     commit = retried(lambda: hub_api().resolve_revision(repo_id, revision=revision)).resolved
-    try:
+    with suppress(CachedRepoTreeNotFoundError):
+        return commit, {file.path: file for file in get_cached_repo_tree(repo_id, revision=commit)}
+    with suppress(OfflineModeIsEnabled):
         return commit, retried(lambda: files_of(hub_api(), repo_id, commit))
-    except (HTTPError, OfflineModeIsEnabled):
-        try:
-            return commit, {file.path: file for file in get_cached_repo_tree(repo_id, revision=commit)}
-        except CachedRepoTreeNotFoundError:
-            if constants.HF_HUB_OFFLINE:
-                return commit, {}
-        raise
+    return commit, {}
 
 
 def fetch(

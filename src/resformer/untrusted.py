@@ -143,9 +143,9 @@ def reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}.") from error
 
 
-def read_bounded(path: Path, limit: int, folder: Path | None = None) -> bytes:
-    """The content of a regular file of at most `limit` bytes; `folder` as for `regular_file`."""
-    with open_regular(regular_file(path, folder)) as file, reading(path):
+def read_bounded(path: Path, limit: int) -> bytes:
+    """The content of a regular file of at most `limit` bytes."""
+    with open_regular(regular_file(path)) as file, reading(path):
         size = os.fstat(file.fileno()).st_size
         if size <= limit:
             return file.read(limit)
