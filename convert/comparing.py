@@ -17,12 +17,13 @@ from resformer.convert.logits import LogitsComparison, compare_logits, too_large
 from resformer.convert.source import OpenedSource, open_source
 from resformer.convert.to_folder import Verify, check_verify
 from resformer.convert.tokens import TokensComparison, compare_tokens, tokenizer_of
-from resformer.errors import one_line
+from resformer.errors import CheckpointError, one_line
 from resformer.files import AsDict
 from resformer.modeling.any_decoder import text_config
 from resformer.modeling.connection import Connection
 from resformer.modeling.connections import KINDS
 from resformer.safetensors_format import FLOATING, Shard, Tensor
+from resformer.untrusted import MIB, read_bounded
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def verify(
     *,
     verify: Verify = "auto",
     tokens: int = 128,
+    text: str | Path | None = None,
     device: str | None = None,
     revision: str | None = None,
     other_revision: str | None = None,
@@ -79,18 +81,19 @@ def verify(
             Transformers loads it by default, one in memory at a time. `"auto"` is logits where the larger fits into
             free memory. Only logits of language models are compared.
         tokens: at which logits are compared, at the end of two rows that are longer than any sliding window.
+        text: a file whose text, as the tokenizer of `one` reads it, makes the rows; default: random tokens.
         device: where the models run; default: the CPU.
         revision, other_revision: of `one` and `other`, if they are Hub ids.
 
     Raises:
-        CheckpointError: one of them cannot be read.
+        CheckpointError: one of them cannot be read, or the text is too short.
         ValueError: `verify`, `tokens` or `device` make no sense.
     """
     check_verify(verify)
     if tokens < 16:
         raise ValueError(f"tokens={tokens}: expected 16 or more.")
-    if verify in ("headers", "hashes") and device is not None:
-        raise ValueError(f"verify={verify!r} runs no model: leave out --device.")
+    if verify in ("headers", "hashes") and (text is not None or device is not None):
+        raise ValueError(f"verify={verify!r} runs no model: leave out --text and --device.")
     try:
         torch.device(device or "cpu")
     except RuntimeError as error:
@@ -117,6 +120,8 @@ def verify(
     configuration, without_effect = _configurations(opened, configs)
     # In place of a tied tensor the model takes another: a checkpoint may have one end of a tie or both.
     only_a, only_b = a.keys() - b.keys() - opened[0].built.tied, b.keys() - a.keys() - opened[1].built.tied
+    tokenizers, why = zip(*map(tokenizer_of, opened), strict=True)
+    untold = [f"tokens (of {each.name}: {reason})" for each, reason in zip(opened, why, strict=True) if reason]
     logits, reasons = None, ["bytes of tensors (--verify headers)"] if verify == "headers" else []
     if reason := _why_no_logits(opened, verify):
         reasons.append(f"logits ({reason})")
@@ -127,11 +132,10 @@ def verify(
             second,
             tokens,
             names=(opened[0].name, opened[1].name),
+            text=None if text is None else _token_ids(opened[0], Path(text).expanduser()),
             window=max(window_of(source.config) for source in opened),
             device=device,
         )
-    tokenizers, why = zip(*map(tokenizer_of, opened), strict=True)
-    untold = [f"tokens (of {each.name}: {reason})" for each, reason in zip(opened, why, strict=True) if reason]
     return Comparison(
         one=opened[0].name,
         other=opened[1].name,
@@ -194,6 +198,17 @@ def _why_no_logits(sources: Sequence[OpenedSource], verify: Verify) -> str:
     if sizes[0] != sizes[1]:
         return f"the vocabularies have {sizes[0]:,} and {sizes[1]:,} tokens"
     return too_large(max(source.built.memory for source in sources)) if verify == "auto" else ""
+
+
+def _token_ids(source: OpenedSource, path: Path) -> list[int]:
+    """The tokens of a text file."""
+    content, (tokenizer, reason) = read_bounded(path, 64 * MIB), tokenizer_of(source)
+    if tokenizer is None:
+        raise CheckpointError(f"{source.name}: its tokenizer cannot be read: {reason}")
+    ids: list[int] = tokenizer(content.decode("utf-8", "replace"))["input_ids"]
+    if (highest := max(ids, default=0)) >= (rows := text_config(source.config).vocab_size):
+        raise CheckpointError(f"{source.name}: its tokenizer gives the id {highest:,}, of {rows:,} tokens.")
+    return ids
 
 
 def _distance(one: tuple[Shard, Tensor], other: tuple[Shard, Tensor]) -> float | None:

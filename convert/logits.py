@@ -1,7 +1,7 @@
 """The logits of two models on the same tokens."""
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -88,25 +88,32 @@ def compare_logits(
     tokens: int = 128,
     *,
     names: tuple[str, str] = ("the source", "the result"),
+    text: Sequence[int] | None = None,
     window: int = 0,
     longest: int | None = None,
     device: str | None = None,
 ) -> LogitsComparison:
-    """Runs both models on the same two rows of random tokens.
+    """Runs both models on the same two rows of tokens.
 
     Args:
         source, converted: load a model for evaluation; no more than one is in memory at a time.
         names: of both, for messages.
         tokens: at which logits are compared, at least 16: half of them at the end of each row.
+        text: token ids of the rows; default: random ones, from a fixed seed.
         window: the longest sliding window of both; rows exceed it, if it is at most `longest`.
 
     Raises:
-        CheckpointError: a model does not run.
+        CheckpointError: a model does not run, or the text is too short.
     """
     row = max(tokens // 2, 0 if longest is not None and window > longest else window + tokens // 4)
+    if text is not None and len(text) < 2 * row:
+        raise CheckpointError(
+            f"The text has {len(text):,} tokens, two rows take {2 * row:,}: give more text, or --tokens."
+        )
     with without_a_word():
         expected, actual = (
-            _logits(name, load, tokens // 2, row, device) for name, load in zip(names, (source, converted), strict=True)
+            _logits(name, load, tokens // 2, row, text, device)
+            for name, load in zip(names, (source, converted), strict=True)
         )
     pairs = list(zip(expected.split(128), actual.split(128), strict=True))  # float64 takes memory
     kl = agreement = 0.0
@@ -141,11 +148,11 @@ def _logits(name: str, load: Callable[[], PreTrainedModel], compared: int, *opti
 
 
 @torch.no_grad()
-def _read_twice(loaded: Any, compared: int, row: int, device: str | None) -> torch.Tensor:
+def _read_twice(loaded: Any, compared: int, row: int, text: Sequence[int] | None, device: str | None) -> torch.Tensor:
     """The logits at the last `compared` tokens of two rows, in both readings."""
     loaded = loaded if device is None else loaded.to(device)
     ids = torch.randint(text_config(loaded.config).vocab_size, (2, row), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(loaded.device)
+    ids = (ids if text is None else torch.tensor(text[: 2 * row]).view(2, row)).to(loaded.device)
     _, plain = _read(loaded, compared, input_ids=ids, use_cache=False)
     if CACHE not in signature(type(loaded).forward).parameters:
         return plain.flatten(0, 1)

@@ -340,6 +340,13 @@ def test_logits_are_compared_beyond_the_window_padded_and_with_a_cache(tmp_path:
         assert not logits.compare_logits(lambda: one, lambda: two).identical
 
 
+def test_logits_are_compared_on_a_text(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "one")
+    (tmp_path / "text.txt").write_text("The first layer's values reach every layer. " * 3)
+    comparison = verify(tmp_path / "one", tmp_path / "one", text=tmp_path / "text.txt", tokens=64, device="cpu")
+    assert (comparison.same, comparison.logits.tokens, comparison.logits.row) == (True, 64, 32)
+
+
 def test_verify_takes_a_tied_head_that_is_stored_for_one_that_is_not(tmp_path: Path) -> None:
     model = save_checkpoint(tmp_path / "one", tie_word_embeddings=True)
     shutil.copytree(tmp_path / "one", tmp_path / "two")

@@ -196,7 +196,7 @@ def loading(folder: Path, out: Path) -> dict[str, Callable[[], object]]:
                 block=16,
             )
         ),
-        "verify": lambda: verify(folder, folder, verify="logits"),
+        "verify --text": lambda: verify(folder, folder, verify="logits", text=data),
     }
 
 
@@ -277,7 +277,7 @@ def test_no_text_in_a_folder_leads_out_of_it(pointer: str, good: Path, outside: 
     path.write_text(json.dumps({**json.loads(path.read_text() if path.exists() else "{}"), **json.loads(text)}))
     (tmp_path / "notes.txt").write_text("text of a line\n" * 400)
     acts = loading(tmp_path / "llama", tmp_path / "out")
-    del acts["verify"]  # reads the tokenizer elsewhere, and the weights by their own checks
+    del acts["verify --text"]  # reads the tokenizer elsewhere, and the weights by their own checks
     for act in acts.values():
         with pytest.raises(ResFormerError, match="secret"):
             act()

@@ -192,6 +192,7 @@ def verify(
     other: Annotated[str, typer.Argument(help="Another one, its retrofit for example.")],
     verify: _Verify = "auto",
     tokens: Annotated[int, typer.Option(help="At which logits are compared.")] = 128,
+    text: Annotated[Path | None, typer.Option(help="Compare logits on this text. [default: random tokens]")] = None,
     device: Annotated[str | None, typer.Option(help="Where the models run: cuda. [default: cpu]")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of ONE.")] = None,
     other_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of OTHER.")] = None,
