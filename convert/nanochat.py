@@ -30,7 +30,7 @@ from resformer.convert.tiktoken_pickle import Encoding, fast_tokenizer, read_enc
 from resformer.convert.to_folder import folder_name
 from resformer.errors import CheckpointError, OutputError, did_you_mean, first_names, one_line, quoted
 from resformer.files import AsDict, check_target, replacing, write_text
-from resformer.hub import asking_hub, fetch, listing
+from resformer.hub import Snapshot
 from resformer.modeling.families import config_class
 from resformer.modeling.nanochat import Nanochat2026Config
 from resformer.names import CONFIG, INDEX, SINGLE
@@ -132,8 +132,7 @@ def is_run(source: str | Path, revision: str | None = None) -> bool:
     elif os.path.lexists(path) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(source)):
         return False
     else:
-        with asking_hub(str(source)):
-            names = {*listing(str(source), revision)[1]}
+        names = {*Snapshot.of(str(source), revision).files}
     return any(map(_WEIGHTS.fullmatch, names)) and not names & {SINGLE, INDEX}
 
 
@@ -235,13 +234,12 @@ def _opened(run: str | Path, revision: str | None, step: int | None) -> tuple[Pa
 
     Of a run on the Hub the weights of this step alone are downloaded.
     """
-    folder, commit = Path(run).expanduser(), None
+    folder, hub = Path(run).expanduser(), None
     if not folder.exists():
-        with asking_hub(str(run)):
-            commit, files = listing(str(run), revision)
+        hub = Snapshot.of(str(run), revision)
     elif revision is not None:
         raise CheckpointError(f"{folder}: --revision {revision} is for Hub ids, this is local.")
-    names = [path.name for path in folder.iterdir()] if commit is None else files
+    names = [path.name for path in folder.iterdir()] if hub is None else [*hub.files]
     steps = {int(match[1]): name for name in names if (match := _WEIGHTS.fullmatch(name))}
     if not steps:
         raise CheckpointError(f"{run}: has no model_STEP.pt.")
@@ -250,11 +248,10 @@ def _opened(run: str | Path, revision: str | None, step: int | None) -> tuple[Pa
     name, warnings = steps[max(steps) if step is None else step], []
     if len(steps) > 1 and step is None:
         warnings.append(f"Has {len(steps)} steps, the last was taken, {name}; to take another, give --set step=NUMBER.")
-    if commit is not None:
-        with asking_hub(str(run)):
-            fetch(str(run), commit, files, [_meta_of(name), *_TOKENIZERS], 64 * MIB)
-            folder = fetch(str(run), commit, files, [name])
-    return folder / name, commit, warnings
+    if hub is None:
+        return folder / name, None, warnings
+    hub.fetch([_meta_of(name), *_TOKENIZERS], 64 * MIB)
+    return hub.fetch([name]) / name, hub.commit, warnings
 
 
 def _meta_of(weights: str) -> str:
