@@ -11,10 +11,8 @@ from resformer.configuration.connected_config import ConnectedConfig
 from resformer.convert.judging import without_code
 from resformer.convert.reading import side_file
 from resformer.convert.remote_code import auto_map, remote_code
-from resformer.convert.source import open_source
 from resformer.convert.to_folder import Decision, Options, Report, carry_out
 from resformer.errors import CheckpointError, quoted
-from resformer.files import check_target
 from resformer.names import DESCRIPTIONS
 from resformer.untrusted import names_in
 
@@ -48,9 +46,7 @@ def bundle(
         OutputError, VerificationError: as for `resformer.retrofit`.
     """
     settings = Options(made_by="bundle", force=force, **options)
-    target = Path(output).expanduser()
-    check_target(target, source, made_by=settings.made_by, force=force)
-    opened = open_source(source, revision, heads=True)
+    target, opened = settings.start(source, output, revision, heads=True)
     known = {"model_type": opened.config.model_type, **without_code(opened.raw_config)}
     config = config_with_code(known, opened.config, opened.name)
     code = remote_code(opened.config)

@@ -27,10 +27,9 @@ from resformer.convert.connected_families import (
 )
 from resformer.convert.connections import added_kinds, added_shapes, initial_connections, meta_model, stored_names
 from resformer.convert.logits import memory_of
-from resformer.convert.source import Source, open_source
+from resformer.convert.source import Source
 from resformer.convert.to_folder import Decision, Options, Report, Verify, carry_out, folder_name, published_name
 from resformer.errors import CheckpointError, did_you_mean, first_names
-from resformer.files import check_target
 from resformer.model_cards import base_model_of, carried_metadata, model_card
 from resformer.modeling.connecting import chosen_fields, connected_config, connection_field_names, starting_plainly
 from resformer.modeling.connections import KINDS
@@ -126,9 +125,7 @@ def retrofit(
         hint = did_you_mean(field, known)
         raise ValueError(f"`{field}` is not a field that a retrofit sets: expected one of {', '.join(known)}.{hint}")
     method_fields(method, 1)  # an unknown method is refused before anything is read or fetched
-    target = Path(output).expanduser()
-    check_target(target, source, made_by="convert", force=force)  # before anything is read or fetched
-    opened = open_source(source, revision)
+    target, opened = options.start(source, output, revision)
     before = connection_config(opened.config)
     connected_config(family_config(before), method, **fields)  # refuses what no family can have
     connections = chosen_fields(before, method, fields, plain=False)

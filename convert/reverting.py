@@ -13,10 +13,9 @@ from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.convert.connected_families import config_text, family_config, view, with_connections
 from resformer.convert.connections import added_kinds, connection_modules, meta_model, read_connections, stored_names
-from resformer.convert.source import OpenedSource, Source, open_source
+from resformer.convert.source import OpenedSource, Source
 from resformer.convert.to_folder import Decision, Options, Report, carry_out, published_name
 from resformer.errors import CheckpointError, one_line, quoted
-from resformer.files import check_target
 from resformer.model_cards import base_model_of
 from resformer.names import RECORD
 from resformer.record import read_record
@@ -62,9 +61,7 @@ def revert(
         OutputError, VerificationError: as for `retrofit`.
     """
     settings = Options(made_by="revert", force=force, **options)
-    target = Path(output).expanduser()
-    check_target(target, source, made_by=settings.made_by, force=force)
-    opened = open_source(source, revision)
+    target, opened = settings.start(source, output, revision)
     config = opened.config
     if not isinstance(config, ConnectionFields):
         raise CheckpointError(f"{opened.name}: is a checkpoint of {config.model_type!r} already.")

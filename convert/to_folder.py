@@ -27,10 +27,10 @@ from resformer.convert.carrying import (
 )
 from resformer.convert.judging import build, check_same, load, without_code
 from resformer.convert.logits import LogitsComparison, compare_logits, not_compared, not_finite, too_large, window_of
-from resformer.convert.source import OpenedSource, Source
+from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.tokens import TokensComparison, compare_folders
 from resformer.errors import OutputError, VerificationError, first_names, one_line
-from resformer.files import AsDict, replacing, write_text
+from resformer.files import AsDict, check_target, replacing, write_text
 from resformer.names import standard_names
 from resformer.progress import progress_bar
 from resformer.safetensors_format import FLOATING, Tensor
@@ -78,6 +78,12 @@ class Options:
 
     def __post_init__(self) -> None:
         check_verify(self.verify)
+
+    def start(self, source: str | Path, output: str | Path, revision: str | None, **heads: bool) -> tuple[Path, Source]:
+        """(the output, which may be written; the source, of which nothing is read or fetched before)."""
+        target = Path(output).expanduser()
+        check_target(target, source, made_by=self.made_by, force=self.force)
+        return target, open_source(source, revision, **heads)
 
 
 @dataclass(frozen=True, kw_only=True)
