@@ -127,18 +127,18 @@ def retrofit(
     method_fields(method, 1)  # an unknown method is refused before anything is read or fetched
     target, opened = options.start(source, output, revision)
     before = connection_config(opened.config)
+    had = connections_of(before)
     connected_config(family_config(before), method, **fields)  # refuses what no family can have
     connections = chosen_fields(before, method, fields, plain=False)
     connections = starting_plainly(connections, [kind for kind in KINDS if not kind.is_in(before)])
-    had = connections_of(before)
     if "connections" in connections:
         connections["connections"] = had.get("connections", {}) | connections["connections"]
     connections = {**had, **connections}
     config = with_connections(before, connections)
     shape = view(config)  # refuses connections that a family's decoder cannot have
     added = added_kinds(config, before)
-    if connections_of(before) and not added:
-        raise CheckpointError(f"{opened.name}: has these connections already: {connections_of(before)}.")
+    if had and not added:
+        raise CheckpointError(f"{opened.name}: has these connections already: {had}.")
     reasons = [*dict.fromkeys(reason for kind in added for reason in kind.inexact_because(shape))]
     if reasons and not lossy:
         raise CheckpointError(
@@ -147,14 +147,12 @@ def retrofit(
             "--lossy",
         )
     fetched = opened.fetch(headers_only=dry_run)
-    set_fields = {name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections}
-    name = method_of(shape) if fields or connections_of(before) else method
     # Beside a checkpoint, README.md is its card.
     source_card = carried_metadata(fetched.folder / "README.md")
     config.base_model = _base_model(fetched, source_card) | {"family": family_name(before)}
     expected = {key: tuple(tensor.shape) for key, tensor in meta_model(config).state_dict().items()}
     dropped = _dropped(fetched.built.tensors.keys() - expected.keys(), before, fetched.checkpoint.tensors)
-    shapes, existing = added_shapes(config), added_shapes(before)
+    existing = added_shapes(before)
     parameters = {key: each for key, each in initial_connections(config, fetched.dtype).items() if key not in existing}
     if taken := parameters.keys() & fetched.checkpoint.tensors.keys():
         raise CheckpointError(f"{fetched.name}: holds {first_names(taken)} already, which are names of connections.")
@@ -171,13 +169,13 @@ def retrofit(
     report_of = partial(
         RetrofitReport,
         family=family_name(before),
-        method=name,
-        fields=set_fields,
-        source_fields=connections_of(before),
+        method=method_of(shape) if fields or had else method,
+        fields={name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections},
+        source_fields=had,
         inexact_because=reasons,
         dtype=str(fetched.dtype).removeprefix("torch."),
         parameters=sum(math.prod(shape) for key, shape in expected.items() if key not in fetched.built.tied),
-        added={key: math.prod(shapes[key]) for key in parameters},
+        added={key: each.numel() for key, each in parameters.items()},
         dropped=sorted(dropped),
         memory=memory_of(decision.model_bytes),
     )
