@@ -31,12 +31,9 @@ def without_code(values: Any) -> Any:
     """The same, without keys that name code in it and in the objects that it holds; kernels are code on the Hub."""
     if not isinstance(values, dict):
         return values
-    return {key: without_code(value) for key, value in values.items() if not _names_code(str(key), value)}
-
-
-def _names_code(key: str, value: object) -> bool:
-    kernel = re.fullmatch(r"_?\w+_implementation(_\w+)?", key) and "/" in str(value)
-    return bool(kernel) or key in (*CODE_KEYS, "trust_remote_code")
+    named = [key for key in values if re.fullmatch(r"_?\w+_implementation(_\w+)?", str(key))]
+    left_out = {*CODE_KEYS, "trust_remote_code", *(key for key in named if "/" in str(values[key]))}
+    return {key: without_code(value) for key, value in values.items() if key not in left_out}
 
 
 @dataclass(frozen=True)

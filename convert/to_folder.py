@@ -17,11 +17,10 @@ from transformers import GenerationConfig
 from resformer.convert.carrying import (
     File,
     Transfer,
+    carried,
     check_bytes,
     check_space,
     transfer_of,
-    whole,
-    without,
     write_files,
     write_settings,
 )
@@ -195,10 +194,7 @@ def _weights(decision: Decision, *, link: bool) -> list[File]:
     gone = {} if link and decision.unused else decision.dropped
     kept = [shard for shard in shards if not shard.names <= gone.keys() or not shard.tensors]
     names = standard_names(len(kept) + bool(decision.added))
-    files = [
-        without(shard, gone.keys(), name) if shard.names & gone.keys() else whole(shard, name)
-        for shard, name in zip(kept, names, strict=False)
-    ]
+    files = [carried(shard, gone.keys(), name) for shard, name in zip(kept, names, strict=False)]
     if decision.added:
         codes = {name: code for code, name in FLOATING.items()}
         tensors = [
