@@ -151,9 +151,7 @@ def convert_nanochat(
     Args:
         run: the folder or Hub id, of whose steps the last is taken.
         output: a new or empty folder.
-        force: replace an earlier result of this command.
-        dry_run: read, check, report, write nothing.
-        revision: branch, tag or commit, for a Hub id.
+        force, dry_run, revision: as for `resformer.retrofit`.
         step: take this one, not the last.
         constants: `rope_theta`, `gate_limit`, `qk_scale`, `softcap` or `short_window`, in place of the era's.
 
@@ -235,7 +233,7 @@ def _opened(run: str | Path, revision: str | None, step: int | None) -> tuple[Pa
     Of a run on the Hub the weights of this step alone are downloaded.
     """
     folder, hub = Path(run).expanduser(), None
-    if not folder.exists():
+    if not folder.is_dir():
         hub = Snapshot.of(str(run), revision)
     elif revision is not None:
         raise CheckpointError(f"{folder}: --revision {revision} is for Hub ids, this is local.")
