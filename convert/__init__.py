@@ -3,8 +3,8 @@
 Nothing is translated: a result is the source's files and one file of connections. A checkpoint goes through four rooms:
 
 open    source: a folder or the Hub; first the configuration, then the weights' headers
-        (connected_families, reading, hub_headers)
-decide  retrofitting, reverting, bundling: from the source and the options to one `deciding.Decision`
+        (connected_families, reading)
+decide  retrofitting, reverting, bundling: from the source and the options to one `to_folder.Decision`
         (connections: the added parameters)
 write   carrying: files copied, linked, or written without some tensors
 judge   judging: what Transformers makes of source and result by default; logits; tokens

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from resformer.configuration.connected_config import ConnectedConfig
-from resformer.convert.deciding import Decision
+from resformer.convert.judging import without_code
 from resformer.convert.reading import side_file
 from resformer.convert.remote_code import auto_map, remote_code
-from resformer.convert.source import open_source
-from resformer.convert.to_folder import Options, Report, carry_out
+from resformer.convert.to_folder import Decision, Options, Report, carry_out
 from resformer.errors import CheckpointError, quoted
-from resformer.files import check_target
 from resformer.names import DESCRIPTIONS
 from resformer.untrusted import names_in
 
@@ -48,15 +46,13 @@ def bundle(
         OutputError, VerificationError: as for `resformer.retrofit`.
     """
     settings = Options(made_by="bundle", force=force, **options)
-    target = Path(output).expanduser()
-    check_target(target, source, made_by=settings.made_by, force=force)
-    opened = open_source(source, revision, heads=True)
-    known = {key: value for key, value in opened.raw_config.items() if key not in opened.dropped_config}
-    config = config_with_code({"model_type": opened.config.model_type, **known}, opened.config, opened.name)
+    target, opened = settings.start(source, output, revision, heads=True)
+    known = {"model_type": opened.config.model_type, **without_code(opened.raw_config)}
+    config = config_with_code(known, opened.config, opened.name)
     code = remote_code(opened.config)
     bytes_of = {name: len(text.encode()) for name, text in code.items()}
     fetched = opened.fetch(headers_only=settings.dry_run)
-    if fetched.config.tie_word_embeddings and not fetched.tied:
+    if fetched.config.tie_word_embeddings and not fetched.built.tied:
         config["tie_word_embeddings"] = False
     # What describes it goes along.
     names = [name for name in names_in(opened.folder) if DESCRIPTIONS.fullmatch(name)]
@@ -64,7 +60,6 @@ def bundle(
         Decision(
             source=fetched,
             config=json.dumps(config, indent=2, sort_keys=True) + "\n",
-            dtype=fetched.dtype,
             side_files=tuple(side_file(opened.folder, name) for name in names),
         ),
         target,

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -64,14 +64,11 @@ class Transfer:
         return self.copied + self.written
 
 
-def whole(shard: Shard, name: str) -> File:
-    """A source's weight file as it is."""
-    return File(name, (Range(shard.path, 0, shard.size),), shard.tensors, shard.name)
-
-
-def without(shard: Shard, dropped: Iterable[str], name: str) -> File:
-    """A source's weight file without some tensors: a new header, and the bytes of the others."""
-    kept = [tensor for tensor in shard.tensors if tensor.name not in {*dropped}]
+def carried(shard: Shard, dropped: Set[str], name: str) -> File:
+    """A source's weight file: as it is, or without some tensors, with a new header before the bytes of the others."""
+    if not shard.names & dropped:
+        return File(name, (Range(shard.path, 0, shard.size),), shard.tensors, shard.name)
+    kept = [tensor for tensor in shard.tensors if tensor.name not in dropped]
     ranges = [Range(shard.path, tensor.start, tensor.nbytes) for tensor in kept]
     return File(name, (header_bytes(kept), *ranges), tuple(kept))
 

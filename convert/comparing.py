@@ -1,6 +1,6 @@
 """Two checkpoints side by side: what Transformers builds of them, tensors byte for byte, tokens, logits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
+from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.convert.carrying import same_bytes
 from resformer.convert.connected_families import connection_config, family_name, view
 from resformer.convert.connections import added_shapes, read_connections
 from resformer.convert.judging import differences, head_of, load
-from resformer.convert.logits import LogitsComparison, compare_logits, window_of
+from resformer.convert.logits import LogitsComparison, compare_logits, too_large, window_of
 from resformer.convert.source import OpenedSource, open_source
 from resformer.convert.to_folder import Verify, check_verify
-from resformer.convert.tokens import TokensComparison, compare_tokens, load_tokenizer
-from resformer.environment import free_memory
+from resformer.convert.tokens import TokensComparison, compare_tokens, tokenizer_of
 from resformer.errors import CheckpointError, one_line
 from resformer.files import AsDict
 from resformer.modeling.any_decoder import text_config
@@ -49,11 +48,6 @@ class Comparison(AsDict):
     def same_tensors(self) -> bool:
         """Whether every tensor that both models should have is alike, as far as it was compared."""
         return not self.different and not ({*self.only_in_one, *self.only_in_other} - set(self.added))
-
-    @property
-    def same_configuration(self) -> bool:
-        """Whether both configurations build models that compute the same with the same tensors."""
-        return self.configuration.keys() <= set(self.without_effect)
 
     @property
     def same(self) -> bool | None:
@@ -96,30 +90,52 @@ def verify(
         ValueError: `verify`, `tokens` or `device` make no sense.
     """
     check_verify(verify)
-    _check_options(verify, tokens, text, device)
+    if tokens < 16:
+        raise ValueError(f"tokens={tokens}: expected 16 or more.")
+    if verify in ("headers", "hashes") and (text is not None or device is not None):
+        raise ValueError(f"verify={verify!r} runs no model: leave out --text and --device.")
+    try:
+        torch.device(device or "cpu")
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r}: {one_line(error, 100)}") from error
     sources = [open_source(each, commit, heads=True) for each, commit in ((one, revision), (other, other_revision))]
     opened = [source.fetch(headers_only=verify == "headers") for source in sources]
     configs = [connection_config(source.config) for source in opened]
-    a, b = (_loaded_tensors(source) for source in opened)
+    a, b = (  # name -> (file, tensor) of all that the model has a place for
+        {
+            tensor.name: (shard, tensor)
+            for shard in source.checkpoint.shards
+            for tensor in shard.tensors
+            if tensor.name not in source.built.ignored
+        }
+        for source in opened
+    )
     common = [name for name in a if name in b]
     different: dict[str, float | None] = {}
     for name in common:
-        first, second = a[name], b[name]
-        comparable = (first[1].dtype, first[1].shape) == (second[1].dtype, second[1].shape)
-        if not (comparable and (verify == "headers" or same_bytes(first, second))):
-            different[name] = None if verify == "headers" else _distance(first, second)
+        pair = a[name], b[name]
+        comparable = len({(tensor.dtype, tensor.shape) for _, tensor in pair}) == 1
+        if not (comparable and (verify == "headers" or same_bytes(*pair))):
+            different[name] = None if verify == "headers" else _distance(*pair)
     configuration, without_effect = _configurations(opened, configs)
-    only_a, only_b = (
-        {*one.keys() - other.keys()} - _tied(source, one)
-        for one, other, source in ((a, b, opened[0]), (b, a, opened[1]))
-    )
+    # In place of a tied tensor the model takes another: a checkpoint may have one end of a tie or both.
+    only_a, only_b = a.keys() - b.keys() - opened[0].built.tied, b.keys() - a.keys() - opened[1].built.tied
+    tokenizers, why = zip(*map(tokenizer_of, opened), strict=True)
+    untold = [f"tokens (of {each.name}: {reason})" for each, reason in zip(opened, why, strict=True) if reason]
     logits, reasons = None, ["bytes of tensors (--verify headers)"] if verify == "headers" else []
     if reason := _why_no_logits(opened, verify):
         reasons.append(f"logits ({reason})")
     else:
-        logits = _logits(opened, tokens, text, device)
-    same_ids, reason = _tokens(opened)
-    reasons += [reason] if reason else []
+        first, second = ((lambda source=source: load(source.to_load, source.name)[0]) for source in opened)
+        logits = compare_logits(
+            first,
+            second,
+            tokens,
+            names=(opened[0].name, opened[1].name),
+            text=None if text is None else _token_ids(opened[0], Path(text).expanduser()),
+            window=max(window_of(source.config) for source in opened),
+            device=device,
+        )
     return Comparison(
         one=opened[0].name,
         other=opened[1].name,
@@ -132,47 +148,20 @@ def verify(
         only_in_other=sorted(only_b),
         added=sorted({name for config in configs for name in added_shapes(config)} & {*only_a, *only_b}),
         logits=logits,
-        tokens=same_ids,
-        not_compared=reasons,
+        tokens=None if untold else compare_tokens(*tokenizers),
+        not_compared=[*reasons, *untold[:1]],
     )
-
-
-def _check_options(verify: Verify, tokens: int, text: object, device: str | None) -> None:
-    if tokens < 16:
-        raise ValueError(f"tokens={tokens}: expected 16 or more.")
-    if verify in ("headers", "hashes") and (text is not None or device is not None):
-        raise ValueError(f"verify={verify!r} runs no model: leave out --text and --device.")
-    try:
-        torch.device(device or "cpu")
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r}: {one_line(error, 100)}") from error
-
-
-def _loaded_tensors(source: OpenedSource) -> dict[str, tuple[Shard, Tensor]]:
-    """Name -> (file, tensor) of all that the model has a place for."""
-    return {
-        tensor.name: (shard, tensor)
-        for shard in source.checkpoint.shards
-        for tensor in shard.tensors
-        if tensor.name not in source.built.ignored
-    }
-
-
-def _tied(source: OpenedSource, tensors: Mapping[str, object]) -> set[str]:
-    """Tensors in whose place the model takes another: of a tie, a checkpoint may have one end or both."""
-    return {name for name in tensors if name in source.built.tied}
 
 
 def _configurations(
     sources: Sequence[OpenedSource], configs: Sequence[Any]
 ) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
     """(what differs, with both values; those of these fields whose connections have no effect)."""
-    said = [name for name in CONNECTION_FIELDS if any(name in connections_of(config) for config in configs)]
     first, second = (
         {
             **source.built.facts(),
             "family": family_name(config),
-            **{name: getattr(config, name, CONNECTION_FIELDS[name]) for name in said},
+            **{name: getattr(config, name, default) for name, default in CONNECTION_FIELDS.items()},
         }
         for source, config in zip(sources, configs, strict=True)
     )
@@ -208,50 +197,18 @@ def _why_no_logits(sources: Sequence[OpenedSource], verify: Verify) -> str:
         return f"--verify {verify}"
     if sizes[0] != sizes[1]:
         return f"the vocabularies have {sizes[0]:,} and {sizes[1]:,} tokens"
-    needed, free = int(1.2 * max(source.built.memory for source in sources)) + 2**29, free_memory()
-    if verify == "auto" and needed > free:
-        return f"that takes {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
-    return ""
+    return too_large(max(source.built.memory for source in sources)) if verify == "auto" else ""
 
 
-def _logits(
-    sources: Sequence[OpenedSource], tokens: int, text: str | Path | None, device: str | None
-) -> LogitsComparison:
-    window = max(window_of(source.config) for source in sources)
-    row = max(tokens // 2, window + tokens // 4)
-    ids = None if text is None else _token_ids(sources[0], Path(text).expanduser(), 2 * row)
-    one, other = ((lambda source=source: load(source.to_load, source.name)[0]) for source in sources)
-    names = (sources[0].name, sources[1].name)
-    return compare_logits(one, other, tokens, names=names, row=row, text=ids, window=window, device=device)
-
-
-def _token_ids(source: OpenedSource, path: Path, needed: int) -> list[int]:
-    """The first `needed` tokens of a text file."""
-    content = read_bounded(path, 64 * MIB).decode("utf-8", "replace")
-    vocab_size = text_config(source.config).vocab_size
-    try:
-        ids: list[int] = load_tokenizer(source.to_load, local_files_only=True)(content)["input_ids"]
-    except CheckpointError as error:
-        raise CheckpointError(f"{source.name}: its tokenizer cannot be read: {error}") from error
-    if len(ids) < needed:
-        raise CheckpointError(
-            f"{path}: has {len(ids):,} tokens, two rows take {needed:,}: give more text, or --tokens."
-        )
-    if max(ids) >= vocab_size:
-        raise CheckpointError(f"{source.name}: its tokenizer gives the id {max(ids):,}, of {vocab_size:,} tokens.")
-    return ids[:needed]
-
-
-def _tokens(sources: Sequence[OpenedSource]) -> tuple[TokensComparison | None, str]:
-    """(the tokenizers, compared; why they are not)."""
-    loaded = []
-    for source in sources:
-        try:
-            loaded.append(load_tokenizer(source.to_load, local_files_only=True))
-        except CheckpointError as error:
-            reason = str(error) if source.checkpoint.tokenizer_files else "it has none"
-            return None, f"tokens (of {source.name}: {reason.replace(str(source.to_load), source.name)})"
-    return compare_tokens(*loaded), ""
+def _token_ids(source: OpenedSource, path: Path) -> list[int]:
+    """The tokens of a text file."""
+    content, (tokenizer, reason) = read_bounded(path, 64 * MIB), tokenizer_of(source)
+    if tokenizer is None:
+        raise CheckpointError(f"{source.name}: its tokenizer cannot be read: {reason}")
+    ids: list[int] = tokenizer(content.decode("utf-8", "replace"))["input_ids"]
+    if (highest := max(ids, default=0)) >= (rows := text_config(source.config).vocab_size):
+        raise CheckpointError(f"{source.name}: its tokenizer gives the id {highest:,}, of {rows:,} tokens.")
+    return ids
 
 
 def _distance(one: tuple[Shard, Tensor], other: tuple[Shard, Tensor]) -> float | None:

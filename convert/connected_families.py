@@ -19,12 +19,12 @@ from resformer.configuration import cache_bytes_per_token
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
 from resformer.convert.connections import meta_model
-from resformer.convert.judging import UNUSED, kernel_keys, without_code
-from resformer.convert.reading import CODE_KEYS, plain_way
+from resformer.convert.judging import UNUSED, without_code
+from resformer.convert.reading import plain_way
 from resformer.errors import CheckpointError, one_line, quoted
 from resformer.loading import names_kernels, without_a_word, without_kernels
 from resformer.modeling.any_decoder import Decoder, text_config
-from resformer.modeling.connecting import connected_config
+from resformer.modeling.connecting import connected_config, family_of
 from resformer.modeling.measured import MEASURED
 
 _LOAD = "AutoModelForCausalLM.from_pretrained(SOURCE, {})"
@@ -34,8 +34,8 @@ _DEQUANTISED = {
     "compressed-tensors": _LOAD.format("quantization_config=CompressedTensorsConfig(dequantize=True)"),
     "fp8": _LOAD.format("quantization_config=FineGrainedFP8Config(dequantize=True)"),
 }
-#: Keys that do not go along: code, and what the result states under another key.
-_LEFT_OUT = (*CODE_KEYS, "trust_remote_code", "torch_dtype", "base_model", UNUSED, *CONNECTION_FIELDS)
+#: Keys that do not go along beside those of code: what the result states itself.
+_LEFT_OUT = ("torch_dtype", "base_model", UNUSED, *CONNECTION_FIELDS)
 #: Names of whole numbers -> the most that is plausible; the first that matches counts. Each layer is a module, and each
 #: label and position may become an entry of a list or a row of a table, before weights are looked at.
 _MOST = {
@@ -64,8 +64,8 @@ def check_plain(where: Path, raw: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{where}: {key} names other files: put the right one in its place.")
 
 
-def read_config(folder: Path, raw: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str, ...]]:
-    """(what `AutoConfig` makes of the folder, the keys of its config.json, `raw`, that name code and are not read).
+def read_config(folder: Path, raw: Mapping[str, Any]) -> PreTrainedConfig:
+    """What `AutoConfig` makes of a folder whose config.json is `raw`.
 
     Whatever the family, it is refused here what is quantised, names other files, or asks for sizes that no model has.
     """
@@ -88,7 +88,7 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         raise CheckpointError(f"{where}: dtype is {quoted(str(config.dtype))}; expected one of weights, as float32.")
     if names_kernels(config):
         config = without_kernels(config)
-    if not isinstance(layers, int) or not 0 < layers <= _MOST[r".*layer.*(?<!size)"]:
+    if not isinstance(layers, int) or not 0 < layers <= 1000:
         raise CheckpointError(f"{where}: num_hidden_layers is {quoted(layers)}; expected 1 to 1,000.")
     if table > _MOST_OF_A_TABLE:
         raise CheckpointError(f"{where}: {positions:,} positions make a table of {table:,} numbers.")
@@ -96,7 +96,7 @@ def read_config(folder: Path, raw: Mapping[str, Any]) -> tuple[PreTrainedConfig,
         view(config)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
-    return config, tuple(sorted({*raw.keys() & {*CODE_KEYS, "trust_remote_code"}, *kernel_keys(raw)}))
+    return config
 
 
 def _config_class(model_type: object) -> type[PreTrainedConfig]:
@@ -133,26 +133,16 @@ def _check_sizes(where: Path, values: Mapping[str, Any], config_class: Any) -> N
                 raise CheckpointError(f"{where}: {key} is {value:,}; expected at most {most:,}.")
 
 
-def family_class(config: PreTrainedConfig) -> type[PreTrainedConfig] | None:
-    """The class of its configuration without fields for connections; `None`: no family has its decoder."""
-    classes = (each for each in type(config).__mro__ if issubclass(each, PreTrainedConfig))
-    own = (each for each in classes if not issubclass(each, ConnectionFields) and each is not PreTrainedConfig)
-    return next(own, None)
-
-
 def family_name(config: PreTrainedConfig) -> str:
-    """The model type of the family; of a decoder that no family has its own."""
-    family = family_class(config)
-    return config.model_type if family is None else str(family.model_type)
+    """The model type of the family."""
+    return str(family_of(config).model_type)
 
 
-def family_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the family, without fields for connections, if there is one."""
-    family = family_class(config)
-    if family is None:
-        return with_connections(config)
+def family_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the family, without fields for connections."""
     known = {name: value for name, value in config.to_dict().items() if name not in (*CONNECTION_FIELDS, "base_model")}
-    return family.from_dict({**known, "model_type": family.model_type})
+    plain: PreTrainedConfig = family_of(config).from_dict({**known, "model_type": family_name(config)})
+    return plain
 
 
 def connection_config(config: PreTrainedConfig) -> Any:
@@ -205,7 +195,7 @@ def config_text(raw: Mapping[str, Any], config: Any, dtype: torch.dtype, unused:
         dtype: in which Transformers loads the source by default: stated, so that nothing is left to guess.
         unused: tensors that the files hold and the model has no use for.
     """
-    content = {name: value for name, value in without_code(dict(raw)).items() if name not in _LEFT_OUT}
+    content = {name: value for name, value in without_code(raw).items() if name not in _LEFT_OUT}
     content |= {
         "model_type": config.model_type,
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__],

@@ -2,23 +2,33 @@
 
 import copy
 import functools
+import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
 from safetensors import safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from resformer.configuration.connection_fields import ConnectionFields
-from resformer.convert.judging import SameConfig, head_of
-from resformer.errors import CheckpointError, one_line
+from resformer.convert.judging import auto_class
+from resformer.errors import CheckpointError, one_line, quoted
 from resformer.modeling.connected import added_modules
-from resformer.modeling.connection import Added, StartsAsStated
+from resformer.modeling.connection import Added, Connection, StartsAsStated
+from resformer.modeling.connections import KINDS
 from resformer.modeling.matrices import decoder_of
 from resformer.safetensors_format import Shard
+
+
+@dataclass(frozen=True)
+class _SameModel:
+    """A configuration, equal to others that say the same of the model."""
+
+    said: str
+    config: Any = field(compare=False)
 
 
 def meta_model(config: Any) -> PreTrainedModel:
@@ -26,8 +36,10 @@ def meta_model(config: Any) -> PreTrainedModel:
 
     It is one for all configurations that differ in nothing that such a model has, and may be used elsewhere too.
     """
+    left_out = ("base_model", "dtype", "transformers_version")
     try:
-        return _meta_model(SameConfig(config))
+        known = {key: value for key, value in config.to_dict().items() if key not in left_out}
+        return _meta_model(_SameModel(json.dumps(known, sort_keys=True, default=str), config))
     except Exception as error:  # torch's and Transformers' any, for values that no validator looks at
         raise CheckpointError(
             f"Transformers makes no model of it ({type(error).__name__}: {one_line(error)})."
@@ -35,13 +47,11 @@ def meta_model(config: Any) -> PreTrainedModel:
 
 
 @functools.lru_cache(maxsize=8)
-def _meta_model(same: SameConfig) -> PreTrainedModel:
+def _meta_model(same: _SameModel) -> PreTrainedModel:
     config = copy.deepcopy(same.config)
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if head := head_of(config):
-        model_class = getattr(transformers, f"AutoModel{head[head.rindex('For') :]}")._model_mapping[type(config)]
     with no_init_weights(), torch.device("meta"):
-        return model_class(config)
+        model: PreTrainedModel = auto_class(config)._model_mapping[type(config)](config)
+    return model
 
 
 def connection_modules(config: Any) -> Mapping[str, Added]:
@@ -69,6 +79,30 @@ def added_shapes(config: Any, *, tables: bool = True, alone: bool = False) -> di
     """
     parameters = _parameters(config, connection_modules(config), tables=tables, alone=alone)
     return {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+
+
+def added_kinds(config: Any, before: Any) -> list[type[Connection]]:
+    """The kinds of connections that a model of `config` has beyond one of `before`, its source."""
+    added = []
+    for kind in KINDS:
+        for name in kind.fields:
+            old, new = getattr(before, name, None), getattr(config, name, None)
+            if old != new and kind.is_in(before):
+                raise CheckpointError(
+                    f"`{name}` is {quoted(old)} in the source and {quoted(new)} in the result: connections are added, "
+                    "those of the source stay as they are. Name the fields to add, --method transformer --set dwa=true "
+                    "for one."
+                )
+        if kind.is_in(config) and not kind.is_in(before):
+            added.append(kind)
+    shapes = added_shapes(config)
+    for name, shape in added_shapes(before).items():
+        if shapes.get(name) != shape:
+            raise CheckpointError(
+                f"{name} of the source has shape {list(shape)}, and the result has no place for it: the connections "
+                "that are added leave other layers to mix. Convert the original instead."
+            )
+    return added
 
 
 def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:

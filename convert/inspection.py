@@ -12,7 +12,7 @@ from resformer.configuration.methods import connections_of, method_of
 from resformer.convert.connected_families import cache_size, connection_config, family_name, view
 from resformer.convert.connections import added_shapes, read_connections
 from resformer.convert.judging import head_of
-from resformer.convert.source import OpenedSource, Source, open_source
+from resformer.convert.source import open_source
 from resformer.files import AsDict
 from resformer.model_cards import base_model_of
 from resformer.modeling.connection import mixing_matrix, plain_matrix
@@ -70,9 +70,19 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
     config = opened.config
     backbone = connection_config(config)
     shape = view(backbone)
-    whole = None if opened.alone else opened.fetch(headers_only=True)  # keeps the folder of what was fetched
-    facts = _alone(opened) if whole is None else _whole(whole)
-    shards, dtype = facts.pop("shards"), facts.pop("dtype")
+    dtypes, facts = Counter[str](), dict[str, Any]()
+    if opened.alone:
+        shards, dtype = [opened.fetch_alone()], config.dtype or torch.float32
+        base: dict[str, Any] = base_model_of(config)
+        changed = getattr(config, "base_model", {}).get("changed")
+        facts |= {"needs": Needs(base.get("name"), base.get("revision"), changed), "tied": None, "warnings": []}
+    else:
+        whole = opened.fetch(headers_only=True)  # keeps the folder of what was fetched
+        shards, dtype = [*whole.checkpoint.shards], whole.dtype
+        facts |= {"needs": None, "tied": bool(whole.built.tied), "warnings": [*whole.checkpoint.notes]}
+        facts["parameters"] = whole.built.parameters
+    for tensor in (tensor for shard in shards for tensor in shard.tensors):
+        dtypes[tensor.dtype] += tensor.elements
     connections: dict[str, Any] = read_connections(backbone, shards, tables=False, alone=opened.alone)
     of_layers: dict[str, dict[int, Any]] = {}
     of_decoder: dict[str, Any] = {}
@@ -113,24 +123,9 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         value_mixing_matrix=_unless_plain(values),
         depth_mixing_matrix=_unless_plain(depth),
         learned=learned,
-        **facts,
+        dtypes=dict(dtypes),
+        **{"parameters": dtypes.total(), **facts},
     )
-
-
-def _whole(opened: OpenedSource) -> dict[str, Any]:
-    checkpoint = opened.checkpoint
-    facts = {"parameters": opened.built.parameters, "dtypes": dict(checkpoint.dtypes), "tied": opened.tied}
-    return facts | {"warnings": [*checkpoint.notes], "shards": checkpoint.shards, "dtype": opened.dtype, "needs": None}
-
-
-def _alone(source: Source) -> dict[str, Any]:
-    shard, dtypes = source.fetch_alone(), Counter[str]()
-    for tensor in shard.tensors:
-        dtypes[tensor.dtype] += tensor.elements
-    base: dict[str, Any] = base_model_of(source.config)
-    needs = Needs(base.get("name"), base.get("revision"), getattr(source.config, "base_model", {}).get("changed"))
-    facts = {"parameters": dtypes.total(), "dtypes": dict(dtypes), "tied": None, "needs": needs, "warnings": []}
-    return facts | {"shards": [shard], "dtype": source.config.dtype or torch.float32}
 
 
 def _unless_plain(matrix: torch.Tensor) -> list[list[float]] | None:

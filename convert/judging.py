@@ -3,10 +3,9 @@
 It is the judge of every conversion: source and result are loaded in this way and compared.
 """
 
-import copy
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,18 +27,12 @@ _OF_THE_FILE = {*CONNECTION_FIELDS, "base_model", "model_type", "architectures",
 UNUSED = "unused_weights"
 
 
-def kernel_keys(raw: Mapping[str, Any]) -> Iterator[str]:
-    """The keys of a config.json that name kernels, which are code on the Hub."""
-    for key, value in raw.items():
-        if re.fullmatch(r"_?\w+_implementation(_\w+)?", str(key)) and "/" in str(value):
-            yield key
-
-
 def without_code(values: Any) -> Any:
-    """The same, without keys that name code in it and in the objects that it holds."""
+    """The same, without keys that name code in it and in the objects that it holds; kernels are code on the Hub."""
     if not isinstance(values, dict):
         return values
-    left_out = {*CODE_KEYS, "trust_remote_code", *kernel_keys(values)}
+    named = [key for key in values if re.fullmatch(r"_?\w+_implementation(_\w+)?", str(key))]
+    left_out = {*CODE_KEYS, "trust_remote_code", *(key for key in named if "/" in str(values[key]))}
     return {key: without_code(value) for key, value in values.items() if key not in left_out}
 
 
@@ -65,26 +58,16 @@ class Built:
         return {key: json.loads(json.dumps(value, default=str)) for key, value in facts.items()}
 
 
-class SameConfig:
-    """A configuration, equal to others that say the same of the model: the key of a cache."""
-
-    def __init__(self, config: PreTrainedConfig):
-        self.config = copy.deepcopy(config)
-        left_out = ("base_model", "dtype", "transformers_version")
-        known = {key: value for key, value in config.to_dict().items() if key not in left_out}
-        self.text = json.dumps(known, sort_keys=True, default=str)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameConfig) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-
 def head_of(config: PreTrainedConfig) -> str | None:
     """The class in `architectures` if it is not a language model's."""
     names = config.architectures if isinstance(config.architectures, list) else []
     return next((name for name in names if isinstance(name, str) and name.endswith(_HEADS)), None)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The Auto class of its model."""
+    head = head_of(config)
+    return AutoModelForCausalLM if head is None else getattr(transformers, f"AutoModel{head[head.rindex('For') :]}")
 
 
 def load(folder: Path, name: object, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -103,9 +86,8 @@ def load(folder: Path, name: object, **options: Any) -> tuple[PreTrainedModel, d
             config = AutoConfig.from_pretrained(str(folder), **own)
             if names_kernels(config):
                 options["config"] = without_kernels(config)
-            head = next((end for end in _HEADS if (head_of(config) or "").endswith(end)), None)
-            loader = AutoModelForCausalLM if head is None else getattr(transformers, f"AutoModel{head}")
-            model, loading = loader.from_pretrained(str(folder), output_loading_info=True, **own, **options)
+            options |= {"output_loading_info": True, **own}
+            model, loading = auto_class(config).from_pretrained(str(folder), **options)
     except ImportError:
         raise  # a missing package, which the message names
     except Exception as error:  # Transformers and safetensors raise nearly anything for a bad file

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from resformer.environment import free_memory
 from resformer.errors import CheckpointError, one_line
 from resformer.loading import without_a_word
 from resformer.modeling.any_decoder import text_config
@@ -26,6 +27,22 @@ def window_of(config: PreTrainedConfig) -> int:
     kinds = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
     return window if isinstance(window, int) and (kinds is None or "sliding_attention" in kinds) else 0
+
+
+def not_compared(reason: str) -> CheckpointError:
+    """That logits cannot be compared."""
+    return CheckpointError(f"{reason} Convert it anyway with --verify hashes (verify='hashes').", "--verify hashes")
+
+
+def memory_of(model: int) -> int:
+    """Bytes that comparing logits takes, of a model of so many: it, and room for a forward pass."""
+    return int(1.2 * model) + 2**29
+
+
+def too_large(model: int) -> str:
+    """Why logits of a model of so many bytes are not compared; empty if there is room."""
+    needed, free = memory_of(model), free_memory()
+    return f"that takes {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free" if needed > free else ""
 
 
 def not_finite(shards: Iterable[Shard]) -> list[str]:
@@ -54,7 +71,6 @@ class LogitsComparison:
     max_difference: float
     mean_kl: float  # KL(source || converted) per token, in nats
     top1_agreement: float  # 0 to 1
-    cache_differences: Sequence[float]  # in each model, the largest between the two readings of a token
 
     def __str__(self) -> str:
         where = f"on {self.tokens} tokens" + (f", within the sliding window of {self.window:,}" if self.window else "")
@@ -72,9 +88,9 @@ def compare_logits(
     tokens: int = 128,
     *,
     names: tuple[str, str] = ("the source", "the result"),
-    row: int | None = None,
     text: Sequence[int] | None = None,
-    window: int | None = None,
+    window: int = 0,
+    longest: int | None = None,
     device: str | None = None,
 ) -> LogitsComparison:
     """Runs both models on the same two rows of tokens.
@@ -82,16 +98,20 @@ def compare_logits(
     Args:
         source, converted: load a model for evaluation; no more than one is in memory at a time.
         names: of both, for messages.
-        tokens: at which logits are compared, at least 16, in rows of at least, and by default, half of it.
-        text: token ids, at least two rows of them; default: random ones, from a fixed seed.
-        window: the longest sliding window of both.
+        tokens: at which logits are compared, at least 16: half of them at the end of each row.
+        text: token ids of the rows; default: random ones, from a fixed seed.
+        window: the longest sliding window of both; rows exceed it, if it is at most `longest`.
 
     Raises:
-        CheckpointError: a model does not run.
+        CheckpointError: a model does not run, or the text is too short.
     """
-    row = row or tokens // 2
+    row = max(tokens // 2, 0 if longest is not None and window > longest else window + tokens // 4)
+    if text is not None and len(text) < 2 * row:
+        raise CheckpointError(
+            f"The text has {len(text):,} tokens, two rows take {2 * row:,}: give more text, or --tokens."
+        )
     with without_a_word():
-        (expected, first), (actual, second) = (
+        expected, actual = (
             _logits(name, load, tokens // 2, row, text, device)
             for name, load in zip(names, (source, converted), strict=True)
         )
@@ -104,26 +124,23 @@ def compare_logits(
     return LogitsComparison(
         tokens=2 * (tokens // 2),
         row=row,
-        window=window if window is not None and row <= window else None,
+        window=window if row <= window else None,
         identical=all(bool(((one == other) | (one.isnan() & other.isnan())).all()) for one, other in pairs),
         finite=bool(expected.isfinite().all()),
         max_difference=torch.stack([(one - other).abs().max().float() for one, other in pairs]).max().item(),
         mean_kl=kl / len(expected),
         top1_agreement=agreement / len(expected),
-        cache_differences=(first, second),
     )
 
 
-def _logits(name: str, load: Callable[[], PreTrainedModel], compared: int, *options: Any) -> tuple[torch.Tensor, float]:
+def _logits(name: str, load: Callable[[], PreTrainedModel], compared: int, *options: Any) -> torch.Tensor:
     """`_read_twice`, of a model of this name."""
     loaded = load()
     try:
         return _read_twice(loaded, compared, *options)
     except Exception as error:  # of the family's code, for values that no validator looks at
-        raise CheckpointError(
-            f"{name}: Transformers loads it, and its model does not run ({type(error).__name__}: {one_line(error)}). "
-            "Convert it anyway with --verify hashes (verify='hashes').",
-            "--verify hashes",
+        raise not_compared(
+            f"{name}: Transformers loads it, and its model does not run ({type(error).__name__}: {one_line(error)})."
         ) from error
     finally:
         del loaded
@@ -131,19 +148,14 @@ def _logits(name: str, load: Callable[[], PreTrainedModel], compared: int, *opti
 
 
 @torch.no_grad()
-def _read_twice(
-    loaded: Any, compared: int, row: int, text: Sequence[int] | None, device: str | None
-) -> tuple[torch.Tensor, float]:
-    """(logits at the last `compared` tokens of two rows in both readings, the largest difference of the readings)."""
+def _read_twice(loaded: Any, compared: int, row: int, text: Sequence[int] | None, device: str | None) -> torch.Tensor:
+    """The logits at the last `compared` tokens of two rows, in both readings."""
     loaded = loaded if device is None else loaded.to(device)
-    if text is None:
-        ids = torch.randint(text_config(loaded.config).vocab_size, (2, row), generator=torch.Generator().manual_seed(0))
-    else:
-        ids = torch.tensor(text[: 2 * row]).view(2, row)
-    ids = ids.to(loaded.device)
+    ids = torch.randint(text_config(loaded.config).vocab_size, (2, row), generator=torch.Generator().manual_seed(0))
+    ids = (ids if text is None else torch.tensor(text[: 2 * row]).view(2, row)).to(loaded.device)
     _, plain = _read(loaded, compared, input_ids=ids, use_cache=False)
     if CACHE not in signature(type(loaded).forward).parameters:
-        return plain.flatten(0, 1), 0.0
+        return plain.flatten(0, 1)
     pad = compared // 4
     padded = torch.stack([torch.cat([ids.new_zeros(pad), ids[0, : row - pad]]), ids[1]])
     mask = torch.ones_like(padded)
@@ -163,10 +175,8 @@ def _read_twice(
         cache = output[CACHE]
         parts.append(part)
     cached = torch.cat(parts, 1)
-    steps = torch.stack([plain[0, -_STEPS - pad : -pad], plain[1, -_STEPS:]])
-    difference = (cached[:, -_STEPS:] - steps).abs().max().item()
     of_padding = max(0, pad - (row - compared))
-    return torch.cat([plain[0], plain[1], cached[0, of_padding:], cached[1]]), difference
+    return torch.cat([plain[0], plain[1], cached[0, of_padding:], cached[1]])
 
 
 def _read(model: Any, kept: int, **inputs: Any) -> tuple[Any, torch.Tensor]:

@@ -2,15 +2,7 @@
 
 A run's folder has `model_STEP.pt`, `meta_STEP.json` and `tokenizer.pkl`, which may be in a folder `tokenizer`.
 meta.json holds sizes; what else a model computes with has changed four times and stands in nanochat's code of the day
-alone. The tensors tell the era:
-
-| era | since | base of the rotary embedding | gate of value embeddings | q and k times | logits | short window |
-|---|---|---|---|---|---|---|
-| 0 | 13 Oct 2025 | 1e4 | | 1 | 15 | all |
-| 1: r x + s x_0 | 11 Jan 2026 | 1e4 | | 1 | 15 | a half |
-| 2: value embeddings; autoresearch | 16 Jan 2026 | 1e4 | 2 sigmoid(W x[:32]) | 1 | 15 (20: 2 to 9 March) | a half |
-| 3: gates of 12 channels | 9 Mar 2026 | 1e5 | 3 sigmoid(W x[:12]) | 1.15 | 15 | a third |
-| 4: smear, backout | 14 Mar 2026 | 1e5 | 3 sigmoid(W x[:12]) | 1.2 | 15 | a quarter |
+alone. The tensors tell the era.
 
 The decoder computes the same: a norm after the embeddings is taken of the table; nanochat rotates by -theta, which is
 theta with the halves of each head exchanged; a norm without weights commutes with a rotation, so that the factor of q
@@ -19,7 +11,7 @@ and k stands in `q_norm` and `k_norm`.
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +30,7 @@ from resformer.convert.tiktoken_pickle import Encoding, fast_tokenizer, read_enc
 from resformer.convert.to_folder import folder_name
 from resformer.errors import CheckpointError, OutputError, did_you_mean, first_names, one_line, quoted
 from resformer.files import AsDict, check_target, replacing, write_text
-from resformer.hub import asking_hub, fetch, listing
+from resformer.hub import Snapshot
 from resformer.modeling.families import config_class
 from resformer.modeling.nanochat import Nanochat2026Config
 from resformer.names import CONFIG, INDEX, SINGLE
@@ -47,7 +39,8 @@ from resformer.untrusted import MIB, read_json, regular_file
 _WEIGHTS = re.compile(r"model_(\d{1,12})\.pt")
 _TOKENIZERS = ("tokenizer.pkl", "tokenizer/tokenizer.pkl")
 _SIZES = "sequence_len vocab_size n_layer n_head n_kv_head n_embd".split()
-_SMEAR_CHANNELS = 24
+#: Shape of a tensor of nanochat's, its name in the result if it stands there alone, and what is done with it.
+_Tensor = tuple[tuple[int, ...], str, Callable[[torch.Tensor], torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -63,11 +56,11 @@ class Constants:
 
 #: Era -> its constants, and the short window of a context.
 ERAS: list[tuple[Constants, Callable[[int], int]]] = [
-    (Constants(), lambda context: context),
-    (Constants(), lambda context: context // 2),
-    (Constants(), lambda context: context // 2),
-    (Constants(100_000.0, 3.0, 1.15), lambda context: -(-context // 3 // 128) * 128),
-    (Constants(100_000.0, 3.0, 1.2), lambda context: -(-context // 4 // 128) * 128),
+    (Constants(), lambda context: context),  # since 13 Oct 2025
+    (Constants(), lambda context: context // 2),  # 11 Jan 2026: r x + s x_0
+    (Constants(), lambda context: context // 2),  # 16 Jan: value embeddings; autoresearch. 2 to 9 March: softcap 20
+    (Constants(100_000.0, 3.0, 1.15), lambda context: -(-context // 3 // 128) * 128),  # 9 Mar: gates of 12 channels
+    (Constants(100_000.0, 3.0, 1.2), lambda context: -(-context // 4 // 128) * 128),  # 14 Mar: smear, backout
 ]
 
 #: As nanochat renders conversations; a system message stands before the first user's. Content may be in parts.
@@ -129,18 +122,17 @@ class NanochatReport(AsDict):
 
 
 def is_run(source: str | Path, revision: str | None = None) -> bool:
-    """Whether `source` is the folder or Hub id of a nanochat run, or a file of weights in one.
+    """Whether `source` is the folder or Hub id of a nanochat run.
 
     A config.json beside, as some publish, is for other code: a run has no safetensors.
     """
     path = Path(source).expanduser()
     if path.is_dir():
         names = {file.name for file in path.iterdir()}
-    elif os.path.lexists(path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) or str(source).startswith("."):
-        return path.is_file() and _WEIGHTS.fullmatch(path.name) is not None
+    elif os.path.lexists(path) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(source)):
+        return False
     else:
-        with asking_hub(str(source)):
-            names = {*listing(str(source), revision)[1]}
+        names = {*Snapshot.of(str(source), revision).files}
     return any(map(_WEIGHTS.fullmatch, names)) and not names & {SINGLE, INDEX}
 
 
@@ -157,11 +149,9 @@ def convert_nanochat(
     """Writes a nanochat run as a Transformers checkpoint, with its tokenizer, to the folder `output`.
 
     Args:
-        run: the folder or Hub id, of whose steps the last is taken, or a `model_STEP.pt` in a folder.
+        run: the folder or Hub id, of whose steps the last is taken.
         output: a new or empty folder.
-        force: replace an earlier result of this command.
-        dry_run: read, check, report, write nothing.
-        revision: branch, tag or commit, for a Hub id.
+        force, dry_run, revision: as for `resformer.retrofit`.
         step: take this one, not the last.
         constants: `rope_theta`, `gate_limit`, `qk_scale`, `softcap` or `short_window`, in place of the era's.
 
@@ -170,16 +160,20 @@ def convert_nanochat(
         OutputError: the disk is full or read-only. Nothing is left behind.
         ValueError: a constant is unknown.
     """
-    target, folder = Path(output).expanduser(), Path(run).expanduser()
-    check_target(target, folder if folder.is_dir() else folder.parent, made_by="convert", force=force)
-    if not folder.exists():
-        folder, revision = _fetch(str(run), revision, step)
-    elif revision is not None:
-        raise CheckpointError(f"{folder}: --revision {revision} is for Hub ids, this is local.")
-    path, meta_path, tokenizer_path, warnings = _files(folder, step)
+    target = Path(output).expanduser()
+    check_target(target, run, made_by="convert", force=force)
+    path, commit, warnings = _opened(run, revision, step)
+    meta_path = path.with_name(_meta_of(path.name))
+    tokenizer_path = next((each for name in _TOKENIZERS if (each := path.parent / name).exists()), None)
+    if tokenizer_path is None:
+        raise CheckpointError(
+            f"{path.parent}: has neither {' nor '.join(_TOKENIZERS)}: copy it there from nanochat's folder `tokenizer`."
+        )
+    for each in (path, meta_path, tokenizer_path):
+        regular_file(each, path.parent, within=True)
     sizes = _sizes(meta_path)
     weights = _weights(path)
-    era = _era(path, weights, sizes)
+    era, tensors = _era(path, weights, sizes)
     chosen = _constants(era, sizes["sequence_len"], constants)
     encoding = read_encoding(tokenizer_path)
     if encoding.size != sizes["vocab_size"]:
@@ -189,8 +183,8 @@ def convert_nanochat(
         )
     tokenizer = run_tokenizer(encoding, sizes["sequence_len"], tokenizer_path)
     config = _config(weights, sizes, era, chosen, tokenizer)
-    name = str(run) if revision is not None else folder_name(str(path.parent))
-    config.base_model = {"name": name, "revision": revision}
+    name = str(run) if commit is not None else folder_name(str(path.parent))
+    config.base_model = {"name": name, "revision": commit}
     if era == 2 and "softcap" not in constants:
         warnings.append(
             "From 2 to 9 March 2026 nanochat bounded logits by 20, not by 15, which neither tensors nor meta.json "
@@ -216,7 +210,7 @@ def convert_nanochat(
         return report
     with replacing(target, made_by="convert", force=force) as partial:
         check_space(4 * report.parameters, partial)
-        made = {name: tensor.contiguous() for name, tensor in _converted(weights, sizes, config, chosen)}
+        made = _converted(weights, tensors, config, chosen)
         if wrong := [name for name, tensor in made.items() if not bool(tensor.isfinite().all())]:
             raise CheckpointError(f"{path}: {first_names(wrong)} would not be finite.")
         try:
@@ -233,49 +227,33 @@ def convert_nanochat(
     return report
 
 
-def _fetch(run: str, revision: str | None, step: int | None) -> tuple[Path, str]:
-    """(the folder in the cache, the commit) of a run on the Hub: of its weights those of one step are downloaded."""
-    with asking_hub(run):
-        commit, files = listing(run, revision)
-        weights = _step(run, files, step)[0]
-        small = [_meta_of(weights), *_TOKENIZERS]
-        fetch(run, commit, files, small, 64 * MIB)
-        return fetch(run, commit, files, [weights]), commit
+def _opened(run: str | Path, revision: str | None, step: int | None) -> tuple[Path, str | None, list[str]]:
+    """(the weights of this step, or of the last one; the commit, if it is on the Hub; warnings).
 
-
-def _step(where: object, names: Iterable[str], step: int | None) -> tuple[str, int]:
-    """(the file of this step, or of the last one; how many steps there are)"""
-    steps = sorted((int(match[1]), name) for name in names if (match := _WEIGHTS.fullmatch(name)))
-    wanted = [name for number, name in steps if step in (None, number)]
-    if not wanted:
-        has = f"steps {', '.join(str(number) for number, _ in steps[:20])}" if steps else "no model_STEP.pt"
-        raise CheckpointError(f"{where}: has {has}, and no step {step}." if steps else f"{where}: has {has}.")
-    return wanted[-1], len(steps)
+    Of a run on the Hub the weights of this step alone are downloaded.
+    """
+    folder, hub = Path(run).expanduser(), None
+    if not folder.is_dir():
+        hub = Snapshot.of(str(run), revision)
+    elif revision is not None:
+        raise CheckpointError(f"{folder}: --revision {revision} is for Hub ids, this is local.")
+    names = [path.name for path in folder.iterdir()] if hub is None else [*hub.files]
+    steps = {int(match[1]): name for name in names if (match := _WEIGHTS.fullmatch(name))}
+    if not steps:
+        raise CheckpointError(f"{run}: has no model_STEP.pt.")
+    if step not in (None, *steps):
+        raise CheckpointError(f"{run}: has steps {', '.join(map(str, sorted(steps)[:20]))}, and no step {step}.")
+    name, warnings = steps[max(steps) if step is None else step], []
+    if len(steps) > 1 and step is None:
+        warnings.append(f"Has {len(steps)} steps, the last was taken, {name}; to take another, give --set step=NUMBER.")
+    if hub is None:
+        return folder / name, None, warnings
+    hub.fetch([_meta_of(name), *_TOKENIZERS], 64 * MIB)
+    return hub.fetch([name]) / name, hub.commit, warnings
 
 
 def _meta_of(weights: str) -> str:
-    return f"meta_{Path(weights).stem.removeprefix('model_')}.json"
-
-
-def _files(run: Path, step: int | None) -> tuple[Path, Path, Path, list[str]]:
-    """(weights, meta, tokenizer, warnings)"""
-    folder, warnings = run if run.is_dir() else run.parent, []
-    if run.is_dir():
-        name, count = _step(folder, (file.name for file in folder.iterdir()), step)
-        path = folder / name
-        if count > 1 and step is None:
-            warnings.append(f"Has {count} steps, the last was taken, {name}; to take another, give --set step=NUMBER.")
-    else:
-        path = run
-    meta = folder / _meta_of(path.name)
-    tokenizer = next((folder / name for name in _TOKENIZERS if (folder / name).exists()), None)
-    if tokenizer is None:
-        raise CheckpointError(
-            f"{folder}: has neither {' nor '.join(_TOKENIZERS)}: copy it there from nanochat's folder `tokenizer`."
-        )
-    for each in (path, meta, tokenizer):
-        regular_file(each, folder, within=True)
-    return path, meta, tokenizer, warnings
+    return weights.replace("model_", "meta_").replace(".pt", ".json")
 
 
 def _sizes(path: Path) -> dict[str, Any]:
@@ -312,8 +290,8 @@ def _weights(path: Path) -> dict[str, torch.Tensor]:
     return {str(name).removeprefix("_orig_mod."): tensor for name, tensor in state.items()}  # of torch.compile
 
 
-def _era(path: Path, weights: Mapping[str, torch.Tensor], sizes: Mapping[str, Any]) -> int:
-    """The era, after names and shapes of all tensors have been checked."""
+def _era(path: Path, weights: Mapping[str, torch.Tensor], sizes: Mapping[str, Any]) -> tuple[int, dict[str, _Tensor]]:
+    """(the era, `_tensors`), after names and shapes of all tensors have been checked."""
     gates = {tensor.shape[-1] for name, tensor in weights.items() if name.endswith(".ve_gate.weight")}
     if gates - {12, 32} or len(gates) > 1:
         raise CheckpointError(f"{path}: gates of value embeddings read {sorted(gates)} channels; known are 12 and 32.")
@@ -324,7 +302,7 @@ def _era(path: Path, weights: Mapping[str, torch.Tensor], sizes: Mapping[str, An
         era = 2 if gates != {12} else 3
     if {"smear_gate.weight", "smear_lambda", "backout_lambda"} & weights.keys():
         era = 4
-    expected = _expected(weights, sizes, era)
+    expected = _tensors(weights, sizes, era)
     if missing := expected.keys() - weights.keys():
         raise CheckpointError(f"{path}: looks like era {era} of nanochat, but lacks {first_names(missing)}.")
     if unknown := weights.keys() - expected.keys():
@@ -332,45 +310,66 @@ def _era(path: Path, weights: Mapping[str, torch.Tensor], sizes: Mapping[str, An
             f"{path}: holds {first_names(unknown)}, which is in none of the five eras: a form that nanochat had "
             "for a few days, or a fork's, computes something else."
         )
-    for name, shape in expected.items():
+    for name, (shape, *_) in expected.items():
         tensor = weights[name]
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():
             raise CheckpointError(
                 f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}; expected {list(shape)} of floats."
             )
-    return era
+    return era, expected
 
 
-def _expected(weights: Mapping[str, torch.Tensor], sizes: Mapping[str, Any], era: int) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of nanochat's tensors."""
+def _tensors(weights: Mapping[str, torch.Tensor], sizes: Mapping[str, Any], era: int) -> dict[str, _Tensor]:
+    """By nanochat's names."""
     width, layers, vocabulary = sizes["n_embd"], sizes["n_layer"], sizes["vocab_size"]
     head = width // sizes["n_head"]
     values = sizes["n_kv_head"] * head
     wte = weights.get("transformer.wte.weight")
     # Since December 2025 rows are added up to a multiple of 64.
     rows = -(-vocabulary // 64) * 64 if wte is not None and len(wte) != vocabulary else vocabulary
-    expected: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (rows, width), "lm_head.weight": (rows, width)}
+
+    def taken(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float()
+
+    def table(tensor: torch.Tensor) -> torch.Tensor:
+        return taken(tensor)[:vocabulary]
+
+    def normed(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(table(tensor), (width,))
+
+    def turned(tensor: torch.Tensor) -> torch.Tensor:
+        """The halves of each head exchanged."""
+        return taken(tensor).view(-1, 2, head // 2, width).flip(1).reshape(-1, width)
+
+    tensors: dict[str, _Tensor] = {
+        "transformer.wte.weight": ((rows, width), "model.embed_tokens.weight", normed),
+        "lm_head.weight": ((rows, width), "lm_head.weight", table),
+    }
     if layers > len(weights):  # a file of a few bytes may claim any number
-        return expected | {f"{layers} layers": ()}
-    for layer in range(layers):
-        block = f"transformer.h.{layer}."
-        expected |= {
-            f"{block}attn.c_q.weight": (sizes["n_head"] * head, width),
-            f"{block}attn.c_k.weight": (values, width),
-            f"{block}attn.c_v.weight": (values, width),
-            f"{block}attn.c_proj.weight": (width, width),
-            f"{block}mlp.c_fc.weight": (4 * width, width),
-            f"{block}mlp.c_proj.weight": (width, 4 * width),
+        return tensors | {f"{layers} layers": ((), "", taken)}
+    for n in range(layers):
+        block, layer = f"transformer.h.{n}.", f"model.layers.{n}."
+        tensors |= {
+            f"{block}attn.c_q.weight": ((sizes["n_head"] * head, width), f"{layer}self_attn.q_proj.weight", turned),
+            f"{block}attn.c_k.weight": ((values, width), f"{layer}self_attn.k_proj.weight", turned),
+            f"{block}attn.c_v.weight": ((values, width), f"{layer}self_attn.v_proj.weight", taken),
+            f"{block}attn.c_proj.weight": ((width, width), f"{layer}self_attn.o_proj.weight", taken),
+            f"{block}mlp.c_fc.weight": ((4 * width, width), f"{layer}mlp.up_proj.weight", taken),
+            f"{block}mlp.c_proj.weight": ((width, 4 * width), f"{layer}mlp.down_proj.weight", taken),
         }
-        if era >= 2 and layer % 2 == (layers - 1) % 2:
-            channels = 32 if era == 2 else 12
-            expected[f"value_embeds.{layer}.weight"] = (rows, values)
-            expected[f"{block}attn.ve_gate.weight"] = (sizes["n_kv_head"], channels)
+        if era >= 2 and layers % 2 != n % 2:
+            gate, name = (sizes["n_kv_head"], 32 if era == 2 else 12), f"{layer}value_embedding"
+            tensors[f"value_embeds.{n}.weight"] = (rows, values), f"{name}.table.weight", table
+            tensors[f"{block}attn.ve_gate.weight"] = gate, f"{name}.gate.weight", taken
     if era >= 1:
-        expected |= {"resid_lambdas": (layers,), "x0_lambdas": (layers,)}
+        tensors |= dict.fromkeys(("resid_lambdas", "x0_lambdas"), ((layers,), "", taken))
     if era >= 4:
-        expected |= {"smear_gate.weight": (1, _SMEAR_CHANNELS), "smear_lambda": (1,), "backout_lambda": (1,)}
-    return expected
+        tensors |= {
+            "smear_gate.weight": ((1, 24), "model.smear.gate.weight", taken),
+            "smear_lambda": ((1,), "model.smear.weight", taken),
+            "backout_lambda": ((1,), f"model.layers.{layers - 1}.backout.weight", taken),
+        }
+    return tensors
 
 
 def _constants(era: int, context: int, given: Mapping[str, Any]) -> Constants:
@@ -432,47 +431,19 @@ def _config(
 
 
 def _converted(
-    weights: Mapping[str, torch.Tensor], sizes: Mapping[str, Any], config: Any, constants: Constants
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of the result."""
-    rows, width, layers = sizes["vocab_size"], sizes["n_embd"], sizes["n_layer"]
+    weights: Mapping[str, torch.Tensor], tensors: Mapping[str, _Tensor], config: Any, constants: Constants
+) -> dict[str, torch.Tensor]:
+    """The result's tensors by name."""
+    made = {name: change(weights[theirs]) for theirs, (_, name, change) in tensors.items() if name}
+    for n in range(config.num_hidden_layers if config.embedding_residual else 0):
+        pair = torch.stack([weights["resid_lambdas"][n], weights["x0_lambdas"][n]])
+        made[f"model.layers.{n}.embedding_residual.weight"] = pair.float()
     for_queries, for_keys = split_scale(constants.qk_scale**2)
-    head = width // sizes["n_head"]
-
-    def taken(name: str) -> torch.Tensor:
-        return weights[name].float()
-
-    def turned(name: str) -> torch.Tensor:
-        """The halves of each head exchanged."""
-        return taken(name).view(-1, 2, head // 2, width).flip(1).reshape(-1, width)
-
-    table = taken("transformer.wte.weight")[:rows]
-    yield "model.embed_tokens.weight", torch.nn.functional.rms_norm(table, (width,))
-    yield "lm_head.weight", taken("lm_head.weight")[:rows]
-    yield "model.norm.weight", torch.ones(width)
-    for n in range(layers):
-        source, block = f"transformer.h.{n}.", f"model.layers.{n}."
-        yield f"{block}self_attn.q_proj.weight", turned(f"{source}attn.c_q.weight")
-        yield f"{block}self_attn.k_proj.weight", turned(f"{source}attn.c_k.weight")
-        yield f"{block}self_attn.v_proj.weight", taken(f"{source}attn.c_v.weight")
-        yield f"{block}self_attn.o_proj.weight", taken(f"{source}attn.c_proj.weight")
-        yield f"{block}self_attn.q_norm.weight", torch.full((head,), for_queries)
-        yield f"{block}self_attn.k_norm.weight", torch.full((head,), for_keys)
-        yield f"{block}mlp.up_proj.weight", taken(f"{source}mlp.c_fc.weight")
-        yield f"{block}mlp.down_proj.weight", taken(f"{source}mlp.c_proj.weight")
-        yield f"{block}input_layernorm.weight", torch.ones(width)
-        yield f"{block}post_attention_layernorm.weight", torch.ones(width)
-        if config.embedding_residual:
-            pair = torch.stack([weights["resid_lambdas"][n], weights["x0_lambdas"][n]])
-            yield f"{block}embedding_residual.weight", pair.float()
-        if n in (config.value_embeddings or ()):
-            yield f"{block}value_embedding.gate.weight", taken(f"{source}attn.ve_gate.weight")
-            yield f"{block}value_embedding.table.weight", taken(f"value_embeds.{n}.weight")[:rows]
-    if config.backout:
-        yield f"model.layers.{layers - 1}.backout.weight", taken("backout_lambda")
-    if config.smear:
-        yield "model.smear.gate.weight", taken("smear_gate.weight")
-        yield "model.smear.weight", taken("smear_lambda")
+    for name, norm in meta_model(config).state_dict().items():  # nanochat's have no weights
+        if name not in made:
+            factor = {"q_norm": for_queries, "k_norm": for_keys}.get(name.split(".")[-2], 1.0)
+            made[name] = torch.full(norm.shape, factor)
+    return {name: tensor.contiguous() for name, tensor in made.items()}
 
 
 def split_scale(product: float) -> tuple[float, float]:

@@ -2,15 +2,15 @@
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from resformer.convert.carrying import File, Range
 from resformer.errors import CheckpointError, first_names, quoted
 from resformer.names import CONFIG, INDEX, LISTING, SETTINGS, SIDE_FILES, SINGLE, TOKENIZERS
-from resformer.safetensors_format import LARGEST_HEADER, MOST_TENSORS, Shard, Tensor, read_shard
+from resformer.safetensors_format import MOST_TENSORS, Shard, Tensor, read_shard
 from resformer.untrusted import MOST_BYTES, names_in, parse_json, read_bounded, read_json, regular_file
 
 ADAPTER = "adapter_config.json"
@@ -23,22 +23,11 @@ _MOST_SHARDS = 1000
 
 
 @dataclass(frozen=True)
-class SideFile:
-    """A file that goes along: as it is, or with `content` in its place."""
-
-    name: str  # relative, with forward slashes
-    path: Path
-    size: int
-    content: bytes | None = None
-
-
-@dataclass(frozen=True)
 class Checkpoint:
-    """The weights and other files of a checkpoint's folder."""
+    """The weights and other files of a checkpoint."""
 
-    folder: Path
     shards: tuple[Shard, ...]  # in the order in which Transformers loads them
-    side_files: tuple[SideFile, ...] = ()
+    side_files: tuple[File, ...] = ()  # that go along
     left_behind: tuple[str, ...] = ()  # names of files that do not go along
     notes: tuple[str, ...] = ()  # what a person should know
 
@@ -46,14 +35,6 @@ class Checkpoint:
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by name."""
         return {tensor.name: tensor for shard in self.shards for tensor in shard.tensors}
-
-    @cached_property
-    def dtypes(self) -> Counter[str]:
-        """Code of safetensors -> number of elements."""
-        counts = Counter[str]()
-        for tensor in self.tensors.values():
-            counts[tensor.dtype] += tensor.elements
-        return counts
 
     @property
     def tokenizer_files(self) -> list[str]:
@@ -75,36 +56,35 @@ def read_checkpoint(folder: Path, names: Iterable[str] = (), *, weights: Path | 
             left_behind += [] if name in read else [name]
             continue
         try:
-            side_files.append(_plain_settings(side_file(folder, name), notes))
+            side_files.append(_plain_settings(side_file(folder, name), folder / name, notes))
         except CheckpointError as error:
             if name != "generation_config.json":  # Transformers ignores one that it cannot read
                 raise
             notes.append(f"{error} It does not go along.")
             left_behind.append(name)
-    return Checkpoint(folder, tuple(shards), tuple(side_files), tuple(left_behind), tuple(notes))
+    return Checkpoint(tuple(shards), tuple(side_files), tuple(left_behind), tuple(notes))
 
 
-def _plain_settings(file: SideFile, notes: list[str]) -> SideFile:
+def _plain_settings(file: File, path: Path, notes: list[str]) -> File:
     """The file, without the keys that name code."""
     if file.name not in SETTINGS:
         return file
-    values = parse_json(read_bounded(file.path, file.size), str(file.path))
+    values = parse_json(read_bounded(path, file.size), str(path))
     removed = [key for key in CODE_KEYS if key in values]
     if not removed:
         return file
-    notes += [f"{file.path}: {key} names code and was taken out." for key in removed]
+    notes += [f"{path}: {key} names code and was taken out." for key in removed]
     kept = {key: value for key, value in values.items() if key not in removed}
-    content = (json.dumps(kept, indent=2) + "\n").encode()
-    return replace(file, size=len(content), content=content)
+    return File(file.name, ((json.dumps(kept, indent=2) + "\n").encode(),))
 
 
-def side_file(folder: Path, name: str) -> SideFile:
+def side_file(folder: Path, name: str) -> File:
     """A file of the folder."""
     path = regular_file(folder / name, folder)
     size = path.stat().st_size
     if size > MOST_BYTES:
         raise CheckpointError(f"{folder / name}: has {size:,} bytes; at most {MOST_BYTES:,} are copied.")
-    return SideFile(name, path, size)
+    return File(name, (Range(path, 0, size),))
 
 
 def _shards(folder: Path) -> tuple[list[Shard], list[str]]:
@@ -147,7 +127,7 @@ def weight_files(folder: Path, names: Iterable[str]) -> list[str]:
 
 def read_index(index: Path) -> dict[str, str]:
     """Tensor -> the file beside the index that holds it; `check_folder` has looked at the names."""
-    content = read_json(index, LARGEST_HEADER)
+    content = read_json(index)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map from tensor names to files.")

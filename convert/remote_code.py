@@ -109,7 +109,7 @@ def _source(thing: Any) -> str:
 
 
 def _own_text(kind: Any, modules: list[str]) -> str:
-    """The text of a user's module, without what it runs as a script; `resformer.NAME` is a name that it imports."""
+    """The text of a user's module, without what it runs as a script; `resformer` has the names that it reads of it."""
     path = Path(_source(kind))
     lines = path.read_text(encoding="utf-8").split("\n")
     tree = ast.parse("\n".join(lines))
@@ -118,12 +118,10 @@ def _own_text(kind: Any, modules: list[str]) -> str:
         tree.body.remove(script)
         lines[script.lineno - 1 : script.end_lineno] = [""] * len(lines[script.lineno - 1 : script.end_lineno])
     names = [each for each in ast.walk(tree) if isinstance(each, ast.Attribute)]
-    used = {each for each in names if isinstance(each.value, ast.Name) and each.value.id == "resformer"}
-    for each in sorted(used, key=lambda each: (each.lineno, each.col_offset), reverse=True):
-        line = lines[each.lineno - 1].encode()  # columns are bytes
-        before, after = line[: each.col_offset].decode(), line[each.end_col_offset :].decode()
-        lines[each.lineno - 1] = f"{before}resformer_{each.attr}{after}"
-    imports = "\n".join(f"from resformer import {each} as resformer_{each}" for each in sorted({e.attr for e in used}))
+    used = {each.attr for each in names if isinstance(each.value, ast.Name) and each.value.id == "resformer"}
+    imported = [f"from resformer import {name} as resformer_{name}" for name in sorted(used)]
+    package = f"resformer = SimpleNamespace({', '.join(f'{name}=resformer_{name}' for name in sorted(used))})"
+    imports = "\n".join(["from types import SimpleNamespace", *imported, package])
     text = re.sub(r"^import resformer$", imports, "\n".join(lines).rstrip() + "\n", flags=re.MULTILINE)
     if (left := re.search(r"^[ \t]*(import resformer|from \.).*$", text, re.MULTILINE)) is not None:
         raise CheckpointError(

@@ -20,18 +20,16 @@ from resformer.configuration.methods import (
 from resformer.convert.connected_families import (
     config_text,
     connection_config,
-    family_class,
+    family_config,
     family_name,
-    family_of,
     view,
     with_connections,
 )
-from resformer.convert.connections import added_shapes, initial_connections, meta_model, stored_names
-from resformer.convert.deciding import Decision, added_kinds
-from resformer.convert.source import Source, open_source
-from resformer.convert.to_folder import Options, Report, Verify, carry_out, folder_name, published_name
+from resformer.convert.connections import added_kinds, added_shapes, initial_connections, meta_model, stored_names
+from resformer.convert.logits import memory_of
+from resformer.convert.source import Source
+from resformer.convert.to_folder import Decision, Options, Report, Verify, carry_out, folder_name, published_name
 from resformer.errors import CheckpointError, did_you_mean, first_names
-from resformer.files import check_target
 from resformer.model_cards import base_model_of, carried_metadata, model_card
 from resformer.modeling.connecting import chosen_fields, connected_config, connection_field_names, starting_plainly
 from resformer.modeling.connections import KINDS
@@ -127,23 +125,20 @@ def retrofit(
         hint = did_you_mean(field, known)
         raise ValueError(f"`{field}` is not a field that a retrofit sets: expected one of {', '.join(known)}.{hint}")
     method_fields(method, 1)  # an unknown method is refused before anything is read or fetched
-    target = Path(output).expanduser()
-    check_target(target, source, made_by="convert", force=force)  # before anything is read or fetched
-    opened = open_source(source, revision)
+    target, opened = options.start(source, output, revision)
     before = connection_config(opened.config)
-    if family_class(before) is not None:
-        connected_config(family_of(before), method, **fields)  # refuses what no family can have
+    had = connections_of(before)
+    connected_config(family_config(before), method, **fields)  # refuses what no family can have
     connections = chosen_fields(before, method, fields, plain=False)
     connections = starting_plainly(connections, [kind for kind in KINDS if not kind.is_in(before)])
-    had = connections_of(before)
     if "connections" in connections:
         connections["connections"] = had.get("connections", {}) | connections["connections"]
     connections = {**had, **connections}
     config = with_connections(before, connections)
     shape = view(config)  # refuses connections that a family's decoder cannot have
     added = added_kinds(config, before)
-    if connections_of(before) and not added:
-        raise CheckpointError(f"{opened.name}: has these connections already: {connections_of(before)}.")
+    if had and not added:
+        raise CheckpointError(f"{opened.name}: has these connections already: {had}.")
     reasons = [*dict.fromkeys(reason for kind in added for reason in kind.inexact_because(shape))]
     if reasons and not lossy:
         raise CheckpointError(
@@ -152,22 +147,19 @@ def retrofit(
             "--lossy",
         )
     fetched = opened.fetch(headers_only=dry_run)
-    set_fields = {name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections}
-    name = method_of(shape) if fields or connections_of(before) else method
     # Beside a checkpoint, README.md is its card.
     source_card = carried_metadata(fetched.folder / "README.md")
     config.base_model = _base_model(fetched, source_card) | {"family": family_name(before)}
     expected = {key: tuple(tensor.shape) for key, tensor in meta_model(config).state_dict().items()}
     dropped = _dropped(fetched.built.tensors.keys() - expected.keys(), before, fetched.checkpoint.tensors)
-    shapes, existing = added_shapes(config), added_shapes(before)
+    existing = added_shapes(before)
     parameters = {key: each for key, each in initial_connections(config, fetched.dtype).items() if key not in existing}
     if taken := parameters.keys() & fetched.checkpoint.tensors.keys():
         raise CheckpointError(f"{fetched.name}: holds {first_names(taken)} already, which are names of connections.")
-    written = config if connections_of(config) else family_of(config)
+    written = config if connections_of(config) else family_config(config)
     decision = Decision(
         source=fetched,
         config=config_text(fetched.raw_config, written, fetched.dtype, frozenset(dropped) if link else frozenset()),
-        dtype=fetched.dtype,
         dropped=dropped,
         unused=True,
         added=parameters,
@@ -177,15 +169,15 @@ def retrofit(
     report_of = partial(
         RetrofitReport,
         family=family_name(before),
-        method=name,
-        fields=set_fields,
-        source_fields=connections_of(before),
+        method=method_of(shape) if fields or had else method,
+        fields={name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections},
+        source_fields=had,
         inexact_because=reasons,
         dtype=str(fetched.dtype).removeprefix("torch."),
         parameters=sum(math.prod(shape) for key, shape in expected.items() if key not in fetched.built.tied),
-        added={key: math.prod(shapes[key]) for key in parameters},
+        added={key: each.numel() for key, each in parameters.items()},
         dropped=sorted(dropped),
-        memory=decision.memory,
+        memory=memory_of(decision.model_bytes),
     )
 
     def finish(report: RetrofitReport, digests: Mapping[str, str | None]) -> dict[str, str]:

@@ -11,13 +11,12 @@ from transformers import PreTrainedConfig
 
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
-from resformer.convert.connected_families import config_text, family_class, family_of, view, with_connections
-from resformer.convert.connections import connection_modules, meta_model, read_connections, stored_names
-from resformer.convert.deciding import Decision, added_kinds
-from resformer.convert.source import OpenedSource, Source, open_source
-from resformer.convert.to_folder import Options, Report, carry_out, published_name
+from resformer.convert.connected_families import config_text, family_config, view, with_connections
+from resformer.convert.connections import added_kinds, connection_modules, meta_model, read_connections, stored_names
+from resformer.convert.source import OpenedSource, Source
+from resformer.convert.to_folder import Decision, Options, Report, carry_out, published_name
 from resformer.errors import CheckpointError, one_line, quoted
-from resformer.files import check_target
+from resformer.model_cards import base_model_of
 from resformer.names import RECORD
 from resformer.record import read_record
 
@@ -62,9 +61,7 @@ def revert(
         OutputError, VerificationError: as for `retrofit`.
     """
     settings = Options(made_by="revert", force=force, **options)
-    target = Path(output).expanduser()
-    check_target(target, source, made_by=settings.made_by, force=force)
-    opened = open_source(source, revision)
+    target, opened = settings.start(source, output, revision)
     config = opened.config
     if not isinstance(config, ConnectionFields):
         raise CheckpointError(f"{opened.name}: is a checkpoint of {config.model_type!r} already.")
@@ -78,9 +75,7 @@ def revert(
         reverted = before
         reverted.base_model = getattr(config, "base_model", None)  # as `retrofit` has left it
     else:
-        if family_class(config) is None:
-            raise CheckpointError(f"{opened.name}: cannot be reverted: no family of Transformers has its decoder.")
-        reverted = family_of(config)
+        reverted = family_config(config)
     decision = _decide(opened.fetch(headers_only=True), config, before, reverted)
     # The coefficients allow it: now download the weights.
     if not settings.dry_run and not decision.source.on_this_disk:
@@ -120,7 +115,6 @@ def _decide(source: OpenedSource, config: Any, before: Any, reverted: PreTrained
     return Decision(
         source=source,
         config=config_text(source.raw_config, reverted, source.dtype),
-        dtype=source.dtype,
         dropped={stored[name]: name for name in stored},
         warnings=tuple(warnings),
     )
@@ -128,13 +122,8 @@ def _decide(source: OpenedSource, config: Any, before: Any, reverted: PreTrained
 
 def _source_of(source: Source) -> str:
     """The name of the model that it was made of, as its record or its config.json says."""
-    record, base = read_record(source.folder), getattr(source.config, "base_model", None)
-    named = [
-        stated[key]
-        for stated, key in ((record, "source"), (base, "name"))
-        if isinstance(stated, dict) and key in stated
-    ]
-    return quoted(named[0]) if named else "the model without connections"
+    named = (read_record(source.folder) or {}).get("source") or base_model_of(source.config).get("name")
+    return quoted(named) if named else "the model without connections"
 
 
 def _recorded_config(source: Source, config: Any) -> Any:

@@ -5,8 +5,8 @@ Errors in the configuration are reported before the weights are downloaded. No c
 
 import os
 import tempfile
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,13 @@ from transformers import PreTrainedConfig
 
 from resformer.convert.connected_families import connection_config, read_config, unused_weights
 from resformer.convert.connections import added_shapes
-from resformer.convert.hub_headers import HubFiles
 from resformer.convert.judging import Built, build, head_of
 from resformer.convert.reading import ADAPTER, Checkpoint, gguf_way, hint, read_checkpoint, weight_files
 from resformer.errors import CheckpointError, first_names, one_line
-from resformer.hub import asking_hub, fetch, listing
+from resformer.hub import Snapshot
 from resformer.names import CARD, CONFIG, CONNECTIONS, DESCRIPTIONS, INDEX, RECORD, SETTINGS, SIDE_FILES, SINGLE
-from resformer.safetensors_format import LARGEST_HEADER, Shard, read_shard
-from resformer.untrusted import MIB, MOST_BYTES, check_folder, read_json
+from resformer.safetensors_format import Shard, read_shard
+from resformer.untrusted import LARGEST_JSON, MIB, MOST_BYTES, check_folder, read_json
 
 _MOST_FILES = 1000
 
@@ -36,17 +35,23 @@ class Source:
     folder: Path
     config: PreTrainedConfig
     raw_config: Mapping[str, Any]  # config.json, as it stands
-    dropped_config: tuple[str, ...] = ()  # keys of its config.json that name code, and are not read
-    revision: str | None = None  # the commit, if it is on the Hub
-    repo_id: str | None = None  # if it is on the Hub
-    hub_files: Mapping[str, RepoFile] = field(default_factory=dict)  # if it is on the Hub: name -> size and hashes
+    hub: Snapshot | None = None  # if it is there
     alone: bool = False  # it is what `save_connections` writes, without the other weights
+
+    @property
+    def revision(self) -> str | None:
+        """The commit, if it is on the Hub."""
+        return None if self.hub is None else self.hub.commit
+
+    @property
+    def files_on_hub(self) -> Mapping[str, RepoFile]:
+        """Name -> size and hashes, if it is there."""
+        return {} if self.hub is None else self.hub.files
 
     def fetch_alone(self) -> Shard:
         """The file of connections without other weights, whose tensors have the names of the decoder."""
-        if self.repo_id is not None:
-            with asking_hub(self.name):
-                fetch(self.repo_id, str(self.revision), self.hub_files, [CONNECTIONS])
+        if self.hub is not None:
+            self.hub.fetch([CONNECTIONS])
         return read_shard(self.folder / CONNECTIONS)
 
     def fetch(self, *, headers_only: bool = False) -> "OpenedSource":
@@ -62,30 +67,34 @@ class Source:
                 f"both: resformer.connect(AutoModelForCausalLM.from_pretrained({base!r}), {self.name!r})"
                 ".save_pretrained(FOLDER)."
             )
-        folder, temporary = self.folder, None
-        if self.repo_id is None:
+        folder, temporary, hub = self.folder, None, self.hub
+        if hub is None:
             check_folder(folder)
         else:
-            along = [name for name in self.hub_files if SIDE_FILES.fullmatch(name)]
-            about = [name for name, file in self.hub_files.items() if DESCRIPTIONS.fullmatch(name)]
-            about = [name for name in about if self.hub_files[name].size <= MOST_BYTES]
-            if (count := len(along + about)) > _MOST_FILES:
+            small = {name for name, file in hub.files.items() if file.size <= MOST_BYTES}
+            along = {name for name in hub.files if SIDE_FILES.fullmatch(name)} | {
+                *filter(DESCRIPTIONS.fullmatch, small)
+            }
+            if len(along) > _MOST_FILES:
                 raise CheckpointError(
-                    f"{self.name}: has {count:,} files beside its weights; at most {_MOST_FILES:,} are read."
+                    f"{self.name}: has {len(along):,} files beside its weights; at most {_MOST_FILES:,} are read."
                 )
-            with asking_hub(self.name):
-                fetch(self.repo_id, str(self.revision), self.hub_files, [INDEX, *SETTINGS], LARGEST_HEADER)
-                fetch(self.repo_id, str(self.revision), self.hub_files, along + about, MOST_BYTES)
-                check_folder(folder)
-                weights = weight_files(folder, self.hub_files or [path.name for path in folder.iterdir()])
-                absent = [name for name in weights if not (folder / name).exists()]
-                if headers_only and absent:
-                    temporary = tempfile.TemporaryDirectory(prefix="resformer-")
-                    folder = Path(temporary.name)
-                    self._write_headers(absent, folder)
-                else:
-                    fetch(self.repo_id, str(self.revision), self.hub_files, weights)
-        checkpoint = read_checkpoint(self.folder, self.hub_files, weights=folder)
+            hub.fetch([INDEX, *SETTINGS], LARGEST_JSON)
+            hub.fetch(along, MOST_BYTES)
+            check_folder(folder)
+            weights = weight_files(folder, hub.files or [path.name for path in folder.iterdir()])
+            absent = [name for name in weights if not (folder / name).exists()]
+            if headers_only and absent:
+                temporary = tempfile.TemporaryDirectory(prefix="resformer-")
+                folder = Path(temporary.name)
+                for path in (path for path in self.folder.rglob("*") if path.is_file()):
+                    link = folder / path.relative_to(self.folder)
+                    link.parent.mkdir(exist_ok=True)
+                    link.symlink_to(path.resolve())
+                hub.write_headers(absent, folder)
+            else:
+                hub.fetch(weights)
+        checkpoint = read_checkpoint(self.folder, self.files_on_hub, weights=folder)
         built = build(folder, self.name)
         strange = built.ignored - unused_weights(self.raw_config)
         notes = list(checkpoint.notes)
@@ -107,24 +116,10 @@ class Source:
             on_this_disk=temporary is None,
             temporary=temporary,
         )
-        if temporary is not None:
-            with asking_hub(self.name):
-                wanted = added_shapes(connection_config(self.config), tables=False)
-                self._hub().write_tensors(checkpoint.shards, wanted.keys())
+        if hub is not None and temporary is not None:
+            wanted = added_shapes(connection_config(self.config), tables=False)
+            hub.write_tensors(checkpoint.shards, wanted.keys())
         return opened
-
-    def _write_headers(self, absent: Collection[str], folder: Path) -> None:
-        """Makes a folder with links to what has been fetched, and with the headers of the other weight files."""
-        for path in self.folder.rglob("*"):
-            if path.is_file():
-                link = folder / path.relative_to(self.folder)
-                link.parent.mkdir(exist_ok=True)
-                link.symlink_to(path.resolve())
-        self._hub().write_headers(absent, folder)
-
-    def _hub(self) -> HubFiles:
-        sizes = {name: file.size for name, file in self.hub_files.items()}
-        return HubFiles(str(self.repo_id), str(self.revision), sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,15 +136,6 @@ class OpenedSource(Source):
     def dtype(self) -> torch.dtype:
         """In which Transformers loads it by default."""
         return self.built.dtype
-
-    @property
-    def tied(self) -> bool:
-        """Whether the head is the embeddings."""
-        return bool(self.built.tied)
-
-    def sha256_on_hub(self) -> dict[str, str]:
-        """File -> SHA-256, as the Hub states it: of the files that it stores by LFS, if the source is there."""
-        return {name: file.lfs.sha256 for name, file in self.hub_files.items() if file.lfs is not None}
 
 
 def open_source(source: str | Path, revision: str | None = None, *, heads: bool = False) -> Source:
@@ -173,10 +159,8 @@ def open_source(source: str | Path, revision: str | None = None, *, heads: bool 
     if here:
         opened = _open_folder(name, path)
     else:
-        with asking_hub(name):
-            commit, files = listing(name, revision)
-            folder = fetch(name, commit, files, [CONFIG, CARD, RECORD], LARGEST_HEADER)
-            opened = _open_folder(name, folder, revision=commit, repo_id=name, hub_files=files)
+        hub = Snapshot.of(name, revision)
+        opened = _open_folder(name, hub.fetch([CONFIG, CARD, RECORD], LARGEST_JSON), hub)
     if not heads and (head := head_of(opened.config)):
         raise CheckpointError(
             f"{opened.name}: is a {head}, and this command takes only language models. `inspect`, `verify`, `push` and "
@@ -185,11 +169,11 @@ def open_source(source: str | Path, revision: str | None = None, *, heads: bool 
     return opened
 
 
-def _open_folder(name: str, folder: Path, **hub: Any) -> Source:
-    names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    names = [*(hub.get("hub_files") or names)]
+def _open_folder(name: str, folder: Path, hub: Snapshot | None = None) -> Source:
+    names = [] if hub is None else [*hub.files]
+    names = names or [path.name for path in (folder.iterdir() if folder.exists() else ())]
     if CONFIG not in names:
-        where = name if hub else folder
+        where = folder if hub is None else name
         raise CheckpointError(
             f"{folder}: has no config.json, so it is not a Transformers checkpoint.{hint(where, names)}"
         )
@@ -199,6 +183,5 @@ def _open_folder(name: str, folder: Path, **hub: Any) -> Source:
             "installed. Merge it and convert that (`merge_and_unload`), or remove the file if it is not meant."
         )
     raw = read_json(folder / CONFIG, MIB)
-    config, dropped = read_config(folder, raw)
     alone = CONNECTIONS in names and not {SINGLE, INDEX} & {*names}
-    return Source(name=name, folder=folder, config=config, raw_config=raw, dropped_config=dropped, alone=alone, **hub)
+    return Source(name=name, folder=folder, config=read_config(folder, raw), raw_config=raw, alone=alone, hub=hub)

@@ -1,8 +1,7 @@
 """A pickled tiktoken `Encoding` as a fast tokenizer. Nothing is unpickled: the opcodes are read, few are known.
 
 An `Encoding` is the text of a regular expression that splits words, a map from bytes to ranks, and one from special
-tokens to numbers. tiktoken merges the pair of neighbours whose union has the lowest rank; the merges of a
-tokenizer.json are all such pairs, in the order of the ranks, and a word that is a token is taken whole.
+tokens to numbers.
 """
 
 import io
@@ -11,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from tokenizers import Tokenizer
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from resformer.errors import CheckpointError, quoted
 from resformer.untrusted import MIB, read_bounded
@@ -41,7 +40,7 @@ def read_encoding(path: Path) -> Encoding:
     """Reads the pickle `path`.
 
     Raises:
-        CheckpointError: it is no pickle of an `Encoding` by pickle's protocols 3 to 5, or holds anything else.
+        CheckpointError: it is no pickle of an `Encoding` by pickle's protocols 4 and 5, or holds anything else.
     """
     state = _interpreted(path, read_bounded(path, _MOST_BYTES))
     if state.keys() != _FIELDS.keys() or any(type(state[name]) is not kind for name, kind in _FIELDS.items()):
@@ -81,8 +80,6 @@ def _interpreted(path: Path, content: bytes) -> dict[Any, Any]:
                     marks.append(len(stack))
                 case "MEMOIZE":
                     memo.append(stack[-1])
-                case "BINPUT" | "LONG_BINPUT" if argument == len(memo):
-                    memo.append(stack[-1])
                 case "BINGET" | "LONG_BINGET":
                     stack.append(memo[argument])
                 case "SETITEM" | "SETITEMS":
@@ -90,8 +87,6 @@ def _interpreted(path: Path, content: bytes) -> dict[Any, Any]:
                     entries = stack[start:]
                     del stack[start:]
                     stack[-1].update(zip(entries[::2], entries[1::2], strict=True))
-                case "GLOBAL" if tuple(argument.split(" ")) == _CLASS:
-                    stack.append(_CLASS)
                 case "STACK_GLOBAL" if tuple(stack[-2:]) == _CLASS:
                     stack[-2:] = [_CLASS]
                 case "NEWOBJ" if stack[-2:] == [_CLASS, ()]:
@@ -110,27 +105,15 @@ def _interpreted(path: Path, content: bytes) -> dict[Any, Any]:
     raise CheckpointError(f"{path}: is no pickle of an Encoding of tiktoken: it has no end.")
 
 
+class _Converter(TikTokenConverter):
+    """Takes ranks in place of a file of ranks, which needs tiktoken."""
+
+    @staticmethod
+    def load_tiktoken_bpe(ranks: dict[bytes, int]) -> dict[bytes, int]:
+        return ranks
+
+
 def fast_tokenizer(encoding: Encoding) -> Tokenizer:
-    """The same tokens for every text; bytes are written as `ByteLevel` writes them."""
-    letters = bytes_to_unicode()
-
-    def text(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
-
-    ranks = encoding.ranks
-    merges = sorted(
-        (rank, ranks[left], ranks[right], left, right)
-        for token, rank in ranks.items()
-        for cut in range(1, len(token))
-        if (left := token[:cut]) in ranks and (right := token[cut:]) in ranks
-    )
-    vocabulary = {text(token): rank for token, rank in ranks.items()}
-    pairs = [(text(left), text(right)) for *_, left, right in merges]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(encoding.pattern), "isolated")
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, words])
-    tokenizer.decoder = decoders.ByteLevel()
+    """The same tokens for every text."""
     special = sorted(encoding.special, key=encoding.special.__getitem__)
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
-    return tokenizer
+    return _Converter(encoding.ranks, encoding.pattern, extra_special_tokens=special).converted()

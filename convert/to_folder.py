@@ -1,4 +1,7 @@
-"""Writes what was decided, has Transformers judge it, and puts it in place."""
+"""Writes what was decided, has Transformers judge it, and puts it in place.
+
+`retrofit`, `revert` and `bundle` differ in how they decide.
+"""
 
 import math
 import os
@@ -7,29 +10,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
+import torch
 from safetensors.torch import save
 from transformers import GenerationConfig
 
 from resformer.convert.carrying import (
     File,
-    Range,
     Transfer,
+    carried,
     check_bytes,
     check_space,
     transfer_of,
-    whole,
-    without,
     write_files,
     write_settings,
 )
-from resformer.convert.deciding import Decision
-from resformer.convert.judging import build, check_same, load
-from resformer.convert.logits import LogitsComparison, compare_logits, not_finite, window_of
-from resformer.convert.source import Source
+from resformer.convert.judging import build, check_same, load, without_code
+from resformer.convert.logits import LogitsComparison, compare_logits, not_compared, not_finite, too_large, window_of
+from resformer.convert.source import OpenedSource, Source, open_source
 from resformer.convert.tokens import TokensComparison, compare_folders
-from resformer.environment import free_memory
-from resformer.errors import CheckpointError, OutputError, VerificationError, first_names, one_line
-from resformer.files import AsDict, replacing, write_text
+from resformer.errors import OutputError, VerificationError, first_names, one_line
+from resformer.files import AsDict, check_target, replacing, write_text
 from resformer.names import standard_names
 from resformer.progress import progress_bar
 from resformer.safetensors_format import FLOATING, Tensor
@@ -37,6 +37,27 @@ from resformer.safetensors_format import FLOATING, Tensor
 Verify = Literal["auto", "headers", "hashes", "logits"]
 #: Logits are compared beyond sliding windows up to this one: longer rows take long. `resformer verify` always does.
 _LONGEST_WINDOW = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The result, as it follows from the source and what the user asked for. Nothing is planned or written yet."""
+
+    source: OpenedSource
+    config: str  # the text of its config.json
+    #: Name in the source's files -> in its model: tensors that the result lacks.
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    unused: bool = False  # whether they may stay in linked files, as config.json then says
+    added: Mapping[str, torch.Tensor] = field(default_factory=dict)  # by their names in a checkpoint
+    added_names: frozenset[str] = frozenset()  # in its model
+    side_files: tuple[File, ...] = ()  # beside those that the source's checkpoint has
+    inexact_because: tuple[str, ...] = ()  # why it does not compute what the source does; empty if it does
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def model_bytes(self) -> int:
+        """Of the larger model, which is compared."""
+        return self.source.built.memory + sum(tensor.nbytes for tensor in self.added.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +77,12 @@ class Options:
 
     def __post_init__(self) -> None:
         check_verify(self.verify)
+
+    def start(self, source: str | Path, output: str | Path, revision: str | None, **heads: bool) -> tuple[Path, Source]:
+        """(the output, which may be written; the source, of which nothing is read or fetched before)."""
+        target = Path(output).expanduser()
+        check_target(target, source, made_by=self.made_by, force=self.force)
+        return target, open_source(source, revision, **heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +129,10 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
     source = decision.source
     weights = _weights(decision, link=options.link)
     along = {file.name: file for file in (*source.checkpoint.side_files, *decision.side_files)}
-    side_files = [
-        File(file.name, (Range(file.path, 0, file.size) if file.content is None else file.content,))
-        for file in along.values()
-    ]
+    side_files = along.values()
     transfer = transfer_of(weights, side_files, link=options.link)
     names = {tensor.name for file in weights for tensor in file.tensors}
+    code = source.raw_config.keys() - without_code(source.raw_config).keys()
     left_behind = [name for name in source.checkpoint.left_behind if name not in along]
     report = report_of(
         source=source.name,
@@ -117,10 +142,14 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         carried_files=sum(file.origin is not None for file in weights),
         written_files=sum(file.origin is None for file in weights),
         transfer=transfer,
-        left_behind=[*left_behind, *(f"config.json: {key}" for key in source.dropped_config)],
-        warnings=[*source.checkpoint.notes, *decision.warnings],
+        left_behind=[*left_behind, *(f"config.json: {key}" for key in sorted(code))],
     )
-    verify, warnings = _choose(decision, options)
+    verify, warnings = options.verify, [*source.checkpoint.notes, *decision.warnings]
+    if verify == "auto":
+        reason = too_large(decision.model_bytes)
+        verify = "hashes" if reason else "logits"
+        where = "Where there is more: resformer verify SOURCE OUTPUT."
+        warnings += [f"The logits were not compared: {reason}. {where}"] if reason else []
     if options.dry_run:
         absent = (shard.size for shard in source.checkpoint.shards if not (source.folder / shard.name).exists())
         transfer.downloaded = 0 if source.on_this_disk else sum(absent)
@@ -128,7 +157,7 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
             check_space(transfer.moved, output)
         except OutputError as error:
             warnings.append(f"As things are this would fail: {error}")
-        return replace(report, warnings=[*report.warnings, *warnings])
+        return replace(report, warnings=warnings)
     total = transfer.linked + transfer.moved * (1 if verify == "headers" else 2)  # to be moved, and read back
     with (
         replacing(output, made_by=options.made_by, force=options.force) as partial,
@@ -145,14 +174,9 @@ def carry_out(decision: Decision, output: Path, options: Options, report_of: Cal
         check_same(source.built, result, source.name, frozenset(decision.dropped.values()), decision.added_names)
         logits = _compare(decision, output, partial) if verify == "logits" else None
         tokens, notes = compare_folders(source, partial)
-        report = replace(
-            report,
-            verified=verify,
-            logits=logits,
-            tokens=tokens,
-            warnings=[*report.warnings, *warnings, *generation_warnings(partial), *notes],
-        )
-        on_hub = source.sha256_on_hub()
+        warnings += [*generation_warnings(partial), *notes]
+        report = replace(report, verified=verify, logits=logits, tokens=tokens, warnings=warnings)
+        on_hub = {name: file.lfs.sha256 for name, file in source.files_on_hub.items() if file.lfs is not None}
         known = {file.name: digests.get(file.name) or on_hub.get(file.origin or "") for file in weights}
         # Whether "auto" compared the logits depends on the memory that was free, and no file is to tell that.
         implied = replace(report, verified="hashes", logits=None) if options.verify == "auto" else report
@@ -170,10 +194,7 @@ def _weights(decision: Decision, *, link: bool) -> list[File]:
     gone = {} if link and decision.unused else decision.dropped
     kept = [shard for shard in shards if not shard.names <= gone.keys() or not shard.tensors]
     names = standard_names(len(kept) + bool(decision.added))
-    files = [
-        without(shard, gone.keys(), name) if shard.names & gone.keys() else whole(shard, name)
-        for shard, name in zip(kept, names, strict=False)
-    ]
+    files = [carried(shard, gone.keys(), name) for shard, name in zip(kept, names, strict=False)]
     if decision.added:
         codes = {name: code for code, name in FLOATING.items()}
         tensors = [
@@ -185,37 +206,21 @@ def _weights(decision: Decision, *, link: bool) -> list[File]:
     return files
 
 
-def _choose(decision: Decision, options: Options) -> tuple[str, list[str]]:
-    """(the verification, warnings): `auto` is the logits where memory suffices."""
-    if options.verify != "auto":
-        return options.verify, []
-    needed, free = decision.memory, free_memory()
-    if needed <= free:
-        return "logits", []
-    return "hashes", [
-        f"The logits were not compared: that takes {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free. "
-        "Where there is more: resformer verify SOURCE OUTPUT."
-    ]
-
-
 def _compare(decision: Decision, output: Path, partial: Path) -> LogitsComparison:
     """Compares the logits of the source and the result, each as Transformers loads it by default."""
     source = decision.source
-    window = window_of(source.config)
     comparison = compare_logits(
         lambda: load(source.to_load, source.name)[0],
         lambda: load(partial, output)[0],
         names=(source.name, str(output)),
-        row=64 if window > _LONGEST_WINDOW else max(64, window + 32),
-        window=window,
+        window=window_of(source.config),
+        longest=_LONGEST_WINDOW,
     )
     if not comparison.finite:
         wrong = not_finite(source.checkpoint.shards)
-        raise CheckpointError(
+        raise not_compared(
             f"{source.folder}: the source's logits are not finite, so comparing them proves nothing: NaN or infinite "
-            f"numbers are in {first_names(wrong) or 'none of its tensors: check config.json'}. "
-            "Convert it anyway, its bytes unchanged, with --verify hashes (verify='hashes').",
-            "--verify hashes",
+            f"numbers are in {first_names(wrong) or 'none of its tensors: check config.json'}."
         )
     if not (decision.inexact_because or comparison.identical):
         raise VerificationError(
@@ -223,10 +228,9 @@ def _compare(decision: Decision, output: Path, partial: Path) -> LogitsCompariso
             "defect of resformer, please report it."
         )
     if not math.isfinite(comparison.max_difference):
-        raise CheckpointError(
+        raise not_compared(
             f"{output}: the result's logits are not finite, the source's are: its fixed coefficients overflow. Choose "
-            "another, or convert it anyway with --verify hashes (verify='hashes').",
-            "--verify hashes",
+            "others."
         )
     return comparison
 

@@ -74,6 +74,15 @@ def load_tokenizer(name: str | Path, **options: Any) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def tokenizer_of(source: OpenedSource) -> tuple[PreTrainedTokenizerBase | None, str]:
+    """(what `AutoTokenizer` makes of a source; why it makes nothing)."""
+    try:
+        return load_tokenizer(source.to_load, local_files_only=True), ""
+    except CheckpointError as error:
+        reason = str(error).replace(str(source.to_load), source.name)
+        return None, reason if source.checkpoint.tokenizer_files else "it has none"
+
+
 def compare_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> TokensComparison:
     """Whether both are, and read, the same. Chat templates are compared as they stand: none is run."""
     added = list(dict.fromkeys([*one.all_special_tokens, *map(str, _added_tokens(one).values())]))
@@ -146,10 +155,9 @@ def compare_folders(source: OpenedSource, folder: Path) -> tuple[TokensCompariso
     Raises:
         VerificationError: they differ.
     """
-    try:
-        tokenizer = load_tokenizer(source.to_load, local_files_only=True)
-    except CheckpointError as error:
-        names, reason = source.checkpoint.tokenizer_files, str(error).replace(str(source.to_load), source.name)
+    tokenizer, reason = tokenizer_of(source)
+    if tokenizer is None:
+        names = source.checkpoint.tokenizer_files
         if not names:
             return None, [f"{source.name} has no tokenizer that can be read: save one beside the result."]
         told = f"{source.name}: its tokenizer cannot be loaded ({reason}). Its files went along as they are"

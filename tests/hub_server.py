@@ -176,6 +176,7 @@ class Commands:
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", self.hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
         patch.setattr(constants, "HF_HUB_CACHE", str(self.home / "hub"))
+        patch.setattr(constants, "HF_ASSETS_CACHE", str(self.home / "assets"))
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "HF_TOKEN_PATH", str(self.home / "token"))

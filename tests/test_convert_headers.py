@@ -1,6 +1,7 @@
 """Of weights on the Hub, `inspect`, `verify --verify headers` and dry runs read the headers alone."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,7 @@ def test_headers_on_the_hub_say_what_a_folder_says(commands: Commands, tmp_path:
     hub.fail("GET /objects/", "answer", 3)
     done = commands("inspect", "you/trained", "--json")
     assert done.exit_code == 0, done.stderr
+    assert commands("inspect", "you/trained", "--json", offline=True).stdout == done.stdout
     expected = {**inspect(tmp_path / "trained").as_dict(), "source": "you/trained"}
     assert json.loads(done.stdout) == {**expected, "revision": hub.commit_id("you/trained")}
     assert expected["value_mixing_matrix"] is not None
@@ -110,6 +112,14 @@ def test_revisions_private_repositories_and_the_cache(commands: Commands, tmp_pa
     assert first.exit_code == 0, first.stderr
     assert json.loads(first.stdout)["revision"] == source.tags["v1"]
     assert commands(*command, token=None).exit_code == 3
+    requests = len(hub.requests)
+    assert commands(*command, offline=True).stdout == first.stdout
+    assert len(hub.requests) == requests
+    assets = commands.home / "assets"
+    shutil.rmtree(assets)
+    assets.write_bytes(b"")  # so that nothing can be kept there
+    assert commands(*command).stdout == first.stdout
+    assets.unlink()
     missing = commands(*command, offline=True)
     assert (missing.exit_code, "HF_HUB_OFFLINE" in missing.stderr) == (3, True)
     assert commands("convert", "you/source", "out", "--revision", "v1").exit_code == 0

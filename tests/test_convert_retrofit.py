@@ -21,7 +21,7 @@ import resformer.convert.retrofitting as retrofitting
 from resformer import ResFormerConfig, connected_config, retrofit
 from resformer.convert import CheckpointError, VerificationError, inspect, revert, verify
 from resformer.convert.connected_families import connection_config, view
-from resformer.convert.deciding import added_kinds
+from resformer.convert.connections import added_kinds
 from resformer.convert.reading import read_checkpoint
 from resformer.modeling.measured import MEASURED
 from resformer.names import LISTING

@@ -29,10 +29,10 @@ from resformer.analysis import analyze
 from resformer.checkpoint_cards import checkpoint_card
 from resformer.convert import bundle, inspect, revert, verify
 from resformer.errors import CheckpointError
-from resformer.hub import Push
 from resformer.loading import load_config
 from resformer.model_cards import model_card
 from resformer.names import INDEX, OFTEN_LINKED, RECORD, SINGLE
+from resformer.pushing import Push
 from resformer.training.options import FinetuneOptions
 from resformer.training.recipe import finetune_checkpoint
 from resformer.untrusted import MOST_BYTES, check_folder
@@ -161,7 +161,7 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         for name, content in each.contents.items():
             small = isinstance(content, Path) and content.stat().st_size < MOST_BYTES
             sent[name] = content.read_text(encoding="latin-1") if small else str(content)
-        return {"repo_id": each.repo_id, "commit": "0" * 40, "url": "", "deleted": []}
+        return {"repo_id": each.report.repo_id, "commit": "0" * 40, "url": "", "deleted": []}
 
     monkeypatch.setattr(Push, "run", run)
     return sent

@@ -1,13 +1,21 @@
 """Pushes a checkpoint folder to the Hub: all checks first, then one commit."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    HfHubHTTPError,
+    HTTPError,  # httpx's or httpx2's
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from huggingface_hub.utils.sha import git_hash
 
 from resformer.configuration.connected_config import ConnectedConfig
 from resformer.configuration.methods import method_of
@@ -15,10 +23,10 @@ from resformer.convert.bundling import config_with_code
 from resformer.convert.connected_families import connection_config, view
 from resformer.convert.remote_code import remote_code
 from resformer.convert.source import open_source
-from resformer.errors import CheckpointError, first_names, one_line
+from resformer.errors import CheckpointError, VerificationError, first_names, one_line
 from resformer.files import AsDict
 from resformer.hub import HubError as HubError
-from resformer.hub import Push
+from resformer.hub import Result, files_of, hub_api, passing, retried
 from resformer.model_cards import card_metadata
 from resformer.names import CARD, CONFIG, CONNECTIONS, DESCRIPTIONS, INDEX, LISTING, LOADED_INSTEAD, SIDE_FILES, SINGLE
 from resformer.safetensors_format import read_shard
@@ -43,6 +51,123 @@ class PushReport(AsDict):
     @property
     def bytes(self) -> int:
         return sum(self.files.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push:
+    """One push, in one commit; each of its steps can be repeated without harm."""
+
+    report: PushReport  # of what goes where
+    contents: Mapping[str, Path | bytes]
+    message: str
+    private: bool
+    create_pr: bool
+    check: Callable[[], object]  # raises where contents changed; called when their hashes are known
+
+    def run(self) -> dict[str, Any]:
+        """Makes the repository if there is none, commits, and reads the hashes of all files back.
+
+        Returns the `repo_id` with its owner, `commit` and `url` of the commit, and the names of `deleted` files.
+        """
+        api, asked = hub_api(), self.report
+        if constants.HF_HUB_OFFLINE:
+            raise HubError(f"{asked.repo_id}: cannot be pushed to while HF_HUB_OFFLINE is set; unset it.")
+        if get_token() is None:
+            raise HubError(f"{asked.repo_id}: no token. Run `hf auth login`, or set HF_TOKEN to a write token.")
+        repo_id = self._do(lambda: self._make_repository(api))
+        # The commit may be made although its answer is lost: committing again changes nothing then.
+        # A pull request may be made too, and would be made twice.
+        commit, deleted, sent = self._do(lambda: self._commit(api, repo_id), again=not self.create_pr)
+        self._read_back(api, repo_id, commit.oid, sent)
+        if (tag := asked.tag) is not None:
+            self._do(lambda: api.create_tag(repo_id, tag=tag, revision=commit.oid, exist_ok=True))
+        url = commit.pr_url if self.create_pr else commit.commit_url
+        return {"repo_id": repo_id, "commit": commit.oid, "url": url, "deleted": deleted}
+
+    def _make_repository(self, api: HfApi) -> str:
+        asked, tag = self.report.repo_id, self.report.tag
+        if self.create_pr:
+            return str(api.model_info(asked).id)
+        repo_id = api.create_repo(asked, private=self.private or None, exist_ok=True).repo_id
+        if self.private and not api.model_info(repo_id).private:
+            raise HubError(f"{repo_id}: exists and is public. Make it private in its settings, or push elsewhere.")
+        if tag is not None and any(each.name == tag for each in api.list_repo_refs(repo_id).tags):
+            raise HubError(f"{repo_id}: has a tag {tag} already; choose another. Nothing was pushed.")
+        return repo_id
+
+    def _commit(self, api: HfApi, repo_id: str) -> tuple[Any, list[str], dict[str, str]]:
+        """(the commit, deleted files, name -> SHA-256): `upload_folder` may spread a folder over several commits."""
+        branch = self.report.revision
+        if branch != constants.DEFAULT_REVISION and not branch.startswith("refs/") and not self.create_pr:
+            api.create_branch(repo_id, branch=branch, exist_ok=True)
+        parent = api.model_info(repo_id, revision=branch).sha
+        before = files_of(api, repo_id, branch)
+        operations = [CommitOperationAdd(name, content) for name, content in self.contents.items()]
+        sent = {each.path_in_repo: each.upload_info.sha256.hex() for each in operations}
+        self.check()
+        deleted = [name for name in before if name not in self.contents and LOADED_INSTEAD.fullmatch(name)]
+        commit = api.create_commit(
+            repo_id,
+            [*(CommitOperationDelete(name, is_folder=False) for name in deleted), *operations],
+            commit_message=self.message,
+            revision=branch,
+            parent_commit=parent,
+            create_pr=self.create_pr,
+        )
+        return commit, deleted, sent
+
+    def _read_back(self, api: HfApi, repo_id: str, commit: str, sent: Mapping[str, str]) -> None:
+        try:
+            stored = retried(lambda: files_of(api, repo_id, commit))
+        except HTTPError as error:
+            raise HubError(
+                f"{repo_id} at {commit}: was committed, but cannot be read back: {one_line(error)} Look at it: "
+                f"resformer inspect {repo_id}."
+            ) from error
+        wrong = []
+        for name, content in self.contents.items():
+            file = stored.get(name)
+            by_git = git_hash(content) if isinstance(content, bytes) else None
+            if file is None or (file.blob_id != by_git if file.lfs is None else file.lfs.sha256 != sent[name]):
+                wrong.append(name)
+        if wrong:
+            raise VerificationError(
+                f"{repo_id} at {commit}: these files are not what was sent: {first_names(wrong)}. Delete the "
+                "repository, or revert the commit."
+            )
+
+    def _do(self, step: Callable[[], Result], *, again: bool = True) -> Result:
+        """Does a step as `retried` does, or once; errors are raised with a message of one line."""
+        try:
+            return retried(step) if again else step()
+        except HTTPError as error:
+            raise self._error(error) from error
+        except RuntimeError as error:  # "Error while uploading ...", from an error that was tried again already
+            raise self._error(error.__cause__ or error) from error
+        except ValueError as error:  # the Hub rejects the card's metadata
+            raise CheckpointError(f"{self.report.checkpoint}: {one_line(error)}") from error
+
+    def _error(self, error: BaseException) -> HubError:
+        repo_id, branch = self.report.repo_id, self.report.revision
+        if isinstance(error, RevisionNotFoundError):
+            return HubError(f"{repo_id}: has no branch {branch}.")
+        again = "Run the command again later: nothing is uploaded or committed twice."
+        if answer := passing(error):
+            return HubError(f"{repo_id}: {answer}. {again}")
+        if not isinstance(error, HfHubHTTPError):
+            return HubError(f"{repo_id}: {one_line(error)}")
+        answer, status = one_line(error.server_message or error), error.response.status_code
+        if isinstance(error, RepositoryNotFoundError):
+            return HubError(f"{repo_id}: there is no such repository, or this token may not see it ({answer}).")
+        reason, way = {
+            401: ("the Hub does not accept this token", "Run `hf auth login`, or set HF_TOKEN."),
+            403: ("this token may not write there", "Use a write token of the owner's."),
+            412: (
+                f"somebody else committed to {branch} meanwhile",
+                "Nothing was committed. Look at it, and run the command again.",
+            ),
+        }.get(status, (f"the Hub answered {status}", again))
+        return HubError(f"{repo_id}: {reason} ({answer}). {way}")
 
 
 def push(
@@ -139,18 +264,14 @@ def push(
     if dry_run:
         return report
     done = Push(
-        repo_id=repo_id,
+        report=report,
         contents=contents,
         message=message or f"Upload {kind}",
-        superseded=lambda name: LOADED_INSTEAD.fullmatch(name) is not None,
-        check=check_unchanged,
-        source=str(folder),
-        revision=report.revision,
         private=private,
-        tag=tag,
         create_pr=create_pr,
-    ).run()
-    return replace(report, **done)
+        check=check_unchanged,
+    )
+    return replace(report, **done.run())
 
 
 def _states(folder: Path, names: Iterable[str]) -> dict[str, object]:

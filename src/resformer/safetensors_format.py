@@ -14,12 +14,10 @@ from pathlib import Path
 from safetensors import safe_open
 
 from resformer.errors import CheckpointError, one_line
-from resformer.untrusted import MIB, open_regular, parse_json, regular_file
+from resformer.untrusted import LARGEST_JSON, open_regular, parse_json, regular_file
 
 #: Code of the format -> torch's name: the dtypes of weights that are not quantised.
 FLOATING = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-#: Of one file. The header of a mixture with 74,000 tensors has 10 MB; `safetensors` itself reads up to 100 MB.
-LARGEST_HEADER = 32 * MIB
 #: In all shards of a checkpoint together. Qwen3-Next-80B has 74 thousand.
 MOST_TENSORS = 200_000
 
@@ -85,8 +83,8 @@ def header_length(start: bytes, size: int, path: Path) -> int:
     length = int.from_bytes(start[:8], "little")
     if len(start) < 8 or 8 + length > size:
         raise CheckpointError(f"{path}: is truncated: a header of {length:,} bytes in a file of {size:,}.")
-    if length > LARGEST_HEADER:
-        raise CheckpointError(f"{path}: its header claims {length:,} bytes; at most {LARGEST_HEADER:,} are read.")
+    if length > LARGEST_JSON:
+        raise CheckpointError(f"{path}: its header claims {length:,} bytes; at most {LARGEST_JSON:,} are read.")
     return length
 
 

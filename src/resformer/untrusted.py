@@ -14,6 +14,8 @@ from resformer.errors import CheckpointError, quoted
 from resformer.names import CONFIG, FOLDERS, INDEX, OFTEN_LINKED, SIDE_FILES, SINGLE, TOKENIZER_CONFIG
 
 MIB = 2**20
+#: A config.json, an index, a header of safetensors. A mixture of 74,000 tensors has headers of 10 MB.
+LARGEST_JSON = 32 * MIB
 #: The largest file that holds no weights. Gemma's tokenizer.json has 33 MiB.
 MOST_BYTES = 256 * MIB
 #: A resolved path is no link; opening a FIFO does not wait for a writer.
@@ -141,16 +143,16 @@ def reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}.") from error
 
 
-def read_bounded(path: Path, limit: int, folder: Path | None = None) -> bytes:
-    """The content of a regular file of at most `limit` bytes; `folder` as for `regular_file`."""
-    with open_regular(regular_file(path, folder)) as file, reading(path):
+def read_bounded(path: Path, limit: int) -> bytes:
+    """The content of a regular file of at most `limit` bytes."""
+    with open_regular(regular_file(path)) as file, reading(path):
         size = os.fstat(file.fileno()).st_size
         if size <= limit:
             return file.read(limit)
     raise CheckpointError(f"{path}: has {size:,} bytes, is larger than {limit:,}, which no such file is.")
 
 
-def read_json(path: Path, limit: int = 16 * MIB) -> dict[str, Any]:
+def read_json(path: Path, limit: int = LARGEST_JSON) -> dict[str, Any]:
     """A JSON object, from a file of at most `limit` bytes."""
     return parse_json(read_bounded(path, limit), str(path))
 

@@ -226,8 +226,6 @@ def verify(
                 row("tokens", result.tokens)
             if result.logits is not None:
                 row("logits", result.logits)
-                of_one, of_other = result.logits.cache_differences
-                row("with a cache", f"up to {of_one:.3g} / {of_other:.3g} from the logits without")
             row("not compared", ", ".join(result.not_compared) or "-")
             row("same", {True: "yes", False: "no", None: "not known, see `not compared`"}[result.same])
         if not result.same:
