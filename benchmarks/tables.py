@@ -358,7 +358,8 @@ def traffic(name: str) -> str:
         for step, found in steps.items():
             llama = counted["llama"][step]
             more = {what: found[what] - (llama[what] if method != "llama" else 0) for what in ("kernels", "bytes")}
-            cells.append(f"{more['kernels']:,}")
+            share = f" ({more['kernels'] / llama['kernels']:+.1%})" if method != "llama" and step == "decode" else ""
+            cells.append(f"{more['kernels']:,}{share}")
             if step != "decode":
                 least = f"{found['minimum'] / 1e9:.1f}" if "minimum" in found else ""
                 cells += [f"{more['bytes'] / 1e9:.1f}", least]
