@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
 from resformer.convert.connected_families import view
+from resformer.convert.connections import meta_model
 from resformer.errors import CheckpointError
 from resformer.modeling.any_decoder import text_config
 from resformer.modeling.connection import kinds_in
@@ -33,10 +31,10 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
     except (CheckpointError, ValueError):  # an estimate ends no run; such a decoder has no connections
         seen = None
     model: Any = meta_model(config)
-    share = _experts_share(text)
+    passed = _passed(model)
     ends = [each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
     weights = sum(
-        parameter.numel() * (share if ".experts" in name else 1)
+        passed[name]
         for name, parameter in model.named_parameters()
         if parameter.dim() > 1 and not is_connection(name) and not any(parameter is end for end in ends)
     )
@@ -58,20 +56,15 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
 
 def active_parameters(config: Any) -> int:
     """Parameters that a token passes: of experts its share."""
-    share = _experts_share(text_config(config))
-    named = meta_model(config).named_parameters()
-    return round(sum(each.numel() * (share if ".experts" in name else 1) for name, each in named))
+    return round(sum(_passed(meta_model(config)).values()))
 
 
-def _experts_share(text: Any) -> float:
+def _passed(model: Any) -> dict[str, float]:
+    """Parameter -> how many of its numbers a token passes: of experts its share."""
+    text = text_config(model.config)
     experts = next((n for name in _EXPERTS if (n := getattr(text, name, None))), 1)
-    return (getattr(text, "num_experts_per_tok", None) or experts) / experts if experts > 1 else 1.0
-
-
-def meta_model(config: Any) -> PreTrainedModel:
-    """A model without weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    share = (getattr(text, "num_experts_per_tok", None) or experts) / experts if experts > 1 else 1
+    return {name: each.numel() * (share if ".experts" in name else 1) for name, each in model.named_parameters()}
 
 
 def training_flops(config: Any, tokens: int) -> float:

@@ -102,6 +102,10 @@ class _Checked:
     def _one_of(self, choices: Sequence[str], name: str) -> None:
         self._expect(f"one of {', '.join(choices)}", choices.__contains__, name)
 
+    def shared_with(self, kind: Any) -> dict[str, Any]:
+        """The fields that `kind` has too."""
+        return {each.name: getattr(self, each.name) for each in fields(kind) if hasattr(self, each.name)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(_Checked):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from resformer.configuration.methods import method_of
+from resformer.convert.connections import meta_model
 from resformer.errors import CheckpointError
 from resformer.training.flops import active_parameters, training_flops
 from resformer.training.log import TrainingLog, last_checkpoint
@@ -19,7 +20,6 @@ from resformer.training.options import (
     KIND_RATES,
     FinetuneOptions,
     PretrainOptions,
-    RunOptions,
     read_begun,
     unfinished_of,
 )
@@ -27,7 +27,7 @@ from resformer.training.recipe import START, finetune_checkpoint
 from resformer.training.report import FinetuneReport
 from resformer.training.sizes import budget, plain_config, schedule_arguments
 from resformer.training.trainer import RecipeTrainer
-from resformer.training.untrained import parameter_count, untrained, write_untrained
+from resformer.training.untrained import untrained, write_untrained
 
 _PASS = 16_384  # tokens that a device takes at a time, unless more is said
 
@@ -162,7 +162,7 @@ def pretrain_plan(options: PretrainOptions, config: Any) -> PretrainPlan:
     given = zip((GATES, TABLES, EMBEDDINGS), (getattr(options, name) for name in KIND_RATES), strict=True)
     rates |= {kind: own for kind, own in given if own is not None}
     return PretrainPlan(
-        parameters=parameter_count(config),
+        parameters=meta_model(config).num_parameters(),
         plain_parameters=active,
         tokens=tokens,
         steps=steps,
@@ -178,34 +178,23 @@ def pretrain_plan(options: PretrainOptions, config: Any) -> PretrainPlan:
 
 
 def _run(options: PretrainOptions, plan: PretrainPlan) -> _Run:
-    interval = math.ceil(plan.steps / options.evaluations)
-    shared = {each.name: getattr(options, each.name) for each in fields(RunOptions)}
-    return _Run(
-        size=options.size,
-        method=options.method,
-        backbone=options.backbone,
-        fields=options.fields,
-        warmup=options.warmup,
-        branch=None if options.start is None else str(unfinished_of(options.start)),
-        new_tokenizer=options.tokenizer,
-        model=str(Path(f"{options.output}.training", START)),
-        output=options.output,
-        separate_documents=options.separate_documents,
-        **shared,
-        steps=plan.steps,
-        block=plan.block,
-        batch=plan.micro_batch,
-        accumulate=plan.accumulate,
-        learning_rate=plan.learning_rate,
-        connection_learning_rate=plan.rates[COEFFICIENTS],
-        rates=plan.rates,
-        trainer={
-            **schedule_arguments(options.schedule, plan.steps, options.warmup, options.decay),
-            "weight_decay": options.weight_decay,
+    given = {
+        "branch": None if options.start is None else str(unfinished_of(options.start)),
+        "tokenizer": None,
+        "new_tokenizer": options.tokenizer,
+        "model": str(Path(f"{options.output}.training", START)),
+        "steps": plan.steps,
+        "block": plan.block,
+        "batch": plan.micro_batch,
+        "accumulate": plan.accumulate,
+        "learning_rate": plan.learning_rate,
+        "connection_learning_rate": plan.rates[COEFFICIENTS],
+        "rates": plan.rates,
+        "trainer": {
+            **schedule_arguments(options, plan.steps),
             "ddp_find_unused_parameters": False,
-            "eval_steps": interval,
-            "save_steps": interval,
             "logging_steps": max(1, min(10, plan.steps // 10)),
             **options.trainer,
         },
-    )
+    }
+    return _Run(**options.shared_with(_Run) | given)

@@ -146,7 +146,7 @@ def _finetune(
         for source, passes in report.passes.items():
             tqdm.write(f"data: {passes:.3g} passes over {source}", file=sys.stderr)
             warn_of_passes(source, passes)
-        begun["weights"] = [_weights(options.model)]
+        begun["weights"] = [digest_of_weights(options.model)]
         _check_unfinished(options, begun)
     if options.dry_run:
         trainer.train()
@@ -463,7 +463,7 @@ def _check_argument(name: str, value: Any, fixed: Collection[str]) -> None:
         raise ValueError(f"{name} is {value!r}; expected {'true or false' if bool in known[name] else 'a number'}.")
 
 
-def _weights(name: str) -> str:
+def digest_of_weights(name: str) -> str:
     """The commit of a checkpoint on the Hub, or a digest of one on this disk."""
     if not Path(name).is_dir():
         return str(getattr(_loaded(AutoConfig, name), "_commit_hash", None))

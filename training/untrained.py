@@ -8,7 +8,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 
 from resformer.files import check_target, replacing
 from resformer.training.data import INDEX, DataError, load_documents
-from resformer.training.flops import meta_model
 from resformer.training.options import NewOptions
 from resformer.training.sizes import known_fields, known_size, plain_config, scratch_config
 from resformer.training.tokenizers import load_tokenizer, make_tokenizer, save_tokenizer
@@ -69,7 +68,3 @@ def untrained_model(config: Any, seed: int) -> PreTrainedModel:
             if source is not None and all(n <= m for n, m in zip(parameter.shape, source.shape, strict=True)):
                 parameter.copy_(source[tuple(map(slice, parameter.shape))])
     return model
-
-
-def parameter_count(config: Any) -> int:
-    return int(meta_model(config).num_parameters())

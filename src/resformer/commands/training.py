@@ -142,14 +142,16 @@ def new(
     as_json: AsJson = False,
 ) -> None:
     """Write an untrained checkpoint, with its tokenizer, for any engine."""
-    from resformer.training.untrained import new_checkpoint, parameter_count
+    from resformer.convert.connections import meta_model
+    from resformer.training.untrained import new_checkpoint
 
     config = new_checkpoint(options, weights=weights, dry_run=dry_run)
+    parameters = meta_model(config).num_parameters()
     if as_json:
-        echo(json.dumps({**config.to_dict(), "parameters": parameter_count(config)}, indent=2, sort_keys=True))
+        echo(json.dumps({**config.to_dict(), "parameters": parameters}, indent=2, sort_keys=True))
         return
     backbone = "" if options.backbone is None else f"{options.backbone}, "
-    row("model", f"{backbone}{options.size}, {options.method}, {parameter_count(config):,} parameters")
+    row("model", f"{backbone}{options.size}, {options.method}, {parameters:,} parameters")
     row("shape", f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads, width {config.hidden_size}")
     row("tokenizer", f"{config.vocab_size:,} tokens")
     row("would write" if dry_run else "wrote", options.output)
