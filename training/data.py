@@ -175,24 +175,14 @@ def reading_source(source: str) -> Iterator[None]:
         if cause is not None:
             raise cause from None
         path = Path(source).expanduser()
-        file = next(filter(_is_broken, _visible_files(path)), path) if path.is_dir() else source
+        for file in _visible_files(path) if path.is_dir() else ():  # raises of the one that cannot be read
+            if (found := _builder(file)) is not None:
+                with reading_source(str(file)):
+                    for _ in load_dataset(found[0], data_files=str(file), split="train", streaming=True, **found[1]):
+                        pass
         detail = one_line(error.__cause__ or error)
         way_out = "mend it, or leave it out" if path.exists() else "check its name"
-        raise DataError(f"{file}: `datasets` cannot read it: {detail}; {way_out}.") from error
-
-
-def _is_broken(file: Path) -> bool:
-    """Whether `datasets` cannot read a file; of one of another kind it is not asked."""
-    if (found := _builder(file)) is None:
-        return False
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", _CELLS_LOST)
-            for _ in load_dataset(found[0], data_files=str(file), split="train", streaming=True, **found[1]):
-                pass
-    except (DatasetsError, OSError, ValueError, TypeError, *_BROKEN):
-        return True
-    return False
+        raise DataError(f"{source}: `datasets` cannot read it: {detail}; {way_out}.") from error
 
 
 def _builder(file: Path) -> tuple[str, dict[str, Any]] | None:
