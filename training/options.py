@@ -13,12 +13,6 @@ from typer import Argument, Option
 from resformer.errors import CheckpointError, first_names, one_line
 from resformer.own_files import method_named
 
-#: What a document of a plain text file may be.
-SAMPLE_BY = ("document", "paragraph", "line")
-#: Of the learning rate; "wsd" is warm-up, stable, decay.
-SCHEDULES = ("cosine", "constant", "wsd")
-#: What `finetune --train` takes.
-TRAIN = ("all", "connections")
 #: The file that says with what an unfinished run has begun.
 BEGUN = "arguments.json"
 
@@ -26,8 +20,6 @@ _UNITS = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 #: Rates of one kind of parameters, in training from scratch.
 KIND_RATES = ("gate_learning_rate", "table_learning_rate", "embedding_learning_rate")
 RATES = ("learning_rate", "connection_learning_rate", *KIND_RATES)
-
-_LAUNCH_OPTIONS = ("resume", "force", "dry_run")  # options that do not change the result
 
 
 def count(text: str | int) -> int:
@@ -85,6 +77,11 @@ def unfinished_of(output: str) -> Path:
     return Path(output).with_name(f"{Path(output).name}.training")
 
 
+def shared(values: Any, kind: Any) -> dict[str, Any]:
+    """What `values` has of the fields of the dataclass `kind`."""
+    return {each.name: getattr(values, each.name) for each in fields(kind) if hasattr(values, each.name)}
+
+
 class _Checked:
     """Checks of fields by their names, for dataclasses of options."""
 
@@ -102,10 +99,6 @@ class _Checked:
     def _one_of(self, choices: Sequence[str], name: str) -> None:
         self._expect(f"one of {', '.join(choices)}", choices.__contains__, name)
 
-    def shared_with(self, kind: Any) -> dict[str, Any]:
-        """The fields that `kind` has too."""
-        return {each.name: getattr(self, each.name) for each in fields(kind) if hasattr(self, each.name)}
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(_Checked):
@@ -122,7 +115,7 @@ class DataOptions(_Checked):
     sample_by: Annotated[str, Option(help="What of a text file is one: document (all), paragraph, line.")] = "document"
 
     def __post_init__(self) -> None:
-        self._one_of(SAMPLE_BY, "sample_by")
+        self._one_of(("document", "paragraph", "line"), "sample_by")
         weighted_sources(self.data)
 
     @property
@@ -140,6 +133,9 @@ ParseSpecial = Annotated[
     bool, Option("--parse-special", help="Special tokens that the text spells are tokens, not their letters.")
 ]
 Bf16 = Annotated[bool | None, Option("--bf16/--no-bf16", help="Autocast.  [default: where the processor has bfloat16]")]
+SeparateDocuments = Annotated[
+    bool, Option("--separate-documents/--join-documents", help="Documents of a sequence apart, or joined.")
+]
 KeepOptimizer = Annotated[
     bool, Option("--keep-optimizer/--drop-optimizer", help="Whether --resume with more steps can go on after the end.")
 ]
@@ -218,7 +214,7 @@ class ScheduleOptions(_Checked):
         self._positive(*RATES)
         self._expect("0 or more", lambda value: value >= 0, "warmup")
         self._expect("a share of the steps from 0 to less than 1", lambda share: 0 <= share < 1, "decay")
-        self._one_of(SCHEDULES, "schedule")
+        self._one_of(("cosine", "constant", "wsd"), "schedule")
         if self.schedule == "wsd" and 1 > self.warmup > 1 - self.decay:
             raise ValueError(f"warmup is {self.warmup} and decay {self.decay}; expected at most all steps together.")
 
@@ -232,9 +228,7 @@ class FinetuneOptions(RunOptions):
     steps: Annotated[int | None, Option(help="Optimizer steps.")] = None
     epochs: Annotated[float | None, Option(help="Passes over the data.  [default: 1]")] = None
     block: Annotated[int | None, Option(help="Tokens per sequence.  [default: 1024, or all positions]")] = None
-    separate_documents: Annotated[
-        bool, Option("--separate-documents/--join-documents", help="Documents of a sequence apart, or joined.")
-    ] = True
+    separate_documents: SeparateDocuments = True
     batch: Annotated[int, Option(help="Sequences per device and pass.")] = 8
     accumulate: Annotated[int, Option(help="Passes per step.")] = 1
     learning_rate: Annotated[float, Option("--learning-rate", "--lr", help="Of the backbone.")] = 5e-5
@@ -255,7 +249,7 @@ class FinetuneOptions(RunOptions):
         self._positive("steps", "epochs", "batch", "accumulate")
         self._expect("0 or more", lambda rate: rate >= 0, "learning_rate", "connection_learning_rate")
         self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
-        self._one_of(TRAIN, "train")
+        self._one_of(("all", "connections"), "train")
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps is {self.steps} and epochs {self.epochs}; give one of them.")
         if self.separate_documents and self.batch > 1 and "flash" in (self.attn_implementation or ""):
@@ -273,7 +267,7 @@ class FinetuneOptions(RunOptions):
     @property
     def run(self) -> dict[str, Any]:
         """What decides the result: all but how this process was started."""
-        return {name: value for name, value in asdict(self).items() if name not in _LAUNCH_OPTIONS}
+        return {name: value for name, value in asdict(self).items() if name not in ("resume", "force", "dry_run")}
 
 
 Backbone = Annotated[
@@ -318,9 +312,7 @@ class PretrainOptions(NewOptions, RunOptions, ScheduleOptions):
     batch_tokens: Annotated[
         int | None, Option(parser=count, metavar="TOKENS", help="A step's.  [default: follows from the size]")
     ] = None
-    separate_documents: Annotated[
-        bool, Option("--separate-documents/--join-documents", help="Documents of a sequence apart, or joined.")
-    ] = True
+    separate_documents: SeparateDocuments = True
     start: Annotated[
         str | None, Option("--from", help="Go on from the last step of this OUTPUT, which had a constant rate.")
     ] = None
@@ -386,9 +378,7 @@ class StudyOptions(ScheduleOptions, DataOptions):
     tokenizer: Annotated[str | None, Option(help="As of pretrain.  [default: bpe:4096, or the checkpoint's]")] = None
     block: Annotated[int, Option(help="Tokens per sequence.")] = 512
     parse_special: ParseSpecial = False
-    separate_documents: Annotated[
-        bool, Option("--separate-documents/--join-documents", help="Documents of a sequence apart, or joined.")
-    ] = True
+    separate_documents: SeparateDocuments = True
     learning_rate: Annotated[
         float | None, Option("--learning-rate", "--lr", help="The highest.  [default: the size's; --from: 5e-5]")
     ] = None
@@ -423,9 +413,8 @@ class StudyOptions(ScheduleOptions, DataOptions):
     @property
     def of_runs(self) -> dict[str, Any]:
         """What runs have in common, and a study cannot change."""
-        schedule = {each.name: getattr(self, each.name) for each in fields(ScheduleOptions)}
         more = ("steps", "tokens", "batch", "block", "separate_documents", "bf16", "held_out", "held_out_blocks")
-        return schedule | {name: getattr(self, name) for name in more}
+        return shared(self, ScheduleOptions) | {name: getattr(self, name) for name in more}
 
     @property
     def all_seeds(self) -> range:

@@ -21,6 +21,7 @@ from resformer.training.options import (
     FinetuneOptions,
     PretrainOptions,
     read_begun,
+    shared,
     unfinished_of,
 )
 from resformer.training.recipe import START, finetune_checkpoint
@@ -183,13 +184,8 @@ def _run(options: PretrainOptions, plan: PretrainPlan) -> _Run:
         "tokenizer": None,
         "new_tokenizer": options.tokenizer,
         "model": str(Path(f"{options.output}.training", START)),
-        "steps": plan.steps,
-        "block": plan.block,
         "batch": plan.micro_batch,
-        "accumulate": plan.accumulate,
-        "learning_rate": plan.learning_rate,
         "connection_learning_rate": plan.rates[COEFFICIENTS],
-        "rates": plan.rates,
         "trainer": {
             **schedule_arguments(options, plan.steps),
             "ddp_find_unused_parameters": False,
@@ -197,4 +193,4 @@ def _run(options: PretrainOptions, plan: PretrainPlan) -> _Run:
             **options.trainer,
         },
     }
-    return _Run(**options.shared_with(_Run) | given)
+    return _Run(**shared(options, _Run) | shared(plan, _Run) | given)

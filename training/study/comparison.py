@@ -37,6 +37,7 @@ from resformer.training.options import (
     StudyOptions,
     architecture,
     refuse_other,
+    shared,
 )
 from resformer.training.packing import bytes_per_token, pack_documents
 from resformer.training.pretraining import pretrain, pretrain_plan
@@ -225,7 +226,7 @@ def _sources(options: StudyOptions) -> tuple[list[str], float]:
 def _common(options: StudyOptions, kind: type) -> dict[str, Any]:
     """What a study says of the options of `pretrain` or `finetune`."""
     sources, held_out = _sources(options)
-    return options.shared_with(kind) | {
+    return shared(options, kind) | {
         "tokenizer": str(Path(options.output, "tokenizer")),
         "data": sources,
         "held_out": held_out,

@@ -46,28 +46,27 @@ def _from_file(context: typer.Context, path: Path | None) -> Path | None:
             raise ValueError(f"{path}: expected lines of `name: value`.")
         options = {option.removeprefix("--"): each for each in context.command.params for option in each.opts}
         settings = {each.name for each in fields(TrainingArguments) if each.init}
-        trainer = "trainer" if "trainer" in options else "set"
-        pairs: dict[str, Any] = {name: values.pop(name, None) or {} for name in ("set", "trainer") if name in options}
-        for name, more in pairs.items():
-            if not isinstance(more, (dict, list)):
-                raise ValueError(f"{path}: {name} is {more!r}; expected lines of `name: value`.")
-            pairs[name] = assignments(list(map(str, more))) if isinstance(more, list) else dict(more)
+        pairs: dict[str, Any] = {name: {} for name in ("trainer", "set") if name in options}
         given: dict[str, Any] = {}
         for name, value in values.items():
             option = options.get(str(name).replace("_", "-"))
-            if option is None and name in settings:
-                pairs[trainer][name] = value
-                continue
-            if option is None:
+            several = getattr(option, "multiple", False)
+            if name in pairs:
+                if not isinstance(more := value or {}, (dict, list)):
+                    raise ValueError(f"{path}: {name} is {value!r}; expected lines of `name: value`.")
+                pairs[name] |= assignments([*map(str, more)]) if isinstance(more, list) else more
+            elif option is None and name in settings:
+                next(iter(pairs.values()))[name] = value
+            elif option is None:
                 hint = did_you_mean(str(name).replace("_", "-"), [*options, *settings])
                 raise ValueError(f"{path}: there is no option {name!r}.{hint}")
-            several = getattr(option, "multiple", False)
-            if isinstance(value, list) and not several:
+            elif isinstance(value, list) and not several:
                 raise ValueError(f"{path}: {name} is {value!r}; expected one value.")
-            entries = value if isinstance(value, list) else [value]
-            # As a shell expands the home folder.
-            entries = [os.path.expanduser(each) if isinstance(each, str) else each for each in entries]
-            given[option.name] = entries if several else entries[0]
+            else:
+                entries = value if isinstance(value, list) else [value]
+                # As a shell expands the home folder.
+                entries = [os.path.expanduser(each) if isinstance(each, str) else each for each in entries]
+                given[option.name] = entries if several else entries[0]
         for each, more in pairs.items():
             if more:
                 texts = [f"{name}={json.dumps(json_or_text(value))}" for name, value in more.items()]
@@ -76,6 +75,7 @@ def _from_file(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
+PlanAlone = Annotated[bool, typer.Option("--dry-run", help="Print the plan; write nothing.")]
 Config = Annotated[
     Path | None,
     typer.Option(callback=_from_file, is_eager=True, help="YAML file of these options; the command line wins."),
@@ -181,7 +181,7 @@ def tokenize(options: TokenizeOptions, as_json: AsJson = False) -> None:
 def pretrain(
     options: PretrainOptions,
     config: Config = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; write nothing.")] = False,
+    dry_run: PlanAlone = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a model from scratch.
@@ -247,7 +247,7 @@ def train() -> None:
 @takes(StudyOptions, "Finished runs are kept. Go on with: {command}")
 def compare(
     options: StudyOptions,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; write nothing.")] = False,
+    dry_run: PlanAlone = False,
     as_json: AsJson = False,
 ) -> None:
     """Train methods under one budget and compare their losses.
