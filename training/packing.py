@@ -313,18 +313,16 @@ def padding(tokenizer: PreTrainedTokenizerBase) -> int:
     return -1 - next(known)
 
 
-def _specials(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Special tokens, longer ones first, as one may begin another."""
-    return sorted((str(token) for token in tokenizer.added_tokens_decoder.values() if token.special), key=len)[::-1]
-
-
 def spelt_specials(documents: Mapping[str, Dataset | IterableDataset], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Notes on the sources whose first documents spell special tokens, as text does that a template was applied to."""
-    notes = []
+    notes, specials = [], [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     for source, part in documents.items():
         with reading_source(source):
             rows = [content(row) for row in islice(part, 16)]
-        if spelt := [token for token in _specials(tokenizer) if token in "\n".join(map(str, rows))]:
+        text = "\n".join(map(str, rows))
+        if spelt := sorted(
+            (token for token in specials if token in text), key=len, reverse=True
+        ):  # one may begin another
             how = "is read as text; --parse-special makes it a token"
             how = how if isinstance(rows[0], str) else "is read as that token, as chat templates do"
             notes.append(f"{source}: {spelt[0]} in its text {how}")
