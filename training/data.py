@@ -230,8 +230,15 @@ def _load(source: str, path: Path, split: str, streaming: bool, sample_by: str) 
             part = part[_split(source, split, part)]
         return part.to_iterable_dataset() if streaming else part, []
     if (path / INDEX).is_file():
-        written = [str(file) for file in _token_files(path)]
-        part = load_dataset("parquet", data_files=written, split="train", streaming=streaming)
+        listed = json.loads((path / INDEX).read_text(encoding="utf-8"))["files"]
+        written = sorted(listed, key=lambda file: file["name"].startswith("train"))  # held-out documents first
+        for file in written:
+            if not (name := path / file["name"]).is_file() or name.stat().st_size != file["bytes"]:
+                raise DataError(
+                    f"{name}: is not the file of {file['bytes']:,} bytes that {INDEX} lists; tokenise again."
+                )
+        names = [str(path / file["name"]) for file in written]
+        part = load_dataset("parquet", data_files=names, split="train", streaming=streaming)
         return part, [file.name for file in _visible_files(path) if file.suffix != ".parquet" and file.parent == path]
     if path.is_file():
         if (found := _builder(path)) is None:
@@ -275,17 +282,6 @@ def _split(source: str, split: str, splits: Collection[str]) -> str:
         known = first_names([*map(str, splits)])
         raise DataError(f"{source}: has no split {split!r} but {known}; name one with --split.")
     return split
-
-
-def _token_files(folder: Path) -> list[Path]:
-    """The files of `resformer tokenize`, held-out documents first."""
-    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    files = [file for side in ("validation", "train") for file in index["files"] if file["name"].startswith(side)]
-    for file in files:
-        path = folder / file["name"]
-        if not path.is_file() or path.stat().st_size != file["bytes"]:
-            raise DataError(f"{path}: is not the file of {file['bytes']:,} bytes that {INDEX} lists; tokenise again.")
-    return [folder / file["name"] for file in files]
 
 
 def _kept(columns: Collection[str], text: str | None, chats: bool, name: str) -> list[str]:
