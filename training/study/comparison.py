@@ -63,7 +63,7 @@ class _Run:
     method: str  # as it is written, with fields and settings of its own
     steps: int
     batch: int
-    costs: dict[str, Any]  # of the model and its training, whatever the seed
+    facts: dict[str, Any]  # of the model and its training, whatever the seed
     options: FinetuneOptions | PretrainOptions
 
     @property
@@ -85,7 +85,7 @@ class _Run:
             **{name: getattr(self.options, name, None) for name in RATES},
             "steps": self.steps,
             "batch": self.batch,
-            **self.costs,
+            **self.facts,
         }
 
     def of_seed(self, seed: int, unfinished: Path) -> "_Run":
@@ -255,7 +255,7 @@ def _from_scratch(
             given = replace(given, tokens=tokens, batch_tokens=plan.sequences * options.block, **rates)
             plan = pretrain_plan(given, config)
             given = replace(given, connection_learning_rate=plan.rates[COEFFICIENTS])
-            yield _Run(size, text, plan.steps, plan.sequences, _costs(config, plan.flops), given)
+            yield _Run(size, text, plan.steps, plan.sequences, _facts(config, plan.flops, plan.rates), given)
 
 
 def _continued(
@@ -293,39 +293,37 @@ def _continued(
         }
         flops = training_flops(config, options.block) * steps * batch * options.block
         run = FinetuneOptions(**_common(options, FinetuneOptions) | given)
-        yield _Run(size, text, steps, batch, _costs(config, flops), run)
+        yield _Run(size, text, steps, batch, _facts(config, flops, None), run)
 
 
-def _costs(config: Any, flops: float) -> dict[str, Any]:
+def _facts(config: Any, flops: float, rates: Mapping[str, float] | None) -> dict[str, Any]:
     return {
         "parameters": meta_model(config).num_parameters(),
         "training_flops": flops,
         "cache_bytes_per_token": cache_size(config, "bfloat16")[0],
+        "rates": rates,
     }
 
 
 def _trained(run: _Run, options: StudyOptions) -> dict[str, Any]:
     """Trains a model, and what the record has of it; a loss that is not finite is `None`."""
-    held_out: dict[str, Any] = {}
-    output = Path(run.options.output)
+    held_out: dict[str, Any] = {"tokens": 0, "loss": None}
+    output, facts = Path(run.options.output), dict[str, Any]()
 
     def finish(trainer: RecipeTrainer) -> None:
         loss = trainer.predict(trainer.blocks.held_out.whole, metric_key_prefix="whole").metrics["whole_loss"]
         held_out.update(tokens=round(trainer.labels_of_evaluation), loss=loss if math.isfinite(loss) else None)
 
-    facts: dict[str, Any] = {"rates": getattr(run.options, "rates", None)}
-    folder = output
     try:
         if isinstance(run.options, PretrainOptions):
-            plan, report = pretrain(run.options, finish=finish)
-            facts = {"rates": plan.rates}
+            _, report = pretrain(run.options, finish=finish)
         else:
             log = TrainingLog(run.options.unfinished)
             report = finetune_checkpoint(run.options, finish=finish, callbacks=[log])
-        names = ("tokens_per_second", "peak_memory", "resumed_from")
-        facts |= {name: getattr(report, name) for name in names}
+        facts = {name: getattr(report, name) for name in ("tokens_per_second", "peak_memory", "resumed_from")}
+        folder = output
     except LossIsLost:
-        held_out, folder = {"tokens": 0, "loss": None}, Path(f"{output}.training")
+        folder = Path(f"{output}.training")
     tokens = run.batch * options.block
     result = {
         "loss": held_out["loss"],
@@ -349,12 +347,9 @@ def _curve(log: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
     for entry in log:
         training_loss = entry.get("loss", training_loss)
         if "eval_loss" in entry:
-            losses = {"training_loss": training_loss, "validation_loss": entry["eval_loss"]}
-            finite = {name: x if x is not None and math.isfinite(x) else None for name, x in losses.items()}
-            coefficients = json_value(entry.get("coefficients") or {})
-            points.append(
-                {"step": entry["step"], "tokens": entry["step"] * tokens, **finite, "coefficients": coefficients}
-            )
+            point = {"step": entry["step"], "tokens": entry["step"] * tokens, "training_loss": training_loss}
+            point |= {"validation_loss": entry["eval_loss"], "coefficients": entry.get("coefficients") or {}}
+            points.append(json_value(point))
     return points
 
 

@@ -231,16 +231,6 @@ def trl(context: typer.Context) -> None:
     hand_over(context, "resformer.trl")
 
 
-@app.command(hidden=True, context_settings=ANYTHING)
-def train() -> None:
-    """What other packages call `train` has three names here."""
-    with reporting_errors():
-        raise ValueError(
-            "There is no `resformer train`: `resformer pretrain` trains from scratch, `resformer finetune` a "
-            "checkpoint, `resformer compare` several methods under one budget."
-        )
-
-
 @app.command(
     **example(MEASURE, "resformer compare study --methods resformer,svformer:learning_rate=4e-3 --steps 500 --dry-run")
 )
