@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
+from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import method_of
+from resformer.convert.connected_families import with_connections
 from resformer.convert.connections import meta_model
 from resformer.errors import CheckpointError
 from resformer.training.flops import active_parameters, training_flops
@@ -26,7 +28,7 @@ from resformer.training.options import (
 )
 from resformer.training.recipe import START, finetune_checkpoint
 from resformer.training.report import FinetuneReport
-from resformer.training.sizes import budget, plain_config, schedule_arguments
+from resformer.training.sizes import budget, schedule_arguments
 from resformer.training.trainer import RecipeTrainer
 from resformer.training.untrained import untrained, write_untrained
 
@@ -140,7 +142,8 @@ def _model(options: PretrainOptions) -> tuple[Any, PreTrainedTokenizerBase]:
 
 def pretrain_plan(options: PretrainOptions, config: Any) -> PretrainPlan:
     """The plan for a model of this configuration. Tokens, batch and rate are those of the size, for all methods."""
-    block, plain = config.max_position_embeddings, plain_config(config)
+    plain = with_connections(config) if isinstance(config, ConnectionFields) else config
+    block = config.max_position_embeddings
     active, flops = active_parameters(plain), training_flops(config, block)
     tokens, batch_tokens, rate = budget(active, training_flops(plain, block), options.tokens)
     devices = _devices()

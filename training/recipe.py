@@ -43,7 +43,7 @@ from resformer.convert.connections_alone import write_connections
 from resformer.convert.reading import read_checkpoint
 from resformer.environment import cpu_has_bf16, peak_memory, require
 from resformer.errors import CheckpointError, OutputError, did_you_mean, one_line
-from resformer.files import check_apart, check_target, locked, replacing, write_text
+from resformer.files import beside, check_apart, check_target, locked, replacing, write_text
 from resformer.loading import load_config
 from resformer.model_cards import Evaluation, model_card
 from resformer.modeling.saved_connections import checksums, weights_have_changed
@@ -94,9 +94,7 @@ def finetune_checkpoint(
     """
     arguments = _training_arguments(options)
     first, unfinished = arguments.process_index == 0, options.unfinished
-    target = Path(os.path.realpath(unfinished))
-    lock = target.with_name(f".{target.name}.resformer-lock")
-    with locked(lock) if first and not options.dry_run else nullcontext(True) as free:
+    with locked(beside(unfinished, "lock")) if first and not options.dry_run else nullcontext(True) as free:
         if not free:
             raise OutputError(f"{options.output}: another process is training it; wait for it, or choose another.")
         begun = {**options.run, "processes": arguments.world_size}
@@ -439,10 +437,12 @@ def _check_argument(name: str, value: Any, fixed: Collection[str]) -> None:
         raise ValueError(f"{name}: is set by an option of its own.")
     if name.startswith(("hub_", "push_")):
         raise ValueError(f"{name}: nothing is pushed in training; push the finished output with `resformer push`.")
-    if name == "label_smoothing_factor" and value:
-        raise ValueError(f"{name}: held-out losses and perplexities would be smoothed, too; leave it out.")
-    if name == "dataloader_drop_last" and value:
-        raise ValueError(f"{name}: held-out blocks would be dropped, too; every step is a full batch without it.")
+    harm = {
+        "label_smoothing_factor": "held-out losses and perplexities would be smoothed, too; leave it out",
+        "dataloader_drop_last": "held-out blocks would be dropped, too; every step is a full batch without it",
+    }
+    if value and name in harm:
+        raise ValueError(f"{name}: {harm[name]}.")
     if name not in known:
         raise ValueError(f"There is no option {name!r}.{did_you_mean(name, [*options, *known])}")
     if isinstance(value, str) and str not in known[name] and known[name] & {bool, int, float}:  # "False" would be true

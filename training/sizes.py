@@ -4,7 +4,6 @@ From 82m on the names are numbers of parameters with the paper's vocabulary of 5
 dimensions. The paper plots 320m but does not give its shape; ours has its other models' MLP of 3.5 widths.
 """
 
-import copy
 import inspect
 import json
 import math
@@ -16,7 +15,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 from resformer.configuration import ResFormerConfig
-from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
+from resformer.configuration.methods import connections_of
 from resformer.convert.connections import meta_model
 from resformer.errors import did_you_mean
 from resformer.modeling.any_decoder import Decoder, text_config
@@ -204,15 +203,6 @@ def scratch_config(
         connections = {name: shape.pop(name) for name in connection_field_names() if name in shape}
         return ResFormerConfig(**shape, **chosen_fields(ResFormerConfig(**shape), method, connections, plain=False))
     return _family_config(backbone, method, known, shape)
-
-
-def plain_config(config: Any) -> Any:
-    """The configuration of the plain decoder."""
-    plain = copy.deepcopy(config)
-    for name, value in CONNECTION_FIELDS.items():
-        if hasattr(plain, name):
-            setattr(plain, name, value)
-    return plain
 
 
 def budget(parameters: int, flops_per_token: float, tokens: int | None = None) -> tuple[int, int, float]:

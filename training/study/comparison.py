@@ -22,7 +22,7 @@ from resformer.convert.connections import meta_model
 from resformer.convert.retrofitting import retrofit
 from resformer.environment import describe_environment
 from resformer.errors import CheckpointError, OutputError
-from resformer.files import json_value, locked, replace_text, replacing
+from resformer.files import beside, json_value, locked, replace_text, replacing
 from resformer.training.data import STANDARD_HELD_OUT, STANDARD_LIBRARY, load_documents
 from resformer.training.flops import training_flops
 from resformer.training.log import LOG, LossIsLost, TrainingLog
@@ -106,8 +106,7 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("compare trains one run after another, on one device: start it without a launcher.")
     output, record = Path(options.output), Path(options.output, RECORD)
-    target = Path(os.path.realpath(output))
-    with locked(target.with_name(f".{target.name}.resformer-lock")) as free:
+    with locked(beside(output, "lock")) as free:
         if not free:
             raise OutputError(f"{output}: another process is at work on this study; wait for it.")
         _, runs = _prepared(options, output / _STARTS, command)
