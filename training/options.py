@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -82,22 +82,39 @@ def shared(values: Any, kind: Any) -> dict[str, Any]:
     return {each.name: getattr(values, each.name) for each in fields(kind) if hasattr(values, each.name)}
 
 
+#: What is expected of fields, whichever options have them.
+_EXPECTED: list[tuple[str, Callable[[Any], bool], str]] = [
+    (
+        "an integer of more than 0",
+        lambda value: isinstance(value, int) and value > 0,
+        "accumulate batch evaluations held_out_blocks micro_batch seeds steps workers",
+    ),
+    ("more than 0", lambda value: 0 < value < math.inf, "epochs muon_learning_rate"),
+    ("0 or more", lambda value: value >= 0, "seed spike warmup"),
+    ("2 tokens at least, one to predict the other", lambda value: value > 1, "block"),
+    ("a share from 0 to below 1", lambda value: 0 <= value < 1, "decay held_out"),
+]
+_CHOICES = {
+    "sample_by": ("document", "paragraph", "line"),
+    "save_dtype": ("float32", "bfloat16", "float16"),
+    "schedule": ("cosine", "constant", "wsd"),
+    "train": ("all", "connections"),
+}
+
+
 class _Checked:
-    """Checks of fields by their names, for dataclasses of options."""
+    """Options, whose fields are checked by their names."""
 
-    def _expect(self, what: str, check: Any, *names: str) -> None:
+    def __post_init__(self) -> None:
+        for what, check, names in _EXPECTED:
+            self._expect(what, check, *names.split())
+        for name, choices in _CHOICES.items():
+            self._expect(f"one of {', '.join(choices)}", choices.__contains__, name)
+
+    def _expect(self, what: str, check: Callable[[Any], bool], *names: str) -> None:
         for name in names:
-            if (value := getattr(self, name)) is not None and not check(value):
+            if (value := getattr(self, name, None)) is not None and not check(value):
                 raise ValueError(f"{name} is {value!r}; expected {what}.")
-
-    def _positive(self, *names: str) -> None:
-        self._expect("more than 0", lambda value: isinstance(value, (int, float)) and 0 < value < math.inf, *names)
-
-    def _whole(self, *names: str) -> None:
-        self._expect("an integer of more than 0", lambda value: isinstance(value, int) and value > 0, *names)
-
-    def _one_of(self, choices: Sequence[str], name: str) -> None:
-        self._expect(f"one of {', '.join(choices)}", choices.__contains__, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +132,7 @@ class DataOptions(_Checked):
     sample_by: Annotated[str, Option(help="What of a text file is one: document (all), paragraph, line.")] = "document"
 
     def __post_init__(self) -> None:
-        self._one_of(("document", "paragraph", "line"), "sample_by")
+        super().__post_init__()
         weighted_sources(self.data)
 
     @property
@@ -176,9 +193,6 @@ class RunOptions(DataOptions):
                 "Streams are not trained on: a run could not go on where it was. Write their tokens first: "
                 "resformer tokenize DATA... tokens --tokenizer MODEL, then --data tokens."
             )
-        self._positive("held_out_blocks", "muon_learning_rate")
-        self._expect("0 or more", lambda value: value >= 0, "spike", "seed")
-        self._expect("a share of the documents, from 0 to below 1", lambda share: 0 <= share < 1, "held_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,11 +224,9 @@ class ScheduleOptions(_Checked):
     evaluations: Annotated[int, Option(help="Evaluations in a run, at even intervals; each saves a checkpoint.")] = 10
 
     def __post_init__(self) -> None:
-        self._whole("micro_batch", "evaluations")
-        self._positive(*RATES)
-        self._expect("0 or more", lambda value: value >= 0, "warmup")
-        self._expect("a share of the steps from 0 to less than 1", lambda share: 0 <= share < 1, "decay")
-        self._one_of(("cosine", "constant", "wsd"), "schedule")
+        super().__post_init__()
+        # Those of a method are what its text says, perhaps no number.
+        self._expect("more than 0", lambda rate: isinstance(rate, (int, float)) and 0 < rate < math.inf, *RATES)
         if self.schedule == "wsd" and 1 > self.warmup > 1 - self.decay:
             raise ValueError(f"warmup is {self.warmup} and decay {self.decay}; expected at most all steps together.")
 
@@ -246,10 +258,7 @@ class FinetuneOptions(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._positive("steps", "epochs", "batch", "accumulate")
         self._expect("0 or more", lambda rate: rate >= 0, "learning_rate", "connection_learning_rate")
-        self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
-        self._one_of(("all", "connections"), "train")
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps is {self.steps} and epochs {self.epochs}; give one of them.")
         if self.separate_documents and self.batch > 1 and "flash" in (self.attn_implementation or ""):
@@ -257,7 +266,6 @@ class FinetuneOptions(RunOptions):
                 f"batch is {self.batch}; with FlashAttention, documents of a block are kept apart in batches of one "
                 "alone. Use --batch 1 and --accumulate (pretrain: --micro-batch 1), --join-documents, or sdpa."
             )
-        self._one_of(("float32", "bfloat16", "float16"), "save_dtype")
 
     @property
     def unfinished(self) -> Path:
@@ -299,7 +307,6 @@ class NewOptions(DataOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "method", method_named(self.method))
-        self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,10 +332,6 @@ class PretrainOptions(NewOptions, RunOptions, ScheduleOptions):
         dict[str, Any], Option("--trainer", metavar="NAME=VALUE", help="Any field of TrainingArguments; repeatable.")
     ] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ScheduleOptions.__post_init__(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeOptions(DataOptions):
@@ -343,11 +346,6 @@ class TokenizeOptions(DataOptions):
         int, Option(parser=count, metavar="TOKENS", help="Of a file.  [default: 64M]", show_default=False)
     ] = 64_000_000
     held_out: Annotated[float, Option(help="Share of the documents to evaluate on.")] = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._positive("workers")
-        self._expect("a share of the documents, from 0 to below 1", lambda share: 0 <= share < 1, "held_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,7 +386,6 @@ class StudyOptions(ScheduleOptions, DataOptions):
     save_models: Annotated[bool, Option("--save-models", help="Keep the models of the first seed.")] = False
 
     def __post_init__(self) -> None:
-        self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
         if self.steps is not None and self.tokens is not None:
             raise ValueError(f"--steps is {self.steps} and --tokens {self.tokens}: give one of them.")
         if self.start is not None and self.steps is None and self.tokens is None:
@@ -397,12 +394,9 @@ class StudyOptions(ScheduleOptions, DataOptions):
             object.__setattr__(self, name, [each for text in getattr(self, name) for each in names(text)])
         object.__setattr__(self, "methods", [*map(method_named, self.methods)])
         object.__setattr__(self, "baseline", self.baseline and method_named(self.baseline))
-        ScheduleOptions.__post_init__(self)
-        DataOptions.__post_init__(self)
-        self._whole("batch", "steps")
-        self._positive("seeds", "held_out_blocks")
-        self._expect("a share of the documents between 0 and 1", lambda share: 0 < share < 1, "held_out")
-        self._one_of(self.all_methods, "baseline")
+        super().__post_init__()
+        self._expect("a share of more than 0", bool, "held_out")
+        self._expect(f"one of {', '.join(self.all_methods)}", self.all_methods.__contains__, "baseline")
         if self.batch is not None and self.batch % (self.micro_batch or self.batch):
             raise ValueError(f"micro_batch is {self.micro_batch}; expected a divisor of the batch, {self.batch}.")
         if self.start is not None and self.backbone is not None:
