@@ -72,8 +72,7 @@ def pretrain(
     finish: Callable[[RecipeTrainer], None] | None = None,
 ) -> tuple[PretrainPlan, FinetuneReport]:
     """Trains a model from scratch; under torchrun or `accelerate launch` every process calls it."""
-    options = _as_begun(options)
-    config, tokenizer = _model(options)
+    options, config, tokenizer = _begun(options)
     plan = pretrain_plan(options, config)
     run = _run(options, plan)
     start = replace(options, output=run.model, force=True)
@@ -89,29 +88,30 @@ def pretrain(
 
 def plan_pretraining(options: PretrainOptions) -> PretrainPlan:
     """The plan; reads data for a tokenizer alone. How fast it is, the log says after ten steps."""
-    options = _as_begun(options)
-    return pretrain_plan(options, _model(options)[0])
+    options, config, _ = _begun(options)
+    return pretrain_plan(options, config)
 
 
 def _devices() -> int:
     return TrainingArguments(output_dir="", use_cpu=not torch.accelerator.is_available(), report_to="none").world_size
 
 
-def _before(options: PretrainOptions) -> Path | None:
-    """The folder of the run that is gone on with, or that is branched from."""
+def _begun(options: PretrainOptions) -> tuple[PretrainOptions, Any, PreTrainedTokenizerBase]:
+    """The options, the configuration and the tokenizer; what follows from the size or the tokens as in a run before.
+
+    That is the one that is gone on with, or that is branched from.
+    """
     own = unfinished_of(options.output)
+    folder = None if options.start is None else unfinished_of(options.start)
     if options.resume and (own / START / "config.json").is_file():
-        return own
-    return None if options.start is None else unfinished_of(options.start)
-
-
-def _as_begun(options: PretrainOptions) -> PretrainOptions:
-    """The options, with what follows from the size or the tokens as it was in the run before."""
-    folder = _before(options)
-    if folder is None or not (options.start or (folder / BEGUN).is_file()):
-        return options
-    if not folder.exists():
+        folder = own
+    if folder is None:
+        return options, *untrained(options, options.held_out)
+    if not (folder / START).is_dir():
         raise CheckpointError(f"{options.start}: no run is kept to go on from: expected its folder {folder}.")
+    model = AutoConfig.from_pretrained(folder / START), AutoTokenizer.from_pretrained(folder / START)
+    if options.start is None and not (folder / BEGUN).is_file():
+        return options, *model
     begun = read_begun(folder)
     step = begun["batch"] * begun["accumulate"] * begun["processes"] * begun["block"]
     follows = {
@@ -125,19 +125,11 @@ def _as_begun(options: PretrainOptions) -> PretrainOptions:
     given: dict[str, Any] = {name: getattr(options, name) or value for name, value in follows.items()}
     if options.warmup == begun["warmup"]:
         given["trainer"] = {"warmup_steps": begun["warmup_steps"], **options.trainer}
-    if folder != unfinished_of(options.output) and options.tokens is None:  # the rate falls from where it is
+    if folder != own and options.tokens is None:  # the rate falls from where it is
         last = last_checkpoint(folder)
         steps = begun["steps"] if last is None else int(last.name.rpartition("-")[2])
         given["tokens"] = step * int(steps / (1 - options.decay))
-    return replace(options, **given)
-
-
-def _model(options: PretrainOptions) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The configuration and the tokenizer: those of the run before, or new ones."""
-    folder = _before(options)
-    if folder is not None and (folder / START).is_dir():
-        return AutoConfig.from_pretrained(folder / START), AutoTokenizer.from_pretrained(folder / START)
-    return untrained(options, options.held_out)
+    return replace(options, **given), *model
 
 
 def pretrain_plan(options: PretrainOptions, config: Any) -> PretrainPlan:
