@@ -43,10 +43,9 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
     """TRL's `SFTTrainer` with our groups of parameters, the model's own forward, and our evaluation."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        names = ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
         # TRL's own head does without logits. It raises for some families, and is no part of the loss here.
         with patch.object(sft_trainer, "add_fused_lm_head", lambda *given, **options: None):
-            super().__init__(**dict(zip(names, args, strict=False)), **kwargs)
+            super().__init__(*args, **kwargs)
 
 
 class ChatTrainer(SupervisedTrainer):
@@ -61,14 +60,7 @@ class ChatTrainer(SupervisedTrainer):
     """
 
     def __init__(
-        self,
-        *,
-        pack: Callable[..., Blocks],
-        block: int,
-        truncate: bool,
-        chats: Dataset,
-        model: Any,
-        **kwargs: Any,
+        self, *, pack: Callable[..., Blocks], block: int, truncate: bool, chats: Dataset, model: Any, **kwargs: Any
     ):
         self.pack, self.block, self.truncate = pack, block, truncate
         text = model.config.get_text_config()

@@ -25,9 +25,9 @@ class RecipeTrainer(ConnectionTrainer):
     bytes_per_token: float | None = None
     labels_of_evaluation = 0.0
 
-    def __init__(self, **kwargs: Any):
+    def __init__(self, *args: Any, **kwargs: Any):
         self.notes: list[str] = []
-        super().__init__(**kwargs)
+        super().__init__(*args, **kwargs)
         self.sums: list[torch.Tensor] = []
         if isinstance(self.eval_dataset, PackedBlocks) and len(self.eval_dataset):
             self.bytes_per_token = bytes_per_token(self.eval_dataset, self.processing_class)
