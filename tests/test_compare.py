@@ -329,7 +329,7 @@ def test_pretrain_trains_what_compare_does(work: Path, compare: Callable[..., An
     given = ["--steps", 4, "--evaluations", 2, "--seeds", 1, "--first-seed", 3, "--save-models"]
 
     def stopped(run: Any, options: Any) -> Any:
-        if run.method == "transformer":
+        if run.key[1] == "transformer":
             return trained(run, options)
         return pretrain(run.options, callbacks=[Stop(lambda state: state.global_step == 3)])
 

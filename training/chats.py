@@ -98,7 +98,7 @@ class ChatTrainer(SupervisedTrainer):
             features=_FEATURES,
             desc="Reading chats",
         )
-        if unused := sorted({name for names in rows.unique("unused") for name in names.split()}):
+        if unused := sorted({name for names in rows.unique("unused") for name in (names or "").split()}):
             self.notes.append(f"{source}: the chat template does not render {first_names(unused)}")
         parts = []
         self.chat_template, self.completion_only_loss = template, True
@@ -160,8 +160,7 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, bool]:
 def _rows_of(batch: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, **template: Any) -> dict[str, list[Any]]:
     """The rows of some chats, for TRL."""
     rows = [row for chat in batch["chat"] for row in _rows_of_one(chat, tokenizer, **template)]
-    empty = {**dict.fromkeys(_FEATURES), "unused": ""}
-    return {name: [{**empty, **row}[name] for row in rows] for name in _FEATURES}
+    return {name: [row.get(name) for row in rows] for name in _FEATURES}
 
 
 def _rows_of_one(

@@ -126,9 +126,7 @@ class DataOptions(_Checked):
         Option(help="File, folder, Hub id[:configuration], standard-library; repeatable, with weights as in a:0.7."),
     ] = field(default_factory=list)
     split: Annotated[str, Option(help="Split of a folder or of a Hub dataset.")] = "train"
-    text_column: Annotated[str | None, Option(help="The column to read, whatever else there is.  [default: text]")] = (
-        None
-    )
+    text_column: Annotated[str | None, Option(help="The column to read, whatever others are.  [default: text]")] = None
     sample_by: Annotated[str, Option(help="What of a text file is one: document (all), paragraph, line.")] = "document"
 
     def __post_init__(self) -> None:

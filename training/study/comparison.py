@@ -59,16 +59,12 @@ _STARTS, _UNFINISHED = "starts", "unfinished"
 class _Run:
     """One model to train."""
 
-    size: str
-    method: str  # as it is written, with fields and settings of its own
-    steps: int
-    batch: int
-    facts: dict[str, Any]  # of the model and its training, whatever the seed
+    facts: dict[str, Any]  # what the record says of it, whatever the seed
     options: FinetuneOptions | PretrainOptions
 
     @property
     def key(self) -> tuple[str, str, int]:
-        return self.size, self.method, self.options.seed
+        return self.facts["size"], self.facts["method"], self.options.seed
 
     @property
     def place(self) -> Path:
@@ -77,16 +73,8 @@ class _Run:
 
     @property
     def described(self) -> dict[str, Any]:
-        return {
-            "size": self.size,
-            "method": self.method,
-            "architecture": architecture(self.method),
-            "seed": self.options.seed,
-            **{name: getattr(self.options, name, None) for name in RATES},
-            "steps": self.steps,
-            "batch": self.batch,
-            **self.facts,
-        }
+        rates = {name: getattr(self.options, name, None) for name in RATES}
+        return {**self.facts, "architecture": architecture(self.key[1]), "seed": self.options.seed, **rates}
 
     def of_seed(self, seed: int, unfinished: Path) -> "_Run":
         """The same with another seed, below its folder; goes on if it has begun there."""
@@ -118,8 +106,9 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any]:
                 add_line(record, {**run.described, **result, "environment": environment})
                 done = 1 + sum(each.key in finished for each in runs)
                 loss = "diverged" if result["loss"] is None else f"held-out loss {result['loss']:.4f}"
-                size = f"{run.size} " if len({each.size for each in runs}) > 1 else ""
-                tqdm.write(f"{done}/{len(runs)} {size}{run.method} seed {run.options.seed}: {loss}", file=sys.stderr)
+                size, method, seed = run.key
+                size = f"{size} " if len({each.key[0] for each in runs}) > 1 else ""
+                tqdm.write(f"{done}/{len(runs)} {size}{method} seed {seed}: {loss}", file=sys.stderr)
             shutil.rmtree(output / _UNFINISHED / run.place, ignore_errors=True)
         for folder in (_UNFINISHED, _STARTS):
             shutil.rmtree(output / folder, ignore_errors=True)
@@ -140,8 +129,8 @@ def plan_study(options: StudyOptions) -> dict[str, Any]:
     finished = joined(record)[1] if record.is_file() else {}
     for run in runs:
         if run.options.seed == options.first_seed:
-            keys = [(run.size, run.method, seed) for seed in options.all_seeds]
-            tokens = run.steps * run.batch * options.block
+            keys = [(*run.key[:2], seed) for seed in options.all_seeds]
+            tokens = run.facts["steps"] * run.facts["batch"] * options.block
             facts = {"tokens": tokens, "epochs": tokens / plan["data"]["training_tokens"]}
             rows.append({**run.described, **facts, "to_do": sum(key not in finished for key in keys)})
     return {"output": options.output, **plan, "seeds": options.seeds, "runs": rows}
@@ -254,7 +243,8 @@ def _from_scratch(
             given = replace(given, tokens=tokens, batch_tokens=plan.sequences * options.block, **rates)
             plan = pretrain_plan(given, config)
             given = replace(given, connection_learning_rate=plan.rates[COEFFICIENTS])
-            yield _Run(size, text, plan.steps, plan.sequences, _facts(config, plan.flops, plan.rates), given)
+            facts = {"steps": plan.steps, "batch": plan.sequences, "training_flops": plan.flops, "rates": plan.rates}
+            yield _Run({"size": size, "method": text, **facts, **_costs(config)}, given)
 
 
 def _continued(
@@ -291,17 +281,14 @@ def _continued(
             "trainer": schedule_arguments(options, steps),
         }
         flops = training_flops(config, options.block) * steps * batch * options.block
+        facts = {"steps": steps, "batch": batch, "training_flops": flops, "rates": None}
         run = FinetuneOptions(**_common(options, FinetuneOptions) | given)
-        yield _Run(size, text, steps, batch, _facts(config, flops, None), run)
+        yield _Run({"size": size, "method": text, **facts, **_costs(config)}, run)
 
 
-def _facts(config: Any, flops: float, rates: Mapping[str, float] | None) -> dict[str, Any]:
-    return {
-        "parameters": meta_model(config).num_parameters(),
-        "training_flops": flops,
-        "cache_bytes_per_token": cache_size(config, "bfloat16")[0],
-        "rates": rates,
-    }
+def _costs(config: Any) -> dict[str, Any]:
+    cache, _ = cache_size(config, "bfloat16")
+    return {"parameters": meta_model(config).num_parameters(), "cache_bytes_per_token": cache}
 
 
 def _trained(run: _Run, options: StudyOptions) -> dict[str, Any]:
@@ -323,7 +310,7 @@ def _trained(run: _Run, options: StudyOptions) -> dict[str, Any]:
         folder = output
     except LossIsLost:
         folder = Path(f"{output}.training")
-    tokens = run.batch * options.block
+    tokens = run.facts["batch"] * options.block
     result = {
         "loss": held_out["loss"],
         "held_out": held_out,
