@@ -15,7 +15,6 @@ from resformer.commands.terminal import (
     TRAIN,
     AsJson,
     app,
-    assignments,
     echo,
     example,
     hand_over,
@@ -46,31 +45,26 @@ def _from_file(context: typer.Context, path: Path | None) -> Path | None:
             raise ValueError(f"{path}: expected lines of `name: value`.")
         options = {option.removeprefix("--"): each for each in context.command.params for option in each.opts}
         settings = {each.name for each in fields(TrainingArguments) if each.init}
-        pairs: dict[str, Any] = {name: {} for name in ("trainer", "set") if name in options}
         given: dict[str, Any] = {}
         for name, value in values.items():
             option = options.get(str(name).replace("_", "-"))
-            several = getattr(option, "multiple", False)
-            if name in pairs:
-                if not isinstance(more := value or {}, (dict, list)):
-                    raise ValueError(f"{path}: {name} is {value!r}; expected lines of `name: value`.")
-                pairs[name] |= assignments([*map(str, more)]) if isinstance(more, list) else more
-            elif option is None and name in settings:
-                next(iter(pairs.values()))[name] = value
-            elif option is None:
+            if option is None and name in settings:
+                option, value = options.get("trainer", options["set"]), {name: value}
+            if option is None:
                 hint = did_you_mean(str(name).replace("_", "-"), [*options, *settings])
                 raise ValueError(f"{path}: there is no option {name!r}.{hint}")
-            elif isinstance(value, list) and not several:
+            if name in ("set", "trainer") and not isinstance(value or {}, (dict, list)):
+                raise ValueError(f"{path}: {name} is {value!r}; expected lines of `name: value`.")
+            if isinstance(value, dict):
+                value = [f"{key}={json.dumps(json_or_text(each))}" for key, each in value.items()]
+            entries = value if isinstance(value, list) else [] if value is None else [value]
+            entries = [os.path.expanduser(str(each)) for each in entries]  # as a shell expands the home folder
+            if getattr(option, "multiple", False):
+                given[option.name] = [*given.get(option.name, ()), *entries]
+            elif isinstance(value, list):
                 raise ValueError(f"{path}: {name} is {value!r}; expected one value.")
-            else:
-                entries = value if isinstance(value, list) else [value]
-                # As a shell expands the home folder.
-                entries = [os.path.expanduser(each) if isinstance(each, str) else each for each in entries]
-                given[option.name] = entries if several else entries[0]
-        for each, more in pairs.items():
-            if more:
-                texts = [f"{name}={json.dumps(json_or_text(value))}" for name, value in more.items()]
-                given[options[each].name] = texts
+            elif entries:
+                given[option.name] = entries[0]
     context.default_map = given
     return path
 
