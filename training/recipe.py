@@ -61,10 +61,11 @@ from resformer.training.trainer import Bar, EvaluationLines, RecipeTrainer
 #: The folder, in that of an unfinished run, of an untrained checkpoint that it has begun with.
 START = "start"
 _OF_A_STEP = ("batch", "accumulate", "processes")
-#: Options and fields of `TrainingArguments` that change no step, and may be others where a run goes on.
+#: Options and fields of `TrainingArguments` that may be others where a run goes on: they change no step, or are
+#: compared as what they come to.
 _FREE = {"report_to", "evaluations", "gradient_checkpointing", "keep_optimizer", "spike", "branch", "warmup"}
 _FREE_ARGUMENTS = re.compile(
-    r"(save|eval|logging|log|dataloader)_.*|disable_tqdm|run_name|project|enable_jit_checkpoint"
+    r"(save|eval|logging|log|dataloader)_.*|disable_tqdm|run_name|project|enable_jit_checkpoint|warmup_steps"
 )
 
 
@@ -458,11 +459,9 @@ def digest_of_weights(name: str) -> str:
 
 def _deciding(begun: Mapping[str, Any]) -> dict[str, Any]:
     """What decides the result of a run that has begun; of a step, the sequences, on however many processes."""
-    free = _FREE_ARGUMENTS.fullmatch
-    step = math.prod(begun[name] for name in _OF_A_STEP)
-    begun = {"sequences a step": step, **{name: value for name, value in begun.items() if name not in _OF_A_STEP}}
-    trainer = {name: value for name, value in begun["trainer"].items() if not free(name) and name != "warmup_steps"}
-    return {name: value for name, value in begun.items() if name not in _FREE} | {"trainer": trainer}
+    others = {name: value for name, value in begun.items() if name not in (*_FREE, *_OF_A_STEP)}
+    trainer = {name: value for name, value in begun["trainer"].items() if not _FREE_ARGUMENTS.fullmatch(name)}
+    return {"sequences a step": math.prod(begun[name] for name in _OF_A_STEP), **others, "trainer": trainer}
 
 
 def _check_unfinished(options: FinetuneOptions, now: dict[str, Any]) -> None:
