@@ -146,10 +146,13 @@ def _encoded(options: TokenizeOptions, start: Any) -> Iterator[tuple[dict[str, p
     if options.workers > 1:
         pool = ProcessPoolExecutor(options.workers, get_context("spawn"), _prepare, arguments)
     batches = _read(options, start)
+    results: Iterator[tuple[dict[str, pa.Table], Any]] = iter(())
     with pool:
-        while some := [*islice(batches, 8 * options.workers)]:
-            results = pool.map(_tables, (batch for batch, _ in some))
-            yield from zip(results, (reader for _, reader in some), strict=True)
+        while some := [*islice(batches, 4 * options.workers)]:
+            tables = pool.map(_tables, (batch for batch, _ in some))
+            yield from results  # of those before, while these are in work
+            results = zip(tables, (reader for _, reader in some), strict=True)
+        yield from results
 
 
 def _read(options: TokenizeOptions, start: Any) -> Iterator[tuple[dict[str, list[Any]], Any]]:
