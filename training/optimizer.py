@@ -28,12 +28,8 @@ def is_connection(parameter_name: str) -> bool:
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     """Name, owner and parameter, each once."""
-    seen = set[int]()
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield f"{prefix}.{name}" if prefix else name, module, parameter
+    for name, parameter in model.named_parameters():
+        yield name, model.get_submodule(name.rpartition(".")[0]), parameter
 
 
 def connections_by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:
