@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Tra
 from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import method_of
 from resformer.convert.connected_families import with_connections
-from resformer.convert.connections import meta_model
 from resformer.errors import CheckpointError
-from resformer.training.flops import active_parameters, training_flops
+from resformer.training.flops import active_parameters, meta_model, training_flops
 from resformer.training.log import TrainingLog, last_checkpoint
 from resformer.training.optimizer import COEFFICIENTS, EMBEDDINGS, GATES, TABLES, scratch_rates
 from resformer.training.options import (

@@ -16,11 +16,11 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 
 from resformer.configuration import ResFormerConfig
 from resformer.configuration.methods import connections_of
-from resformer.convert.connections import meta_model
 from resformer.errors import did_you_mean
 from resformer.modeling.any_decoder import Decoder, text_config
 from resformer.modeling.connecting import chosen_fields, connected_config, connection_field_names
 from resformer.modeling.measured import MEASURED
+from resformer.training.flops import meta_model
 from resformer.training.options import ScheduleOptions
 from resformer.untrusted import read_json
 

@@ -18,13 +18,12 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from resformer.configuration import METHODS
 from resformer.convert.connected_families import cache_size
-from resformer.convert.connections import meta_model
 from resformer.convert.retrofitting import retrofit
 from resformer.environment import describe_environment
 from resformer.errors import CheckpointError, OutputError
 from resformer.files import beside, json_value, locked, replace_text, replacing
 from resformer.training.data import STANDARD_HELD_OUT, STANDARD_LIBRARY, load_documents
-from resformer.training.flops import training_flops
+from resformer.training.flops import meta_model, training_flops
 from resformer.training.log import LOG, LossIsLost, TrainingLog
 from resformer.training.optimizer import COEFFICIENTS
 from resformer.training.options import (

@@ -136,7 +136,7 @@ def new(
     as_json: AsJson = False,
 ) -> None:
     """Write an untrained checkpoint, with its tokenizer, for any engine."""
-    from resformer.convert.connections import meta_model
+    from resformer.training.flops import meta_model
     from resformer.training.untrained import new_checkpoint
 
     config = new_checkpoint(options, weights=weights, dry_run=dry_run)
