@@ -516,8 +516,7 @@ def sentences() -> dict[str, list[str]]:
         "docs/pretraining.md": [
             f"{best['adamw'][1]:.2f} nats with AdamW (rate {best['adamw'][0]:g}) and {best['muon'][1]:.2f} with Muon "
             f"({best['muon'][0]:g})",
-            f"{tokenised['bytes'] / 1e9:.0f} GB of text took {tokenised['seconds']:.0f} seconds with two workers and "
-            f"{tokenised['peak RSS of the tree, GB']:.1f} GB of memory",
+            f"{tokenised['bytes'] / 1e9:.0f} GB of text took {tokenised['seconds']:.0f} seconds with two workers",
             f"{bare:,.0f} tokens/s on one core against {ours:,.0f} (median ratio {speed['ratio']})",
         ],
         "README.md": [f"[{len(METHODS) - 8} other methods](docs/methods.md)", *studied["README.md"]],

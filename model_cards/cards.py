@@ -68,9 +68,6 @@ class Recipe:
     train: str  # which parameters: all or connections
     trained: int  # the number of these
     parameters: int
-    teacher: str | None  # of a distillation
-    weight: float  # of its loss
-    temperature: float
     hardware: str | None = None
     seconds: float | None = None
 

@@ -259,7 +259,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_checkpoints_of_one_name_are_told_apart(llama: Path, tmp_path: Path) -> None:
     retrofit(llama, tmp_path / "llama", method="resformer", verify="headers")
     done = cli("analyze", llama, tmp_path / "llama", "--text", llama.parent / "notes.txt", "--max-tokens", 8, "--json")
-    assert [one["name"] for one in json.loads(done.stdout)["checkpoints"]] == [llama.parent.name, tmp_path.name]
+    names = [f"{folder.name}/llama" for folder in (llama.parent, tmp_path)]
+    assert [one["name"] for one in json.loads(done.stdout)["checkpoints"]] == names
 
 
 def test_another_tokenizer_reads_for_all(tmp_path: Path) -> None:

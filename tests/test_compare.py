@@ -18,16 +18,17 @@ from conftest import Stop, tiny_config, tiny_model, windowed_model
 from safetensors.torch import load_file
 from scipy import stats
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator, get_scheduler
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, default_data_collator, get_scheduler
 
 from resformer import METHODS, value_mixing_matrix
 from resformer.configuration import mixing_layers
+from resformer.convert import connections
 from resformer.errors import CheckpointError
 from resformer.files import locked
 from resformer.training.data import is_held_out, load_documents
 from resformer.training.flops import forward_flops, training_flops
 from resformer.training.optimizer import is_connection
-from resformer.training.options import StudyOptions, names
+from resformer.training.options import ScheduleOptions, StudyOptions, names
 from resformer.training.packing import pack_documents
 from resformer.training.pretraining import pretrain
 from resformer.training.sizes import schedule_arguments, scratch_config
@@ -81,7 +82,7 @@ def test_models_of_a_seed_start_from_one_backbone_and_their_own_connections(meth
     [("constant", [0, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2]), ("wsd", [0, 1, 2, 2, 2, 2, 2, 1.5, 1, 0.5, 0])],
 )
 def test_the_rate_is_constant_or_falls_at_the_end(schedule: str, rates: list[float]) -> None:
-    arguments = schedule_arguments(schedule, 10, 0.2, 0.4)
+    arguments = schedule_arguments(ScheduleOptions(schedule=schedule, warmup=0.2, decay=0.4), 10)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
     scheduler = get_scheduler(
         arguments["lr_scheduler_type"], optimizer, arguments["warmup_steps"], 10, arguments["lr_scheduler_kwargs"]
@@ -328,7 +329,7 @@ def test_pretrain_trains_what_compare_does(work: Path, compare: Callable[..., An
     given = ["--steps", 4, "--evaluations", 2, "--seeds", 1, "--first-seed", 3, "--save-models"]
 
     def stopped(run: Any, options: Any) -> Any:
-        if run.method == "transformer":
+        if run.key[1] == "transformer":
             return trained(run, options)
         return pretrain(run.options, callbacks=[Stop(lambda state: state.global_step == 3)])
 
@@ -430,6 +431,26 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(work: Path, compare: Calla
     assert of_steps[0]["batch"] < by_size[0]["batch"]  # as the tokens of three steps ask for
     assert "runs to do: 1, of " in compare("planned", "--tokens", 700, *SMALL, "--seeds", 1, "--dry-run").stdout
     assert set(work.iterdir()) == before
+
+
+def test_a_plan_builds_a_model_for_each_size_and_method_whatever_the_seeds(
+    compare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    init = PreTrainedModel.__init__
+
+    def counted(self: Any, *given: Any, **more: Any) -> None:
+        built.append(type(self).__name__)
+        init(self, *given, **more)
+
+    monkeypatch.setattr(PreTrainedModel, "__init__", counted)
+    sizes = ["--methods", "resformer,svformer,denseformer,cla2", "--sizes", f"{SHAPE},{SHAPE}:head_dim=16", *TEXT]
+    for seeds in (1, 3):
+        connections._meta_model.cache_clear()
+        built.clear()
+        done = compare("planned", *sizes, "--steps", 3, "--seeds", seeds, "--dry-run")
+        assert done.exit_code == 0, done.output
+        assert built.count("ResFormerForCausalLM") == 2 * 5  # the plain decoder of a size is one of its methods
 
 
 def test_a_launcher_is_refused(work: Path, compare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from checkpoints import byte_tokenizer, save_notes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from resformer import ResFormerConfig
+from resformer.training.flops import meta_model
 from resformer.training.sizes import budget, scratch_config
-from resformer.training.untrained import parameter_count
 
 NARROW = ["--tokenizer", "bytes", "--set", "hidden_size=32", "--set", "num_hidden_layers=3", "--set", "vocab_size=320"]
 
@@ -46,13 +46,16 @@ def test_without_weights_there_are_none(tmp_path: Path, invoke: Callable[..., An
     assert len(AutoTokenizer.from_pretrained(tmp_path / "a")) == 300
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     assert (config["architectures"], config["initializer_range"]) == (["ResFormerForCausalLM"], 0.02)
-    assert json.loads(done.stdout)["parameters"] == parameter_count(ResFormerConfig.from_pretrained(tmp_path / "a"))
+    assert (
+        json.loads(done.stdout)["parameters"]
+        == meta_model(ResFormerConfig.from_pretrained(tmp_path / "a")).num_parameters()
+    )
 
 
 @pytest.mark.parametrize(("size", "millions"), [("82m", 82), ("180m", 180), ("320m", 320), ("468m", 468)])
 def test_sizes_have_the_parameters_of_their_names(size: str, millions: int) -> None:
     config = scratch_config("transformer", size, byte_tokenizer(), vocab_size=50_277)
-    assert parameter_count(config) == pytest.approx(millions * 1e6, rel=0.01)
+    assert meta_model(config).num_parameters() == pytest.approx(millions * 1e6, rel=0.01)
     assert config.head_dim == 64
     assert config.intermediate_size == 3.5 * config.hidden_size
 

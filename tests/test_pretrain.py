@@ -189,6 +189,8 @@ def test_the_size_decides_the_budget_whatever_the_method_and_the_idle_experts(wo
     dense, sparse = (plan_of(size="tiny", method="transformer", backbone=name) for name in ("qwen3", "qwen3_moe"))
     assert sparse.parameters > 1.8 * dense.parameters
     assert sparse.tokens == pytest.approx(dense.tokens, rel=0.02)
+    tied = plan_of(size="tiny", method="transformer", backbone="qwen3", fields={"tie_word_embeddings": True})
+    assert dense.parameters - tied.parameters == dense.plain_parameters - tied.plain_parameters == 257 * 128
 
 
 def test_a_dry_run_writes_nothing(work: Path, invoke: Callable[..., Any]) -> None:

@@ -58,15 +58,15 @@ def test_the_files_hold_the_tokens_of_the_text(text: Path, invoke: Callable[...,
 
 def test_a_stopped_run_goes_on_to_the_same_files(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizing.tokenize(options(text, "whole"))
-    close, closed = tokenizing._Writer.close, []
+    write, begun = tokenizing._write_file, []
 
-    def interrupted(writer: Any) -> Any:
-        closed.append(writer)
-        if len(closed) in (2, 5):
+    def interrupted(path: Path, table: Any) -> Any:
+        begun.append(path)
+        if len(begun) in (2, 5):
             raise KeyboardInterrupt
-        return close(writer)
+        return write(path, table)
 
-    monkeypatch.setattr(tokenizing._Writer, "close", interrupted)
+    monkeypatch.setattr(tokenizing, "_write_file", interrupted)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             tokenizing.tokenize(options(text))
@@ -76,7 +76,7 @@ def test_a_stopped_run_goes_on_to_the_same_files(text: Path, monkeypatch: pytest
 
 
 def test_a_changed_source_is_noticed(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizing._Writer, "close", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(tokenizing, "_write_file", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         tokenizing.tokenize(options(text))
     lines = (text / "text.txt").read_text()

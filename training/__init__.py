@@ -1,1 +1,1 @@
-"""Training: data, fine-tuning with the stock Trainer, distillation, comparison of methods, optimizer groups."""
+"""Training: data, fine-tuning with the stock Trainer, comparison of methods, optimizer groups."""

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from operator import eq
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +23,7 @@ from trl.trainer import sft_trainer
 
 from resformer.errors import first_names, one_line
 from resformer.training.data import DataError
-from resformer.training.packing import Blocks, filling, has_labels
+from resformer.training.packing import Blocks, has_labels, padding
 from resformer.training.trainer import RecipeTrainer
 
 #: How TRL prepares a row: whole chats by the template's marks, or what comes after a prompt.
@@ -42,10 +43,9 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
     """TRL's `SFTTrainer` with our groups of parameters, the model's own forward, and our evaluation."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        names = ("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
         # TRL's own head does without logits. It raises for some families, and is no part of the loss here.
         with patch.object(sft_trainer, "add_fused_lm_head", lambda *given, **options: None):
-            super().__init__(**dict(zip(names, args, strict=False)), **kwargs)
+            super().__init__(*args, **kwargs)
 
 
 class ChatTrainer(SupervisedTrainer):
@@ -60,14 +60,7 @@ class ChatTrainer(SupervisedTrainer):
     """
 
     def __init__(
-        self,
-        *,
-        pack: Callable[..., Blocks],
-        block: int,
-        truncate: bool,
-        chats: Dataset,
-        model: Any,
-        **kwargs: Any,
+        self, *, pack: Callable[..., Blocks], block: int, truncate: bool, chats: Dataset, model: Any, **kwargs: Any
     ):
         self.pack, self.block, self.truncate = pack, block, truncate
         text = model.config.get_text_config()
@@ -105,13 +98,12 @@ class ChatTrainer(SupervisedTrainer):
             features=_FEATURES,
             desc="Reading chats",
         )
-        if unused := sorted({name for names in rows.unique("unused") for name in names.split()}):
+        if unused := sorted({name for names in rows.unique("unused") for name in (names or "").split()}):
             self.notes.append(f"{source}: the chat template does not render {first_names(unused)}")
         parts = []
         self.chat_template, self.completion_only_loss = template, True
         for kind, columns in _COLUMNS.items():
-            part = rows.filter(_is_kind, fn_kwargs={"kind": kind}, input_columns="kind")
-            if not len(part):
+            if not len(part := rows.filter(partial(eq, kind), input_columns="kind")):
                 continue
             part = part.select_columns([*columns, "tools", "chat_template_kwargs"])
             part = part.rename_columns({name: name.removeprefix("text_") for name in columns})
@@ -143,24 +135,14 @@ class ChatTrainer(SupervisedTrainer):
         return _filled(bins, self.block, tokenizer)
 
 
-def _is_kind(each: str, kind: str) -> bool:
-    return str(each) == kind
-
-
 def _filled(bins: pa.Table, block: int, tokenizer: PreTrainedTokenizerBase) -> pa.Table:
     """The rows of TRL's packing, each bin with one of padding that fills its block."""
     ids = np.asarray(bins["input_ids"].combine_chunks().flatten())
-    lengths = bins["seq_lengths"].to_pylist()
-    sizes = [size for row in lengths for size in (*row, block - sum(row)) if size]
-    padding = filling([block], tokenizer)["input_ids"].combine_chunks().flatten().to_numpy()
-    ends = np.cumsum([sum(row) for row in lengths])
-    pieces = [
-        piece
-        for end, row in zip(ends, lengths, strict=True)
-        for piece in (ids[end - sum(row) : end], padding[: block - sum(row)])
-    ]
-    values = pa.array(np.concatenate(pieces).astype(np.int32))
-    offsets = pa.array(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
+    rows = [np.array(each) for each in bins["seq_lengths"].to_pylist()]
+    sums = np.array([row.sum() for row in rows])
+    values = np.insert(ids, np.repeat(sums.cumsum(), block - sums), padding(tokenizer)).astype(np.int32)
+    lengths = np.concatenate([[*row, block - total] for row, total in zip(rows, sums, strict=True)])
+    offsets = np.concatenate([[0], lengths[lengths > 0].cumsum()]).astype(np.int32)
     return pa.table({"input_ids": pa.ListArray.from_arrays(offsets, values)})
 
 
@@ -178,8 +160,7 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, bool]:
 def _rows_of(batch: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, **template: Any) -> dict[str, list[Any]]:
     """The rows of some chats, for TRL."""
     rows = [row for chat in batch["chat"] for row in _rows_of_one(chat, tokenizer, **template)]
-    empty = {**dict.fromkeys(_FEATURES), "unused": ""}
-    return {name: [{**empty, **row}[name] for row in rows] for name in _FEATURES}
+    return {name: [row.get(name) for row in rows] for name in _FEATURES}
 
 
 def _rows_of_one(

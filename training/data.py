@@ -175,24 +175,14 @@ def reading_source(source: str) -> Iterator[None]:
         if cause is not None:
             raise cause from None
         path = Path(source).expanduser()
-        file = next(filter(_is_broken, _visible_files(path)), path) if path.is_dir() else source
+        for file in _visible_files(path) if path.is_dir() else ():  # raises of the one that cannot be read
+            if (found := _builder(file)) is not None:
+                with reading_source(str(file)):
+                    for _ in load_dataset(found[0], data_files=str(file), split="train", streaming=True, **found[1]):
+                        pass
         detail = one_line(error.__cause__ or error)
         way_out = "mend it, or leave it out" if path.exists() else "check its name"
-        raise DataError(f"{file}: `datasets` cannot read it: {detail}; {way_out}.") from error
-
-
-def _is_broken(file: Path) -> bool:
-    """Whether `datasets` cannot read a file; of one of another kind it is not asked."""
-    if (found := _builder(file)) is None:
-        return False
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", _CELLS_LOST)
-            for _ in load_dataset(found[0], data_files=str(file), split="train", streaming=True, **found[1]):
-                pass
-    except (DatasetsError, OSError, ValueError, TypeError, *_BROKEN):
-        return True
-    return False
+        raise DataError(f"{source}: `datasets` cannot read it: {detail}; {way_out}.") from error
 
 
 def _builder(file: Path) -> tuple[str, dict[str, Any]] | None:
@@ -240,8 +230,15 @@ def _load(source: str, path: Path, split: str, streaming: bool, sample_by: str) 
             part = part[_split(source, split, part)]
         return part.to_iterable_dataset() if streaming else part, []
     if (path / INDEX).is_file():
-        written = [str(file) for file in _token_files(path)]
-        part = load_dataset("parquet", data_files=written, split="train", streaming=streaming)
+        listed = json.loads((path / INDEX).read_text(encoding="utf-8"))["files"]
+        written = sorted(listed, key=lambda file: file["name"].startswith("train"))  # held-out documents first
+        for file in written:
+            if not (name := path / file["name"]).is_file() or name.stat().st_size != file["bytes"]:
+                raise DataError(
+                    f"{name}: is not the file of {file['bytes']:,} bytes that {INDEX} lists; tokenise again."
+                )
+        names = [str(path / file["name"]) for file in written]
+        part = load_dataset("parquet", data_files=names, split="train", streaming=streaming)
         return part, [file.name for file in _visible_files(path) if file.suffix != ".parquet" and file.parent == path]
     if path.is_file():
         if (found := _builder(path)) is None:
@@ -285,17 +282,6 @@ def _split(source: str, split: str, splits: Collection[str]) -> str:
         known = first_names([*map(str, splits)])
         raise DataError(f"{source}: has no split {split!r} but {known}; name one with --split.")
     return split
-
-
-def _token_files(folder: Path) -> list[Path]:
-    """The files of `resformer tokenize`, held-out documents first."""
-    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    files = [file for side in ("validation", "train") for file in index["files"] if file["name"].startswith(side)]
-    for file in files:
-        path = folder / file["name"]
-        if not path.is_file() or path.stat().st_size != file["bytes"]:
-            raise DataError(f"{path}: is not the file of {file['bytes']:,} bytes that {INDEX} lists; tokenise again.")
-    return [folder / file["name"] for file in files]
 
 
 def _kept(columns: Collection[str], text: str | None, chats: bool, name: str) -> list[str]:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from resformer.convert import connections
 from resformer.convert.connected_families import view
 from resformer.errors import CheckpointError
 from resformer.modeling.any_decoder import text_config
@@ -33,10 +33,10 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
     except (CheckpointError, ValueError):  # an estimate ends no run; such a decoder has no connections
         seen = None
     model: Any = meta_model(config)
-    share = _experts_share(text)
+    passed = _passed(model)
     ends = [each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
     weights = sum(
-        parameter.numel() * (share if ".experts" in name else 1)
+        passed[name]
         for name, parameter in model.named_parameters()
         if parameter.dim() > 1 and not is_connection(name) and not any(parameter is end for end in ends)
     )
@@ -58,20 +58,22 @@ def forward_flops(config: Any, tokens: int) -> dict[str, float]:
 
 def active_parameters(config: Any) -> int:
     """Parameters that a token passes: of experts its share."""
-    share = _experts_share(text_config(config))
-    named = meta_model(config).named_parameters()
-    return round(sum(each.numel() * (share if ".experts" in name else 1) for name, each in named))
+    return round(sum(_passed(meta_model(config)).values()))
 
 
-def _experts_share(text: Any) -> float:
+def _passed(model: Any) -> dict[str, float]:
+    """Parameter -> how many of its numbers a token passes: of experts its share."""
+    text = text_config(model.config)
     experts = next((n for name in _EXPERTS if (n := getattr(text, name, None))), 1)
-    return (getattr(text, "num_experts_per_tok", None) or experts) / experts if experts > 1 else 1.0
+    share = (getattr(text, "num_experts_per_tok", None) or experts) / experts if experts > 1 else 1
+    return {name: each.numel() * (share if ".experts" in name else 1) for name, each in model.named_parameters()}
 
 
 def meta_model(config: Any) -> PreTrainedModel:
-    """A model without weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    """A model without weights, one for equal configurations; where its head is its embedding, it counts once."""
+    model = connections.meta_model(config)
+    model.tie_weights()
+    return model
 
 
 def training_flops(config: Any, tokens: int) -> float:

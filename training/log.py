@@ -104,6 +104,8 @@ class TrainingLog(TrainerCallback):
 
     def __init__(self, folder: Path, flops: float | None = None):
         self.folder, self.flops = folder, flops  # a token, forward and backward
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        self.peak = next((peak for name, peak in _PEAKS.items() if name in device), None)
         self.since: tuple[float, int, int] | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -119,8 +121,8 @@ class TrainingLog(TrainerCallback):
             speed = (entry["tokens"] - tokens) / seconds
             entry["tokens_per_second"] = speed
             entry["hours_left"] = seconds / (entry["step"] - step) * (state.max_steps - entry["step"]) / 3600
-            if self.flops is not None and args.bf16 and (peak := _peak()) is not None:
-                entry["flops_utilisation"] = speed * self.flops / (peak * args.world_size)
+            if self.flops is not None and self.peak is not None and args.bf16:
+                entry["flops_utilisation"] = speed * self.flops / (self.peak * args.world_size)
         if "eval_loss" in entry:
             entry["coefficients"] = coefficients(model)
         self.since = None  # an evaluation or a checkpoint may come before the next step
@@ -138,9 +140,3 @@ def coefficients(model: torch.nn.Module) -> dict[str, list[float] | float]:
             few = values if len(values) <= _FEW else values.square().mean().sqrt()
             found[name.removeprefix("module.")] = np.round(few.double().numpy(), 5).tolist()
     return found
-
-
-def _peak() -> float | None:
-    """Operations a second of one device; `None`: not known."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((peak for part, peak in _PEAKS.items() if part in name), None)

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -28,12 +28,8 @@ def is_connection(parameter_name: str) -> bool:
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     """Name, owner and parameter, each once."""
-    seen = set[int]()
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield f"{prefix}.{name}" if prefix else name, module, parameter
+    for name, parameter in model.named_parameters():
+        yield name, model.get_submodule(name.rpartition(".")[0]), parameter
 
 
 def connections_by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:
@@ -60,19 +56,24 @@ def scratch_rates(
     return {COEFFICIENTS: coefficients, GATES: learning_rate, TABLES: tables}
 
 
+def _move(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], **options: Any) -> bool:
+    """Moves parameters out of the optimizer's groups into one of their own; `False` if it has none of them."""
+    chosen, moved = {id(parameter) for parameter in parameters}, list[nn.Parameter]()
+    for group in optimizer.param_groups:
+        moved += [parameter for parameter in group["params"] if id(parameter) in chosen]
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
+    if moved:
+        optimizer.add_param_group({"params": moved, **options})
+    return bool(moved)
+
+
 def set_connection_rates(optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapping[str, float]) -> None:
     """Moves what has one of `rates` out of the optimizer's groups into groups of its own, without weight decay."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     by_kind = connections_by_kind(model)
     if EMBEDDINGS in rates:
         by_kind[EMBEDDINGS] = [cast(PreTrainedModel, model).get_input_embeddings().weight]
-    own = {id(parameter) for parameters in by_kind.values() for parameter in parameters}
-    for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in own]
     for kind, parameters in by_kind.items():
-        moved = [parameter for parameter in parameters if id(parameter) in held]
-        if moved:
-            optimizer.add_param_group({"params": moved, "lr": rates[kind], "weight_decay": 0.0})
+        moved = _move(optimizer, parameters, lr=rates[kind], weight_decay=0.0)
         trained = any(parameter.requires_grad for parameter in parameters)
         if trained and (not moved or hasattr(optimizer, "fused_backward")):  # LOMO steps in the backward pass
             name, rate = type(optimizer).__name__, rates[kind]
@@ -153,16 +154,6 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 self.muon.state[matrix] = {"momentum_buffer": momentum[index]}
                 yield matrix
 
-    def set_learning_rate(self, model: PreTrainedModel, learning_rate: float) -> None:
-        """Gives the matrices of the layers to Muon, those of connections left out."""
-        matrices = {id(parameter) for parameter in muon_matrices(model)[0].values()}
-        for group in [*self.param_groups]:
-            moved = [parameter for parameter in group["params"] if id(parameter) in matrices]
-            if moved:
-                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in matrices]
-                more = {"lr": learning_rate, "weight_decay": group["weight_decay"], "muon": True}
-                self.add_param_group({"params": moved, **more})
-
 
 class ConnectionTrainer(Trainer):
     """The stock `Trainer`, in which the connections have their own learning rates, whatever the optimizer.
@@ -202,5 +193,7 @@ class ConnectionTrainer(Trainer):
             if self.rates is not None:
                 set_connection_rates(self.optimizer, model, self.rates)
             if isinstance(self.optimizer, MuonAndAdamW) and self.muon_learning_rate is not None:
-                self.optimizer.set_learning_rate(self.accelerator.unwrap_model(model), self.muon_learning_rate)
+                matrices, _ = muon_matrices(self.accelerator.unwrap_model(model))
+                options = {"lr": self.muon_learning_rate, "weight_decay": self.args.weight_decay, "muon": True}
+                _move(self.optimizer, matrices.values(), **options)
         return self.optimizer

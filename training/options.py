@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,12 +13,6 @@ from typer import Argument, Option
 from resformer.errors import CheckpointError, first_names, one_line
 from resformer.own_files import method_named
 
-#: What a document of a plain text file may be.
-SAMPLE_BY = ("document", "paragraph", "line")
-#: Of the learning rate; "wsd" is warm-up, stable, decay.
-SCHEDULES = ("cosine", "constant", "wsd")
-#: What `finetune --train` takes.
-TRAIN = ("all", "connections")
 #: The file that says with what an unfinished run has begun.
 BEGUN = "arguments.json"
 
@@ -26,8 +20,6 @@ _UNITS = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 #: Rates of one kind of parameters, in training from scratch.
 KIND_RATES = ("gate_learning_rate", "table_learning_rate", "embedding_learning_rate")
 RATES = ("learning_rate", "connection_learning_rate", *KIND_RATES)
-
-_LAUNCH_OPTIONS = ("resume", "force", "dry_run")  # options that do not change the result
 
 
 def count(text: str | int) -> int:
@@ -85,22 +77,44 @@ def unfinished_of(output: str) -> Path:
     return Path(output).with_name(f"{Path(output).name}.training")
 
 
+def shared(values: Any, kind: Any) -> dict[str, Any]:
+    """What `values` has of the fields of the dataclass `kind`."""
+    return {each.name: getattr(values, each.name) for each in fields(kind) if hasattr(values, each.name)}
+
+
+#: What is expected of fields, whichever options have them.
+_EXPECTED: list[tuple[str, Callable[[Any], bool], str]] = [
+    (
+        "an integer of more than 0",
+        lambda value: isinstance(value, int) and value > 0,
+        "accumulate batch evaluations held_out_blocks micro_batch seeds steps workers",
+    ),
+    ("more than 0", lambda value: 0 < value < math.inf, "epochs muon_learning_rate"),
+    ("0 or more", lambda value: value >= 0, "seed spike warmup"),
+    ("2 tokens at least, one to predict the other", lambda value: value > 1, "block"),
+    ("a share from 0 to below 1", lambda value: 0 <= value < 1, "decay held_out"),
+]
+_CHOICES = {
+    "sample_by": ("document", "paragraph", "line"),
+    "save_dtype": ("float32", "bfloat16", "float16"),
+    "schedule": ("cosine", "constant", "wsd"),
+    "train": ("all", "connections"),
+}
+
+
 class _Checked:
-    """Checks of fields by their names, for dataclasses of options."""
+    """Options, whose fields are checked by their names."""
 
-    def _expect(self, what: str, check: Any, *names: str) -> None:
+    def __post_init__(self) -> None:
+        for what, check, names in _EXPECTED:
+            self._expect(what, check, *names.split())
+        for name, choices in _CHOICES.items():
+            self._expect(f"one of {', '.join(choices)}", choices.__contains__, name)
+
+    def _expect(self, what: str, check: Callable[[Any], bool], *names: str) -> None:
         for name in names:
-            if (value := getattr(self, name)) is not None and not check(value):
+            if (value := getattr(self, name, None)) is not None and not check(value):
                 raise ValueError(f"{name} is {value!r}; expected {what}.")
-
-    def _positive(self, *names: str) -> None:
-        self._expect("more than 0", lambda value: isinstance(value, (int, float)) and 0 < value < math.inf, *names)
-
-    def _whole(self, *names: str) -> None:
-        self._expect("an integer of more than 0", lambda value: isinstance(value, int) and value > 0, *names)
-
-    def _one_of(self, choices: Sequence[str], name: str) -> None:
-        self._expect(f"one of {', '.join(choices)}", choices.__contains__, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +126,11 @@ class DataOptions(_Checked):
         Option(help="File, folder, Hub id[:configuration], standard-library; repeatable, with weights as in a:0.7."),
     ] = field(default_factory=list)
     split: Annotated[str, Option(help="Split of a folder or of a Hub dataset.")] = "train"
-    text_column: Annotated[str | None, Option(help="The column to read, whatever else there is.  [default: text]")] = (
-        None
-    )
+    text_column: Annotated[str | None, Option(help="The column to read, whatever others are.  [default: text]")] = None
     sample_by: Annotated[str, Option(help="What of a text file is one: document (all), paragraph, line.")] = "document"
 
     def __post_init__(self) -> None:
-        self._one_of(SAMPLE_BY, "sample_by")
+        super().__post_init__()
         weighted_sources(self.data)
 
     @property
@@ -136,6 +148,9 @@ ParseSpecial = Annotated[
     bool, Option("--parse-special", help="Special tokens that the text spells are tokens, not their letters.")
 ]
 Bf16 = Annotated[bool | None, Option("--bf16/--no-bf16", help="Autocast.  [default: where the processor has bfloat16]")]
+SeparateDocuments = Annotated[
+    bool, Option("--separate-documents/--join-documents", help="Documents of a sequence apart, or joined.")
+]
 KeepOptimizer = Annotated[
     bool, Option("--keep-optimizer/--drop-optimizer", help="Whether --resume with more steps can go on after the end.")
 ]
@@ -176,9 +191,6 @@ class RunOptions(DataOptions):
                 "Streams are not trained on: a run could not go on where it was. Write their tokens first: "
                 "resformer tokenize DATA... tokens --tokenizer MODEL, then --data tokens."
             )
-        self._positive("held_out_blocks", "muon_learning_rate")
-        self._expect("0 or more", lambda value: value >= 0, "spike", "seed")
-        self._expect("a share of the documents, from 0 to below 1", lambda share: 0 <= share < 1, "held_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,11 +222,9 @@ class ScheduleOptions(_Checked):
     evaluations: Annotated[int, Option(help="Evaluations in a run, at even intervals; each saves a checkpoint.")] = 10
 
     def __post_init__(self) -> None:
-        self._whole("micro_batch", "evaluations")
-        self._positive(*RATES)
-        self._expect("0 or more", lambda value: value >= 0, "warmup")
-        self._expect("a share of the steps from 0 to less than 1", lambda share: 0 <= share < 1, "decay")
-        self._one_of(SCHEDULES, "schedule")
+        super().__post_init__()
+        # Those of a method are what its text says, perhaps no number.
+        self._expect("more than 0", lambda rate: isinstance(rate, (int, float)) and 0 < rate < math.inf, *RATES)
         if self.schedule == "wsd" and 1 > self.warmup > 1 - self.decay:
             raise ValueError(f"warmup is {self.warmup} and decay {self.decay}; expected at most all steps together.")
 
@@ -228,9 +238,7 @@ class FinetuneOptions(RunOptions):
     steps: Annotated[int | None, Option(help="Optimizer steps.")] = None
     epochs: Annotated[float | None, Option(help="Passes over the data.  [default: 1]")] = None
     block: Annotated[int | None, Option(help="Tokens per sequence.  [default: 1024, or all positions]")] = None
-    separate_documents: Annotated[
-        bool, Option("--separate-documents/--join-documents", help="Documents of a sequence apart, or joined.")
-    ] = True
+    separate_documents: SeparateDocuments = True
     batch: Annotated[int, Option(help="Sequences per device and pass.")] = 8
     accumulate: Annotated[int, Option(help="Passes per step.")] = 1
     learning_rate: Annotated[float, Option("--learning-rate", "--lr", help="Of the backbone.")] = 5e-5
@@ -248,10 +256,7 @@ class FinetuneOptions(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._positive("steps", "epochs", "batch", "accumulate")
         self._expect("0 or more", lambda rate: rate >= 0, "learning_rate", "connection_learning_rate")
-        self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
-        self._one_of(TRAIN, "train")
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps is {self.steps} and epochs {self.epochs}; give one of them.")
         if self.separate_documents and self.batch > 1 and "flash" in (self.attn_implementation or ""):
@@ -259,7 +264,6 @@ class FinetuneOptions(RunOptions):
                 f"batch is {self.batch}; with FlashAttention, documents of a block are kept apart in batches of one "
                 "alone. Use --batch 1 and --accumulate (pretrain: --micro-batch 1), --join-documents, or sdpa."
             )
-        self._one_of(("float32", "bfloat16", "float16"), "save_dtype")
 
     @property
     def unfinished(self) -> Path:
@@ -269,7 +273,7 @@ class FinetuneOptions(RunOptions):
     @property
     def run(self) -> dict[str, Any]:
         """What decides the result: all but how this process was started."""
-        return {name: value for name, value in asdict(self).items() if name not in _LAUNCH_OPTIONS}
+        return {name: value for name, value in asdict(self).items() if name not in ("resume", "force", "dry_run")}
 
 
 Backbone = Annotated[
@@ -301,7 +305,6 @@ class NewOptions(DataOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "method", method_named(self.method))
-        self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,9 +317,7 @@ class PretrainOptions(NewOptions, RunOptions, ScheduleOptions):
     batch_tokens: Annotated[
         int | None, Option(parser=count, metavar="TOKENS", help="A step's.  [default: follows from the size]")
     ] = None
-    separate_documents: Annotated[
-        bool, Option("--separate-documents/--join-documents", help="Documents of a sequence apart, or joined.")
-    ] = True
+    separate_documents: SeparateDocuments = True
     start: Annotated[
         str | None, Option("--from", help="Go on from the last step of this OUTPUT, which had a constant rate.")
     ] = None
@@ -328,10 +329,6 @@ class PretrainOptions(NewOptions, RunOptions, ScheduleOptions):
     trainer: Annotated[
         dict[str, Any], Option("--trainer", metavar="NAME=VALUE", help="Any field of TrainingArguments; repeatable.")
     ] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ScheduleOptions.__post_init__(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,11 +344,6 @@ class TokenizeOptions(DataOptions):
         int, Option(parser=count, metavar="TOKENS", help="Of a file.  [default: 64M]", show_default=False)
     ] = 64_000_000
     held_out: Annotated[float, Option(help="Share of the documents to evaluate on.")] = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._positive("workers")
-        self._expect("a share of the documents, from 0 to below 1", lambda share: 0 <= share < 1, "held_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,9 +374,7 @@ class StudyOptions(ScheduleOptions, DataOptions):
     tokenizer: Annotated[str | None, Option(help="As of pretrain.  [default: bpe:4096, or the checkpoint's]")] = None
     block: Annotated[int, Option(help="Tokens per sequence.")] = 512
     parse_special: ParseSpecial = False
-    separate_documents: Annotated[
-        bool, Option("--separate-documents/--join-documents", help="Documents of a sequence apart, or joined.")
-    ] = True
+    separate_documents: SeparateDocuments = True
     learning_rate: Annotated[
         float | None, Option("--learning-rate", "--lr", help="The highest.  [default: the size's; --from: 5e-5]")
     ] = None
@@ -394,7 +384,6 @@ class StudyOptions(ScheduleOptions, DataOptions):
     save_models: Annotated[bool, Option("--save-models", help="Keep the models of the first seed.")] = False
 
     def __post_init__(self) -> None:
-        self._expect("2 tokens at least, one to predict the other", lambda block: block > 1, "block")
         if self.steps is not None and self.tokens is not None:
             raise ValueError(f"--steps is {self.steps} and --tokens {self.tokens}: give one of them.")
         if self.start is not None and self.steps is None and self.tokens is None:
@@ -403,12 +392,9 @@ class StudyOptions(ScheduleOptions, DataOptions):
             object.__setattr__(self, name, [each for text in getattr(self, name) for each in names(text)])
         object.__setattr__(self, "methods", [*map(method_named, self.methods)])
         object.__setattr__(self, "baseline", self.baseline and method_named(self.baseline))
-        ScheduleOptions.__post_init__(self)
-        DataOptions.__post_init__(self)
-        self._whole("batch", "steps")
-        self._positive("seeds", "held_out_blocks")
-        self._expect("a share of the documents between 0 and 1", lambda share: 0 < share < 1, "held_out")
-        self._one_of(self.all_methods, "baseline")
+        super().__post_init__()
+        self._expect("a share of more than 0", bool, "held_out")
+        self._expect(f"one of {', '.join(self.all_methods)}", self.all_methods.__contains__, "baseline")
         if self.batch is not None and self.batch % (self.micro_batch or self.batch):
             raise ValueError(f"micro_batch is {self.micro_batch}; expected a divisor of the batch, {self.batch}.")
         if self.start is not None and self.backbone is not None:
@@ -419,9 +405,8 @@ class StudyOptions(ScheduleOptions, DataOptions):
     @property
     def of_runs(self) -> dict[str, Any]:
         """What runs have in common, and a study cannot change."""
-        schedule = {each.name: getattr(self, each.name) for each in fields(ScheduleOptions)}
         more = ("steps", "tokens", "batch", "block", "separate_documents", "bf16", "held_out", "held_out_blocks")
-        return schedule | {name: getattr(self, name) for name in more}
+        return shared(self, ScheduleOptions) | {name: getattr(self, name) for name in more}
 
     @property
     def all_seeds(self) -> range:

@@ -90,10 +90,8 @@ class PackedBlocks(torch.utils.data.Dataset):
     def digest(self) -> str:
         """SHA-256 of the first 2**26 tokens, and of where their blocks and documents begin."""
         digest = hashlib.sha256()
-        for chunk in self.tokens.slice(0, 2**26).chunks:
-            digest.update(chunk.to_numpy().astype("<i8").tobytes())
-        for places in (self.starts, self.begins):
-            digest.update(places.astype("<i8").tobytes())
+        for part in (*self.tokens.slice(0, 2**26).chunks, self.starts, self.begins):
+            digest.update(np.asarray(part).astype("<i8").tobytes())
         return digest.hexdigest()
 
     @property
@@ -137,7 +135,8 @@ class RunBlocks(torch.utils.data.Dataset):
             parts, shares = [np.flatnonzero(source_of == number) for number in range(len(sizes))], list(weights)
             for (source, count), part in zip(sizes.items(), parts, strict=True):
                 if not len(part):
-                    raise _short(source, count, blocks.block)
+                    told = f"{source}: its training documents have {count:,} tokens and do not fill a block of"
+                    raise DataError(f"{told} {blocks.block:,}; use more text or a smaller --block.")
         count = length(max(len(part) / share for part, share in zip(parts, shares, strict=True)))
         orders, times = [], []
         for number, (part, share) in enumerate(zip(parts, shares, strict=True)):
@@ -162,11 +161,6 @@ class RunBlocks(torch.utils.data.Dataset):
             passes = counts / np.bincount(self._source_of)
         tokens = (counts * self.blocks.block).round().astype(int).tolist()
         return dict(zip(self._sizes, zip(tokens, passes.round(3).tolist(), strict=True), strict=True))
-
-
-def _short(source: str, tokens: int, block: int) -> DataError:
-    told = f"{source}: its training documents have {tokens:,} tokens and do not fill a block of {block:,}"
-    return DataError(f"{told}; use more text or a smaller --block.")
 
 
 def warn_of_passes(source: str, passes: float) -> None:
@@ -309,28 +303,26 @@ def has_labels(table: pa.Table) -> np.ndarray:
 def whole_blocks(table: pa.Table, block: int, tokenizer: PreTrainedTokenizerBase) -> pa.Table:
     """The same documents, and one of padding, which is not learned, that fills the last block."""
     count = pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 0
-    return pa.concat_tables([table, filling([-count % block], tokenizer)]) if count % block else table
+    rest = pa.table({"input_ids": [[padding(tokenizer)] * (-count % block)]}, schema=_TOKENS.arrow_schema)
+    return pa.concat_tables([table, rest]) if count % block else table
 
 
-def filling(sizes: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> pa.Table:
-    """Documents of so many tokens of padding, which are not learned."""
+def padding(tokenizer: PreTrainedTokenizerBase) -> int:
+    """A token that is not learned."""
     known = (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-    padding = -1 - next(known)
-    return pa.table({"input_ids": [[padding] * size for size in sizes]}, schema=_TOKENS.arrow_schema)
-
-
-def _specials(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Special tokens, longer ones first, as one may begin another."""
-    return sorted((str(token) for token in tokenizer.added_tokens_decoder.values() if token.special), key=len)[::-1]
+    return -1 - next(known)
 
 
 def spelt_specials(documents: Mapping[str, Dataset | IterableDataset], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Notes on the sources whose first documents spell special tokens, as text does that a template was applied to."""
-    notes = []
+    notes, specials = [], [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     for source, part in documents.items():
         with reading_source(source):
             rows = [content(row) for row in islice(part, 16)]
-        if spelt := [token for token in _specials(tokenizer) if token in "\n".join(map(str, rows))]:
+        text = "\n".join(map(str, rows))
+        if spelt := sorted(
+            (token for token in specials if token in text), key=len, reverse=True
+        ):  # one may begin another
             how = "is read as text; --parse-special makes it a token"
             how = how if isinstance(rows[0], str) else "is read as that token, as chat templates do"
             notes.append(f"{source}: {spelt[0]} in its text {how}")

@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
+from resformer.configuration.connection_fields import ConnectionFields
 from resformer.configuration.methods import method_of
+from resformer.convert.connected_families import with_connections
 from resformer.errors import CheckpointError
-from resformer.training.flops import active_parameters, training_flops
+from resformer.training.flops import active_parameters, meta_model, training_flops
 from resformer.training.log import TrainingLog, last_checkpoint
 from resformer.training.optimizer import COEFFICIENTS, EMBEDDINGS, GATES, TABLES, scratch_rates
 from resformer.training.options import (
@@ -19,15 +21,15 @@ from resformer.training.options import (
     KIND_RATES,
     FinetuneOptions,
     PretrainOptions,
-    RunOptions,
     read_begun,
+    shared,
     unfinished_of,
 )
 from resformer.training.recipe import START, finetune_checkpoint
 from resformer.training.report import FinetuneReport
-from resformer.training.sizes import budget, plain_config, schedule_arguments
+from resformer.training.sizes import budget, schedule_arguments
 from resformer.training.trainer import RecipeTrainer
-from resformer.training.untrained import parameter_count, untrained, write_untrained
+from resformer.training.untrained import untrained, write_untrained
 
 _PASS = 16_384  # tokens that a device takes at a time, unless more is said
 
@@ -69,8 +71,7 @@ def pretrain(
     finish: Callable[[RecipeTrainer], None] | None = None,
 ) -> tuple[PretrainPlan, FinetuneReport]:
     """Trains a model from scratch; under torchrun or `accelerate launch` every process calls it."""
-    options = _as_begun(options)
-    config, tokenizer = _model(options)
+    options, config, tokenizer = _begun(options)
     plan = pretrain_plan(options, config)
     run = _run(options, plan)
     start = replace(options, output=run.model, force=True)
@@ -86,29 +87,30 @@ def pretrain(
 
 def plan_pretraining(options: PretrainOptions) -> PretrainPlan:
     """The plan; reads data for a tokenizer alone. How fast it is, the log says after ten steps."""
-    options = _as_begun(options)
-    return pretrain_plan(options, _model(options)[0])
+    options, config, _ = _begun(options)
+    return pretrain_plan(options, config)
 
 
 def _devices() -> int:
     return TrainingArguments(output_dir="", use_cpu=not torch.accelerator.is_available(), report_to="none").world_size
 
 
-def _before(options: PretrainOptions) -> Path | None:
-    """The folder of the run that is gone on with, or that is branched from."""
+def _begun(options: PretrainOptions) -> tuple[PretrainOptions, Any, PreTrainedTokenizerBase]:
+    """The options, the configuration and the tokenizer; what follows from the size or the tokens as in a run before.
+
+    That is the one that is gone on with, or that is branched from.
+    """
     own = unfinished_of(options.output)
+    folder = None if options.start is None else unfinished_of(options.start)
     if options.resume and (own / START / "config.json").is_file():
-        return own
-    return None if options.start is None else unfinished_of(options.start)
-
-
-def _as_begun(options: PretrainOptions) -> PretrainOptions:
-    """The options, with what follows from the size or the tokens as it was in the run before."""
-    folder = _before(options)
-    if folder is None or not (options.start or (folder / BEGUN).is_file()):
-        return options
-    if not folder.exists():
+        folder = own
+    if folder is None:
+        return options, *untrained(options, options.held_out)
+    if not (folder / START).is_dir():
         raise CheckpointError(f"{options.start}: no run is kept to go on from: expected its folder {folder}.")
+    model = AutoConfig.from_pretrained(folder / START), AutoTokenizer.from_pretrained(folder / START)
+    if options.start is None and not (folder / BEGUN).is_file():
+        return options, *model
     begun = read_begun(folder)
     step = begun["batch"] * begun["accumulate"] * begun["processes"] * begun["block"]
     follows = {
@@ -122,24 +124,17 @@ def _as_begun(options: PretrainOptions) -> PretrainOptions:
     given: dict[str, Any] = {name: getattr(options, name) or value for name, value in follows.items()}
     if options.warmup == begun["warmup"]:
         given["trainer"] = {"warmup_steps": begun["warmup_steps"], **options.trainer}
-    if folder != unfinished_of(options.output) and options.tokens is None:  # the rate falls from where it is
+    if folder != own and options.tokens is None:  # the rate falls from where it is
         last = last_checkpoint(folder)
         steps = begun["steps"] if last is None else int(last.name.rpartition("-")[2])
         given["tokens"] = step * int(steps / (1 - options.decay))
-    return replace(options, **given)
-
-
-def _model(options: PretrainOptions) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The configuration and the tokenizer: those of the run before, or new ones."""
-    folder = _before(options)
-    if folder is not None and (folder / START).is_dir():
-        return AutoConfig.from_pretrained(folder / START), AutoTokenizer.from_pretrained(folder / START)
-    return untrained(options, options.held_out)
+    return replace(options, **given), *model
 
 
 def pretrain_plan(options: PretrainOptions, config: Any) -> PretrainPlan:
     """The plan for a model of this configuration. Tokens, batch and rate are those of the size, for all methods."""
-    block, plain = config.max_position_embeddings, plain_config(config)
+    plain = with_connections(config) if isinstance(config, ConnectionFields) else config
+    block = config.max_position_embeddings
     active, flops = active_parameters(plain), training_flops(config, block)
     tokens, batch_tokens, rate = budget(active, training_flops(plain, block), options.tokens)
     devices = _devices()
@@ -162,7 +157,7 @@ def pretrain_plan(options: PretrainOptions, config: Any) -> PretrainPlan:
     given = zip((GATES, TABLES, EMBEDDINGS), (getattr(options, name) for name in KIND_RATES), strict=True)
     rates |= {kind: own for kind, own in given if own is not None}
     return PretrainPlan(
-        parameters=parameter_count(config),
+        parameters=meta_model(config).num_parameters(),
         plain_parameters=active,
         tokens=tokens,
         steps=steps,
@@ -178,34 +173,18 @@ def pretrain_plan(options: PretrainOptions, config: Any) -> PretrainPlan:
 
 
 def _run(options: PretrainOptions, plan: PretrainPlan) -> _Run:
-    interval = math.ceil(plan.steps / options.evaluations)
-    shared = {each.name: getattr(options, each.name) for each in fields(RunOptions)}
-    return _Run(
-        size=options.size,
-        method=options.method,
-        backbone=options.backbone,
-        fields=options.fields,
-        warmup=options.warmup,
-        branch=None if options.start is None else str(unfinished_of(options.start)),
-        new_tokenizer=options.tokenizer,
-        model=str(Path(f"{options.output}.training", START)),
-        output=options.output,
-        separate_documents=options.separate_documents,
-        **shared,
-        steps=plan.steps,
-        block=plan.block,
-        batch=plan.micro_batch,
-        accumulate=plan.accumulate,
-        learning_rate=plan.learning_rate,
-        connection_learning_rate=plan.rates[COEFFICIENTS],
-        rates=plan.rates,
-        trainer={
-            **schedule_arguments(options.schedule, plan.steps, options.warmup, options.decay),
-            "weight_decay": options.weight_decay,
+    given = {
+        "branch": None if options.start is None else str(unfinished_of(options.start)),
+        "tokenizer": None,
+        "new_tokenizer": options.tokenizer,
+        "model": str(Path(f"{options.output}.training", START)),
+        "batch": plan.micro_batch,
+        "connection_learning_rate": plan.rates[COEFFICIENTS],
+        "trainer": {
+            **schedule_arguments(options, plan.steps),
             "ddp_find_unused_parameters": False,
-            "eval_steps": interval,
-            "save_steps": interval,
             "logging_steps": max(1, min(10, plan.steps // 10)),
             **options.trainer,
         },
-    )
+    }
+    return _Run(**shared(options, _Run) | shared(plan, _Run) | given)

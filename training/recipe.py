@@ -43,7 +43,7 @@ from resformer.convert.connections_alone import write_connections
 from resformer.convert.reading import read_checkpoint
 from resformer.environment import cpu_has_bf16, peak_memory, require
 from resformer.errors import CheckpointError, OutputError, did_you_mean, one_line
-from resformer.files import check_apart, check_target, locked, replacing, write_text
+from resformer.files import beside, check_apart, check_target, locked, replacing, write_text
 from resformer.loading import load_config
 from resformer.model_cards import Evaluation, model_card
 from resformer.modeling.saved_connections import checksums, weights_have_changed
@@ -56,15 +56,16 @@ from resformer.training.packing import pack_documents, spelt_specials, warn_of_p
 from resformer.training.report import FinetuneReport, perplexity, record_origin
 from resformer.training.sizes import why_not_trained
 from resformer.training.tokenizers import load_tokenizer, save_tokenizer
-from resformer.training.trainer import Bar, EvaluationLines, RecipeTrainer, set_use_cache
+from resformer.training.trainer import Bar, EvaluationLines, RecipeTrainer
 
 #: The folder, in that of an unfinished run, of an untrained checkpoint that it has begun with.
 START = "start"
 _OF_A_STEP = ("batch", "accumulate", "processes")
-#: Options and fields of `TrainingArguments` that change no step, and may be others where a run goes on.
+#: Options and fields of `TrainingArguments` that may be others where a run goes on: they change no step, or are
+#: compared as what they come to.
 _FREE = {"report_to", "evaluations", "gradient_checkpointing", "keep_optimizer", "spike", "branch", "warmup"}
 _FREE_ARGUMENTS = re.compile(
-    r"(save|eval|logging|log|dataloader)_.*|disable_tqdm|run_name|project|enable_jit_checkpoint"
+    r"(save|eval|logging|log|dataloader)_.*|disable_tqdm|run_name|project|enable_jit_checkpoint|warmup_steps"
 )
 
 
@@ -93,90 +94,80 @@ def finetune_checkpoint(
         ValueError: an argument of the Trainer makes no sense.
     """
     arguments = _training_arguments(options)
-    target = Path(os.path.realpath(options.unfinished))
-    writes = arguments.process_index == 0 and not options.dry_run
-    with locked(target.with_name(f".{target.name}.resformer-lock")) if writes else nullcontext(True) as free:
+    first, unfinished = arguments.process_index == 0, options.unfinished
+    with locked(beside(unfinished, "lock")) if first and not options.dry_run else nullcontext(True) as free:
         if not free:
             raise OutputError(f"{options.output}: another process is training it; wait for it, or choose another.")
-        return _finetune(options, arguments, begin, finish, callbacks, command)
+        begun = {**options.run, "processes": arguments.world_size}
+        force = options.force or (options.resume and (unfinished / BEGUN).is_file())  # or as a run that goes on
+        if first:
+            inputs = [options.model, *options.sources, *options.held_out_data, *filter(None, [options.tokenizer])]
+            check_target(Path(options.output), *inputs, made_by=command, force=force)
+            check_apart(unfinished, *inputs[begin is not None :])
+            _check_unfinished(options, begun)
+            if begin is not None:
+                begin()
+        PartialState().wait_for_everyone()
 
+        trainer, config = build_trainer(options, callbacks=callbacks)
+        blocks, model = trainer.blocks, trainer.model
+        report = FinetuneReport(
+            arguments=options.run,
+            method=method_of(config) if isinstance(config, ConnectionFields) else None,
+            parameters=model.num_parameters(),
+            trained_parameters=model.num_parameters(only_trainable=True),
+            block=blocks.held_out.block,
+            training_blocks=blocks.train.one_pass,
+            held_out_blocks=len(blocks.held_out),
+            held_out_tokens=len(blocks.held_out) * blocks.held_out.block,
+            held_out_documents=sum(blocks.held_out_documents.values()),
+            held_out_by_source=dict(blocks.held_out_documents),
+            processes=arguments.world_size,
+            notes=trainer.notes,
+            versions={"python": platform.python_version()}
+            | {name: version(name) for name in ("resformer", "torch", "transformers", "datasets", "accelerate")},
+        )
+        report.passes = {source: passes for source, (_, passes) in blocks.train.read(len(blocks.train)).items()}
+        begun |= {"data_sha256": blocks.digest, "warmup_steps": arguments.get_warmup_steps(arguments.max_steps)}
+        if first:
+            for note in report.notes:
+                tqdm.write(note, file=sys.stderr)
+            for source, passes in report.passes.items():
+                tqdm.write(f"data: {passes:.3g} passes over {source}", file=sys.stderr)
+                warn_of_passes(source, passes)
+            begun["weights"] = [digest_of_weights(options.model)]
+            _check_unfinished(options, begun)
+        if options.dry_run:
+            trainer.train()
+            report.peak_memory = peak_memory()
+            return report
+        last = broadcast_object_list([_last(options, begun) if first else None])[0]
+        if last is not None and not all(gather_object([(last / "trainer_state.json").is_file()])):
+            raise CheckpointError(f"{last}: is on the first process's disk and not on those of all; use a shared one.")
+        if last is not None and not (last / "scheduler.pt").is_file():
+            told = f"{last}: has no state of the optimizer (save_only_model); a run cannot go on from it as it began"
+            raise CheckpointError(f"{told}. Begin again with --force.")
+        if first:
+            unfinished.mkdir(parents=True, exist_ok=True)
+            (unfinished / BEGUN).write_text(json.dumps(begun, indent=2))
+        PartialState().wait_for_everyone()
+        _train(trainer, last, report)
+        if finish is not None:
+            finish(trainer)
 
-def _finetune(
-    options: FinetuneOptions,
-    arguments: TrainingArguments,
-    begin: Callable[[], None] | None,
-    finish: Callable[[RecipeTrainer], None] | None,
-    callbacks: Sequence[TrainerCallback],
-    command: str,
-) -> FinetuneReport:
-    first = arguments.process_index == 0
-    if first:
-        inputs = [name for name in (options.model, *options.sources, *options.held_out_data, options.tokenizer) if name]
-        check_target(Path(options.output), *inputs, made_by=command, force=_replaces(options))
-        check_apart(options.unfinished, *inputs[begin is not None :])
-        _check_unfinished(options, {**options.run, "processes": arguments.world_size})
-        if begin is not None:
-            begin()
-    PartialState().wait_for_everyone()
-
-    trainer, config = build_trainer(options, callbacks=callbacks)
-    blocks, model = trainer.blocks, trainer.model
-    report = FinetuneReport(
-        arguments=options.run,
-        method=method_of(config) if isinstance(config, ConnectionFields) else None,
-        parameters=model.num_parameters(),
-        trained_parameters=model.num_parameters(only_trainable=True),
-        block=blocks.held_out.block,
-        training_blocks=blocks.train.one_pass,
-        held_out_blocks=len(blocks.held_out),
-        held_out_tokens=len(blocks.held_out) * blocks.held_out.block,
-        held_out_documents=sum(blocks.held_out_documents.values()),
-        held_out_by_source=dict(blocks.held_out_documents),
-        processes=arguments.world_size,
-        notes=trainer.notes,
-        versions={"python": platform.python_version()}
-        | {name: version(name) for name in ("resformer", "torch", "transformers", "datasets", "accelerate")},
-    )
-    report.passes = {source: passes for source, (_, passes) in blocks.train.read(len(blocks.train)).items()}
-    begun = {**options.run, "processes": arguments.world_size, "data_sha256": blocks.digest}
-    begun["warmup_steps"] = arguments.get_warmup_steps(arguments.max_steps)
-    if first:
-        for note in report.notes:
-            tqdm.write(note, file=sys.stderr)
-        for source, passes in report.passes.items():
-            tqdm.write(f"data: {passes:.3g} passes over {source}", file=sys.stderr)
-            warn_of_passes(source, passes)
-        begun["weights"] = [_weights(options.model)]
-        _check_unfinished(options, begun)
-    if options.dry_run:
-        trainer.train()
-        report.peak_memory = peak_memory()
+        read = blocks.train.read((report.tokens or 0) // report.block)
+        report.passes = {source: passes for source, (_, passes) in read.items()}
+        source_card = record_origin(options, config, report, read)
+        output = replacing(Path(options.output), made_by=command, force=force) if first else nullcontext(unfinished)
+        with output as folder:
+            _write(options, config, trainer, report, source_card, folder)
+        if first:
+            kept = last_checkpoint(unfinished) if options.keep_optimizer else None
+            for path in [unfinished] if kept is None else unfinished.glob("checkpoint-*"):
+                if path != kept:
+                    shutil.rmtree(path)
+        PartialState().wait_for_everyone()
         return report
-    last = broadcast_object_list([_last(options, begun) if first else None])[0]
-    if last is not None and not all(gather_object([(last / "trainer_state.json").is_file()])):
-        raise CheckpointError(f"{last}: is on the first process's disk and not on those of all; use a shared one.")
-    if last is not None and not (last / "scheduler.pt").is_file():
-        told = f"{last}: has no state of the optimizer (save_only_model); a run cannot go on from it as it began"
-        raise CheckpointError(f"{told}. Begin again with --force.")
-    if first:
-        options.unfinished.mkdir(parents=True, exist_ok=True)
-        (options.unfinished / BEGUN).write_text(json.dumps(begun, indent=2))
-    PartialState().wait_for_everyone()
-    _train(trainer, last, report)
-    if finish is not None:
-        finish(trainer)
-
-    read = blocks.train.read((report.tokens or 0) // report.block)
-    report.passes = {source: passes for source, (_, passes) in read.items()}
-    source_card = record_origin(options, config, report, read)
-    _write(options, config, trainer, report, source_card, command)
-    if first:
-        kept = last_checkpoint(options.unfinished) if options.keep_optimizer else None
-        for path in [options.unfinished] if kept is None else options.unfinished.glob("checkpoint-*"):
-            if path != kept:
-                shutil.rmtree(path)
-    PartialState().wait_for_everyone()
-    return report
 
 
 def build_trainer(
@@ -280,59 +271,53 @@ def _write(
     trainer: RecipeTrainer,
     report: FinetuneReport,
     source_card: Mapping[str, Any],
-    command: str,
-) -> None:
-    """Writes the output; where the weights are sharded, every process takes part."""
-    first, output = trainer.args.process_index == 0, Path(options.output)
-    writer = replacing(output, made_by=command, force=_replaces(options)) if first else nullcontext(options.unfinished)
-    with writer as folder:
-        set_use_cache(trainer.model.config, getattr(config, "use_cache", None))
-        saved = folder if options.save_dtype is None else options.unfinished / "trained"
-        trainer.save_model(str(saved))
-        if not first:
-            return
-        if options.save_dtype is not None:
-            _model(str(saved), getattr(torch, options.save_dtype)).save_pretrained(folder)
-        report.tokenizer = save_tokenizer(trainer.processing_class, folder)
-        (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
-        if (options.unfinished / LOG).exists():
-            shutil.copyfile(options.unfinished / LOG, folder / LOG)
-        events = sorted(options.unfinished.glob("runs/*/events.out.tfevents.*"))  # TensorBoard's, one for each start
-        for number, path in enumerate(events):  # their names say the time, the host and the process
-            (folder / "runs").mkdir(exist_ok=True)
-            shutil.copyfile(path, folder / "runs" / f"events.out.tfevents.{path.name.split('.')[3]}.{number}")
-        facts = {**asdict(report), **weight_digests(folder)}
-        (folder / "metrics.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
-        if isinstance(config, ConnectionFields):  # cards are for models with cross-layer connections
-            facts |= {"dtype": options.save_dtype or "float32", "from_scratch": report.source is None}
-            card = model_card(facts, output.name, config=config, source_card=source_card)
-            write_text(folder / "README.md", str(card))
-            if options.train == "connections":
-                _write_connections(options, config, trainer, folder, facts, source_card)
-
-
-def _write_connections(
-    options: FinetuneOptions,
-    config: Any,
-    trainer: RecipeTrainer,
     folder: Path,
-    facts: Mapping[str, Any],
-    source_card: Mapping[str, Any],
 ) -> None:
-    """Writes what was trained into a folder of its own, as `save_connections` does.
+    """Writes the output into a folder; where the weights are sharded, every process takes part.
 
-    They are for the source of the model if its other weights are known to be those, else for the model itself.
+    Connections that were trained alone also get a folder of their own, as `save_connections` makes it. They are for
+    the source of the model if its other weights are known to be those, else for the model itself.
     """
-    saved, alone = copy.copy(config), folder / "connections"
-    if not trainer.has_weights_of_base:
-        local = Path(options.model).is_dir()
-        name = Path(options.model).resolve().name if local else options.model
-        saved.base_model = {"name": name, "revision": getattr(config, "_commit_hash", None)}
-    tensors = coefficients_of(config, read_checkpoint(folder).shards)
-    write_connections(tensors, saved, alone, changed=False, report=facts, source_card=source_card)
-    metrics = {**facts, "source": saved.base_model["name"], "revision": saved.base_model.get("revision")}
-    metrics |= weight_digests(alone)
-    (alone / "metrics.json").write_text(json.dumps(metrics, indent=2, default=str) + "\n")
+    if (use_cache := getattr(config, "use_cache", None)) is None:  # of families a part of whose configuration has it
+        del trainer.model.config.use_cache
+    else:
+        trainer.model.config.use_cache = use_cache
+    saved = folder if options.save_dtype is None else options.unfinished / "trained"
+    trainer.save_model(str(saved))
+    if trainer.args.process_index:
+        return
+    if options.save_dtype is not None:
+        _model(str(saved), getattr(torch, options.save_dtype)).save_pretrained(folder)
+    report.tokenizer = save_tokenizer(trainer.processing_class, folder)
+    (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle
+    if (options.unfinished / LOG).exists():
+        shutil.copyfile(options.unfinished / LOG, folder / LOG)
+    events = sorted(options.unfinished.glob("runs/*/events.out.tfevents.*"))  # TensorBoard's, one for each start
+    for number, path in enumerate(events):  # their names say the time, the host and the process
+        (folder / "runs").mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / "runs" / f"events.out.tfevents.{path.name.split('.')[3]}.{number}")
+
+    def write_metrics(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+        facts = {**facts, **weight_digests(folder)}
+        (folder / "metrics.json").write_text(json.dumps(facts, indent=2, default=str) + "\n")
+        return facts
+
+    facts = write_metrics(folder, asdict(report))
+    if not isinstance(config, ConnectionFields):  # cards are for models with cross-layer connections
+        return
+    facts |= {"dtype": options.save_dtype or "float32", "from_scratch": report.source is None}
+    card = model_card(facts, Path(options.output).name, config=config, source_card=source_card)
+    write_text(folder / "README.md", str(card))
+    if options.train == "connections":
+        trained: Any = copy.copy(config)
+        alone, local = folder / "connections", Path(options.model).is_dir()
+        if not trainer.has_weights_of_base:
+            name = Path(options.model).resolve().name if local else options.model
+            trained.base_model = {"name": name, "revision": getattr(config, "_commit_hash", None)}
+        tensors = coefficients_of(config, read_checkpoint(folder).shards)
+        write_connections(tensors, trained, alone, changed=False, report=facts, source_card=source_card)
+        base = {"source": trained.base_model["name"], "revision": trained.base_model.get("revision")}
+        write_metrics(alone, {**facts, **base})
 
 
 def _has_weights_of_base(options: FinetuneOptions, model: PreTrainedModel) -> bool:
@@ -453,17 +438,19 @@ def _check_argument(name: str, value: Any, fixed: Collection[str]) -> None:
         raise ValueError(f"{name}: is set by an option of its own.")
     if name.startswith(("hub_", "push_")):
         raise ValueError(f"{name}: nothing is pushed in training; push the finished output with `resformer push`.")
-    if name == "label_smoothing_factor" and value:
-        raise ValueError(f"{name}: held-out losses and perplexities would be smoothed, too; leave it out.")
-    if name == "dataloader_drop_last" and value:
-        raise ValueError(f"{name}: held-out blocks would be dropped, too; every step is a full batch without it.")
+    harm = {
+        "label_smoothing_factor": "held-out losses and perplexities would be smoothed, too; leave it out",
+        "dataloader_drop_last": "held-out blocks would be dropped, too; every step is a full batch without it",
+    }
+    if value and name in harm:
+        raise ValueError(f"{name}: {harm[name]}.")
     if name not in known:
         raise ValueError(f"There is no option {name!r}.{did_you_mean(name, [*options, *known])}")
     if isinstance(value, str) and str not in known[name] and known[name] & {bool, int, float}:  # "False" would be true
         raise ValueError(f"{name} is {value!r}; expected {'true or false' if bool in known[name] else 'a number'}.")
 
 
-def _weights(name: str) -> str:
+def digest_of_weights(name: str) -> str:
     """The commit of a checkpoint on the Hub, or a digest of one on this disk."""
     if not Path(name).is_dir():
         return str(getattr(_loaded(AutoConfig, name), "_commit_hash", None))
@@ -472,16 +459,9 @@ def _weights(name: str) -> str:
 
 def _deciding(begun: Mapping[str, Any]) -> dict[str, Any]:
     """What decides the result of a run that has begun; of a step, the sequences, on however many processes."""
-    free = _FREE_ARGUMENTS.fullmatch
-    step = math.prod(begun[name] for name in _OF_A_STEP)
-    begun = {"sequences a step": step, **{name: value for name, value in begun.items() if name not in _OF_A_STEP}}
-    trainer = {name: value for name, value in begun["trainer"].items() if not free(name) and name != "warmup_steps"}
-    return {name: value for name, value in begun.items() if name not in _FREE} | {"trainer": trainer}
-
-
-def _replaces(options: FinetuneOptions) -> bool:
-    """Whether an output is replaced: with --force, or as the result of a run that goes on."""
-    return options.force or (options.resume and (options.unfinished / BEGUN).is_file())
+    others = {name: value for name, value in begun.items() if name not in (*_FREE, *_OF_A_STEP)}
+    trainer = {name: value for name, value in begun["trainer"].items() if not _FREE_ARGUMENTS.fullmatch(name)}
+    return {"sequences a step": math.prod(begun[name] for name in _OF_A_STEP), **others, "trainer": trainer}
 
 
 def _check_unfinished(options: FinetuneOptions, now: dict[str, Any]) -> None:

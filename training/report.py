@@ -88,9 +88,6 @@ def record_origin(
         train=options.train,
         trained=report.trained_parameters,
         parameters=report.parameters,
-        teacher=None,
-        weight=0.0,
-        temperature=1.0,
         hardware=_hardware(),
         seconds=report.seconds,
     )

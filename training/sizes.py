@@ -4,7 +4,6 @@ From 82m on the names are numbers of parameters with the paper's vocabulary of 5
 dimensions. The paper plots 320m but does not give its shape; ours has its other models' MLP of 3.5 widths.
 """
 
-import copy
 import inspect
 import json
 import math
@@ -16,12 +15,13 @@ from typing import Any
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 from resformer.configuration import ResFormerConfig
-from resformer.configuration.methods import CONNECTION_FIELDS, connections_of
+from resformer.configuration.methods import connections_of
 from resformer.errors import did_you_mean
 from resformer.modeling.any_decoder import Decoder, text_config
 from resformer.modeling.connecting import chosen_fields, connected_config, connection_field_names
 from resformer.modeling.measured import MEASURED
 from resformer.training.flops import meta_model
+from resformer.training.options import ScheduleOptions
 from resformer.untrusted import read_json
 
 #: Fields of a ResFormerConfig, without those that all configurations have.
@@ -205,15 +205,6 @@ def scratch_config(
     return _family_config(backbone, method, known, shape)
 
 
-def plain_config(config: Any) -> Any:
-    """The configuration of the plain decoder."""
-    plain = copy.deepcopy(config)
-    for name, value in CONNECTION_FIELDS.items():
-        if hasattr(plain, name):
-            setattr(plain, name, value)
-    return plain
-
-
 def budget(parameters: int, flops_per_token: float, tokens: int | None = None) -> tuple[int, int, float]:
     """(training tokens, tokens a step, learning rate) of a training from scratch.
 
@@ -228,23 +219,24 @@ def budget(parameters: int, flops_per_token: float, tokens: int | None = None) -
     return tokens, round(0.292 * operations**0.3271), 0.3118 * operations**-0.125
 
 
-def schedule_arguments(name: str, steps: int, warmup: float, decay: float = 0.2) -> dict[str, Any]:
-    """The fields of `TrainingArguments` for AdamW (0.9, 0.95) and a schedule.
+def schedule_arguments(options: ScheduleOptions, steps: int) -> dict[str, Any]:
+    """The fields of `TrainingArguments` for AdamW (0.9, 0.95), a schedule, evaluations and checkpoints.
 
-    Args:
-        name: "cosine", to a tenth of the rate; "constant"; or "wsd", which is constant and then falls to 0 in the share
-            `decay` of the steps (arXiv 2405.18392).
-        warmup: share of the steps, or from 1 on how many.
+    A cosine falls to a tenth of the rate, "wsd" to 0 in the last steps (arXiv 2405.18392).
     """
-    scheduler, options = {
+    interval, warmup = math.ceil(steps / options.evaluations), options.warmup
+    scheduler, kwargs = {
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
         "constant": ("constant_with_warmup", {}),
-        "wsd": ("warmup_stable_decay", {"num_decay_steps": math.ceil(decay * steps), "decay_type": "linear"}),
-    }[name]
+        "wsd": ("warmup_stable_decay", {"num_decay_steps": math.ceil(options.decay * steps), "decay_type": "linear"}),
+    }[options.schedule]
     return {
         "lr_scheduler_type": scheduler,
-        "lr_scheduler_kwargs": options,
+        "lr_scheduler_kwargs": kwargs,
         "warmup_steps": 0 if warmup * steps < 1 else math.ceil(warmup * steps if warmup < 1 else warmup),
+        "weight_decay": options.weight_decay,
         "adam_beta2": 0.95,
         "max_grad_norm": 1.0,
+        "eval_steps": interval,
+        "save_steps": interval,
     }

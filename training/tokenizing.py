@@ -6,11 +6,11 @@ The sources are read as for training; datatrove would bring its own readers, who
 import json
 import os
 import sys
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -95,50 +95,42 @@ def _documents(options: TokenizeOptions) -> Documents:
 
 def _write(options: TokenizeOptions, state: dict[str, Any], record: Path) -> None:
     """Writes the files that are not written yet; a file ends with the batch that fills it."""
-    writers: dict[str, _Writer] = {}
-    bar = tqdm(unit="token", unit_scale=True, initial=sum(file["tokens"] for file in state["files"]))
+    waiting: dict[str, list[pa.Table]] = {side: [_SCHEMA.empty_table()] for side in _SIDES}
 
     def finish(**more: Any) -> None:
-        state["files"] += [writer.close() for writer in writers.values()]
+        number = len(state["files"])
+        for side, tables in waiting.items():
+            if len(table := pa.concat_tables(tables)):
+                state["files"].append(_write_file(record.with_name(f"{side}-{number:05}.parquet"), table))
+            del tables[1:]
         state.update(more)
         replace_text(record, json.dumps(state, indent=2))
-        writers.clear()
 
-    for tables, reader in _encoded(options, state["reader"]):
-        for side, table in tables.items():
-            if len(table):
-                if side not in writers:
-                    writers[side] = _Writer(record.with_name(f"{side}-{len(state['files']):05}.parquet"))
-                bar.update(writers[side].write(table))
-        if sum(writer.tokens for writer in writers.values()) >= options.tokens_per_file:
-            finish(reader=reader)
-    finish(done=True)
-    bar.close()
+    with tqdm(unit="token", unit_scale=True, initial=sum(file["tokens"] for file in state["files"])) as bar:
+        tokens = 0
+        for tables, reader in _encoded(options, state["reader"]):
+            for side, table in tables.items():
+                waiting[side].append(table)
+                tokens += (count := _tokens(table))
+                bar.update(count)
+            if tokens >= options.tokens_per_file:
+                tokens = 0
+                finish(reader=reader)
+        finish(done=True)
 
 
-class _Writer:
-    """A parquet file, under another name until it is whole."""
+def _tokens(table: pa.Table) -> int:
+    return pc.sum(pc.list_value_length(table["input_ids"])).as_py() or 0
 
-    def __init__(self, path: Path):
-        self.path, self.partial = path, path.with_name(f".{path.stem}.partial")
-        with writing(self.path):
-            self.writer = pq.ParquetWriter(self.partial, _SCHEMA, compression="zstd")
-        self.documents = self.tokens = 0
 
-    def write(self, table: pa.Table) -> int:
-        """The number of tokens."""
-        with writing(self.path):
-            self.writer.write_table(table)
-        added = pc.sum(pc.list_value_length(table["input_ids"])).as_py()
-        self.documents, self.tokens = self.documents + len(table), self.tokens + added
-        return added
-
-    def close(self) -> dict[str, Any]:
-        with writing(self.path):
-            self.writer.close()
-            os.replace(self.partial, self.path)
-        sizes = {"documents": self.documents, "tokens": self.tokens, "bytes": self.path.stat().st_size}
-        return {"name": self.path.name, **sizes, "sha256": file_digest(self.path)}
+def _write_file(path: Path, table: pa.Table) -> dict[str, Any]:
+    """Writes a parquet file, under another name until it is whole; returns what `index.json` has of it."""
+    partial = path.with_name(f".{path.stem}.partial")
+    with writing(path):
+        pq.write_table(table, partial, compression="zstd")
+        os.replace(partial, path)
+    sizes = {"documents": len(table), "tokens": _tokens(table), "bytes": path.stat().st_size}
+    return {"name": path.name, **sizes, "sha256": file_digest(path)}
 
 
 def _sums(files: list[dict[str, Any]], side: str) -> dict[str, int]:
@@ -153,17 +145,14 @@ def _encoded(options: TokenizeOptions, start: Any) -> Iterator[tuple[dict[str, p
     pool: Executor = ThreadPoolExecutor(1, initializer=_prepare, initargs=arguments)
     if options.workers > 1:
         pool = ProcessPoolExecutor(options.workers, get_context("spawn"), _prepare, arguments)
-    pending: deque[tuple[Future[dict[str, pa.Table]], Any]] = deque()
-    try:
-        for batch, reader in _read(options, start):
-            pending.append((pool.submit(_tables, batch), reader))
-            if len(pending) > 2 * options.workers:
-                tables, reader = pending.popleft()
-                yield tables.result(), reader
-        for tables, reader in pending:
-            yield tables.result(), reader
-    finally:
-        pool.shutdown(cancel_futures=True)
+    batches = _read(options, start)
+    results: Iterator[tuple[dict[str, pa.Table], Any]] = iter(())
+    with pool:
+        while some := [*islice(batches, 4 * options.workers)]:
+            tables = pool.map(_tables, (batch for batch, _ in some))
+            yield from results  # of those before, while these are in work
+            results = zip(tables, (reader for _, reader in some), strict=True)
+        yield from results
 
 
 def _read(options: TokenizeOptions, start: Any) -> Iterator[tuple[dict[str, list[Any]], Any]]:

@@ -9,20 +9,12 @@ import torch
 from safetensors import SafetensorError
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from transformers import PreTrainedConfig, ProgressCallback, Trainer, TrainerCallback
+from transformers import ProgressCallback, Trainer, TrainerCallback
 
 from resformer.errors import OutputError, one_line
 from resformer.training.optimizer import ConnectionTrainer
 from resformer.training.packing import PackedBlocks, bytes_per_token
 from resformer.training.report import perplexity
-
-
-def set_use_cache(config: PreTrainedConfig, use_cache: bool | None) -> None:
-    """Undoes what the Trainer sets; `None`: the configuration had none of its own, a part of it has."""
-    if use_cache is None:
-        del config.use_cache
-    else:
-        config.use_cache = use_cache
 
 
 class RecipeTrainer(ConnectionTrainer):
@@ -33,9 +25,9 @@ class RecipeTrainer(ConnectionTrainer):
     bytes_per_token: float | None = None
     labels_of_evaluation = 0.0
 
-    def __init__(self, **kwargs: Any):
+    def __init__(self, *args: Any, **kwargs: Any):
         self.notes: list[str] = []
-        super().__init__(**kwargs)
+        super().__init__(*args, **kwargs)
         self.sums: list[torch.Tensor] = []
         if isinstance(self.eval_dataset, PackedBlocks) and len(self.eval_dataset):
             self.bytes_per_token = bytes_per_token(self.eval_dataset, self.processing_class)

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from resformer.configuration.connection_fields import ConnectionFields
+from resformer.convert.connected_families import with_connections
 from resformer.files import check_target, replacing
 from resformer.training.data import INDEX, DataError, load_documents
-from resformer.training.flops import meta_model
 from resformer.training.options import NewOptions
-from resformer.training.sizes import known_fields, known_size, plain_config, scratch_config
+from resformer.training.sizes import known_fields, known_size, scratch_config
 from resformer.training.tokenizers import load_tokenizer, make_tokenizer, save_tokenizer
 from resformer.training.tokenizing import TOKENIZER
 
@@ -61,15 +62,12 @@ def untrained_model(config: Any, seed: int) -> PreTrainedModel:
     Tensors that the plain decoder also has start equal for all methods; a narrower one takes the leading part.
     """
     torch.manual_seed(seed)
-    plain = AutoModelForCausalLM.from_config(plain_config(config)).state_dict()
+    plain = with_connections(config) if isinstance(config, ConnectionFields) else config
+    weights = AutoModelForCausalLM.from_config(plain).state_dict()
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            source = plain.get(name)
+            source = weights.get(name)
             if source is not None and all(n <= m for n, m in zip(parameter.shape, source.shape, strict=True)):
                 parameter.copy_(source[tuple(map(slice, parameter.shape))])
     return model
-
-
-def parameter_count(config: Any) -> int:
-    return int(meta_model(config).num_parameters())

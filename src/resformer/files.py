@@ -41,8 +41,8 @@ def check_target(target: Path, *inputs: str | Path, made_by: str, force: bool) -
         raise CheckpointError(f"{target}: is a mount point, which no rename can replace; choose a folder in it.")
     if not os.access(folder_above(target), os.W_OK):
         raise OutputError(f"{folder_above(target)}: cannot be written to.")
-    if _beside(target, "old").is_dir() and not os.path.lexists(target):
-        with locked(_beside(target, "lock")) as free:
+    if beside(target, "old").is_dir() and not os.path.lexists(target):
+        with locked(beside(target, "lock")) as free:
             if free:
                 _bring_back(target)
     if not target.is_dir() or not any(target.iterdir()):
@@ -127,7 +127,7 @@ def replacing(target: Path, *, made_by: str, force: bool = False) -> Iterator[Pa
     the listing that `check_target` reads; with `force`, a folder that is not empty is replaced.
     """
     target = Path(os.path.realpath(target))
-    partial, old, lock_file = (_beside(target, part) for part in ("partial", "old", "lock"))
+    partial, old, lock_file = (beside(target, part) for part in ("partial", "old", "lock"))
 
     def settle() -> None:
         """Removes what lies beside the output, but brings the old output back if nothing took its place."""
@@ -159,14 +159,14 @@ def replacing(target: Path, *, made_by: str, force: bool = False) -> Iterator[Pa
 
 def _bring_back(target: Path) -> None:
     """If a process died between the two renames of `replacing`, the old output lies beside its place: renames it."""
-    old = _beside(target, "old")
+    old = beside(target, "old")
     with writing(target):
         if old.is_dir() and not (old.is_symlink() or target.exists()):
             old.rename(target)
 
 
-def _beside(target: Path, part: str) -> Path:
-    """Where `replacing` works for an output: the new folder, the old one, or the lock."""
+def beside(target: Path, part: str) -> Path:
+    """Where `replacing` works for an output: the new folder, the old one; or the lock of whoever writes it."""
     target = Path(os.path.realpath(target))
     name = target.name
     if len(os.fsencode(name)) > 200:  # file systems allow 255 bytes, and suffixes are added

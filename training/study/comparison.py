@@ -1,6 +1,5 @@
 """A comparison study: runs of `pretrain` or `finetune`, one for each size, method and seed, paired by the seed."""
 
-import hashlib
 import json
 import math
 import os
@@ -9,8 +8,8 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,11 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from resformer.configuration import METHODS
 from resformer.convert.connected_families import cache_size
 from resformer.convert.retrofitting import retrofit
-from resformer.convert.source import open_source
 from resformer.environment import describe_environment
 from resformer.errors import CheckpointError, OutputError
-from resformer.files import fingerprint, json_value, locked, replace_text, replacing
+from resformer.files import beside, json_value, locked, replace_text, replacing
 from resformer.training.data import STANDARD_HELD_OUT, STANDARD_LIBRARY, load_documents
-from resformer.training.flops import training_flops
+from resformer.training.flops import meta_model, training_flops
 from resformer.training.log import LOG, LossIsLost, TrainingLog
 from resformer.training.optimizer import COEFFICIENTS
 from resformer.training.options import (
@@ -35,21 +33,20 @@ from resformer.training.options import (
     RATES,
     FinetuneOptions,
     PretrainOptions,
-    ScheduleOptions,
     StudyOptions,
     architecture,
     refuse_other,
+    shared,
 )
 from resformer.training.packing import bytes_per_token, pack_documents
 from resformer.training.pretraining import pretrain, pretrain_plan
-from resformer.training.recipe import finetune_checkpoint, uses_bf16
+from resformer.training.recipe import digest_of_weights, finetune_checkpoint, uses_bf16
 from resformer.training.sizes import known_fields, schedule_arguments, scratch_config, with_fields
 from resformer.training.study.plot import check_packages, plot
 from resformer.training.study.record import add_line, joined
 from resformer.training.study.report import report_of
 from resformer.training.tokenizers import make_tokenizer
 from resformer.training.trainer import RecipeTrainer
-from resformer.training.untrained import parameter_count
 
 #: In the output of `compare`: what was trained on what, and every run.
 RECORD = "runs.jsonl"
@@ -61,16 +58,12 @@ _STARTS, _UNFINISHED = "starts", "unfinished"
 class _Run:
     """One model to train."""
 
-    size: str
-    method: str  # as it is written, with fields and settings of its own
-    config: Any
-    steps: int
-    batch: int
+    facts: dict[str, Any]  # what the record says of it, whatever the seed
     options: FinetuneOptions | PretrainOptions
 
     @property
     def key(self) -> tuple[str, str, int]:
-        return self.size, self.method, self.options.seed
+        return self.facts["size"], self.facts["method"], self.options.seed
 
     @property
     def place(self) -> Path:
@@ -79,16 +72,15 @@ class _Run:
 
     @property
     def described(self) -> dict[str, Any]:
-        return {
-            "size": self.size,
-            "method": self.method,
-            "architecture": architecture(self.method),
-            "seed": self.options.seed,
-            **{name: getattr(self.options, name, None) for name in RATES},
-            "steps": self.steps,
-            "batch": self.batch,
-            "cache_bytes_per_token": cache_size(self.config, "bfloat16")[0],
-        }
+        rates = {name: getattr(self.options, name, None) for name in RATES}
+        return {**self.facts, "architecture": architecture(self.key[1]), "seed": self.options.seed, **rates}
+
+    def of_seed(self, seed: int, unfinished: Path) -> "_Run":
+        """The same with another seed, below its folder; goes on if it has begun there."""
+        run = replace(self, options=replace(self.options, seed=seed))
+        output = str(unfinished / run.place)
+        resume = Path(f"{output}.training", BEGUN).is_file()
+        return replace(run, options=replace(run.options, output=output, resume=resume))
 
 
 def run_study(options: StudyOptions, command: str = "") -> dict[str, Any]:
@@ -101,20 +93,21 @@ def run_study(options: StudyOptions, command: str = "") -> dict[str, Any]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("compare trains one run after another, on one device: start it without a launcher.")
     output, record = Path(options.output), Path(options.output, RECORD)
-    target = Path(os.path.realpath(output))
-    with locked(target.with_name(f".{target.name}.resformer-lock")) as free:
+    with locked(beside(output, "lock")) as free:
         if not free:
             raise OutputError(f"{output}: another process is at work on this study; wait for it.")
         _, runs = _prepared(options, output / _STARTS, command)
         for run in runs:
             study, finished = joined(record)
             if run.key not in finished:
-                result = _trained(run, options)
-                add_line(record, {**run.described, **result, "environment": _environment()})
+                result, environment = _trained(run, options), describe_environment()
+                del environment["variables"]
+                add_line(record, {**run.described, **result, "environment": environment})
                 done = 1 + sum(each.key in finished for each in runs)
                 loss = "diverged" if result["loss"] is None else f"held-out loss {result['loss']:.4f}"
-                size = f"{run.size} " if len({each.size for each in runs}) > 1 else ""
-                tqdm.write(f"{done}/{len(runs)} {size}{run.method} seed {run.options.seed}: {loss}", file=sys.stderr)
+                size, method, seed = run.key
+                size = f"{size} " if len({each.key[0] for each in runs}) > 1 else ""
+                tqdm.write(f"{done}/{len(runs)} {size}{method} seed {seed}: {loss}", file=sys.stderr)
             shutil.rmtree(output / _UNFINISHED / run.place, ignore_errors=True)
         for folder in (_UNFINISHED, _STARTS):
             shutil.rmtree(output / folder, ignore_errors=True)
@@ -135,11 +128,9 @@ def plan_study(options: StudyOptions) -> dict[str, Any]:
     finished = joined(record)[1] if record.is_file() else {}
     for run in runs:
         if run.options.seed == options.first_seed:
-            keys = [(run.size, run.method, seed) for seed in options.all_seeds]
-            tokens = run.steps * run.batch * options.block
-            facts: dict[str, Any] = {"parameters": parameter_count(run.config), "tokens": tokens}
-            facts["training_flops"] = training_flops(run.config, options.block) * tokens
-            facts["epochs"] = tokens / plan["data"]["training_tokens"]
+            keys = [(*run.key[:2], seed) for seed in options.all_seeds]
+            tokens = run.facts["steps"] * run.facts["batch"] * options.block
+            facts = {"tokens": tokens, "epochs": tokens / plan["data"]["training_tokens"]}
             rows.append({**run.described, **facts, "to_do": sum(key not in finished for key in keys)})
     return {"output": options.output, **plan, "seeds": options.seeds, "runs": rows}
 
@@ -162,7 +153,7 @@ def _prepared(options: StudyOptions, starts: Path, command: str | None) -> tuple
         "data": data,
         "start": options.start,
         "backbone": options.backbone,
-        "start_weights": None if options.start is None else _weights(options.start),
+        "start_weights": None if options.start is None else digest_of_weights(options.start),
         "tokenizer": options.tokenizer,
         **options.of_runs,
         "bf16": uses_bf16(options.bf16),
@@ -177,8 +168,9 @@ def _prepared(options: StudyOptions, starts: Path, command: str | None) -> tuple
         if saved in new:
             with replacing(saved, made_by="compare", force=True) as folder:
                 tokenizer.save_pretrained(folder)
-        make = _runs_from_scratch if options.start is None else _continued_runs
-        runs = [run for seed in options.all_seeds for run in make(options, methods, tokenizer, starts, seed)]
+        make = _from_scratch if options.start is None else _continued
+        of_methods = [*make(options, methods, tokenizer, starts)]
+        runs = [run.of_seed(seed, output / _UNFINISHED) for seed in options.all_seeds for run in of_methods]
         if len({run.place for run in runs}) < len(runs):
             raise ValueError("Two of the methods, or of the sizes, have the same name but for punctuation.")
     except BaseException:
@@ -218,42 +210,28 @@ def _sources(options: StudyOptions) -> tuple[list[str], float]:
     return (options.data, options.held_out) if options.data else ([STANDARD_LIBRARY], STANDARD_HELD_OUT)
 
 
-def _common(options: StudyOptions, run: Path, seed: int) -> dict[str, Any]:
-    """Options of `pretrain` and of `finetune`."""
+def _common(options: StudyOptions, kind: type) -> dict[str, Any]:
+    """What a study says of the options of `pretrain` or `finetune`."""
     sources, held_out = _sources(options)
-    output = Path(options.output, _UNFINISHED) / run / str(seed)
-    names = ("block", "separate_documents", "parse_special", "bf16", "held_out_blocks", *options.reading)
-    return {
-        **{name: getattr(options, name) for name in names},
-        "output": str(output),
+    return shared(options, kind) | {
+        "tokenizer": str(Path(options.output, "tokenizer")),
         "data": sources,
         "held_out": held_out,
-        "seed": seed,
         "spike": 0.0,  # a lost loss is a result
-        "resume": Path(f"{output}.training", BEGUN).is_file(),
         "force": True,
     }
 
 
-def _runs_from_scratch(
-    options: StudyOptions, methods: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, starts: Path, seed: int
-) -> list[_Run]:
-    runs = []
-    schedule = {each.name: getattr(options, each.name) for each in fields(ScheduleOptions)}
+def _from_scratch(
+    options: StudyOptions, methods: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, starts: Path
+) -> Iterator[_Run]:
     for size in options.sizes or ("tiny",):
         for text, (method, values, own) in methods.items():
             config = scratch_config(method, size, tokenizer, options.block, options.backbone, **values)
             given = PretrainOptions(
-                **_common(options, Path(_file_name(size), _file_name(text)), seed),
-                **schedule,
-                size=size,
-                method=method,
-                backbone=options.backbone,
-                fields=values,
-                tokenizer=str(Path(options.output, "tokenizer")),
-                tokens=options.tokens,
+                **_common(options, PretrainOptions)
+                | {"size": size, "method": method, "fields": values, "keep_optimizer": False},
                 batch_tokens=None if options.batch is None else options.batch * options.block,
-                keep_optimizer=False,
             )
             plan, sequences = pretrain_plan(given, config), 0  # of the size: the same for all methods
             while options.steps is not None and sequences != plan.sequences:  # the batch that suits these steps
@@ -264,19 +242,19 @@ def _runs_from_scratch(
             given = replace(given, tokens=tokens, batch_tokens=plan.sequences * options.block, **rates)
             plan = pretrain_plan(given, config)
             given = replace(given, connection_learning_rate=plan.rates[COEFFICIENTS])
-            runs.append(_Run(size, text, config, plan.steps, plan.sequences, given))
-    return runs
+            facts = {"steps": plan.steps, "batch": plan.sequences, "training_flops": plan.flops, "rates": plan.rates}
+            yield _Run({"size": size, "method": text, **facts, **_costs(config)}, given)
 
 
-def _continued_runs(
-    options: StudyOptions, methods: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, starts: Path, seed: int
-) -> list[_Run]:
+def _continued(
+    options: StudyOptions, methods: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, starts: Path
+) -> Iterator[_Run]:
     """Converts the checkpoint to each architecture, once, into a folder of `starts`."""
     assert options.start is not None
     size = Path(options.start).resolve().name if Path(options.start).exists() else options.start.rpartition("/")[2]
     if size.isdecimal():  # a model of another study: models/SIZE/METHOD/SEED
         size = "-".join(Path(options.start).resolve().parts[-2:])
-    runs, batch = [], options.batch or 8
+    batch = options.batch or 8
     all_steps = options.steps or math.ceil((options.tokens or 0) / (batch * options.block))
     for text, (method, values, own) in methods.items():
         folder = starts / _file_name(architecture(text))
@@ -292,56 +270,50 @@ def _continued_runs(
             told = f"The tokenizer has {len(tokenizer):,} tokens, but {options.start} {decoder.vocab_size:,}"
             raise ValueError(f"{told}; leave --tokenizer out.")
         steps, micro = own.get("steps", all_steps), options.micro_batch or batch
-        interval = -(-steps // options.evaluations)
-        given = FinetuneOptions(
-            **_common(options, Path(_file_name(size), _file_name(text)), seed),
-            model=str(folder),
-            tokenizer=str(Path(options.output, "tokenizer")),
-            steps=steps,
-            batch=micro,
-            accumulate=batch // micro,
-            learning_rate=own.get("learning_rate", options.learning_rate or 5e-5),
-            connection_learning_rate=own.get("connection_learning_rate", options.connection_learning_rate or 3e-4),
-            trainer={
-                **schedule_arguments(options.schedule, steps, options.warmup, options.decay),
-                "weight_decay": options.weight_decay,
-                "eval_steps": interval,
-                "save_steps": interval,
-            },
-        )
-        runs.append(_Run(size, text, config, steps, batch, given))
-    return runs
+        given = {
+            "model": str(folder),
+            "steps": steps,
+            "batch": micro,
+            "accumulate": batch // micro,
+            "learning_rate": own.get("learning_rate", options.learning_rate or 5e-5),
+            "connection_learning_rate": own.get("connection_learning_rate", options.connection_learning_rate or 3e-4),
+            "trainer": schedule_arguments(options, steps),
+        }
+        flops = training_flops(config, options.block) * steps * batch * options.block
+        facts = {"steps": steps, "batch": batch, "training_flops": flops, "rates": None}
+        run = FinetuneOptions(**_common(options, FinetuneOptions) | given)
+        yield _Run({"size": size, "method": text, **facts, **_costs(config)}, run)
+
+
+def _costs(config: Any) -> dict[str, Any]:
+    cache, _ = cache_size(config, "bfloat16")
+    return {"parameters": meta_model(config).num_parameters(), "cache_bytes_per_token": cache}
 
 
 def _trained(run: _Run, options: StudyOptions) -> dict[str, Any]:
     """Trains a model, and what the record has of it; a loss that is not finite is `None`."""
-    held_out: dict[str, Any] = {}
-    output = Path(run.options.output)
+    held_out: dict[str, Any] = {"tokens": 0, "loss": None}
+    output, facts = Path(run.options.output), dict[str, Any]()
 
     def finish(trainer: RecipeTrainer) -> None:
         loss = trainer.predict(trainer.blocks.held_out.whole, metric_key_prefix="whole").metrics["whole_loss"]
         held_out.update(tokens=round(trainer.labels_of_evaluation), loss=loss if math.isfinite(loss) else None)
 
-    facts: dict[str, Any] = {"rates": getattr(run.options, "rates", None)}
-    folder = output
     try:
         if isinstance(run.options, PretrainOptions):
-            plan, report = pretrain(run.options, finish=finish)
-            facts = {"rates": plan.rates}
+            _, report = pretrain(run.options, finish=finish)
         else:
             log = TrainingLog(run.options.unfinished)
             report = finetune_checkpoint(run.options, finish=finish, callbacks=[log])
-        names = ("tokens_per_second", "peak_memory", "resumed_from")
-        facts |= {name: getattr(report, name) for name in names}
+        facts = {name: getattr(report, name) for name in ("tokens_per_second", "peak_memory", "resumed_from")}
+        folder = output
     except LossIsLost:
-        held_out, folder = {"tokens": 0, "loss": None}, Path(f"{output}.training")
-    tokens = run.batch * options.block
+        folder = Path(f"{output}.training")
+    tokens = run.facts["batch"] * options.block
     result = {
         "loss": held_out["loss"],
         "held_out": held_out,
         "curve": _curve(json.loads((folder / LOG).read_text()), tokens),
-        "parameters": parameter_count(run.config),
-        "training_flops": training_flops(run.config, options.block) * tokens * run.steps,
         "bf16": uses_bf16(options.bf16),
         **facts,
     }
@@ -360,20 +332,10 @@ def _curve(log: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
     for entry in log:
         training_loss = entry.get("loss", training_loss)
         if "eval_loss" in entry:
-            losses = {"training_loss": training_loss, "validation_loss": entry["eval_loss"]}
-            finite = {name: x if x is not None and math.isfinite(x) else None for name, x in losses.items()}
-            coefficients = json_value(entry.get("coefficients") or {})
-            points.append(
-                {"step": entry["step"], "tokens": entry["step"] * tokens, **finite, "coefficients": coefficients}
-            )
+            point = {"step": entry["step"], "tokens": entry["step"] * tokens, "training_loss": training_loss}
+            point |= {"validation_loss": entry["eval_loss"], "coefficients": entry.get("coefficients") or {}}
+            points.append(json_value(point))
     return points
-
-
-def _weights(checkpoint: str) -> str:
-    """The commit of a checkpoint on the Hub, or a digest of one on this disk: of the first bytes of each tensor."""
-    source = open_source(checkpoint)
-    files = sorted(source.folder.glob("*.safetensors")) if source.revision is None else ()
-    return source.revision or hashlib.sha256(json.dumps([*map(fingerprint, files)]).encode()).hexdigest()
 
 
 def _file_name(name: str) -> str:
@@ -387,7 +349,3 @@ def _read_method(text: str, options: StudyOptions) -> tuple[str, dict[str, Any],
     if options.start and (given := [key for key in KIND_RATES if key in own or getattr(options, key)]):
         raise ValueError(f"{given[0]} is of runs from scratch; with --from, give connection_learning_rate.")
     return name, values, own
-
-
-def _environment() -> dict[str, Any]:
-    return {key: value for key, value in describe_environment().items() if key != "variables"}

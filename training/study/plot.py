@@ -10,7 +10,6 @@ from resformer.environment import install_hint
 from resformer.training.study.table import Run, paired_difference
 
 _FEW = 6  # so many intervals can be told apart in one panel
-_RATE = "learning_rate="
 
 
 def check_packages() -> None:
@@ -25,16 +24,11 @@ def plot(report: Mapping[str, Any], runs: Sequence[Run], path: Path) -> None:
     from matplotlib.figure import Figure
 
     sizes, baseline = report["sizes"], report["baseline"]
-    methods = [*dict.fromkeys(run["method"] for run in runs)]
-    named, rates = ({method: _split(method)[part] for method in methods} for part in (0, 1))
-    without_rate = [*dict.fromkeys(name for name in named.values() if name != named[baseline])]
-    palette = [colormaps[name](place) for name in ("tab10", "Dark2") for place in range(8)]
-    colours = dict(zip(without_rate, itertools.cycle(palette), strict=False)) | {named[baseline]: "black"}
-    drawn = sorted({rates[method] for method in methods if method != baseline}, key=float)
-    dashes = {rates[baseline]: "-"} | dict(zip(drawn, itertools.cycle(("-", "--", ":", "-.")), strict=False))
-    looks = {each: {"color": colours[named[each]], "linestyle": dashes[rates[each]]} for each in methods}
+    methods = [*dict.fromkeys(run["method"] for run in runs if run["method"] != baseline)]
+    palette = itertools.cycle(colormaps[name](place) for name in ("tab10", "Dark2") for place in range(8))
+    colours = dict(zip(methods, palette, strict=False))
     with rc_context({"font.size": 11, "text.parse_math": False}):
-        figure = Figure(figsize=(9, max(4.5, 1.8 + 0.4 * len(methods)) * len(sizes)), layout="constrained")
+        figure = Figure(figsize=(9, max(4.5, 1.8 + 0.4 * (len(methods) + 1)) * len(sizes)), layout="constrained")
         parts = figure.subfigures(len(sizes), 1, squeeze=False)[:, 0]
         for part, (size, rows) in zip(parts, sizes.items(), strict=True):
             seeds = len(rows[0]["seeds"])
@@ -44,31 +38,22 @@ def plot(report: Mapping[str, Any], runs: Sequence[Run], path: Path) -> None:
                 f"{base['parameters']:,} parameters, {seeds} seed{'s' * (seeds > 1)}; below 0 is better"
             )
             left, right = part.subplots(1, 2, width_ratios=(3, 2))
-            _draw_differences(left, [run for run in runs if run["size"] == size], baseline, looks)
-            _draw_final(right, [row for row in rows if row["difference"] is not None], looks)
-            if len(drawn) > 1:
-                keys = [left.plot([], [], color="grey", linestyle=dashes[rate])[0] for rate in drawn]
-                left.legend(keys, [f"rate {float(rate):g}" for rate in drawn])
+            _draw_differences(left, [run for run in runs if run["size"] == size], baseline, colours)
+            _draw_final(right, [row for row in rows if row["difference"] is not None], colours)
             for axes in (left, right):
                 axes.grid(alpha=0.3)
         figure.savefig(path, format="png", dpi=180)
 
 
-def _split(method: str) -> tuple[str, str]:
-    """`resformer:learning_rate=8e-3:dwa=true`: the method with what else is set, and its rate; "0" if none is."""
-    name, *settings = method.split(":")
-    rate = [each.partition("=")[2] for each in settings if each.startswith(_RATE)]
-    return ":".join([name, *(each for each in settings if not each.startswith(_RATE))]), (rate or ["0"])[0]
-
-
 def _label(method: str, between: str = ", ") -> str:
-    """`resformer, rate 0.008`; other fields as words, too."""
-    (name, *settings), rate = _split(method)[0].split(":"), float(_split(method)[1])
-    words = [each.replace("_", " ").replace("=", " ") for each in settings] + [f"rate {rate:g}"] * (rate > 0)
+    """`resformer:learning_rate=8e-3:dwa=true` in words: `resformer, rate 0.008, dwa true`."""
+    name, *settings = method.split(":")
+    pairs = (each.partition("=")[::2] for each in settings)
+    words = [f"rate {float(x):g}" if key == "learning_rate" else f"{key.replace('_', ' ')} {x}" for key, x in pairs]
     return between.join([name, *words])
 
 
-def _draw_differences(axes: Any, runs: Sequence[Run], baseline: str, looks: Mapping[str, Mapping[str, Any]]) -> None:
+def _draw_differences(axes: Any, runs: Sequence[Run], baseline: str, colours: Mapping[str, Any]) -> None:
     """The mean difference at each evaluation, and the 95 % interval of each method's own paired t-test.
 
     The labels of `_draw_final` say whose colours these are.
@@ -84,29 +69,27 @@ def _draw_differences(axes: Any, runs: Sequence[Run], baseline: str, looks: Mapp
         pairs = {tokens: paired_difference(losses, base[tokens]) for tokens, losses in curve.items() if tokens in base}
         points = [(tokens, difference) for tokens, difference in pairs.items() if difference is not None]
         x, means = [tokens for tokens, _ in points], [each["mean"] for _, each in points]
-        axes.plot(x, means, marker="o", markersize=4, **looks[method])
+        axes.plot(x, means, marker="o", markersize=4, color=colours[method])
         if len(curves) <= _FEW and points and all(each["p"] is not None for _, each in points):
             low, high = ([each[end] for _, each in points] for end in ("low", "high"))
-            axes.fill_between(x, low, high, color=looks[method]["color"], alpha=0.15, linewidth=0)
+            axes.fill_between(x, low, high, color=colours[method], alpha=0.15, linewidth=0)
             shaded = True
     axes.axhline(0.0, color="black", linewidth=1)
     axes.locator_params(axis="x", nbins=5)
     axes.set(title="During the training" + ": mean, 95 % interval" * shaded, xlabel="training tokens, millions")
 
 
-def _draw_final(axes: Any, rows: Sequence[Mapping[str, Any]], looks: Mapping[str, Mapping[str, Any]]) -> None:
+def _draw_final(axes: Any, rows: Sequence[Mapping[str, Any]], colours: Mapping[str, Any]) -> None:
     axes.axvline(0.0, color="black", linewidth=1)
     for place, row in enumerate(rows):
-        difference, look = row["difference"], looks[row["method"]]
+        difference, colour = row["difference"], colours[row["method"]]
         half = None if difference["p"] is None else difference["high"] - difference["mean"]
-        (*_, bars) = axes.errorbar(difference["mean"], place, xerr=half, fmt="o", capsize=4, color=look["color"])
-        for bar in bars:
-            bar.set_linestyle(look["linestyle"])
+        axes.errorbar(difference["mean"], place, xerr=half, fmt="o", capsize=4, color=colour)
         values = difference["values"]
-        axes.scatter(values, [place] * len(values), marker="x", s=30, color=look["color"])
+        axes.scatter(values, [place] * len(values), marker="x", s=30, color=colour)
     axes.set_yticks(range(len(rows)), [_label(row["method"], "\n") for row in rows])
     for label, row in zip(axes.get_yticklabels(), rows, strict=True):
-        label.set_color(looks[row["method"]]["color"])
+        label.set_color(colours[row["method"]])
     axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     axes.locator_params(axis="x", nbins=4)
     interval = any(row["difference"]["p"] is not None for row in rows)

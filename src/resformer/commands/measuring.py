@@ -2,7 +2,6 @@
 
 import json
 import os
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -93,16 +92,11 @@ def analyze(
 
 
 def _names(checkpoints: list[str]) -> list[str]:
-    """The last part of each path or id; where two are equal, the parts in which the paths differ."""
+    """The last parts of each path or id, as many as tell them apart."""
     parts = [Path(os.path.normpath(checkpoint)).parts for checkpoint in checkpoints]
-    if len({names[-1] for names in parts}) == len({*parts}):
-        return [names[-1] for names in parts]
-
-    def shared(paths: list[tuple[str, ...]]) -> int:
-        return len([*takewhile(lambda same: len(set(same)) == 1, zip(*paths, strict=False))])
-
-    first, last = shared(parts), shared([names[::-1] for names in parts])
-    return ["/".join(names[first : len(names) - last]) or names[-1] for names in parts]
+    most = max(map(len, parts))
+    names = (["/".join(each[-count:]) for each in parts] for count in range(1, most + 1))
+    return next(each for each in names if len({*each}) == len({*parts}))
 
 
 def _print(analysis: "Analysis") -> None:

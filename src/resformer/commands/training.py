@@ -15,7 +15,6 @@ from resformer.commands.terminal import (
     TRAIN,
     AsJson,
     app,
-    assignments,
     echo,
     example,
     hand_over,
@@ -46,36 +45,31 @@ def _from_file(context: typer.Context, path: Path | None) -> Path | None:
             raise ValueError(f"{path}: expected lines of `name: value`.")
         options = {option.removeprefix("--"): each for each in context.command.params for option in each.opts}
         settings = {each.name for each in fields(TrainingArguments) if each.init}
-        trainer = "trainer" if "trainer" in options else "set"
-        pairs: dict[str, Any] = {name: values.pop(name, None) or {} for name in ("set", "trainer") if name in options}
-        for name, more in pairs.items():
-            if not isinstance(more, (dict, list)):
-                raise ValueError(f"{path}: {name} is {more!r}; expected lines of `name: value`.")
-            pairs[name] = assignments(list(map(str, more))) if isinstance(more, list) else dict(more)
         given: dict[str, Any] = {}
         for name, value in values.items():
             option = options.get(str(name).replace("_", "-"))
             if option is None and name in settings:
-                pairs[trainer][name] = value
-                continue
+                option, value = options.get("trainer", options["set"]), {name: value}
             if option is None:
                 hint = did_you_mean(str(name).replace("_", "-"), [*options, *settings])
                 raise ValueError(f"{path}: there is no option {name!r}.{hint}")
-            several = getattr(option, "multiple", False)
-            if isinstance(value, list) and not several:
+            if name in ("set", "trainer") and not isinstance(value or {}, (dict, list)):
+                raise ValueError(f"{path}: {name} is {value!r}; expected lines of `name: value`.")
+            if isinstance(value, dict):
+                value = [f"{key}={json.dumps(json_or_text(each))}" for key, each in value.items()]
+            entries = value if isinstance(value, list) else [] if value is None else [value]
+            entries = [os.path.expanduser(str(each)) for each in entries]  # as a shell expands the home folder
+            if getattr(option, "multiple", False):
+                given[option.name] = [*given.get(option.name, ()), *entries]
+            elif isinstance(value, list):
                 raise ValueError(f"{path}: {name} is {value!r}; expected one value.")
-            entries = value if isinstance(value, list) else [value]
-            # As a shell expands the home folder.
-            entries = [os.path.expanduser(each) if isinstance(each, str) else each for each in entries]
-            given[option.name] = entries if several else entries[0]
-        for each, more in pairs.items():
-            if more:
-                texts = [f"{name}={json.dumps(json_or_text(value))}" for name, value in more.items()]
-                given[options[each].name] = texts
+            elif entries:
+                given[option.name] = entries[0]
     context.default_map = given
     return path
 
 
+PlanAlone = Annotated[bool, typer.Option("--dry-run", help="Print the plan; write nothing.")]
 Config = Annotated[
     Path | None,
     typer.Option(callback=_from_file, is_eager=True, help="YAML file of these options; the command line wins."),
@@ -142,14 +136,16 @@ def new(
     as_json: AsJson = False,
 ) -> None:
     """Write an untrained checkpoint, with its tokenizer, for any engine."""
-    from resformer.training.untrained import new_checkpoint, parameter_count
+    from resformer.training.flops import meta_model
+    from resformer.training.untrained import new_checkpoint
 
     config = new_checkpoint(options, weights=weights, dry_run=dry_run)
+    parameters = meta_model(config).num_parameters()
     if as_json:
-        echo(json.dumps({**config.to_dict(), "parameters": parameter_count(config)}, indent=2, sort_keys=True))
+        echo(json.dumps({**config.to_dict(), "parameters": parameters}, indent=2, sort_keys=True))
         return
     backbone = "" if options.backbone is None else f"{options.backbone}, "
-    row("model", f"{backbone}{options.size}, {options.method}, {parameter_count(config):,} parameters")
+    row("model", f"{backbone}{options.size}, {options.method}, {parameters:,} parameters")
     row("shape", f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads, width {config.hidden_size}")
     row("tokenizer", f"{config.vocab_size:,} tokens")
     row("would write" if dry_run else "wrote", options.output)
@@ -179,7 +175,7 @@ def tokenize(options: TokenizeOptions, as_json: AsJson = False) -> None:
 def pretrain(
     options: PretrainOptions,
     config: Config = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; write nothing.")] = False,
+    dry_run: PlanAlone = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a model from scratch.
@@ -229,23 +225,13 @@ def trl(context: typer.Context) -> None:
     hand_over(context, "resformer.trl")
 
 
-@app.command(hidden=True, context_settings=ANYTHING)
-def train() -> None:
-    """What other packages call `train` has three names here."""
-    with reporting_errors():
-        raise ValueError(
-            "There is no `resformer train`: `resformer pretrain` trains from scratch, `resformer finetune` a "
-            "checkpoint, `resformer compare` several methods under one budget."
-        )
-
-
 @app.command(
     **example(MEASURE, "resformer compare study --methods resformer,svformer:learning_rate=4e-3 --steps 500 --dry-run")
 )
 @takes(StudyOptions, "Finished runs are kept. Go on with: {command}")
 def compare(
     options: StudyOptions,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; write nothing.")] = False,
+    dry_run: PlanAlone = False,
     as_json: AsJson = False,
 ) -> None:
     """Train methods under one budget and compare their losses.
