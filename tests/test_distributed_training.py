@@ -7,15 +7,18 @@ from pathlib import Path
 import any_decoder
 import pytest
 import torch
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from checkpoints import save_checkpoint
 from command_server import python
-from conftest import QUICK, VARIANTS, tiny_model
+from conftest import QUICK, VARIANTS, tiny_model, training_arguments
 from small_decoders import small_decoder
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations import deepspeed
 
-import resformer
+import resformer.training
 from resformer import retrofit
 
+CONFIGS = Path(next(iter(resformer.training.__path__))) / "configs"
 FAMILIES = ["gemma3_text", "qwen3_moe", "llama"]
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node 2".split()
 
@@ -74,3 +77,25 @@ def test_the_documented_script_trains_on_two_processes(tmp_path: Path) -> None:
     python(*TORCHRUN, "train.py", "start", "notes.txt", "--output_dir", "out", *options, cwd=tmp_path)
     start, trained = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("start", "out"))
     assert not [name for name, tensor in trained.items() if torch.equal(tensor, start[name])]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_deepspeed_configurations_leave_nothing_open(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deepspeed, "dep_version_check", lambda package: None)  # reading them takes no DeepSpeed
+    arguments = training_arguments(tmp_path, gradient_accumulation_steps=2, bf16=True)
+
+    class Reader(deepspeed.HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
+        """Without DeepSpeed Transformers' class has lost its base, Accelerate's."""
+
+    config = Reader(str(CONFIGS / f"zero{stage}.json"))
+    try:
+        config.trainer_config_process(arguments)
+        config.trainer_config_finalize(arguments, tiny_model("resformer-denseformer"), 10)
+    finally:
+        deepspeed.unset_hf_deepspeed_config()
+    assert config.config["zero_optimization"]["stage"] == stage
+    assert config.config["bf16"]["enabled"] is True
+    assert config.config["train_batch_size"] == 8
+    assert "auto" not in str(config.config)
