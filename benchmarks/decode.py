@@ -214,12 +214,9 @@ def measure(
 
 
 def built(method: str, shape: dict[str, Any], options: argparse.Namespace) -> PreTrainedModel:
-    """Llama, a method, or Llama `connected` with it, with random parameters, in the dtypes that checkpoints load in."""
+    """Llama, or a method, with random parameters, in the dtypes that checkpoints load in."""
     torch.manual_seed(0)
-    method, _, connected = method.partition(" ")
-    config = LlamaConfig(**shape) if connected or method == "llama" else ResFormerConfig.for_method(method, **shape)
-    if connected:
-        config = resformer.connected_config(config, method)
+    config = LlamaConfig(**shape) if method == "llama" else ResFormerConfig.for_method(method, **shape)
     with torch.device(options.device):
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).eval()
 

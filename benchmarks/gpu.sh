@@ -57,14 +57,14 @@ case $part in
 1)
     grep -qs 'errors="0" failures="0"' "$results/tests.xml" ||
         run -m pytest -q -n 8 -m gpu tests/test_modeling_*.py tests/test_growing_cache.py \
-            tests/test_depth_average.py --junit-xml "$results/tests.xml"
+            tests/test_depth_average.py tests/test_value_residual.py --junit-xml "$results/tests.xml"
     ;;
 2)
-    methods="resformer svformer denseformer denseformer-4x5 resformer-denseformer"
+    methods="resformer svformer denseformer denseformer-4x5 mudd attnres hyper-connections mhc"
     shapes=("12 x 768" "32 x 2048") sizes=(--batch 8 --tokens 2048 --rounds 10 --budget 15)
     [ -z "$toy" ] || shapes=("tiny") sizes=(--batch 2 --tokens 32 --rounds 3) methods="resformer"
     benchmark train --dtype bfloat16 --parts time --shapes "${shapes[@]}" --methods $methods "${sizes[@]}" --resume \
-        --connected resformer --modes eager layers --output "$results/train.json"
+        --modes eager layers whole --output "$results/training.json" # train.json is of the decoder before 0.1
     ;;
 3)
     shapes=(135M 1B) time=--time
@@ -79,7 +79,7 @@ case $part in
     benchmark decode "${options[@]}" --batches 1 8 --contexts $long --output "$results/decode.json"
     benchmark decode "${options[@]}" --batches --largest $long --output "$results/decode.json"
     benchmark decode "${options[@]}" --batches 1 --contexts "${short[-1]}" --output "$results/decode_compiled.json" \
-        --arms llama "llama static compiled" "resformer static compiled" "svformer static compiled"
+        --arms llama {llama,resformer,svformer,denseformer,mudd,hyper-connections}" static compiled"
     ;;
 5)
     export OMP_NUM_THREADS=1

@@ -156,8 +156,7 @@ def spread(timings: Timings, arm: str) -> list[float]:
 
 def time_case(shape: dict[str, Any], options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     began = time.perf_counter()
-    connected = [f"{method} connected" for method in options.connected]
-    arms = trainings([AGAIN, *options.methods, *connected], shape, options)
+    arms = trainings([AGAIN, *options.methods], shape, options)
     kernels = {} if options.mode == "eager" else {arm: kernels_of(each.gradients) for arm, each in arms.items()}
     without, with_update = measure_time(arms, options)
     sizes = {} if options.device == "cpu" else {arm: size(training) for arm, training in arms.items()}
@@ -174,10 +173,6 @@ def time_case(shape: dict[str, Any], options: argparse.Namespace) -> tuple[dict[
             **({"memory": weight(arm, sizes)} if sizes else {}),
             **({"kernels": kernels[arm]} if kernels and arm != AGAIN else {}),  # which has Llama's
         }
-        if arm in connected:
-            ratio = 1 / without.ratio(arm, arm.partition(" ")[0])
-            result["arms"][arm]["of our decoder"] = round(ratio, 3)
-            met.append(verdict(f"{arm}: time of our decoder's", ratio, 1.02, 1.0, ratio <= 1.02, ratio <= 1.0))
         if arm in TIME_TARGETS:
             must, aim = TIME_TARGETS[arm]
             met.append(verdict(f"{arm}: time of llama's", ratio, must, aim, ratio <= must, ratio <= aim))
@@ -253,7 +248,6 @@ def main() -> None:
     parser.add_argument(
         "--methods", nargs="+", default=list(TIME_TARGETS), choices=METHODS, help="those that are timed"
     )
-    parser.add_argument("--connected", nargs="+", default=[], choices=METHODS, help="those that are timed on Llama too")
     parser.add_argument("--shapes", nargs="+", default=["12 x 512", "SmolLM2-135M"], choices=SHAPES)
     parser.add_argument("--modes", nargs="+", default=["eager"], choices=["eager", "layers", "whole"])
     parser.add_argument("--parts", nargs="+", default=list(CASES), choices=CASES)
