@@ -375,6 +375,7 @@ def on_a_gpu(name: str) -> str:
     rows = [
         [f"`{arm}`" if arm in METHODS else arm, each["ms"], each["of llama"], each["memory"]["of llama"]]
         for arm, each in case["arms"].items()
+        if arm not in VARIANTS
     ]
     return table("method | ms | of Llama's | memory, of Llama's", rows)
 
