@@ -117,7 +117,7 @@ class Break(torch.nn.Module):
 
 
 def compiled_with_breaks(model: PreTrainedModel) -> Any:
-    for layer in [*layers_of(model)][::2]:  # that makes what others read, and one that reads
+    for layer in layers_of(model):
         layer.mlp = Break(layer.mlp)
     return torch.compile(model, backend="eager")
 
