@@ -200,15 +200,15 @@ def _why_no_logits(sources: Sequence[OpenedSource], verify: Verify) -> str:
     return too_large(max(source.built.memory for source in sources)) if verify == "auto" else ""
 
 
-def _token_ids(source: OpenedSource, path: Path) -> list[int]:
-    """The tokens of a text file."""
+def _token_ids(source: OpenedSource, path: Path) -> tuple[Path, list[int]]:
+    """A text file, and its tokens."""
     content, (tokenizer, reason) = read_bounded(path, 64 * MIB), tokenizer_of(source)
     if tokenizer is None:
         raise CheckpointError(f"{source.name}: its tokenizer cannot be read: {reason}")
     ids: list[int] = tokenizer(content.decode("utf-8", "replace"))["input_ids"]
     if (highest := max(ids, default=0)) >= (rows := text_config(source.config).vocab_size):
         raise CheckpointError(f"{source.name}: its tokenizer gives the id {highest:,}, of {rows:,} tokens.")
-    return ids
+    return path, ids
 
 
 def _distance(one: tuple[Shard, Tensor], other: tuple[Shard, Tensor]) -> float | None:

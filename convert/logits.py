@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def compare_logits(
     tokens: int = 128,
     *,
     names: tuple[str, str] = ("the source", "the result"),
-    text: Sequence[int] | None = None,
+    text: tuple[Path, Sequence[int]] | None = None,
     window: int = 0,
     longest: int | None = None,
     device: str | None = None,
@@ -99,20 +100,21 @@ def compare_logits(
         source, converted: load a model for evaluation; no more than one is in memory at a time.
         names: of both, for messages.
         tokens: at which logits are compared, at least 16: half of them at the end of each row.
-        text: token ids of the rows; default: random ones, from a fixed seed.
+        text: the file and the token ids of the rows; default: random ones, from a fixed seed.
         window: the longest sliding window of both; rows exceed it, if it is at most `longest`.
 
     Raises:
         CheckpointError: a model does not run, or the text is too short.
     """
     row = max(tokens // 2, 0 if longest is not None and window > longest else window + tokens // 4)
-    if text is not None and len(text) < 2 * row:
+    path, ids = text or (None, None)
+    if ids is not None and len(ids) < 2 * row:
         raise CheckpointError(
-            f"The text has {len(text):,} tokens, two rows take {2 * row:,}: give more text, or --tokens."
+            f"{path}: has {len(ids):,} tokens, two rows take {2 * row:,}: give more text, or --tokens."
         )
     with without_a_word():
         expected, actual = (
-            _logits(name, load, tokens // 2, row, text, device)
+            _logits(name, load, tokens // 2, row, ids, device)
             for name, load in zip(names, (source, converted), strict=True)
         )
     pairs = list(zip(expected.split(128), actual.split(128), strict=True))  # float64 takes memory
