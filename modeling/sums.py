@@ -65,6 +65,13 @@ def is_ordinary(states: Sequence[torch.Tensor], weights: Iterable[torch.Tensor] 
     )
 
 
+def is_differentiated(gradient: torch.Tensor) -> bool:
+    """Within a backward pass, whether it is differentiated again or has a batch of gradients: `create_graph=True`,
+    `is_grads_batched=True`. Then nothing may be written in place."""
+    batched = torch._C._are_functorch_transforms_active() or "Batched" in repr(torch._C._dispatch_keys(gradient))
+    return torch.is_grad_enabled() or batched
+
+
 def products_pay(states: Sequence[torch.Tensor]) -> bool:
     """Whether one product for all sums costs less than each by itself: it moves a quarter of the bytes, by small
     matrices, many of which are slow on CPUs. Compilers fuse sums."""

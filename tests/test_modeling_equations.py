@@ -18,7 +18,7 @@ from resformer.configuration import mixing_layers, value_sources
 from resformer.configuration.methods import CONNECTION_FIELDS
 from resformer.modeling import sums
 from resformer.modeling.connection import Added
-from resformer.modeling.connections import KINDS, depth_average, value_residual
+from resformer.modeling.connections import KINDS, attnres, depth_average, hyper_connections, value_residual
 from resformer.training.optimizer import is_connection
 
 
@@ -305,6 +305,8 @@ def test_delta_attention_residuals_has_no_effect_at_gates_of_zero_unless_its_que
 FORMS = [
     ("delta-attention-residuals", {}, sums, "products_pay"),
     ("mudd", {}, sums, "products_pay"),
+    ("attnres", {}, attnres, "products_pay"),
+    ("mhc", {}, hyper_connections, "is_ordinary"),
     *((method, {}, value_residual, "one_function_pays") for method in ("resformer", "resformer-plus")),
     ("resformer-gated", {"value_sources": [0, 1, 1, 3, 4, 4]}, value_residual, "one_function_pays"),
     ("resformer-dense", {}, depth_average, "is_ordinary"),

@@ -26,7 +26,7 @@ from transformers.utils.generic import maybe_autocast
 from resformer.configuration.connection_fields import AttnResFields
 from resformer.configuration.sources import block_starts
 from resformer.modeling.connection import Connection, Reads, coefficient
-from resformer.modeling.sums import mean_square, products_pay
+from resformer.modeling.sums import is_differentiated, mean_square, products_pay
 
 
 class AttnRes(Connection):
@@ -52,17 +52,19 @@ class AttnRes(Connection):
         layer_input: torch.Tensor,
         attnres_ended: torch.Tensor | None = None,
         attnres_last: torch.Tensor | None = None,
+        attnres_scales: torch.Tensor | None = None,
         attnres_added: torch.Tensor | None = None,
         attention_added: torch.Tensor | None = None,
         mlp_added: torch.Tensor | None = None,
     ) -> Any:
-        """Returns what the sublayer reads, and its `attnres_ended` and `attnres_last`, by name.
+        """Returns what the sublayer reads, and its `attnres_ended`, `attnres_last` and `attnres_scales`, by name.
 
         Args:
             states: x_i. Some families flatten batch and tokens.
             attnres_ended: the b_j but for the last that the sublayer before has read, `(blocks, batch, tokens,
                 hidden_size)`.
             attnres_last: the last of them.
+            attnres_scales: RMSNorm's of all of these, `(blocks + 1, batch, tokens, 1)`.
             attnres_added, attention_added, mlp_added: the output of that sublayer, at the three places.
         """
         place = 0 if attention_added is None else 1 if mlp_added is None else 2
@@ -70,29 +72,28 @@ class AttnRes(Connection):
             return states
         added: Any = (attnres_added, attention_added, mlp_added)[place]
         last = layer_input if attnres_last is None else attnres_last
-        ended, added = attnres_ended, added.reshape(last.shape).to(last.dtype)
-        if self.opens[place]:
-            ended, last = last[None] if ended is None else torch.cat((ended, last[None])), added
-        else:
-            last = last + added
+        ended, scales, added = attnres_ended, attnres_scales, added.reshape(last.shape).to(last.dtype)
         row = place - min(self.opens)
         with maybe_autocast(device_type=states.device.type, enabled=False):
-            query = self.query[row].to(last.dtype).unsqueeze(-1)
-            # Of one token all are few bytes in fewer kernels.
-            parts = [torch.cat((ended, last[None]))] if last.shape[-2] == 1 else [ended, last[None]]
-            scores = [torch.rsqrt(mean_square(each) + self.epsilon) * (each @ query) for each in parts]
-            weights = (scores[0] if len(parts) == 1 else torch.cat(scores)).softmax(0).to(last.dtype)
-            first = weights[: len(parts[0])]
-            if products_pay([last]):  # of each token, which has its b_j apart from each other
-                read = (first.movedim(0, -1) @ parts[0].movedim(0, -2)).squeeze(-2)
+            if not self.opens[place]:
+                last, scales = last + added, scales[:-1]
+            elif ended is None:
+                ended, scales, last = last[None], self.scale(last), added
             else:
-                read = (first * parts[0]).sum(0)
-            if len(parts) == 2:
-                read = torch.addcmul(read, weights[-1], last)
+                ended, last = torch.cat((ended, last[None])), added
+            scales = torch.cat((scales, self.scale(last)))
+            query = self.query[row].to(last.dtype).unsqueeze(-1)
+            if products_pay([ended, last]):
+                read, ended = Attended.apply(ended, last, scales, query)
+            else:
+                read = attended(ended, last, scales, query)
             read = read.view_as(states)
             if self.first is not None:
                 read = torch.lerp(states, read, self.gate[row].to(read.dtype))
-        return read, {"attnres_ended": ended, "attnres_last": last}
+        return read, {"attnres_ended": ended, "attnres_last": last, "attnres_scales": scales}
+
+    def scale(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.rsqrt(mean_square(states) + self.epsilon)[None]
 
     def reset_parameters(self) -> None:
         init.zeros_(self.query)
@@ -119,6 +120,7 @@ class AttnRes(Connection):
         return {
             "attnres_ended": ("attnres_ended", opened),
             "attnres_last": ("attnres_last", layer - 1),
+            "attnres_scales": ("attnres_scales", layer - 1),
             "attnres_added": ("mlp_added", layer - 1),
         }
 
@@ -127,6 +129,68 @@ class AttnRes(Connection):
         """4 x hidden_size for each b that a sublayer reads: its score, and its term of the sum."""
         ends = [end for layer in cls.layers(config) for end in _sublayers(config, layer)]
         return 4 * config.hidden_size * sum(1 + sum(opens_block(config, i) for i in range(end)) for end in ends)
+
+
+def attended(ended: torch.Tensor, last: torch.Tensor, scales: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Returns z of `ended` and `last`, whose scales and query are as in `AttnRes`."""
+    weights = _weights(torch.cat((ended @ query, (last @ query)[None])), scales)
+    return torch.addcmul((weights[:-1] * ended).sum(0), weights[-1], last)
+
+
+def _weights(products: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return (scales * products).softmax(0).to(products.dtype)
+
+
+class Attended(torch.autograd.Function):
+    """`attended`, and `ended` for the next sublayer: on the way back its gradient is summed up in one product of each
+    token, and each b_j is read twice.
+
+        db_j = a_j dz + r_j ds_j w + that of the next sublayer        ds_j = a_j (<b_j, dz> - sum_k a_k <b_k, dz>)
+
+    r_j is the scale.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ended: torch.Tensor, last: torch.Tensor, scales: torch.Tensor, query: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        products = torch.cat((ended @ query, (last @ query)[None]))
+        weights = _weights(products, scales)
+        ctx.save_for_backward(ended, last, scales, query, products, weights)
+        read = (_by_token(weights[:-1]).mT @ _by_token(ended)).squeeze(-2)
+        return torch.addcmul(read, weights[-1], last), ended.view_as(ended)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None, of_next: torch.Tensor | None) -> tuple[Any, ...]:
+        if gradient is None:
+            return of_next, None, None, None
+        ended, last, scales, query, products, weights = ctx.saved_tensors
+        if is_differentiated(gradient):
+            inputs = ended, last, scales, query
+            with torch.enable_grad():
+                of_ended, *others = torch.autograd.grad(attended(*inputs), inputs, gradient, create_graph=True)
+            return of_ended if of_next is None else of_ended + of_next, *others
+        with maybe_autocast(device_type=ended.device.type, enabled=False):
+            dots = (_by_token(ended) @ gradient.unsqueeze(-1)).movedim(-2, 0)
+            dots = torch.cat((dots, (last * gradient).sum(-1, keepdim=True)[None]))
+            of_scores = weights * (dots - (weights * dots).sum(0)).to(scales.dtype)
+            of_products = (of_scores * scales).to(last.dtype)
+            of_query = ended.flatten(0, -2).mT @ of_products[:-1].flatten(0, -2)
+            of_query = of_query + (last.flatten(0, -2).mT @ of_products[-1].flatten(0, -2))
+            factors = _by_token(torch.cat((weights, of_products), dim=-1))
+            rows = torch.stack((gradient, query.squeeze(-1).expand_as(gradient)), dim=-2)
+            of_last = (factors[..., -1:, :] @ rows).squeeze(-2)
+            factors, rows = factors[..., :-1, :].flatten(0, -3), rows.flatten(0, -3)
+            if of_next is None:
+                of_ended = factors @ rows
+            else:
+                of_ended = torch.baddbmm(_by_token(of_next).flatten(0, -3), factors, rows)
+            of_ended = of_ended.view(_by_token(ended).shape).movedim(-2, 0)
+        return of_ended, of_last, of_scores * products, of_query
+
+
+def _by_token(states: torch.Tensor) -> torch.Tensor:
+    """`(blocks, batch, tokens, width)` -> `(batch, tokens, blocks, width)`."""
+    return states.movedim(0, -2)
 
 
 def _sublayers(config: Any, layer: int) -> range:

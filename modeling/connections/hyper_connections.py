@@ -38,7 +38,7 @@ from transformers.utils.generic import maybe_autocast
 
 from resformer.configuration.connection_fields import HyperConnectionFields
 from resformer.modeling.connection import Connection, Reads, coefficient
-from resformer.modeling.sums import mean_square
+from resformer.modeling.sums import is_differentiated, is_ordinary, mean_square
 
 OWN, DIAGONAL, ITERATIONS = 0.7, 4.0, 20
 
@@ -163,9 +163,56 @@ class HyperConnections(Connection):
 
 def sinkhorn(logits: torch.Tensor) -> torch.Tensor:
     """Returns exp(logits), `(.., n, n)`, with rows that add to 1, and columns nearly."""
+    made: torch.Tensor = Sinkhorn.apply(logits) if is_ordinary([logits]) else _sinkhorn(logits)
+    return made
+
+
+def _sinkhorn(logits: torch.Tensor) -> torch.Tensor:
     matrix = logits.softmax(-2)
     for iteration in range(ITERATIONS):
         if iteration:
             matrix = matrix / matrix.sum(-2, keepdim=True)
         matrix = matrix / matrix.sum(-1, keepdim=True)
     return matrix
+
+
+class Sinkhorn(torch.autograd.Function):
+    """`sinkhorn` as u_i K_ij v_j, K = exp(logits), where v = 1 / (K^T u) and u = 1 / (K v) in turn.
+
+    Kept are u and v of each iteration, 2 n numbers, where autograd keeps 2 n (n + 1).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        kernel = _kernel(logits)
+        every_u = logits.new_ones(ITERATIONS + 1, *logits.shape[:-1], 1)  # the first is 1
+        every_v = torch.empty_like(every_u[1:])
+        for before, v, u in zip(every_u, every_v, every_u[1:], strict=False):
+            torch.matmul(kernel.mT, before, out=v).reciprocal_()
+            torch.matmul(kernel, v, out=u).reciprocal_()
+        ctx.save_for_backward(logits, every_u, every_v)
+        return every_u[-1] * kernel * every_v[-1].mT
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        logits, every_u, every_v = ctx.saved_tensors
+        if is_differentiated(gradient):
+            with torch.enable_grad():
+                return torch.autograd.grad(_sinkhorn(logits), logits, gradient, create_graph=True)[0]
+        with maybe_autocast(device_type=logits.device.type, enabled=False):
+            kernel, of_u, of_v = _kernel(logits), -every_u[1:].square(), -every_v.square()
+            product = gradient * kernel
+            grad_u, grad_v = -product @ every_v[-1], -product.mT @ every_u[-1]
+            for k in reversed(range(ITERATIONS)):  # of_u and of_v become the gradients of K v and K^T u, negative
+                grad_u = of_u[k].mul_(grad_u)
+                grad_v = of_v[k].mul_(kernel.mT @ grad_u + grad_v)
+                grad_u, grad_v = kernel @ grad_v, 0.0
+            direct = gradient * every_u[-1] * every_v[-1].mT
+            of_u, of_v, every_u, every_v = (
+                each.movedim(0, -1).squeeze(-2) for each in (of_u, of_v, every_u[:-1], every_v)
+            )
+            return kernel * (direct - of_u @ every_v.mT - every_u @ of_v.mT)
+
+
+def _kernel(logits: torch.Tensor) -> torch.Tensor:
+    return (logits - logits.amax(-2, keepdim=True)).exp()

@@ -37,7 +37,7 @@ from resformer.modeling.connection import (
     coefficient,
 )
 from resformer.modeling.connections.depth_average import RunningAverage
-from resformer.modeling.sums import is_ordinary, weighted_sum
+from resformer.modeling.sums import is_differentiated, is_ordinary, weighted_sum
 
 #: Numbers that may be kept so that decoding launches less.
 MANY = 2**24
@@ -251,8 +251,7 @@ class Mix(torch.autograd.Function):
 
 def _dots(gradient: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
     """Returns <gradient, state> of each row and each state, `(states, rows)`."""
-    batched = torch._C._are_functorch_transforms_active() or "Batched" in repr(torch._C._dispatch_keys(gradient))
-    if torch.is_grad_enabled() or batched:  # `create_graph=True`, `is_grads_batched=True`
+    if is_differentiated(gradient):
         return torch.stack([(gradient * state).sum(-1).reshape(-1) for state in states])
     rows = gradient.reshape(-1, 1, gradient.shape[-1])
     dots = rows.new_empty(len(states), len(rows), 1, 1)
