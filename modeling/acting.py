@@ -15,7 +15,7 @@ layers again, passes that are alive at once, threads and compilers see what belo
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Places:
                 elif each in self.earlier:
                     arguments[each] = self.earlier[each]
                 elif each in required:
-                    raise ValueError(f"`{name}` takes {each!r} at {place}, which layer {self.layer.layer_idx} lacks.")
+                    raise ValueError(f"`{name}` takes {each!r} at {place}, which layer {self.layer.number} lacks.")
             made: Any = self.layer._modules[name](tensor, **arguments)
             if isinstance(made, tuple):
                 made, others = made
@@ -231,6 +231,16 @@ def surgery(family: Any, mixin: Any) -> Any:
     return made
 
 
+def change_class(module: Any, kind: type) -> None:
+    """Gives a module another class. Accelerate's hooks keep the method that it had, also when they are taken off."""
+    before, own = type(module).forward, vars(module)
+    module.__class__ = kind
+    if getattr(own.get("_old_forward"), "__func__", None) is before:
+        own["_old_forward"] = MethodType(kind.forward, module)  # type: ignore[attr-defined]
+    elif getattr(own.get("forward"), "__func__", None) is before:
+        del own["forward"]
+
+
 class PlacedModule(Surgery):
     """Mixed into a module between a layer and its attention."""
 
@@ -265,16 +275,19 @@ class ConnectedAttention(PlacedModule):
 
 
 class Later:
-    """What a layer makes for later ones, handed to it beside its arguments. Its wrappers may run it again."""
+    """What layer `number` makes for later ones, handed to it beside its arguments. Its wrappers may run it again."""
 
     tensors: dict[str, torch.Tensor] | None = None
     is_read = False
+
+    def __init__(self, number: int):
+        self.number = number
 
 
 class ConnectedLayer(Surgery):
     """Mixed into a decoder layer."""
 
-    layer_idx: int
+    number: int  # PEFT and others write to `layer_idx`
     training: bool
     checkpointed: type["Checkpointed"]
     known: LayerPlaces
@@ -299,8 +312,13 @@ class ConnectedLayer(Surgery):
             if self.switch.is_off:
                 return self.family.forward(self, hidden_states, *args, **kwargs)
             raise ValueError(
-                f"Layer {self.layer_idx} is called alone: its connections read tensors of earlier layers. Call the "
+                f"Layer {self.number} is called alone: its connections read tensors of earlier layers. Call the "
                 "model, or `resformer.disconnect` it."
+            )
+        if not torch.compiler.is_compiling() and later.number != self.number:
+            raise ValueError(
+                f"Layer {self.number} is called with the arguments of layer {later.number}, without what crosses "
+                "layers. Call the model: with connections, layers do not run one by one."
             )
         if self.training and getattr(self, "gradient_checkpointing", False):
             output, tensors = self.checkpointed(self).forward(hidden_states, *args, earlier=earlier, **kwargs)
@@ -334,7 +352,7 @@ def run_layer(
         output = places.at_output("layer_output", output)
     for name in (*layer.expected, *places.given):
         if name not in places.tensors:
-            raise ValueError(f"Layer {layer.layer_idx} has not used its {name}: its connections cannot act.")
+            raise ValueError(f"Layer {layer.number} has not used its {name}: its connections cannot act.")
     return output, {name: places.tensors[name] for name in layer.returned} if layer.returned else {}
 
 
@@ -371,8 +389,13 @@ class Plan:
                     f"The list of layers holds a {type(module).__name__} in the place of a layer, past which "
                     "connections do not reach. Pipeline parallelism is not supported: use tensor parallelism or FSDP2."
                 )
-            self.layers[layer.layer_idx] = layer
-            self.numbers.append(layer.layer_idx)
+            if layer.number in self.layers:
+                raise ValueError(
+                    f"The list of layers holds layer {layer.number} twice, whose connections are of one place: repeat "
+                    "layers of the model before `connect`, or `resformer.disconnect` it for that."
+                )
+            self.layers[layer.number] = layer
+            self.numbers.append(layer.number)
         last = {crossing: n for n, layer in self.layers.items() for crossing in layer.crossings}
         #: Of each layer: what it reads, what it is the last to read, and what of its own others read.
         self.of = {
@@ -466,7 +489,7 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden_states, *more = args or (kwargs.pop("hidden_states"),)
-        n, module, later = self._n, self._module, Later()
+        n, module, later = self._n, self._module, Later(self._n)
         hidden_states, earlier = self._forward_pass.before(n, hidden_states, module)
         output = module(hidden_states, *more, earlier=earlier, later=later, **kwargs)
         if later.tensors is None:
@@ -589,8 +612,9 @@ class Passes:
         given, embedded = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
         if given is not None and given.is_floating_point():  # BERT's list of layers gets embeddings
             given, embedded = None, given
-        if given is None:
-            given, self.of_thread.input_ids = self.of_thread.input_ids, None
+        if given is None or not torch.compiler.is_compiling():
+            seen, self.of_thread.input_ids = self.of_thread.input_ids, None  # a later pass may not read them
+            given = seen if given is None else given
         if given is None and embedded is None:
             return None  # the family says what it needs
         if given is None:
@@ -613,6 +637,8 @@ class Passes:
 def keep_packed_sequences_apart(kwargs: dict[str, Any]) -> None:
     """Makes no cache of packed sequences: Transformers sees by their positions where they begin, without one alone."""
     positions = kwargs.get("position_ids")
+    if positions is not None and positions.dim() == 3:  # of time, height and width; before these may be the text's
+        positions = positions[0] if len(positions) == 4 else None
     if positions is None or kwargs.get("attention_mask") is not None or kwargs.get(CACHE) is not None:
         return
     if torch.compiler.is_compiling():

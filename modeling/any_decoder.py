@@ -56,6 +56,7 @@ _ADDED_OTHERWISE = (
 _SHARE_OTHERWISE = ("InklingAttention", "InklingTextAttention", "ModernBertDecoderAttention")
 SUBLAYER_INPUTS = ("attention_input", "mlp_input")
 SUBLAYERS_ADDED = ("attention_added", "mlp_added")
+_OF_THE_STREAM = {"layer_input", "layer_output", *SUBLAYER_INPUTS, *SUBLAYERS_ADDED}
 PROJECTION_INPUTS = ("query_input", "key_input", "value_input")
 #: Attention in a wider sense: its values are no values of a softmax. BigBird's is another module for short texts.
 _OTHER_MIXERS = re.compile(
@@ -427,6 +428,12 @@ def why_not(decoder: Decoder, view: Shape) -> str | None:
     return None
 
 
+def _has_another_forward(module: nn.Module) -> bool:
+    """Whether it is no method of its class; Accelerate keeps that beside its own."""
+    forward = vars(module).get("_old_forward", vars(module).get("forward"))
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
 def _why_not(kind: type[Connection], decoder: Decoder, view: Shape) -> str | None:
     layers, places = decoder.layers, decoder.places
     if decoder.loops:
@@ -435,6 +442,15 @@ def _why_not(kind: type[Connection], decoder: Decoder, view: Shape) -> str | Non
     if any("Cross" in type(layer).__name__ for layer in layers):
         return "its layers of cross-attention are left out where there are no images"
     needs = kind.needs(view)
+    parts = [*layers]
+    if needs - _OF_THE_STREAM:
+        parts += [
+            layer.get_submodule(each.attention) for layer, each in zip(layers, places, strict=True) if each.attention
+        ]
+    if repeated := next((type(each).__name__ for n, each in enumerate(parts) if each in parts[:n]), ""):
+        return f"a {repeated} is in two layers, and connections are of one place"
+    if replaced := next((type(each).__name__ for each in parts if _has_another_forward(each)), ""):
+        return f"the `forward` of a {replaced} was replaced, past which connections do not reach"
     if needs & {"raw_values", "mixed_values", "attention_output"}:
         if not with_values:
             return f"no projection of values is known in {type(layers[0]).__name__}"

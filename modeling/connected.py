@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.utils import output_capturing
 
-from resformer.modeling.acting import ConnectedLayer, keep_packed_sequences_apart
+from resformer.modeling.acting import ConnectedLayer, change_class, keep_packed_sequences_apart
 from resformer.modeling.any_decoder import Decoder, text_config
 from resformer.modeling.connection import Added, StartsAsStated
 from resformer.modeling.growing_cache import GrowingCache
@@ -211,7 +211,7 @@ def become_connected(model: Any, config: type) -> None:
     from resformer.modeling.families import model_class  # whose classes are subclasses of the one above
 
     family: Any = type(model)
-    model.__class__ = model_class(family, config)
+    change_class(model, model_class(family, config))
     dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(type(model)), model._can_record_outputs)
 
 

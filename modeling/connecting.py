@@ -15,7 +15,7 @@ from transformers.utils import logging
 from resformer.configuration.connection_fields import reason
 from resformer.configuration.methods import CONNECTION_FIELDS, METHODS, connections_of, fields_within_kinds
 from resformer.errors import CheckpointError, did_you_mean, one_line
-from resformer.modeling.acting import ConnectedLayer
+from resformer.modeling.acting import ConnectedLayer, Switch, change_class
 from resformer.modeling.any_decoder import Decoder, text_config
 from resformer.modeling.connected import ConnectedModel, become_connected, not_reentrant
 from resformer.modeling.connection import KINDS, Connection, kinds_in, own_fields
@@ -276,7 +276,7 @@ def _become_plain(model: PreTrainedModel) -> PreTrainedModel:
                 vars(each).pop(name, None)
     for module in [each for each in model.modules() if isinstance(each, ConnectedModel)]:
         module.forget_connections()
-        module.__class__ = module.family_class()
+        change_class(module, module.family_class())
     return model
 
 
@@ -304,12 +304,17 @@ def disconnected(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     _check_connected(model)
     if getattr(model.config, "value_sources", None) or getattr(model.config, "key_sources", None):
         raise ValueError("Layers that read another's keys or values have no projections of their own.")
-    switch = next(each.switch for each in model.modules() if isinstance(each, ConnectedLayer))
-    before, switch.is_off = switch.is_off, True
+    # Layers that were copied by themselves have their own.
+    holders = (each for module in model.modules() for each in (module, vars(module).get("passes")))
+    switches = {each for holder in holders if isinstance(each := getattr(holder, "switch", None), Switch)}
+    before = {each: each.is_off for each in switches}
+    for switch in switches:
+        switch.is_off = True
     try:
         yield model
     finally:
-        switch.is_off = before
+        for switch, was_off in before.items():
+            switch.is_off = was_off
 
 
 def connected_config(

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from types import MethodType
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from resformer.modeling.acting import (
     around_output,
     around_queries_or_keys,
     around_values,
+    change_class,
     surgery,
 )
 from resformer.modeling.any_decoder import (
@@ -44,7 +44,8 @@ WITHIN_ATTENTION = {*PROJECTION_INPUTS, "raw_queries", "raw_keys", "queries", "k
 WITHIN_ATTENTION |= {"raw_values", "mixed_values", "attention_output"}
 #: What is set of modules that get another class.
 _SET = (
-    "around switch known reads crossings returned connections acting expected makes counts_heads value_projection"
+    "around switch number known reads crossings returned connections acting expected makes counts_heads "
+    "value_projection"
 ).split()
 #: Name of a module -> what is called in its place while its owner runs.
 Around = dict[str, Callable[..., Any]]
@@ -76,7 +77,7 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: Shape) -> No
             _place_attention(layer, places, view, n, needs, flat, sharing)
         _become(layer, ConnectedLayer)
         connected: Any = layer
-        connected.layer_idx, connected.known = n, places
+        connected.number, connected.known = n, places
         connected.around = _around_of_layer(places, needs, within)
         connected.reads, connected.crossings = reads[n], crossings(reads[n])
         connected.returned = tuple(sorted(returned[n]))
@@ -191,22 +192,16 @@ def _place_attention(
 
 
 def _become(module: Any, mixin: type) -> None:
-    """Gives a module another class; hooks of Accelerate call the method that it had."""
     kind: Any = type(module)
-    module.__class__ = surgery(kind, mixin)
-    if "_old_forward" in vars(module):
-        module._old_forward = MethodType(type(module).forward, module)
+    change_class(module, surgery(kind, mixin))
 
 
 def _undo(module: Any) -> None:
     if not isinstance(module, Surgery):
         return
-    restored: Any = module
-    restored.__class__ = module.family
+    change_class(module, module.family)
     for name in _SET:
-        vars(restored).pop(name, None)
-    if "_old_forward" in vars(restored):
-        restored._old_forward = MethodType(type(restored).forward, restored)
+        vars(module).pop(name, None)
 
 
 def start(module: Any, layer: Any) -> None:

@@ -3,15 +3,18 @@
 import copy
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import any_decoder
 import pytest
 import torch
+from accelerate import dispatch_model
+from accelerate.hooks import remove_hook_from_module
 from accelerate.utils import FullyShardedDataParallelPlugin, compile_regions
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from conftest import others_slow
+from peft import LoraConfig, get_peft_model
 from small_decoders import small_decoder
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -22,6 +25,7 @@ from transformers.models.auto.auto_factory import _LazyAutoMapping
 
 import resformer
 from resformer.modeling.any_decoder import Decoder
+from resformer.modeling.versions import CACHE
 
 METHODS = (
     "resformer resformer-identity resformer-plus resformer-dense resformer-gated neutreno depth-attention svformer "
@@ -224,6 +228,78 @@ def test_a_wrapper_that_does_not_call_its_layer_is_named() -> None:
         any_decoder.logits_of(model)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_that_are_repeated_or_run_one_by_one_are_refused(method: str) -> None:
+    """PEFT's `layer_replication` copies and renumbers layers; quantisers call each with what the first one got."""
+    model = connected(f"llama-{method}")
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(layer_replication=[[0, 3], [1, 4]]))
+    with pytest.raises(ValueError, match="holds layer 1 twice"):
+        any_decoder.logits_of(adapted)
+    layers, got = model.model.layers, []
+    layers[0].register_forward_pre_hook(lambda _module, *args: got.append(args), with_kwargs=True)
+    any_decoder.logits_of(model)
+    with pytest.raises(ValueError, match="Layer 1 is called with the arguments of layer 0"):
+        layers[1](*got[0][0], **got[0][1])
+
+
+def test_layers_that_are_one_or_have_another_forward_are_refused() -> None:
+    def tied(layers: Any) -> None:
+        layers[2] = layers[1]
+
+    def tied_attention(layers: Any) -> None:
+        layers[2].self_attn = layers[1].self_attn
+
+    def replaced(layers: Any) -> None:
+        layers[1].forward = MethodType(lambda self, states, **kwargs: states, layers[1])
+
+    for change, said in (
+        (tied, "a LlamaDecoderLayer is in two"),
+        (tied_attention, "a LlamaAttention is in two"),
+        (replaced, "`forward` of a LlamaDecoderLayer was replaced"),
+    ):
+        model = small_decoder("llama")
+        change(model.model.layers)
+        expected = any_decoder.logits_of(model)
+        with pytest.raises(ValueError, match=f"llama cannot have `value_residual`: .*{said}"):
+            resformer.connect(model)
+        assert torch.equal(any_decoder.logits_of(model), expected)
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_hooks_of_accelerate_that_stay_or_are_taken_off_are_in_no_ones_way(head: bool) -> None:
+    def hooked(model: Any, taken_off: bool) -> PreTrainedModel:
+        devices = {
+            name: "cpu" for name, _ in model.named_modules() if name.count(".") == 1 + head or "layers" not in name
+        }
+        dispatch_model(model, devices | {"": "cpu"}, force_hooks=True)
+        return remove_hook_from_module(model, recurse=True) if taken_off else model
+
+    def states(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model(any_decoder.IDS)[0]
+
+    def plain() -> PreTrainedModel:
+        return small_decoder("llama") if head else small_decoder("llama").model
+
+    expected = states(plain())
+    for taken_off in (True, False):
+        model = resformer.connect(hooked(plain(), taken_off))
+        assert torch.equal(states(model), expected)
+        any_decoder.move(model)
+        assert not torch.equal(states(model), expected)
+        model = resformer.disconnect(hooked(model, taken_off), lossy=True)
+        assert torch.equal(states(model), expected)
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_positions_in_images_are_no_packed_sequences(rows: int) -> None:
+    positions = torch.arange(9).expand(rows, 2, 9).clone()
+    positions[-3:, :, 3:6] = 3  # an image
+    model = small_decoder("qwen2_vl")
+    for each in (model, resformer.connect(model)):
+        assert each(any_decoder.IDS, position_ids=positions)[CACHE] is not None
+
+
 def test_a_pass_that_has_failed_leaves_nothing_behind() -> None:
     model = resformer.connect(small_decoder("llama"), "resformer-denseformer")
     any_decoder.move(model)
@@ -247,6 +323,9 @@ def test_states_of_the_family_are_restored_and_copies_are_independent() -> None:
     with resformer.disconnected(other):
         assert torch.equal(any_decoder.logits_of(other), any_decoder.logits_of(model))
     assert not torch.equal(any_decoder.logits_of(other), any_decoder.logits_of(model))
+    other.model.layers[0] = copy.deepcopy(other.model.layers[0])  # depth-wise growth copies some
+    with resformer.disconnected(other):
+        assert torch.equal(any_decoder.logits_of(other), any_decoder.logits_of(model))
     with pytest.raises(ValueError, match=r"Connections have learned: model\.layers\.\d"):
         resformer.disconnect(other)
     shared = resformer.connect(small_decoder("llama"), "svformer", lossy=True)
