@@ -5,6 +5,7 @@ hidden-state peaks, and NeuTRENO (arXiv 2312.00751), for over-smoothing.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
-from resformer.analysis.attention import IMPLEMENTATION
 from resformer.configuration.methods import method_of
 from resformer.environment import usable_device
 from resformer.errors import CheckpointError, one_line
@@ -25,6 +27,8 @@ from resformer.files import AsDict
 from resformer.loading import load_config
 from resformer.modeling.connecting import depth_mixing_matrix, value_mixing_matrix
 
+#: The name of `_attention` for Transformers' attention interface.
+_IMPLEMENTATION = "resformer_analysis"
 #: What is measured in each layer of each text: see docs/comparing.md.
 QUANTITIES = (
     "entropy first_importance importance_ratio first_value_norm other_value_norm value_norm_ratio first_hidden_norm "
@@ -98,7 +102,9 @@ def analyze(
     max_tokens = min(max_tokens, getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_tokens)
     name = name or (os.path.basename(os.path.normpath(checkpoint)) if checkpoint else type(model).__name__)
     base = model.get_decoder()
-    layers = _layers(base, name)
+    layers = list(getattr(base, "layers", []))
+    if not layers or not all(hasattr(layer, "self_attn") for layer in layers):
+        raise CheckpointError(f"{name}: {type(base).__name__} has no `layers` that each have a `self_attn`.")
     per_text: list[np.ndarray] = []  # (layers, quantities) each
     lengths: list[int] = []
     skipped = 0
@@ -204,6 +210,33 @@ def _uniform(tokens: int) -> np.ndarray:
     return _importance_quantities(received / tokens).numpy()
 
 
+def _attention(
+    module: nn.Module,
+    *inputs: Any,
+    importance_taker: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the family's eager attention returns of queries, keys and values, `(batch, heads, tokens, head_dim)`.
+
+    Calls `importance_taker` with the layer's index, a_j = (1/l) sum_i A_ij, the attention of l queries to token j
+    averaged over heads, `(batch, tokens)`, and the value states.
+    """
+    attention = type(getattr(module, "_module", module))  # of a layer with connections it is behind another
+    own = (vars(sys.modules[each.__module__]).get("eager_attention_forward") for each in attention.__mro__)
+    eager = next(filter(None, own), None)
+    if eager is None:
+        raise NotImplementedError("its attention has no eager form to be analysed")
+    output, weights = eager(module, *inputs, **kwargs)
+    if importance_taker is not None:
+        received = weights.mean(dim=(1, 2), dtype=torch.promote_types(weights.dtype, torch.float32))
+        importance_taker(module.layer_idx, received, inputs[2])  # type: ignore[arg-type]
+    return output, weights
+
+
+AttentionInterface.register(_IMPLEMENTATION, _attention)
+AttentionMaskInterface.register(_IMPLEMENTATION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+
 @contextmanager
 def _measured(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterator[Callable[[list[int]], np.ndarray]]:
     """A function from token ids to the quantities, `(layers, quantities)`."""
@@ -243,7 +276,7 @@ def _measured(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterator[C
     ]
     try:
         model.eval()
-        model.set_attn_implementation(IMPLEMENTATION)
+        model.set_attn_implementation(_IMPLEMENTATION)
         yield measure
     except NotImplementedError as error:
         raise CheckpointError(f"{type(model).__name__}: {one_line(error)}.") from error
@@ -252,13 +285,6 @@ def _measured(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterator[C
             hook.remove()
         model.set_attn_implementation(was)
         model.train(training)
-
-
-def _layers(base: nn.Module, name: str) -> list[nn.Module]:
-    layers = list(getattr(base, "layers", []))
-    if not layers or not all(hasattr(layer, "self_attn") for layer in layers):
-        raise CheckpointError(f"{name}: {type(base).__name__} has no `layers` that each have a `self_attn`.")
-    return layers
 
 
 def _load(checkpoint: str, dtype: torch.dtype, device: str | torch.device | None) -> PreTrainedModel:

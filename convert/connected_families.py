@@ -191,9 +191,7 @@ def unused_weights(raw: Mapping[str, Any]) -> frozenset[str]:
 def config_text(raw: Mapping[str, Any], config: Any, dtype: torch.dtype, unused: frozenset[str] = frozenset()) -> str:
     """The text of config.json: the source's, `raw`, with what makes it `config`.
 
-    Args:
-        dtype: in which Transformers loads the source by default: stated, so that nothing is left to guess.
-        unused: tensors that the files hold and the model has no use for.
+    It states the dtype, and the tensors that the files hold and the model has no use for: nothing is left to guess.
     """
     content = {name: value for name, value in without_code(raw).items() if name not in _LEFT_OUT}
     content |= {

@@ -4,7 +4,6 @@ import copy
 import functools
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,14 +22,6 @@ from resformer.modeling.matrices import decoder_of
 from resformer.safetensors_format import Shard
 
 
-@dataclass(frozen=True)
-class _SameModel:
-    """A configuration, equal to others that say the same of the model."""
-
-    said: str
-    config: Any = field(compare=False)
-
-
 def meta_model(config: Any) -> PreTrainedModel:
     """A model of the configuration, without memory for its parameters.
 
@@ -39,7 +30,7 @@ def meta_model(config: Any) -> PreTrainedModel:
     left_out = ("base_model", "dtype", "transformers_version")
     try:
         known = {key: value for key, value in config.to_dict().items() if key not in left_out}
-        return _meta_model(_SameModel(json.dumps(known, sort_keys=True, default=str), config))
+        return _meta_model(config.__class__, json.dumps(known, sort_keys=True, default=str))
     except Exception as error:  # torch's and Transformers' any, for values that no validator looks at
         raise CheckpointError(
             f"Transformers makes no model of it ({type(error).__name__}: {one_line(error)})."
@@ -47,8 +38,8 @@ def meta_model(config: Any) -> PreTrainedModel:
 
 
 @functools.lru_cache(maxsize=8)
-def _meta_model(same: _SameModel) -> PreTrainedModel:
-    config = copy.deepcopy(same.config)
+def _meta_model(config_class: Any, settings: str) -> PreTrainedModel:
+    config = config_class.from_dict(json.loads(settings))
     with no_init_weights(), torch.device("meta"):
         model: PreTrainedModel = auto_class(config)._model_mapping[type(config)](config)
     return model
@@ -121,14 +112,6 @@ def initial_connections(config: Any, dtype: torch.dtype) -> dict[str, torch.Tens
     return {name: parameter.detach() for name, parameter in _parameters(config, modules).items()}
 
 
-def names_alone(config: Any, names: Iterable[str]) -> dict[str, str]:
-    """Name in the model -> in a file of connections alone: of the decoder that has the layers."""
-    model = meta_model(config)
-    decoder = decoder_of(model)[0]
-    start = next(f"{name}." for name, module in model.named_modules() if module is decoder)
-    return {name: name.removeprefix(start) for name in names}
-
-
 def read_connections(
     config: Any, shards: Iterable[Shard], *, tables: bool = True, alone: bool = False
 ) -> dict[str, Added]:
@@ -168,12 +151,17 @@ def coefficients_of(config: Any, shards: Iterable[Shard]) -> dict[str, torch.Ten
 def _parameters(
     config: Any, modules: Mapping[str, Added], *, tables: bool = True, alone: bool = False
 ) -> dict[str, torch.nn.Parameter]:
+    """Name in a checkpoint, or with `alone` in the decoder that has the layers -> parameter."""
     parameters = {
         f"{prefix}.{name}": parameter
         for prefix, module in sorted(modules.items())
         for name, parameter in module.named_parameters()
         if tables or name not in module.tables
     }
-    known = names_alone if alone else stored_names
-    stored = known(config, parameters) if parameters else {}
+    if alone and parameters:
+        model = meta_model(config)
+        decoder = decoder_of(model)[0]
+        start = next(f"{name}." for name, module in model.named_modules() if module is decoder)
+        return {name.removeprefix(start): parameter for name, parameter in parameters.items()}
+    stored = stored_names(config, parameters) if parameters else {}
     return {stored[name]: parameter for name, parameter in parameters.items()}

@@ -78,7 +78,7 @@ def inspect(source: str | Path, *, revision: str | None = None) -> Inspection:
         facts |= {"needs": Needs(base.get("name"), base.get("revision"), changed), "tied": None, "warnings": []}
     else:
         whole = opened.fetch(headers_only=True)  # keeps the folder of what was fetched
-        shards, dtype = [*whole.checkpoint.shards], whole.dtype
+        shards, dtype = [*whole.checkpoint.shards], whole.built.dtype
         facts |= {"needs": None, "tied": bool(whole.built.tied), "warnings": [*whole.checkpoint.notes]}
         facts["parameters"] = whole.built.parameters
     for tensor in (tensor for shard in shards for tensor in shard.tensors):

@@ -41,7 +41,7 @@ class Built:
     """A model as Transformers builds it of a folder, without memory for its weights."""
 
     config: PreTrainedConfig
-    dtype: torch.dtype
+    dtype: torch.dtype  # in which Transformers loads it by default
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]  # name in the model -> shape and dtype
     tied: frozenset[str]  # names in the model of tensors that are others again
     generation: dict[str, Any]  # settings, if it generates
@@ -73,12 +73,8 @@ def auto_class(config: PreTrainedConfig) -> Any:
 def load(folder: Path, name: object, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     """What Transformers loads by default, in evaluation mode, and what it says of it.
 
-    No code runs: neither that of `auto_map`, nor kernels, in whose place its own implementations are taken.
-
-    Args:
-        folder: checked, as by `untrusted.check_folder`.
-        name: for messages.
-        options: of `from_pretrained`.
+    No code runs: neither that of `auto_map`, nor kernels, in whose place its own implementations are taken. The folder
+    has been checked by `untrusted.check_folder`; messages have `name`, and `from_pretrained` the options.
     """
     own = {"local_files_only": True, "trust_remote_code": False}
     try:
@@ -136,11 +132,7 @@ def build(folder: Path, name: object) -> Built:
 
 
 def check_same(source: Built, result: Built, name: str, dropped: frozenset[str], added: frozenset[str]) -> None:
-    """Raises `VerificationError` unless both are the same model but for their connections.
-
-    Args:
-        dropped, added: names in the models of what one of them has.
-    """
+    """Raises `VerificationError` unless both are the same model but for these tensors, by their names in the models."""
     for key, (first, second) in differences(source.facts(), result.facts()).items():
         raise VerificationError(
             f"{name}: Transformers reads {key} as {quoted(first)} in the source and as {quoted(second)} in the result. "

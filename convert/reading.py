@@ -44,9 +44,7 @@ class Checkpoint:
 def read_checkpoint(folder: Path, names: Iterable[str] = (), *, weights: Path | None = None) -> Checkpoint:
     """Reads every header, and lists the files that go along (`SIDE_FILES`) and those that do not.
 
-    Args:
-        names: of all files, if `folder` has only some of a repository's.
-        weights: the folder that has the weights; default: `folder`.
+    `names` are all, if `folder` has only some of a repository's. Another folder may have the `weights`.
     """
     shards, notes = _shards(weights or folder)
     read = {CONFIG, INDEX, LISTING, *(shard.name for shard in shards)}

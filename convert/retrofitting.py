@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from transformers import __version__ as transformers_version
 
-from resformer.configuration.methods import (
-    CONNECTION_FIELDS,
-    connections_of,
-    method_fields,
-    method_of,
-)
+from resformer.configuration.methods import CONNECTION_FIELDS, connections_of, method_fields, method_of
 from resformer.convert.connected_families import (
     config_text,
     connection_config,
@@ -150,16 +145,17 @@ def retrofit(
     # Beside a checkpoint, README.md is its card.
     source_card = carried_metadata(fetched.folder / "README.md")
     config.base_model = _base_model(fetched, source_card) | {"family": family_name(before)}
+    dtype = fetched.built.dtype
     expected = {key: tuple(tensor.shape) for key, tensor in meta_model(config).state_dict().items()}
     dropped = _dropped(fetched.built.tensors.keys() - expected.keys(), before, fetched.checkpoint.tensors)
     existing = added_shapes(before)
-    parameters = {key: each for key, each in initial_connections(config, fetched.dtype).items() if key not in existing}
+    parameters = {key: each for key, each in initial_connections(config, dtype).items() if key not in existing}
     if taken := parameters.keys() & fetched.checkpoint.tensors.keys():
         raise CheckpointError(f"{fetched.name}: holds {first_names(taken)} already, which are names of connections.")
     written = config if connections_of(config) else family_config(config)
     decision = Decision(
         source=fetched,
-        config=config_text(fetched.raw_config, written, fetched.dtype, frozenset(dropped) if link else frozenset()),
+        config=config_text(fetched.raw_config, written, dtype, frozenset(dropped) if link else frozenset()),
         dropped=dropped,
         unused=True,
         added=parameters,
@@ -173,7 +169,7 @@ def retrofit(
         fields={name: getattr(config, name) for name in CONNECTION_FIELDS if name in connections},
         source_fields=had,
         inexact_because=reasons,
-        dtype=str(fetched.dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         parameters=sum(math.prod(shape) for key, shape in expected.items() if key not in fetched.built.tied),
         added={key: each.numel() for key, each in parameters.items()},
         dropped=sorted(dropped),

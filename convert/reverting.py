@@ -114,7 +114,7 @@ def _decide(source: OpenedSource, config: Any, before: Any, reverted: PreTrained
     stored = stored_names(config, source.built.tensors.keys() - expected)
     return Decision(
         source=source,
-        config=config_text(source.raw_config, reverted, source.dtype),
+        config=config_text(source.raw_config, reverted, source.built.dtype),
         dropped={stored[name]: name for name in stored},
         warnings=tuple(warnings),
     )

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub.hf_api import RepoFile
 from transformers import PreTrainedConfig
 
@@ -131,11 +130,6 @@ class OpenedSource(Source):
     to_load: Path  # the folder that Transformers loads: the source's own where the weights are on this disk
     on_this_disk: bool  # False: of the weights, only headers and coefficients are
     temporary: Any = None  # keeps `to_load` until this object goes
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which Transformers loads it by default."""
-        return self.built.dtype
 
 
 def open_source(source: str | Path, revision: str | None = None, *, heads: bool = False) -> Source:

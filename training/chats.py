@@ -158,7 +158,6 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, bool]:
 
 
 def _rows_of(batch: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, **template: Any) -> dict[str, list[Any]]:
-    """The rows of some chats, for TRL."""
     rows = [row for chat in batch["chat"] for row in _rows_of_one(chat, tokenizer, **template)]
     return {name: [row.get(name) for row in rows] for name in _FEATURES}
 

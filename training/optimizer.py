@@ -26,17 +26,12 @@ def is_connection(parameter_name: str) -> bool:
     return not {kind.name for kind in KINDS}.isdisjoint(parameter_name.split("."))
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Name, owner and parameter, each once."""
-    for name, parameter in model.named_parameters():
-        yield name, model.get_submodule(name.rpartition(".")[0]), parameter
-
-
 def connections_by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """`CONNECTIONS` -> parameters: tables are embeddings, gates have matrices or the name; others weigh states."""
     kinds: dict[str, list[nn.Parameter]] = {kind: [] for kind in CONNECTIONS}
-    for name, owner, parameter in _parameters(model):
+    for name, parameter in model.named_parameters():
         if is_connection(name):
+            owner = model.get_submodule(name.rpartition(".")[0])
             is_gate = parameter.ndim > 1 or re.search(r"gate|quer", name.rpartition("layers.")[2])
             kinds[TABLES if isinstance(owner, nn.Embedding) else GATES if is_gate else COEFFICIENTS].append(parameter)
     return kinds
@@ -94,12 +89,12 @@ def muon_matrices(model: PreTrainedModel) -> tuple[dict[str, nn.Parameter], dict
     both = model.get_input_embeddings(), model.get_output_embeddings()
     ends = {id(each.weight) for each in both if each is not None}
     taken, left = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
-    for name, owner, parameter in _parameters(model):
+    for name, parameter in model.named_parameters():
         if id(parameter) in ends or not is_decayed(name, parameter):
             continue
         in_layer = any(part.isdecimal() for part in name.split("."))
         is_matrix = parameter.ndim in (2, 3) and min(parameter.shape[-2:]) > 1
-        is_matrix = is_matrix and not isinstance(owner, (nn.Embedding, _ConvNd))
+        is_matrix = is_matrix and not isinstance(model.get_submodule(name.rpartition(".")[0]), (nn.Embedding, _ConvNd))
         (taken if in_layer and is_matrix else left)[name] = parameter
     return taken, left
 

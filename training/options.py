@@ -203,7 +203,13 @@ class ScheduleOptions(_Checked):
     micro_batch: Annotated[
         int | None, Option(help="Sequences per device and pass.  [default: all, or 16,384 tokens]")
     ] = None
-    learning_rate: float | None = None
+    tokens: Annotated[
+        int | None, Option(parser=count, metavar="TOKENS", help="Of a run: 300k, 1.6B.  [default: 20 a parameter]")
+    ] = None
+    learning_rate: Annotated[
+        float | None,
+        Option("--learning-rate", "--lr", help="The highest.  [default: the size's; with compare: 5e-5]"),
+    ] = None
     connection_learning_rate: Annotated[
         float | None,
         Option(help="Of coefficients.  [default: 50 x --learning-rate, at most 0.2; of compare --from: 3e-4]"),
@@ -311,18 +317,12 @@ class NewOptions(DataOptions):
 class PretrainOptions(NewOptions, RunOptions, ScheduleOptions):
     """What `resformer pretrain` takes."""
 
-    tokens: Annotated[
-        int | None, Option(parser=count, metavar="TOKENS", help="300k, 1.6B.  [default: 20 for each parameter]")
-    ] = None
     batch_tokens: Annotated[
         int | None, Option(parser=count, metavar="TOKENS", help="A step's.  [default: follows from the size]")
     ] = None
     separate_documents: SeparateDocuments = True
     start: Annotated[
         str | None, Option("--from", help="Go on from the last step of this OUTPUT, which had a constant rate.")
-    ] = None
-    learning_rate: Annotated[
-        float | None, Option("--learning-rate", "--lr", help="The highest.  [default: follows from the size]")
     ] = None
     held_out: Annotated[float, Option(help="Share of the documents to evaluate on; 0: none.")] = 0.01
     keep_optimizer: KeepOptimizer = True
@@ -367,17 +367,11 @@ class StudyOptions(ScheduleOptions, DataOptions):
     seeds: Annotated[int, Option(help="Paired runs of each method.")] = 3
     first_seed: Annotated[int, Option(min=0, help="The first run's; the others count on from it.")] = 0
     steps: Annotated[int | None, Option(help="Of each run.  [default: those of --tokens]")] = None
-    tokens: Annotated[
-        int | None, Option(parser=count, metavar="TOKENS", help="Of each run: 300k, 1.6B.  [default: the size's]")
-    ] = None
     batch: Annotated[int | None, Option(help="Sequences per step.  [default: the size's; --from: 8]")] = None
     tokenizer: Annotated[str | None, Option(help="As of pretrain.  [default: bpe:4096, or the checkpoint's]")] = None
     block: Annotated[int, Option(help="Tokens per sequence.")] = 512
     parse_special: ParseSpecial = False
     separate_documents: SeparateDocuments = True
-    learning_rate: Annotated[
-        float | None, Option("--learning-rate", "--lr", help="The highest.  [default: the size's; --from: 5e-5]")
-    ] = None
     bf16: Bf16 = None
     held_out: Annotated[float, Option(help="Share of the documents of --data to evaluate on.")] = 0.02
     held_out_blocks: Annotated[int, Option(help="The most that is evaluated on before a run's end.")] = 128

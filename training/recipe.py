@@ -424,10 +424,9 @@ def _training_arguments(
         if epochs > 1 and given.get(f"{what}_strategy") == "epoch":  # the Trainer takes the run for one
             given |= {f"{what}_strategy": "steps", f"{what}_steps": 1 / epochs}
     try:
-        arguments = kind(**{**defaults, **given, **fixed})
+        return kind(**{**defaults, **given, **fixed})
     except TypeError as error:
         raise ValueError(f"An argument of the Trainer is of the wrong kind: {one_line(error)}") from error
-    return arguments
 
 
 def _check_argument(name: str, value: Any, fixed: Collection[str]) -> None:

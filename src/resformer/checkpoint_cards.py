@@ -126,7 +126,7 @@ def checkpoint_card(
         shards = [*fetched.checkpoint.shards]
         facts = {
             "parameters": sum(tensor.elements for tensor in fetched.checkpoint.tensors.values()),
-            "dtype": str(fetched.dtype).removeprefix("torch."),
+            "dtype": str(fetched.built.dtype).removeprefix("torch."),
         }
         arguments["bundle"] = "auto_map" in opened.raw_config and (checkpoint / "modeling_resformer.py").is_file()
         arguments["tokenizer"] = bool(fetched.checkpoint.tokenizer_files)

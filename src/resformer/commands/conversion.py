@@ -236,7 +236,6 @@ def verify(
 def inspect(
     source: Source,
     revision: Revision = None,
-    full: Annotated[bool, typer.Option("--full", help="Print every coefficient of mixing matrices.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print what a checkpoint holds: method, coefficients, sizes."""
@@ -270,7 +269,7 @@ def inspect(
             row("learned", f"{kind}, up to {distance:.4g} from no effect" if distance else f"{kind}, nothing yet")
         for name, matrix in (("M, values", report.value_mixing_matrix), ("D, depth", report.depth_mixing_matrix)):
             if matrix or not others:
-                _print_matrix(name, matrix, int(name[0] == "D"), full)
+                _print_matrix(name, matrix, int(name[0] == "D"))
 
 
 def _of_all_layers(names: Iterable[str]) -> list[str]:
@@ -294,19 +293,15 @@ def print_result(report: Any, dry_run: bool) -> None:
     row("wrote", report.output)
 
 
-def _print_matrix(name: str, matrix: list[list[float]] | None, shift: int, full: bool) -> None:
-    """How far it is from plain Llama's; with `full`, its rows that are not Llama's."""
+def _print_matrix(name: str, matrix: list[list[float]] | None, shift: int) -> None:
+    """How far it is from plain Llama's."""
     rows = {} if matrix is None else {n: {m: x for m, x in enumerate(entries) if x} for n, entries in enumerate(matrix)}
     rows = {n: entries for n, entries in rows.items() if entries != {n + shift: 1.0}}
     if not rows:
         row(name, "plain Llama")
-    elif full:
-        for n, entries in rows.items():
-            row(name, f"row {n}: " + " ".join(f"[{m}]={x:.4g}".replace("nan", "gate") for m, x in entries.items()))
-            name = ""
     elif any(math.isnan(x) for entries in rows.values() for x in entries.values()):
-        row(name, f"{len(rows)} rows with gates that depend on the token; --full prints them")
+        row(name, f"{len(rows)} rows with gates that depend on the token; --json has all")
     else:
         distances = {(n, m): x - (m == n + shift) for n, entries in rows.items() for m, x in entries.items()}
         n, m = max(distances, key=lambda place: abs(distances[place]))
-        row(name, f"{len(rows)} rows are not Llama's, [{n}, {m}] the furthest: {rows[n][m]:.4g}; --full prints them")
+        row(name, f"{len(rows)} rows are not Llama's, [{n}, {m}] the furthest: {rows[n][m]:.4g}; --json has all")

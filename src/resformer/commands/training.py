@@ -173,10 +173,7 @@ def tokenize(options: TokenizeOptions, as_json: AsJson = False) -> None:
 @app.command(**example(TRAIN, "resformer pretrain model --size tiny --data notes.txt --tokens 2M --dry-run"))
 @takes(PretrainOptions, "Go on from the last checkpoint with: {command} --resume")
 def pretrain(
-    options: PretrainOptions,
-    config: Config = None,
-    dry_run: PlanAlone = False,
-    as_json: AsJson = False,
+    options: PretrainOptions, config: Config = None, dry_run: PlanAlone = False, as_json: AsJson = False
 ) -> None:
     """Train a model from scratch.
 
@@ -229,11 +226,7 @@ def trl(context: typer.Context) -> None:
     **example(MEASURE, "resformer compare study --methods resformer,svformer:learning_rate=4e-3 --steps 500 --dry-run")
 )
 @takes(StudyOptions, "Finished runs are kept. Go on with: {command}")
-def compare(
-    options: StudyOptions,
-    dry_run: PlanAlone = False,
-    as_json: AsJson = False,
-) -> None:
+def compare(options: StudyOptions, dry_run: PlanAlone = False, as_json: AsJson = False) -> None:
     """Train methods under one budget and compare their losses.
 
     Runs are those of `pretrain`, or with --from of `finetune`, paired by seed.
