@@ -83,7 +83,11 @@ class AttnRes(Connection):
                 ended, last = torch.cat((ended, last[None])), added
             scales = torch.cat((scales, self.scale(last)))
             query = self.query[row].to(last.dtype).unsqueeze(-1)
-            if products_pay([ended, last]):
+            if last.shape[-2] == 1:  # of one token all are few bytes in fewer kernels
+                every = torch.cat((ended, last[None]))
+                weights = _weights(every @ query, scales)
+                read = (_by_token(weights).mT @ _by_token(every)).squeeze(-2)
+            elif products_pay([ended, last]):
                 read, ended = Attended.apply(ended, last, scales, query)
             else:
                 read = attended(ended, last, scales, query)
