@@ -329,6 +329,33 @@ def test_one_product_is_its_sums(
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
+def attended_and_handed_on(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return attnres.attended(*inputs), inputs[0] * 1.0
+
+
+OF_STREAMS = {
+    "Sinkhorn": (hyper_connections.Sinkhorn.apply, hyper_connections._sinkhorn, [(2, 3, 4, 4)]),
+    "Attended": (attnres.Attended.apply, attended_and_handed_on, [(3, 2, 2, 3), (2, 2, 3), (4, 2, 2, 1), (3, 1)]),
+}
+
+
+@pytest.mark.parametrize("name", OF_STREAMS)
+def test_derivatives_of_one_function_are_those_of_the_plain_sums_and_of_finite_differences(name: str) -> None:
+    function, plain, shapes = OF_STREAMS[name]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    found = []
+    for run in (function, plain):
+        outputs = run(*inputs)
+        outputs = [outputs] if isinstance(outputs, torch.Tensor) else [*outputs]
+        batches = [torch.stack([each.detach().cos(), each.detach().sin()]) for each in outputs]
+        batched = torch.autograd.grad(outputs, inputs, batches, retain_graph=True, is_grads_batched=True)
+        found.append([*outputs, *batched, *torch.autograd.grad(outputs, inputs, [each[0] for each in batches])])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
 @pytest.mark.parametrize("method", ["resformer", "resformer-plus"])
 def test_values_are_mixed_to_the_same_bits_with_and_without_gradients(method: str) -> None:
     model = tiny_model(method, dtype=torch.bfloat16)

@@ -208,7 +208,7 @@ class ScheduleOptions(_Checked):
     ] = None
     learning_rate: Annotated[
         float | None,
-        Option("--learning-rate", "--lr", help="The highest.  [default: the size's; with compare: 5e-5]"),
+        Option("--learning-rate", "--lr", help="The highest.  [default: the size's; of compare --from: 5e-5]"),
     ] = None
     connection_learning_rate: Annotated[
         float | None,

@@ -77,6 +77,12 @@ def with_fields(text: str, known: Collection[str], what: str, allowed: Collectio
     return name, values
 
 
+def known_size(text: str, allowed: Collection[str] = CONFIG_FIELDS) -> tuple[Size, dict[str, Any]]:
+    """One of `SIZES`, and the fields that are said with it."""
+    name, values = with_fields(text, SIZES, "size", allowed)
+    return SIZES[name], values
+
+
 def known_fields(backbone: str | None) -> set[str]:
     """The fields that a configuration takes: ours, or those of a backbone and of its connections."""
     if backbone is None:
@@ -176,8 +182,7 @@ def scratch_config(
     for name in values.keys() - allowed:
         what = "a ResFormerConfig" if backbone is None else backbone
         raise ValueError(f"{name} is no field of {what}.{did_you_mean(name, allowed)}")
-    name, own = with_fields(size, SIZES, "size", allowed)
-    known = SIZES[name]
+    known, own = known_size(size, allowed)
     shape = {
         "vocab_size": len(tokenizer),
         "max_position_embeddings": block or known.block,

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from resformer.errors import CheckpointError, OutputError
 from resformer.files import check_apart, locked, replace_text, replacing, writing
 from resformer.record import file_digest
-from resformer.training.data import INDEX, load_documents, reading_source, source_digest
+from resformer.training.data import INDEX, Documents, load_documents, reading_source, source_digest
 from resformer.training.options import TokenizeOptions, read_begun, refuse_other
 from resformer.training.packing import document_ends, spelt_specials, tokenise
 from resformer.training.tokenizers import load_tokenizer, make_tokenizer, save_tokenizer
@@ -76,16 +76,21 @@ def tokenize(options: TokenizeOptions) -> dict[str, Any]:
 
 
 def _begin(options: TokenizeOptions) -> PreTrainedTokenizerBase:
+    """Writes the tokenizer."""
     output = Path(options.output)
     if any(path.name not in (_LOCK, TOKENIZER) for path in output.iterdir()):
         raise CheckpointError(f"{output}: is not empty, and was not written by `resformer tokenize`.")
-    documents = load_documents(options.data, **options.reading, streaming=True)
+    documents = _documents(options)
     tokenizer = make_tokenizer(options.tokenizer, documents, options.held_out)
     for note in [*documents.notes, *([] if options.parse_special else spelt_specials(documents, tokenizer))]:
         tqdm.write(note, file=sys.stderr)
     with replacing(output / TOKENIZER, made_by="tokenize", force=True) as folder:
         save_tokenizer(tokenizer, folder)
     return tokenizer
+
+
+def _documents(options: TokenizeOptions) -> Documents:
+    return load_documents(options.data, **options.reading, streaming=True)
 
 
 def _write(options: TokenizeOptions, state: dict[str, Any], record: Path) -> None:
@@ -153,8 +158,7 @@ def _encoded(options: TokenizeOptions, start: Any) -> Iterator[tuple[dict[str, p
 def _read(options: TokenizeOptions, start: Any) -> Iterator[tuple[dict[str, list[Any]], Any]]:
     """Batches of documents, with the state after each: the number of the source, and its reader's."""
     first, place = start or (0, None)
-    sources = load_documents(options.data, **options.reading, streaming=True)
-    for number, (source, documents) in enumerate(sources.items()):
+    for number, (source, documents) in enumerate(_documents(options).items()):
         if number < first:
             continue
         if number == first and place is not None:

@@ -11,7 +11,7 @@ from resformer.convert.connected_families import with_connections
 from resformer.files import check_target, replacing
 from resformer.training.data import INDEX, DataError, load_documents
 from resformer.training.options import NewOptions
-from resformer.training.sizes import SIZES, known_fields, scratch_config, with_fields
+from resformer.training.sizes import known_fields, known_size, scratch_config
 from resformer.training.tokenizers import load_tokenizer, make_tokenizer, save_tokenizer
 from resformer.training.tokenizing import TOKENIZER
 
@@ -31,8 +31,8 @@ def untrained(options: NewOptions, held_out: float) -> tuple[Any, PreTrainedToke
     """The configuration and the tokenizer of a new checkpoint: by default that of the data, if they are tokens."""
     sources = options.sources
     tokenised = [Path(source) / TOKENIZER for source in sources if (Path(source) / INDEX).is_file()]
-    size, _ = with_fields(options.size, SIZES, "size", known_fields(options.backbone))
-    name = options.tokenizer or str(tokenised[0] if tokenised else SIZES[size].tokenizer)
+    size, _ = known_size(options.size, known_fields(options.backbone))
+    name = options.tokenizer or str(tokenised[0] if tokenised else size.tokenizer)
     documents = load_documents(sources if name.startswith("bpe:") else (), **options.reading, streaming=True)
     tokenizer = make_tokenizer(name, documents, held_out)
     for folder in tokenised:

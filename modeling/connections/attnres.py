@@ -137,8 +137,12 @@ class AttnRes(Connection):
 
 def attended(ended: torch.Tensor, last: torch.Tensor, scales: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Returns z of `ended` and `last`, whose scales and query are as in `AttnRes`."""
-    weights = _weights(torch.cat((ended @ query, (last @ query)[None])), scales)
+    weights = _weights(_products(ended, last, query), scales)
     return torch.addcmul((weights[:-1] * ended).sum(0), weights[-1], last)
+
+
+def _products(ended: torch.Tensor, last: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    return torch.cat((ended @ query, (last @ query)[None]))
 
 
 def _weights(products: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -146,18 +150,17 @@ def _weights(products: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class Attended(torch.autograd.Function):
-    """`attended`, and `ended` for the next sublayer: on the way back its gradient is summed up in one product of each
-    token, and each b_j is read twice.
+    """`attended`, and `ended` for the next sublayer: on the way back each adds to the gradient of the one before.
 
         db_j = a_j dz + r_j ds_j w + that of the next sublayer        ds_j = a_j (<b_j, dz> - sum_k a_k <b_k, dz>)
 
-    r_j is the scale.
+    r_j is the scale of b_j. One matrix product for each token makes the first two terms of all db_j.
     """
 
     @staticmethod
     def forward(ctx: Any, ended: torch.Tensor, last: torch.Tensor, scales: torch.Tensor, query: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        products = torch.cat((ended @ query, (last @ query)[None]))
+        products = _products(ended, last, query)
         weights = _weights(products, scales)
         ctx.save_for_backward(ended, last, scales, query, products, weights)
         read = (_by_token(weights[:-1]).mT @ _by_token(ended)).squeeze(-2)
