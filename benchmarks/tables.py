@@ -467,7 +467,7 @@ def of_studies() -> dict[str, list[str]]:
             f"have seen {seen['resformer']:.3f} nats for `resformer`, {seen['svformer']:.3f} for `svformer` and "
             f"{seen['denseformer']:.3f} for `denseformer`, which is {shares[0]:.1f} to {shares[-1]:.1f} % of the loss. "
             f"The ResFormer paper gains {gains[0]:.1f} to {gains[-1]:.1f} %",
-            f"ten times Llama's gains {-study_rows('n-rates')[2]['difference']['mean']:.3f} nats",
+            f"ten times the rate gains Llama {-study_rows('n-rates')[2]['difference']['mean']:.3f} nats",
             nothing,
             f"The largest gain that any of the {len(continued)} intervals holds is {largest:.4f} nats; up to "
             f"{max(each['detectable'] for each in continued):.4f} could have been seen",
