@@ -489,4 +489,10 @@ def test_tensorboard_files_are_in_the_output(work: Path, monkeypatch: pytest.Mon
     assert DESCRIPTIONS.fullmatch(f"runs/{file.name}")
     events = reader.EventAccumulator(str(file.parent)).Reload()
     assert [event.step for event in events.Scalars("eval/loss")] == [0, 1, 2]
+    drawn = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"] if "/coefficients/" in tag}
+    trained = load_file(file.parent.parent / "model.safetensors")
+    for tag, value in drawn.items():
+        name, _, n = tag.removeprefix("eval/coefficients/").rpartition("/")
+        assert value == pytest.approx(trained[name].flatten()[int(n)].item(), abs=1e-5), tag
+    assert len(drawn) == sum(each.numel() for name, each in trained.items() if is_connection(name)) > 0
     check_target(work / "logged", made_by="finetune", force=True)

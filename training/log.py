@@ -18,6 +18,8 @@ from resformer.training.optimizer import is_connection
 
 #: The file of the log: one entry a step that was logged or evaluated.
 LOG = "log.json"
+#: Begins the names of coefficients where each is a number of its own.
+DRAWN = "eval_coefficients/"
 
 _FEW = 64  # coefficients of a parameter that are recorded each
 #: Name in that of a device -> its dense products in bfloat16, operations a second, by the vendor's data sheet.
@@ -124,6 +126,8 @@ class TrainingLog(TrainerCallback):
             if self.flops is not None and self.peak is not None and args.bf16:
                 entry["flops_utilisation"] = speed * self.flops / (self.peak * args.world_size)
         if "eval_loss" in entry:
+            for name in [name for name in entry if name.startswith(DRAWN)]:
+                del entry[name]
             entry["coefficients"] = coefficients(model)
         self.since = None  # an evaluation or a checkpoint may come before the next step
         if state.is_world_process_zero:

@@ -5,6 +5,7 @@ import shutil
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch.nn.functional import cross_entropy
@@ -12,6 +13,7 @@ from tqdm import tqdm
 from transformers import ProgressCallback, Trainer, TrainerCallback
 
 from resformer.errors import OutputError, one_line
+from resformer.training.log import DRAWN, coefficients
 from resformer.training.optimizer import ConnectionTrainer
 from resformer.training.packing import PackedBlocks, bytes_per_token
 from resformer.training.report import perplexity
@@ -71,6 +73,9 @@ class RecipeTrainer(ConnectionTrainer):
     def log(self, logs: dict[str, float], *given: Any) -> None:
         if "eval_loss" in logs and self.bytes_per_token is not None:
             logs["eval_bits_per_byte"] = logs["eval_loss"] / math.log(2) / self.bytes_per_token
+        if "eval_loss" in logs and self.args.report_to:  # TensorBoard and its like draw numbers
+            values = [(name, np.atleast_1d(each)) for name, each in coefficients(self.model).items()]
+            logs = logs | {f"{DRAWN}{name}/{n}": float(each[n]) for name, each in values for n in range(len(each))}
         super().log(logs, *given)
 
     @torch.random.fork_rng(devices=[])  # loaders draw numbers: dropout would depend on the evaluations before
