@@ -15,7 +15,7 @@ from resformer.modeling.connections.value_embedding import ValueTable
 class OneTable(resformer.Connection):
     """V_n <- V_n + g_n E[token] in the upper half of the layers, with one table E for all of them."""
 
-    name, place = "one_table", "raw_values"
+    name, place, plain = "one_table", "raw_values", {}
 
     def __init__(self, shape, layer):
         super().__init__(shape, layer)
@@ -43,7 +43,7 @@ class OneTable(resformer.Connection):
 class KeyResidual(resformer.Connection):
     """K_n <- K_n + g_n K_0, before norm and rotary embedding; YOCO++ (arXiv 2604.13556) has such residuals."""
 
-    name, place = "key_residual", "raw_keys"
+    name, place, plain = "key_residual", "raw_keys", {}
 
     def __init__(self, shape, layer):
         super().__init__(shape, layer)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from resformer.errors import did_you_mean
 from resformer.modeling.any_decoder import LayerPlaces, ValueProjection
 from resformer.modeling.connection import KINDS, PLACES, TOKENS, BetweenLayers, Crossing, Reads
 from resformer.modeling.connections.sharing import SharedCache
@@ -63,6 +64,8 @@ class Places:
                 made, others = made
                 for each, other in others.items():
                     (self.given if each in PLACES else self.tensors)[each] = other
+            if made is None:
+                raise ValueError(f"`{name}` returns nothing at {place}: its `forward` returns the tensor, changed.")
             tensor = made
         self.tensors[place] = tensor
         return tensor
@@ -352,7 +355,8 @@ def run_layer(
         output = places.at_output("layer_output", output)
     for name in (*layer.expected, *places.given):
         if name not in places.tensors:
-            raise ValueError(f"Layer {layer.number} has not used its {name}: its connections cannot act.")
+            why = "its connections cannot act" if name in PLACES else "it is no place, and no connection returns it"
+            raise ValueError(f"Layer {layer.number} has not used its {name}: {why}.{did_you_mean(name, PLACES)}")
     return output, {name: places.tensors[name] for name in layer.returned} if layer.returned else {}
 
 

@@ -20,7 +20,7 @@ from resformer.modeling.any_decoder import Decoder, text_config
 from resformer.modeling.connected import ConnectedModel, become_connected, not_reentrant
 from resformer.modeling.connection import KINDS, Connection, kinds_in, own_fields
 from resformer.modeling.families import config_class
-from resformer.modeling.installing import remove_connections
+from resformer.modeling.installing import module_of, remove_connections, set_initial_values
 from resformer.modeling.matrices import depth_mixing_matrix, value_mixing_matrix
 from resformer.modeling.measured import MEASURED
 from resformer.modeling.saved_connections import checksums, configuration_digest, load_coefficients, saved_settings
@@ -37,10 +37,13 @@ __all__ = [
 
 logger = logging.get_logger(__name__)
 
+#: A name or a class, several, or connection fields.
+Methods = str | type[Connection] | Sequence[str | type[Connection]] | Mapping[Any, Any] | None
+
 
 def connect(
     model: PreTrainedModel,
-    method: str | Sequence[str] | Mapping[str, Any] | None = None,
+    method: Methods = None,
     *,
     lossy: bool = False,
     revision: str | None = None,
@@ -53,8 +56,8 @@ def connect(
 
     Args:
         model: of any family whose decoder has the places that the connections act at; an adapter comes afterwards.
-        method: one of `METHODS`, or several; connection fields; or the folder or Hub id of what `save_connections` has
-            written. Default: `"resformer"`, or `fields` alone.
+        method: one of `METHODS` or a class of connections, or several; connection fields; or the folder or Hub id of
+            what `save_connections` has written. Default: `"resformer"`, or `fields` alone.
         lossy: allow what changes the model at the start, such as shared keys and values, and connections that were
             saved for another model.
         revision: of a Hub id.
@@ -72,21 +75,45 @@ def connect(
         raise ValueError(
             f"`connect` takes a model, not its name: load it with AutoModelForCausalLM.from_pretrained({model!r})."
         )
+    if isinstance(model, PreTrainedConfig):
+        raise ValueError(
+            f"{type(model).__name__} is a configuration, no model: `resformer.connected_config` gives it connections."
+        )
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"{type(model).__name__} is no model of Transformers: connect the model before it is wrapped.")
-    if isinstance(method, str) and method not in METHODS and (Path(method).is_dir() or "/" in method):
+    method = by_name(method)
+    if isinstance(method, str) and method and method not in METHODS and (Path(method).is_dir() or "/" in method):
         folder = _folder(method, revision)
         saved, base = saved_settings(folder, method)
         if base.get("digest") != configuration_digest(model.config) and not lossy:
             raise ValueError(
-                f"{method} has connections for {base.get('name')}, whose configuration is not this model's "
-                f"({model.config._name_or_path or model.config.model_type}). Allow it with lossy=True."
+                f"{method} has connections for {base.get('name') or 'a model without a name'}, whose configuration is "
+                f"not this model's ({model.config._name_or_path or model.config.model_type}). Allow it with lossy=True."
             )
         chosen = chosen_fields(model.config, saved, fields, plain=False)
         return load_coefficients(_connect(model, chosen), folder / CONNECTIONS)
     chosen = chosen_fields(model.config, method, fields, plain=True)
     named = method if isinstance(method, str) else ", ".join(method or chosen)
     return _connect(model, chosen, None if lossy else f"{named} does not start as {model.config.model_type}")
+
+
+def by_name(method: Methods) -> str | list[str] | dict[str, Any] | None:
+    """The same, with the names of classes in their place."""
+    if method is None or isinstance(method, str):
+        return method
+    if isinstance(method, Mapping):
+        return {_name_of(each): value for each, value in method.items()}
+    return [_name_of(each) for each in method] if isinstance(method, (list, tuple)) else _name_of(method)
+
+
+def _name_of(method: Any) -> str:
+    if isinstance(method, str):
+        return method
+    if not (isinstance(method, type) and issubclass(method, Connection)):
+        raise ValueError(f"`method` has {method!r}: expected names of `METHODS`, classes of connections, or fields.")
+    if method not in KINDS:
+        raise ValueError(f"{method.__qualname__} has no `name` of its own, or a later class has the same.")
+    return method.name
 
 
 def _folder(method: str, revision: str | None) -> Path:
@@ -104,17 +131,19 @@ def _folder(method: str, revision: str | None) -> Path:
 
 def chosen_fields(
     config: PreTrainedConfig,
-    method: str | Sequence[str] | Mapping[str, Any] | None,
+    method: Methods,
     fields: Mapping[str, Any],
     *,
     plain: bool,
 ) -> dict[str, Any]:
     """The connection fields of methods, with `fields` on top; those that start plainly, if asked for."""
     chosen: dict[str, Any] = {}
+    method = by_name(method)
     if isinstance(method, Mapping):
         fields = {**method, **fields}
     else:
-        names = [method] if isinstance(method, str) else method or ([] if fields else ["resformer"])
+        default = ["resformer"] if method is None and not fields else []
+        names = [method] if isinstance(method, str) else method or default
         for name in names:
             for field, value in fields_within_kinds(name, text_config(config)).items():
                 if field == "connections":
@@ -182,6 +211,10 @@ def _connect(model: Any, fields: Mapping[str, Any], unless_exact: str | None = N
     reasons = dict.fromkeys(reason for kind in added for reason in kind.inexact_because(view))
     if reasons and unless_exact:
         raise ValueError(f"{unless_exact}: {'; '.join(reasons)}. Allow it with lossy=True.")
+    with torch.device("meta"), torch.no_grad():  # a class that fails does so before the model is changed
+        for each in added:
+            for n in each.layers(view) if each.has_modules else ():
+                set_initial_values(module_of(each, view, n))
     functions = ((each, getattr(each, "_gradient_checkpointing_func", None)) for each in model.modules())
     for module, function in [(each, not_reentrant(function)) for each, function in functions if function is not None]:
         module._gradient_checkpointing_func = function
@@ -317,9 +350,7 @@ def disconnected(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             switch.is_off = was_off
 
 
-def connected_config(
-    config: PreTrainedConfig, method: str | Sequence[str] | Mapping[str, Any] | None = None, **fields: Any
-) -> PreTrainedConfig:
+def connected_config(config: PreTrainedConfig, method: Methods = None, **fields: Any) -> PreTrainedConfig:
     """A configuration of the same family with connections that start as the papers say, for training from scratch.
 
     ```python

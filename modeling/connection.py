@@ -159,7 +159,8 @@ class Connection(Added):
     #: Its fields of the configuration: those of this dataclass. `None`: its annotated attributes.
     fields_of: ClassVar[type | None] = None
     fields: ClassVar[tuple[str, ...]] = ()
-    #: The initial values with which what is learned starts as the plain family; empty if none do.
+    #: The initial values with which what is learned starts as the plain family; empty if none do. Of a class that is no
+    #: part of this package, empty if it starts so with any; one that does not state it is said to start otherwise.
     plain: ClassVar[dict[str, Any]] = {}
     #: Where its `forward` is called, one place or several; `None`: not in the layer.
     place: ClassVar[str | tuple[str, ...] | None] = None
@@ -262,6 +263,10 @@ class Connection(Added):
     @classmethod
     def fixed_effects(cls, config: Any) -> list[str]:
         """What makes it differ from plain Llama for any initial values."""
+        if cls.fields_of is None and cls.plain is Connection.plain:
+            return [
+                f"`{cls.name}` states no `plain`: the fields with which it starts as the plain model, {{}} if any do"
+            ]
         return []
 
     @classmethod
@@ -326,6 +331,15 @@ def _add_kind(kind: type[Connection]) -> None:
             raise TypeError(
                 f"{kind.__qualname__}.name is {name!r}, which loading a {renamed} changes: choose a name that is no "
                 "part of its weights' names."
+            )
+        if not kind.places and kind.between.__func__ is Connection.between.__func__:  # type: ignore[attr-defined]
+            raise TypeError(f"{kind.__qualname__}.place is not set: expected one of {', '.join(PLACES)}.")
+        if kind.places and kind.forward is Added.forward:
+            raise TypeError(f"{kind.__qualname__} has no `forward`, which takes the {kind.places[0]} and returns it.")
+        if unknown := kind.plain.keys() - own_fields(kind).keys():
+            field = min(unknown)
+            raise TypeError(
+                f"{kind.__qualname__}.plain has {field!r}, which is no field: annotate it, `{field}: float = 0.0`."
             )
         for field in own_fields(kind).keys() & {"training", "forward"}:
             raise TypeError(f"{kind.__qualname__}.{field}: a module has an attribute of this name: choose another.")

@@ -85,7 +85,7 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: Shape) -> No
         connected.connections = tuple(kind.name for kind in with_modules)
         connected.acting = {}
         for kind in with_modules:
-            module = kind(view.of_layer(n), n)
+            module = module_of(kind, view, n)
             connected.add_module(kind.name, module)
             start(module, connected)
             for place in kind.places:
@@ -204,6 +204,23 @@ def _undo(module: Any) -> None:
         vars(module).pop(name, None)
 
 
+def module_of(kind: type[Connection], view: Shape, layer: int) -> Connection:
+    """The module of a layer, without its initial values."""
+    module = kind(view.of_layer(layer), layer)
+    if module._parameters and type(module).reset_parameters is StartsAsStated.reset_parameters:
+        raise ValueError(
+            f"{kind.__qualname__} has no `reset_parameters`, which sets {', '.join(module._parameters)} at the start: "
+            "what `__init__` sets is not kept when a checkpoint is loaded."
+        )
+    return module
+
+
+def set_initial_values(module: nn.Module) -> None:
+    for each in module.modules():
+        if isinstance(each, StartsAsStated):
+            each.reset_parameters()
+
+
 def start(module: Any, layer: Any) -> None:
     """Sets the initial values, on the device where the layer runs; tables have its dtype."""
     added = {id(each) for each in module.parameters()}
@@ -217,7 +234,5 @@ def start(module: Any, layer: Any) -> None:
         table = module.get_submodule(name.rpartition(".")[0])
         table.to(like.dtype if like.dtype.is_floating_point else None)
     with torch.no_grad():
-        for each in module.modules():
-            if isinstance(each, StartsAsStated):
-                each.reset_parameters()
+        set_initial_values(module)
     module.train(layer.training)

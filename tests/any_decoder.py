@@ -56,7 +56,7 @@ IDS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_se
 class Gained(resformer.Connection):
     """x <- x + g f: what attention adds, times g."""
 
-    name, place = "seen_gain", "attention_added"
+    name, place, plain = "seen_gain", "attention_added", {"init": 1.0}
     init: float = 0.5
 
     def __init__(self, config: Any, layer: int):
@@ -157,7 +157,7 @@ def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 class SeenValues(resformer.Connection):
     """Keeps the values that a layer caches."""
 
-    name, place, by_heads = "seen_values", "mixed_values", True
+    name, place, by_heads, plain = "seen_values", "mixed_values", True, {}
     kept: ClassVar[dict[int, torch.Tensor]] = {}
 
     def __init__(self, config: Any, layer: int):
@@ -201,7 +201,7 @@ def assert_values_are_those_that_are_attended_to(base: PreTrainedModel, fields: 
 class SeenStream(resformer.Connection):
     """Keeps what a layer reads, adds and returns."""
 
-    at = ""
+    at, plain = "", {}
     kept: ClassVar[dict[tuple[str, int], torch.Tensor]] = {}
 
     def __init__(self, config: Any, layer: int):

@@ -94,7 +94,8 @@ def test_cards_lists_and_inspection_say_of_a_class_what_it_says_of_itself(tmp_pa
     make_tuned()
 
     class Cited(resformer.Connection):
-        name, place, title, equation = "cited", "mlp_added", "A title", "it says $x_n + f$, $$ y_n $$"
+        name, place, plain = "cited", "mlp_added", {}
+        title, equation = "A title", "it says $x_n + f$, $$ y_n $$"
         paper = Paper("2000.00001", "Of the title", "One, Some", 2020)
 
         def forward(self, added: torch.Tensor) -> torch.Tensor:
@@ -161,7 +162,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
             resformer.connect(small_decoder("llama"), refused)
 
     class Rotated(resformer.Connection):
-        name, place = "rotated", "raw_queries"
+        name, place, plain = "rotated", "raw_queries", {}
 
         def forward(self, queries: torch.Tensor) -> torch.Tensor:
             return queries
@@ -179,9 +180,75 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
         ({"name": "value_residual"}, "which is taken by this package"),
         ({"name": "not a name"}, "expected a name that a module can have"),
         ({"name": "own", "place": "mlp_outptu"}, "expected one of .*mlp_added"),
+        ({"name": "own"}, r"Own\.place is not set: expected one of .*mlp_added"),
+        ({"name": "own", "place": "mlp_added"}, "Own has no `forward`, which takes the mlp_added"),
+        (
+            {"name": "own", "place": "mlp_added", "forward": Rotated.forward, "plain": {"init": 1.0}, "init": 0.5},
+            "Own.plain has 'init', which is no field: annotate it, `init: float",
+        ),
     ):
         with pytest.raises(TypeError, match=said):
             type("Own", (resformer.Connection,), attributes)
+
+
+def made_with(**members: Any) -> type[resformer.Connection]:
+    """A class of what the MLP adds, without an effect."""
+    members = {"name": "own", "place": "mlp_added", "plain": {}, "forward": lambda self, added: added} | members
+    return type("Own", (resformer.Connection,), members)
+
+
+def test_a_class_is_a_method_by_itself_and_among_others() -> None:
+    kind, plain = made_with(), any_decoder.logits_of(small_decoder("llama"))
+    for method in (kind, [kind, "denseformer"], {kind: {}}):
+        model = resformer.connect(small_decoder("llama"), method)
+        assert (model.config.connections, model.config.dwa) == ({"own": {}}, isinstance(method, list))
+        assert torch.equal(any_decoder.logits_of(model), plain)
+        assert resformer.connected_config(small_decoder("llama").config, method).connections == {"own": {}}
+    made_with()
+    for method, said in (
+        (kind, "Own has no `name` of its own, or a later class has the same"),
+        (type("Own", (kind,), {}), "Own has no `name` of its own"),
+        (3, "`method` has 3: expected names of `METHODS`, classes of connections, or fields"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            resformer.connect(small_decoder("llama"), method)  # type: ignore[arg-type]
+
+
+def test_a_class_that_fails_leaves_the_model_as_it_was() -> None:
+    def broken(self: Any, shape: Shape, layer: int) -> None:
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def weighted(self: Any, shape: Shape, layer: int) -> None:
+        resformer.Connection.__init__(self, shape, layer)
+        broken(self, shape, layer)
+
+    def reads(name: str, maker: int) -> classmethod:
+        return classmethod(lambda cls, shape, layer: {"other": (name, maker)} if layer else {})
+
+    model = small_decoder("llama")
+    before, kind = any_decoder.logits_of(model), type(model)
+    for members, error, said in (
+        ({"plain": resformer.Connection.plain}, ValueError, "`own` states no `plain`: the fields .*lossy=True"),
+        ({"layers": classmethod(lambda cls, shape: [9])}, ValueError, "it has 4 layers, and none is layer 9"),
+        (
+            {"reads": reads("mlp_added", 2)},
+            ValueError,
+            "layer 1 would read the mlp_added of layer 2, which is none",
+        ),
+        ({"__init__": weighted}, ValueError, "Own has no `reset_parameters`, which sets weight at the start"),
+        ({"__init__": broken}, AttributeError, "before Module.__init__"),
+    ):
+        with pytest.raises(error, match=said):
+            resformer.connect(model, made_with(**members))
+        assert type(model) is kind
+        assert torch.equal(any_decoder.logits_of(model), before)
+    for members, said in (
+        ({"reads": reads("mlp_outputs", 0)}, "mlp_outputs: it is no place, .* Did you mean 'mlp_input'"),
+        ({"forward": lambda self, added: None}, "`own` returns nothing at mlp_added"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            any_decoder.logits_of(resformer.connect(small_decoder("llama"), made_with(**members)))
+    assert resformer.connect(model, made_with(plain=resformer.Connection.plain), lossy=True)
 
 
 def test_the_order_at_one_place_is_stated_and_not_the_alphabets() -> None:
@@ -192,7 +259,8 @@ def test_the_order_at_one_place_is_stated_and_not_the_alphabets() -> None:
             ran.append(name)
             return states
 
-        type(name, (resformer.Connection,), {"name": name, "place": "layer_output", "order": order, "forward": forward})
+        members = {"name": name, "place": "layer_output", "plain": {}, "order": order, "forward": forward}
+        type(name, (resformer.Connection,), members)
 
     make("second", 1.0)
     make("a_third", 2.0)
