@@ -28,8 +28,8 @@ def save_connections(model: torch.nn.Module, folder: str | Path, *, lossy: bool 
     not saved.
 
     Args:
-        lossy: allow it for a model whose other weights have changed since `connect`, by training or merging; the card
-            then says that they are missing.
+        lossy: allow it for a model whose other weights have changed since `connect`, by training, merging or an
+            adapter; the card then says that they are missing.
 
     Raises:
         ValueError: the model has no connections, or its other weights have changed.
@@ -40,14 +40,19 @@ def save_connections(model: torch.nn.Module, folder: str | Path, *, lossy: bool 
     changed = weights_have_changed(model)
     if changed and not lossy:
         raise ValueError(
-            "Weights beside the connections have changed since `connect`, by training or merging, and would be missing "
-            "in the folder. Save the whole model with `save_pretrained`, or leave them out with lossy=True."
+            "Beside the connections, weights have changed since `connect`, by training, merging or an adapter, and "
+            "would be missing: save the whole model with `save_pretrained`, or leave them out with lossy=True."
         )
     if changed is None:
         logger.warning("Whether weights beside the connections have changed since `connect` is not known.")
     connected: Any = next(each for each in model.modules() if isinstance(each, ConnectedModel))
     config = copy.copy(connected.config)
     config.architectures, config.dtype = [type(connected).__name__], connected.dtype
+    if not (config.base_model or {}).get("name"):
+        logger.warning(
+            "The model that the connections are for has no name, and the folder cannot tell which it is: save it, and "
+            "load it again, before `connect`."
+        )
     write_connections(tensors, config, folder, changed=changed)
 
 

@@ -117,8 +117,21 @@ def _weights(model: torch.nn.Module) -> list[tuple[str, Any]]:
     return sorted(weights, key=lambda each: each[0])
 
 
+def _adapter_has_effect(model: Any) -> bool:
+    """Whether one of PEFT's adapters is on and more than copies of modules; a LoRA has none while its B is zero."""
+    for layer in model.modules():
+        names = {*getattr(layer, "adapter_layer_names", ())} - {"modules_to_save", "lora_A", "lora_embedding_A"}
+        if names and not getattr(layer, "disable_adapters", True):
+            for name, parameter in layer.named_parameters():
+                if name.split(".")[0] in names and name.split(".")[1] in layer.active_adapters and parameter.any():
+                    return True
+    return False
+
+
 def weights_have_changed(model: Any) -> bool | None:
     """Whether weights beside the connections are others than at `connect`; `None` if that is not known."""
+    if _adapter_has_effect(model):
+        return True
     expected = (getattr(model.config, "base_model", None) or {}).get("checksums") or {}
     found = checksums(model) if expected else {}
     if not found:

@@ -68,6 +68,9 @@ def test_what_cannot_be_connected_is_told_in_one_line(tmp_path: Path) -> None:
         (lambda: resformer.connected_config(model.config, **bad), "got learnabel. Did you mean 'learnable'\\?"),
         (lambda: resformer.connect(reentrant), "Reentrant gradient checkpointing loses the gradients"),
         (lambda: resformer.connect("gemma"), "takes a model, not its name"),
+        (lambda: resformer.connect(model.config), "is a configuration, no model: `resformer.connected_config`"),
+        (lambda: resformer.connect(model, "value_residual"), "Unknown method .* `value_residual` is a field\\."),
+        (lambda: resformer.connect(model, ""), "Unknown method ''"),
         (lambda: resformer.save_connections(model, tmp_path / "none"), "has no connections to save"),
         (
             lambda: resformer.connect(resformer.connect(model), value_residual="dense"),
@@ -87,7 +90,7 @@ def test_what_cannot_be_connected_is_told_in_one_line(tmp_path: Path) -> None:
 
 
 def test_coefficients_alone_are_saved_and_added_again_by_the_lines_of_their_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     small_decoder("gemma3_text").save_pretrained(tmp_path / "base")
     monkeypatch.chdir(tmp_path)
@@ -119,6 +122,12 @@ def test_coefficients_alone_are_saved_and_added_again_by_the_lines_of_their_card
     with pytest.raises(ValueError, match="has connections for base, whose configuration is not this model's"):
         resformer.connect(other, "adapter")
     assert added_modules(resformer.connect(other, "adapter", lossy=True))
+
+    resformer.save_connections(resformer.connect(small_decoder("gemma3_text"), "denseformer"), "nameless")
+    assert "has no name, and the folder cannot tell which it is" in caplog.text
+    assert "for a model without a name: their" in Path("nameless/README.md").read_text()
+    with pytest.raises(ValueError, match="has connections for a model without a name, whose"):
+        resformer.connect(AutoModelForCausalLM.from_pretrained("base", rms_norm_eps=1e-3), "nameless")
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "llama", "bloom"])

@@ -348,6 +348,15 @@ def test_connections_that_an_adapter_trains_are_saved_alone(method: str, tmp_pat
         resformer.save_connections(model, tmp_path / "original")
     for folder, expected in (("trained", logits_of(model)), ("original", logits_of(base))):
         assert torch.equal(logits_of(resformer.connect(small_decoder("llama"), str(tmp_path / folder))), expected)
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.warns(UserWarning, match=r"connections that the model lacks, and they are left out: \['"):
+        PeftModel.from_pretrained(small_decoder("llama"), tmp_path / "adapter")
+    for name, parameter in model.named_parameters():
+        parameter.data += 0.1 * ("lora_B" in name)
+    with pytest.raises(ValueError, match="by training, merging or an adapter"):
+        resformer.save_connections(model, tmp_path / "without")
+    with model.disable_adapter():
+        resformer.save_connections(model, tmp_path / "original")
     if method == "resformer-gated":
         with pytest.raises(ValueError, match="has an adapter: take `merge_and_unload"):
             resformer.save_connections(adapt(resformer.connect(base, method)), tmp_path / "gates")

@@ -96,7 +96,7 @@ def _register_adapter_targets(constants: ModuleType) -> None:
 
 
 def _register_frozen_connections(peft_model: ModuleType) -> None:
-    """An adapter whose training leaves connections out says so."""
+    """An adapter says so whose training leaves connections out, or whose model lacks those that it has."""
     begin = peft_model.PeftModel.__init__
 
     @wraps(begin)
@@ -116,7 +116,24 @@ def _register_frozen_connections(peft_model: ModuleType) -> None:
                 stacklevel=2,
             )
 
-    peft_model.PeftModel.__init__ = init
+    load = peft_model.PeftModel.load_adapter
+
+    @wraps(load)
+    def load_adapter(self: Any, *given: Any, **named: Any) -> Any:
+        result = load(self, *given, **named)
+        if result.unexpected_keys:  # of modules that the model lacks
+            from resformer.modeling.connections import KINDS
+
+            parts = {part for key in result.unexpected_keys for part in key.split(".")}
+            if lacking := [kind.name for kind in KINDS if kind.name in parts]:
+                warnings.warn(
+                    f"The adapter has connections that the model lacks, and they are left out: {lacking}. First "
+                    "`resformer.connect` the model, or load the one that the adapter was trained with.",
+                    stacklevel=2,
+                )
+        return result
+
+    peft_model.PeftModel.__init__, peft_model.PeftModel.load_adapter = init, load_adapter
 
 
 #: Module -> what is called with it after its import.
