@@ -119,10 +119,9 @@ def method_fields(method: str, num_hidden_layers: int) -> dict[str, Any]:
     """
     if not isinstance(num_hidden_layers, int) or num_hidden_layers < 1:
         raise ValueError(f"`num_hidden_layers` is {num_hidden_layers!r}: expected an integer from 1 up.")
-    if method not in METHODS:
-        raise ValueError(
-            f"Unknown method {method!r}: expected one of {', '.join(METHODS)}.{did_you_mean(method, METHODS)}"
-        )
+    if not isinstance(method, str) or method not in METHODS:
+        hint = did_you_mean(str(method), METHODS) or f" `{method}` is a field." * (method in [*CONNECTION_FIELDS])
+        raise ValueError(f"Unknown method {method!r}: expected one of {', '.join(METHODS)}.{hint}")
     return METHODS[method](num_hidden_layers)
 
 

@@ -288,7 +288,8 @@ def _check_card(folder: Path, card: Path | bytes | None, repo_id: str, *, bundle
     """Warnings about the model card."""
     path = folder / CARD
     if not isinstance(card, bytes):
-        raise CheckpointError(f"{path}: there is no model card. Write one, with its metadata, before others get this.")
+        write = f"resformer card {folder} --repository {repo_id}"
+        raise CheckpointError(f"{path}: there is no model card. One, with its metadata: {write}.")
     try:
         text = card.decode("utf-8")
         metadata = card_metadata(text)

@@ -261,7 +261,8 @@ def inspect(
             row("added", name)
         heads = f"{report.attention_heads} heads, {report.key_value_heads} for keys and values, of {report.head_dim}"
         tied = ", tied" if report.tied else ""
-        row("shape", f"{report.layers} layers, {report.hidden_size} wide, {heads}, {report.vocab_size:,} tokens{tied}")
+        vocabulary = f"vocabulary of {report.vocab_size:,}{tied}"
+        row("shape", f"{report.layers} layers, {report.hidden_size} wide, {heads}, {vocabulary}")
         if report.cache_bytes_per_token is not None:
             row("cache", f"{report.cache_bytes_per_token:,} bytes a token, {report.cache_share:.0%} of the full one")
         others = {kind: far for kind, far in report.learned.items() if kind not in ("value_residual", "depth_average")}
