@@ -3,6 +3,7 @@
 `retrofit`, `revert` and `bundle` differ in how they decide.
 """
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -223,9 +224,10 @@ def _compare(decision: Decision, output: Path, partial: Path) -> LogitsCompariso
             f"numbers are in {first_names(wrong) or 'none of its tensors: check config.json'}."
         )
     if not (decision.inexact_because or comparison.identical):
+        own = ", ".join(json.loads(decision.config).get("connections") or {})
+        why = f"the `plain` of {own} is not plain" if own else "this is a defect of resformer, please report it"
         raise VerificationError(
-            f"The conversion of {source.name} is not exact, the logits {comparison}. Nothing was written; this is a "
-            "defect of resformer, please report it."
+            f"The conversion of {source.name} is not exact, the logits {comparison}. Nothing was written; {why}."
         )
     if not math.isfinite(comparison.max_difference):
         raise not_compared(

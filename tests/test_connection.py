@@ -30,7 +30,7 @@ def _classes_of_a_test_are_forgotten() -> Iterator[None]:
     kinds, methods = [*KINDS], dict(METHODS)
     modules, path = {*sys.modules}, [*sys.path]
     yield
-    for name in {"damping", "two"} & (sys.modules.keys() - modules):
+    for name in {"damping", "two", "untrue"} & (sys.modules.keys() - modules):
         del sys.modules[name]
     sys.path[:] = path
     KINDS[:] = kinds
@@ -302,6 +302,9 @@ def test_commands_take_methods_from_files(tmp_path: Path, monkeypatch: pytest.Mo
         Path("json.py").write_text("")
         refused = cli("convert", "source", "none", "--method", named)
         assert (refused.exit_code, said in refused.stderr) == (2, True), refused.stderr
+    Path("untrue.py").write_text(f"{EXAMPLE.read_text()}\nclass Untrue(Damped):\n    name, plain = 'untrue', {{}}\n")
+    refused = cli("convert", "source", "none", "--method", "untrue.py:untrue")
+    assert (refused.exit_code, "the `plain` of untrue is not plain" in refused.stderr) == (4, True), refused.stderr
 
 
 def test_the_example_is_short_and_prints_what_the_page_says() -> None:
