@@ -181,7 +181,7 @@ def _effects(source: OpenedSource, config: Any) -> set[str]:
     found = set()
     for kind in kinds:
         modules = [module for name, module in read.items() if kind.name in name.split(".")]
-        fixed = kind.chosen(config).fixed_effects(view(config)) if modules else kind.inexact_because(view(config))
+        fixed = kind.chosen(config).fixed_effects(view(config)) or (not modules and kind.inexact_because(view(config)))
         if fixed or any(distance != 0 for module in modules for distance, _ in module.deviations()):
             found.add(kind.name)
     return found

@@ -20,7 +20,7 @@ from resformer.modeling.any_decoder import Decoder, text_config
 from resformer.modeling.connected import ConnectedModel, become_connected, not_reentrant
 from resformer.modeling.connection import KINDS, Connection, kinds_in, own_fields
 from resformer.modeling.families import config_class
-from resformer.modeling.installing import module_of, remove_connections, set_initial_values
+from resformer.modeling.installing import remove_connections, set_initial_values
 from resformer.modeling.matrices import depth_mixing_matrix, value_mixing_matrix
 from resformer.modeling.measured import MEASURED
 from resformer.modeling.saved_connections import checksums, configuration_digest, load_coefficients, saved_settings
@@ -211,10 +211,15 @@ def _connect(model: Any, fields: Mapping[str, Any], unless_exact: str | None = N
     reasons = dict.fromkeys(reason for kind in added for reason in kind.inexact_because(view))
     if reasons and unless_exact:
         raise ValueError(f"{unless_exact}: {'; '.join(reasons)}. Allow it with lossy=True.")
+    unknown = [each.name for each in added if not each.states_start()]
+    if unknown and unless_exact:
+        logger.warning(
+            f"{unknown[0]} states no `plain`, the fields with which it has no effect: the model may have changed."
+        )
     with torch.device("meta"), torch.no_grad():  # a class that fails does so before the model is changed
         for each in added:
             for n in each.layers(view) if each.has_modules else ():
-                set_initial_values(module_of(each, view, n))
+                set_initial_values(each(view.of_layer(n), n))
     functions = ((each, getattr(each, "_gradient_checkpointing_func", None)) for each in model.modules())
     for module, function in [(each, not_reentrant(function)) for each, function in functions if function is not None]:
         module._gradient_checkpointing_func = function

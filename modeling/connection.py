@@ -160,7 +160,7 @@ class Connection(Added):
     fields_of: ClassVar[type | None] = None
     fields: ClassVar[tuple[str, ...]] = ()
     #: The initial values with which what is learned starts as the plain family; empty if none do. Of a class that is no
-    #: part of this package, empty if it starts so with any; one that does not state it is said to start otherwise.
+    #: part of this package, empty if it starts so with any; of one that does not state it, it is not known.
     plain: ClassVar[dict[str, Any]] = {}
     #: Where its `forward` is called, one place or several; `None`: not in the layer.
     place: ClassVar[str | tuple[str, ...] | None] = None
@@ -201,6 +201,13 @@ class Connection(Added):
         super().__init__()
         if not self.fields_of:
             vars(self).update(self.settings(config))
+            self.made_of = config, layer
+
+    def reset_parameters(self) -> None:
+        """Sets the initial values of its own parameters, by default those that `__init__` sets."""
+        if self._parameters:
+            for name, value in type(self)(*self.made_of).named_parameters(recurse=False):
+                self.get_parameter(name).copy_(value)
 
     @torch.no_grad()
     def deviations(self) -> list[tuple[float, str]]:
@@ -263,11 +270,7 @@ class Connection(Added):
     @classmethod
     def fixed_effects(cls, config: Any) -> list[str]:
         """What makes it differ from plain Llama for any initial values."""
-        if cls.fields_of is None and cls.plain is Connection.plain:
-            return [
-                f"`{cls.name}` states no `plain`: the fields with which it starts as the plain model, {{}} if any do"
-            ]
-        return []
+        return [] if cls.states_start() else [f"`{cls.name}` states no `plain`, the fields with which it has no effect"]
 
     @classmethod
     def plain_start(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,13 +282,19 @@ class Connection(Added):
         return dict(cls.plain) if fields.get(cls.fields[0]) else {}
 
     @classmethod
+    def states_start(cls) -> bool:
+        """Whether it is known with which fields it starts as the plain family."""
+        return cls.fields_of is not None or cls.plain is not Connection.plain
+
+    @classmethod
     def inexact_because(cls, config: Any) -> list[str]:
         """Why a model with it does not start as plain Llama; empty if it does."""
         values = config.fields if isinstance(config, Shape) else vars(config)
         start, own = cls.plain_start(values), values
         if cls.fields_of is None:
             start, own = cls.plain, cls.settings(config)
-        return cls.chosen(config).fixed_effects(config) + [
+        fixed = cls.chosen(config).fixed_effects(config) if cls.states_start() else []
+        return fixed + [
             f"`{name}`={own[name]} does not start as the plain model, {plain} would"
             for name, plain in start.items()
             if own[name] != plain

@@ -85,7 +85,7 @@ def add_connections(model: PreTrainedModel, decoder: Decoder, view: Shape) -> No
         connected.connections = tuple(kind.name for kind in with_modules)
         connected.acting = {}
         for kind in with_modules:
-            module = module_of(kind, view, n)
+            module = kind(view.of_layer(n), n)
             connected.add_module(kind.name, module)
             start(module, connected)
             for place in kind.places:
@@ -202,17 +202,6 @@ def _undo(module: Any) -> None:
     change_class(module, module.family)
     for name in _SET:
         vars(module).pop(name, None)
-
-
-def module_of(kind: type[Connection], view: Shape, layer: int) -> Connection:
-    """The module of a layer, without its initial values."""
-    module = kind(view.of_layer(layer), layer)
-    if module._parameters and type(module).reset_parameters is StartsAsStated.reset_parameters:
-        raise ValueError(
-            f"{kind.__qualname__} has no `reset_parameters`, which sets {', '.join(module._parameters)} at the start: "
-            "what `__init__` sets is not kept when a checkpoint is loaded."
-        )
-    return module
 
 
 def set_initial_values(module: nn.Module) -> None:

@@ -1,6 +1,8 @@
 """A connection is a class that anyone can write, in any file."""
 
+import copy
 import json
+import pickle
 import runpy
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from checkpoints import save_notes
 from conftest import cli
 from small_decoders import small_decoder
 from test_connected_commands import save_family
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import resformer
 from resformer.configuration import METHODS, Paper
@@ -218,24 +220,18 @@ def test_a_class_that_fails_leaves_the_model_as_it_was() -> None:
     def broken(self: Any, shape: Shape, layer: int) -> None:
         self.weight = torch.nn.Parameter(torch.ones(1))
 
-    def weighted(self: Any, shape: Shape, layer: int) -> None:
-        resformer.Connection.__init__(self, shape, layer)
-        broken(self, shape, layer)
-
     def reads(name: str, maker: int) -> classmethod:
         return classmethod(lambda cls, shape, layer: {"other": (name, maker)} if layer else {})
 
     model = small_decoder("llama")
     before, kind = any_decoder.logits_of(model), type(model)
     for members, error, said in (
-        ({"plain": resformer.Connection.plain}, ValueError, "`own` states no `plain`: the fields .*lossy=True"),
         ({"layers": classmethod(lambda cls, shape: [9])}, ValueError, "it has 4 layers, and none is layer 9"),
         (
             {"reads": reads("mlp_added", 2)},
             ValueError,
             "layer 1 would read the mlp_added of layer 2, which is none",
         ),
-        ({"__init__": weighted}, ValueError, "Own has no `reset_parameters`, which sets weight at the start"),
         ({"__init__": broken}, AttributeError, "before Module.__init__"),
     ):
         with pytest.raises(error, match=said):
@@ -248,7 +244,24 @@ def test_a_class_that_fails_leaves_the_model_as_it_was() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             any_decoder.logits_of(resformer.connect(small_decoder("llama"), made_with(**members)))
-    assert resformer.connect(model, made_with(plain=resformer.Connection.plain), lossy=True)
+
+
+def test_a_class_without_plain_is_told_and_one_without_reset_parameters_starts_as_made(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def weighted(self: Any, shape: Shape, layer: int) -> None:
+        resformer.Connection.__init__(self, shape, layer)
+        self.weight = torch.nn.Parameter(torch.full([shape.hidden_size], 0.5 + layer))
+
+    small_decoder("llama").save_pretrained(tmp_path / "plain")
+    kind = made_with(__init__=weighted, plain=resformer.Connection.plain)
+    connected = resformer.connect(small_decoder("llama"), kind)
+    assert "own states no `plain`" in caplog.text
+    config = resformer.connected_config(AutoConfig.from_pretrained(tmp_path / "plain"), kind)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", config=config)
+    assert pickle.loads(pickle.dumps(connected.model.layers[1].own.made_of))[1] == 1
+    for model in (connected, copy.deepcopy(connected), loaded):
+        assert [each.own.weight.mean().item() for each in model.model.layers] == [0.5, 1.5, 2.5, 3.5]
 
 
 def test_the_order_at_one_place_is_stated_and_not_the_alphabets() -> None:
